@@ -47,12 +47,7 @@ def class_numbers_as_floats(ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
     """Return for each row the index of the other row of its class, or its own index where others are none or several.
 
-    Returns:
-        The indices, or None if no class has two rows and that is known without waiting for an accelerator.
-
-    Examples:
-        >>> only_positives(torch.tensor([1, 0, 2, 1, 2, 2]), torch.tensor([1, 2, 3]))
-        tensor([3, 1, 2, 0, 4, 5])
+    None if no class has two rows and that is known without waiting for an accelerator.
     """
     has_two = counts == 2
     if devices.on_cpu(counts) and not has_two.any():

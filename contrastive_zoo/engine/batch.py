@@ -35,19 +35,6 @@ def reduce_anchors(
     count the pairs of an anchor whose loss is a sum over pairs: the mean is then one over pairs. A count may be tiny,
     to add the anchor's loss to the sum only; a mean over such anchors alone is 0. Columns are separate terms: the
     result is the sum of their means.
-
-    Args:
-        losses: losses of the local anchors.
-        valid: whether an anchor counts, or how many times; None counts each once.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        world: the ranks that hold anchors.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), world=ONE_PROCESS)
-        tensor(2.)
-        >>> reduce_anchors(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 3, 0]), world=ONE_PROCESS)   # 4 / 4
-        tensor(1.)
     """
     if valid is not None:
         losses = losses.where(valid > 0, 0)
@@ -74,14 +61,7 @@ _NEGLIGIBLE_COUNT = 2.0**-100
 
 @dataclass(frozen=True)
 class Part:
-    """A member's view of the batch of a sum of losses.
-
-    Args:
-        names: the name in the sum's batch, by the member's own name of its tensors.
-        parts: those of the member's own members.
-        host: what the host has read of the member's tensors.
-        name: of the member.
-    """
+    """A member's view of the batch of a sum of losses: in ``names`` the batch's name of each of its tensors."""
 
     names: Mapping[str, str]
     parts: Sequence["Part"] = ()
@@ -103,11 +83,6 @@ class Batch:
         parts: the views of the members of a sum of losses.
         host: what the host has read of the tensors.
         name: of the loss, the first word of its errors.
-
-    Examples:
-        >>> batch = Batch({"embeddings": torch.tensor([[3.0, 4.0]])}, {"embeddings": Shards((1,))})
-        >>> batch.total, batch.prepared(batch.first, normalize=True)
-        (1, tensor([[0.6000, 0.8000]]))
     """
 
     rows: Mapping[str, Tensor]

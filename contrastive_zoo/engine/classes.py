@@ -44,17 +44,8 @@ def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
 class ClassPairs:
     """Similarities z_i·w_j of embeddings to the weight vectors of all classes; ``labels`` of the batch are their classes.
 
-    Args:
-        batch: has embeddings and ``labels``, and a split of ``class weights`` where each rank holds only some of them.
-        weights: [C, d], or [C, k, d] with k centres of each class.
-        normalize: whether embeddings are normalised to unit length first.
-        normalize_weights: whether weights are.
-        names: the tensors of the batch that hold embeddings; several are concatenated, and have the same labels.
-
-    Examples:
-        >>> rows = {"embeddings": torch.eye(2), "labels": torch.arange(2)}
-        >>> ClassPairs(Batch(rows, dict.fromkeys(rows, Shards((2,)))), torch.eye(2)).cross_entropies(1.0)   # log(e + 1) − 1
-        tensor([0.3133, 0.3133])
+    The batch has a split of ``class weights`` where each rank holds only some of them. Weights are [C, d], or [C, k, d]
+    with k centres of each class. Several tensors of ``names`` are concatenated, and have the same labels.
     """
 
     batch: Batch
@@ -71,10 +62,7 @@ class ClassPairs:
     ) -> Float[Tensor, " n"]:
         """Return ``log(1 + Σ_{j≠y_i} exp(scale · z_i·w_j) / exp(scale · f(z_i·w_{y_i})))`` of the local embeddings.
 
-        Args:
-            scale: the factor of similarities.
-            target_function: f, applied to the similarity to the own class.
-            pooling: from the similarities to a class's centres to that of the class.
+        f is ``target_function``; ``pooling`` makes the similarities to a class's centres that of the class.
         """
         target, negatives = self.target_and_negatives(scale, pooling)
         return -F.logsigmoid(scale * target_function(target) - negatives)

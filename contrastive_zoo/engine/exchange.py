@@ -1,18 +1,88 @@
-"""Bring the columns of other ranks to this one, and return the gradients of these columns to their owners.
+"""Which rank compares which rows with which columns, and how columns come here and their gradients return to their owners.
 
-The local block of a schedule comes first, so that the transfer of the other ranks' columns overlaps its computation.
+A block of ranks is the local rows against the columns of one rank. With two towers every rank computes its block with
+every other rank. With one tower S = Sᵀ, so one of the two ranks of a pair computes their block: rank r takes those of
+the ⌊W/2⌋ ranks ahead of it, a half ring. With an even W the opposite rank is ahead of both, and each takes half a block.
+
+Columns are gathered, or pass from rank to rank in a ring. The local block comes first, so that the transfer of the other
+ranks' columns overlaps its computation.
+
+With M machines of L ranks there are two rings: inside a machine, and between machines. Rank l of machine m first compares
+its rows with the columns of its own machine. Meanwhile it receives the columns of rank l of machine m + 1, and then passes
+them on inside its machine, and so on. So each column is sent to a machine once, and not once for each of its ranks. The
+gradients of a visiting machine's columns are added up inside the machine, and then sent to their owners, once for each
+machine. With one tower, one of the two machines of a pair compares its rows with the columns of the other, half of the
+machines being ahead of it. One machine of W ranks is a plain ring.
+
+A rank holds four shards of columns at a time: its own, the one that it passes on, and those that arrive by either link.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.engine.precision import is_16_bit
-from contrastive_zoo.engine.schedule import RankBlock
+from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.transport import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import Machines, Shards, World
+
+
+@dataclass(frozen=True)
+class RankBlock:
+    """The local ``rows`` against the ``columns`` of the rank ``ahead``.
+
+    In the same step the rank ``behind`` compares its rows with the local columns ``sent``.
+    """
+
+    ahead: int
+    rows: slice
+    columns: slice
+    behind: int
+    sent: slice
+
+
+def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
+    """Return the blocks that this rank computes, its own block first.
+
+    ``half`` says whether rows and columns are the same, so that one rank of a pair computes their block.
+    """
+    return schedule_by_machine(rows, columns, (tuple(range(len(rows.sizes))),), half=half)[0]
+
+
+def schedule_by_machine(rows: Shards, columns: Shards, layout: Machines, *, half: bool) -> list[list[RankBlock]]:
+    """Return the blocks that this rank computes by the machine whose columns they have, its own machine and block first.
+
+    ``layout`` are the ranks of each machine; the rest is as in :func:`schedule`.
+    """
+    machine, place = position(rows.rank, layout)
+
+    def relative(j: int, i: int) -> int:
+        """Return the rank j machines and i places ahead."""
+        ranks = layout[(machine + j) % len(layout)]
+        return ranks[(place + i) % len(ranks)]
+
+    def block(j: int, i: int) -> RankBlock:
+        ahead, behind = relative(j, i), relative(-j, -i)
+        local_rows, visiting = slice(0, rows.size), slice(0, columns.sizes[ahead])
+        sent = slice(0, columns.size)
+        index, ring_size, steps = (machine, len(layout), j) if j else (place, len(layout[0]), i)
+        if half and 2 * steps == ring_size:  # each is ahead of the other: they share the rows of the first one
+            if 2 * index < ring_size:
+                local_rows, sent = slice(0, rows.size // 2), slice(rows.size // 2, columns.size)
+            else:
+                visiting = slice(rows.sizes[ahead] // 2, visiting.stop)
+        return RankBlock(ahead, local_rows, visiting, behind, sent)
+
+    machines, places = (len(x) // 2 + 1 if half else len(x) for x in (layout, layout[0]))
+    return [[block(j, i) for i in range(len(layout[0]) if j else places)] for j in range(machines)]
+
+
+def position(rank: int, layout: Machines) -> tuple[int, int]:
+    """Return the machine of a rank, and its place there."""
+    return next((m, ranks.index(rank)) for m, ranks in enumerate(layout) if rank in ranks)
 
 
 class GatherExchange:
@@ -97,3 +167,113 @@ def merge_at_owners(
     for rank in sorted(by_source):
         total[by_source[rank]] = merge(total[by_source[rank]], received[rank])
     return total
+
+
+def machines(world: World) -> Machines:
+    """Return the ranks of each machine that the session's ring has, () without a ring or other ranks."""
+    ring = world.options.ring if isinstance(world, Session) and world.size > 1 else ()
+    return (tuple(range(world.size)),) if ring is True else ring or ()
+
+
+class Ring:
+    """Bring other ranks' columns here in turn, after the local ones, and return their gradients to their owners.
+
+    Arguments are those of :func:`start_exchange`; gradients keep the dtype of the columns.
+    """
+
+    gathered = None
+
+    def __init__(
+        self,
+        columns: Tensor,
+        by_machine: Sequence[Sequence[RankBlock]],
+        layout: Machines,
+        world: World,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.columns, self.by_machine, self.world = columns, by_machine, world
+        self.blocks = [block for blocks in by_machine for block in blocks]
+        self.message = wire_rows(columns, dtype, world)
+        machine, place = position(world.rank, layout)
+        ranks = layout[machine]
+        self.neighbours = [(ranks[(place + i) % len(ranks)], ranks[place - i]) for i in range(len(ranks))]
+        """For each step inside the machine, the rank so many places ahead, and the one as far behind."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        relayed = self.message
+        for j, blocks in enumerate(self.by_machine):
+            from_machine = None
+            if j + 1 < len(self.by_machine):
+                from_machine = self._fetch(self.message, self.by_machine[j + 1][0])
+            visiting = relayed
+            for i in range(len(blocks)):
+                arriving = None
+                if i + 1 < len(blocks) and j == 0:
+                    arriving = self._fetch(self.message, blocks[i + 1])
+                elif i + 1 < len(blocks):
+                    ahead, behind = self.neighbours[i + 1]
+                    arriving = SendReceive(relayed, behind, _length(blocks[i + 1].columns), ahead, self.world)
+                yield self.columns if i == j == 0 else visiting.to(self.columns.dtype)
+                visiting = visiting if arriving is None else arriving.wait()
+            relayed = relayed if from_machine is None else from_machine.wait()
+
+    def _fetch(self, rows: Tensor, block: RankBlock) -> SendReceive:
+        """Start to receive the columns of a block from their owner, and to send the local ones to the rank behind."""
+        return SendReceive(rows[block.sent], block.behind, _length(block.columns), block.ahead, self.world)
+
+    def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
+        """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
+        by_block = iter(parts)
+        leaving: _Arriving | None = None
+        for j, blocks in enumerate(self.by_machine):
+            merged = total if j == 0 else next(by_block)
+            arriving: _Arriving | None = None
+            for i, block in enumerate(blocks[1:], 1):
+                target, (ahead, behind) = merged[block.sent] if j == 0 else merged, self.neighbours[i]
+                transfer = SendReceive(next(by_block), ahead, len(target), behind, self.world)
+                _add(arriving)  # which arrived while this part was computed
+                arriving = target, transfer
+            _add(arriving)
+            _add(leaving)
+            if j > 0:
+                target = total[blocks[0].sent]
+                leaving = target, SendReceive(merged, blocks[0].ahead, len(target), blocks[0].behind, self.world)
+        _add(leaving)
+        for _ in by_block:  # a generator that computes the local block only
+            raise AssertionError("more blocks than ranks")
+        return total
+
+
+_Arriving = tuple[Tensor, SendReceive]
+"""Gradients on their way here, and what they are added to."""
+
+
+def _add(pending: _Arriving | None) -> None:
+    if pending is not None:
+        target, transfer = pending
+        target += transfer.wait()
+
+
+def _length(x: slice) -> int:
+    return x.stop - x.start
+
+
+def start_exchange(
+    columns: Tensor,
+    shards: Shards,
+    world: World,
+    dtype: torch.dtype | None = None,
+    *,
+    rows: Shards | None = None,
+    half: bool = False,
+    gathered: Tensor | None = None,
+) -> GatherExchange | Ring:
+    """Start to bring other ranks' columns here, in the ring of the session, or all at once.
+
+    ``shards`` are of the columns; ``rows`` of the rows that they are compared with, if these are other ones. ``half``
+    says that rows and columns are the same, so that one rank of a pair computes their block. ``gathered`` are the
+    columns of all ranks, if an earlier exchange gathered them. Messages have ``dtype`` if it has 16 bits.
+    """
+    if layout := machines(world):
+        return Ring(columns, schedule_by_machine(rows or shards, shards, layout, half=half), layout, world, dtype)
+    return GatherExchange(columns, schedule(rows or shards, shards, half=half), shards, world, dtype, gathered)

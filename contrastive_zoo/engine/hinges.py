@@ -29,17 +29,7 @@ def hinge_sums(
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
     """Return Σ (D_ip + margin − D_in) over each anchor's active triplets, and their number.
 
-    Args:
-        distance: D of anchors and candidates.
-        positive: which candidates are positives.
-        negative: which are negatives.
-        margin: of the hinge.
-        semi_hard: whether only triplets with D_ip < D_in count.
-
-    Examples:
-        >>> distance, is_first = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
-        >>> hinge_sums(distance, is_first, ~is_first, 1.5, semi_hard=False)
-        (tensor([0.5000]), tensor([1.]))
+    If ``semi_hard``, only triplets with D_ip < D_in count.
     """
     if devices.on_cpu(distance):
         return _of_listed_positives(distance, positive, negative, margin, semi_hard)
@@ -56,14 +46,9 @@ def soft_sums(
     *,
     semi_hard: bool,
 ) -> Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]]:
-    """Return a function of one positive of each anchor, which sums the penalties of its triplets.
+    """Return a function of one positive of each anchor, which sums the ``penalty`` of D_ip − D_in over its triplets.
 
-    Args:
-        penalty: of D_ip − D_in.
-        distance: D of anchors and candidates.
-        negative: which candidates are negatives.
-        margin: of semi-hard triplets.
-        semi_hard: whether only triplets with D_ip < D_in < D_ip + margin count.
+    If ``semi_hard``, only triplets with D_ip < D_in < D_ip + margin count.
     """
     negatives = distance.where(negative, torch.inf)
 
@@ -125,13 +110,8 @@ def sum_over_positives(
 ) -> Float[Tensor, " c"]:
     """Return Σ over each anchor's positives p of ``term(p)``; a term may make c × N matrices, of which one lives at a time.
 
-    ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward
-    pass recomputes each term. ``most`` is a number that no anchor's positives exceed; None counts them.
-
-    Examples:
-        >>> x = torch.tensor([[1.0, 2.0, 4.0]])
-        >>> sum_over_positives(lambda p: x.gather(1, p)[:, 0], torch.tensor([[True, False, True]]))
-        tensor([5.])
+    ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward pass
+    recomputes each term. ``most`` is a number that no anchor's positives exceed; None counts them.
     """
     columns, present = masked_indices(positive, most)
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph

@@ -127,11 +127,8 @@ def compiles_blocks() -> bool:
 class Kernels(NamedTuple):
     """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
-    Args:
-        apply: whether they can.
-        always: whether the user chose ``"triton"``: they compute small batches, too, and what they cannot is refused.
-        problem: why they cannot, in words.
-        missing: whether only Triton's installation is missing.
+    ``always``: the user chose ``"triton"``, so they compute small batches, too, and what they cannot is refused.
+    ``problem`` says why they cannot ``apply``; ``missing``, whether only Triton's installation is missing.
     """
 
     apply: bool = False
@@ -146,13 +143,9 @@ class Kernels(NamedTuple):
         return "triton" if self.always else "triton for large batches"
 
     def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
-        """Return whether they compute so many rows of all ranks against so many columns, by a loss that they support.
+        """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
 
-        Args:
-            caller: the first word of an error.
-            rows: of all ranks.
-            columns: of all ranks.
-            unsupported: why they cannot compute this call, a function of what all ranks have agreed on.
+        ``unsupported`` says why they cannot compute this call, a function of what all ranks have agreed on.
 
         Raises:
             ValueError: the user chose ``"triton"``, and kernels cannot compute this. All ranks raise it.
@@ -171,8 +164,7 @@ class Kernels(NamedTuple):
 def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     """Return whether kernels can compute losses of these embeddings on this rank.
 
-    Args:
-        rows: the tensors of a call, of which the first decides; if it is invalid, the loss refuses it.
+    The first of the rows decides; if it is invalid, the loss refuses it.
     """
     name, first = _implementation.get(), next(iter(rows), None)
     if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):

@@ -24,10 +24,6 @@ def masked_log_sum_exp(
     """Return log Σ exp x over the selected entries of each row; ``empty``, without gradient, for a row without any.
 
     All x are finite.
-
-    Examples:
-        >>> masked_log_sum_exp(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
-        tensor([0.6931,   -inf])
     """
     if not has_plain_formulas() and x.shape[1]:  # a maximum of no columns is an error
         return _MaskedLogSumExp.apply(x, mask, empty)
@@ -70,10 +66,6 @@ def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: boo
 
     Equal maxima share the gradient, so that it does not depend on their order; with ``first`` the first of them gets
     all of it, as from ``x.max(1)``.
-
-    Examples:
-        >>> masked_max(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[True, False], [False, False]]))
-        tensor([1., -inf])
     """
     return _masked_extreme(x, mask, -1, first)
 
@@ -159,12 +151,6 @@ def masked_indices(
     """Return the selected columns of each row in order, padded to the longest row, and which of them are no padding.
 
     With ``most``, which no row's number of columns exceeds, rows are padded to it, and no value is read.
-
-    Examples:
-        >>> masked_indices(torch.tensor([[True, False, True], [False, True, False]]))
-        (tensor([[0, 2],
-                [1, 0]]), tensor([[ True,  True],
-                [ True, False]]))
     """
     if most is not None:
         position = mask.cumsum(1, dtype=torch.int32)

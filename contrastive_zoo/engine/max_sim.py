@@ -16,23 +16,22 @@ are cached for the backward pass as far as the memory budget allows; others are 
 sent. Documents are gathered, or pass from rank to rank in a ring.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.exchange import GatherExchange
+from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
-from contrastive_zoo.engine.token_blocks import padded_blocks, set_of_token, sum_by_set, sum_selected
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.compiling import Function, differentiable_once, saved_tensors_are_hooked
@@ -44,12 +43,7 @@ from contrastive_zoo.ranks.world import Shards, World
 class TokenSets:
     """Sets of tokens of all ranks: this rank's tokens, one set after the other, and the split of all.
 
-    Args:
-        tokens: the local tokens, [t, d].
-        lengths: the number of tokens of each local set, at least 1.
-        shards: the split of the sets over the ranks.
-        token_shards: the split of the tokens over the ranks.
-        read: ``lengths`` on the host.
+    ``lengths`` are the numbers of tokens of the local sets, at least 1, and ``read`` the same on the host.
     """
 
     tokens: Float[Tensor, "t d"]
@@ -72,10 +66,8 @@ class TokenSets:
 def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, and then of further documents, [n, M].
 
-    Args:
-        batch: the number of tokens of each set, also on the host, and ``tokens of`` these sets, by the names of what they
-            are: queries first, then documents, then what else they are compared with.
-        normalize: whether tokens are normalised to unit length first.
+    The batch has the number of tokens of each set, also on the host, and ``tokens of`` these sets, by the names of what
+    they are: queries first, then documents, then what else they are compared with.
     """
     sets = []
     for name, read in batch.host.items():
@@ -94,21 +86,8 @@ def max_sim_scores(
 ) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
-    Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
-
-    Args:
-        queries: the queries.
-        documents: the documents.
-        dtype: the dtype of the input. If it has 16 bits, matmuls round their factors to it, and it is what ranks send.
-        world: the ranks that hold them.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> q = TokenSets(torch.eye(2), torch.tensor([2]), Shards((1,)), Shards((2,)), [2])
-        >>> tokens, lengths = torch.tensor([[3.0, 0.0], [1.0, 2.0]]), torch.tensor([1, 1])
-        >>> d = TokenSets(tokens, lengths, Shards((2,)), Shards((2,)), [1, 1])
-        >>> max_sim_scores(q, d, world=ONE_PROCESS)
-        tensor([[3., 3.]])
+    Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid. If the input's
+    ``dtype`` has 16 bits, matmuls round their factors to it, and it is what ranks send.
     """
     lengths, read = documents.all_lengths(world)
     if is_dense():
@@ -256,10 +235,90 @@ class _MaxSim(Function):
 
 
 def _small_integer(positions: int) -> torch.dtype:
-    """Return the smallest dtype that represents so many positions.
-
-    Examples:
-        >>> [_small_integer(x) for x in (2**8, 2**8 + 1, 2**15, 2**15 + 1)]
-        [torch.uint8, torch.int16, torch.int16, torch.int32]
-    """
+    """Return the smallest dtype that represents so many positions."""
     return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32
+
+
+def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
+    """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
+
+    A mask says which tokens [n, L, d] are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
+    """
+    arguments = {name: mask for name, mask in masks.items() if mask is not None}
+    counts = dict(zip(arguments, _counts([*arguments.values()]), strict=True))
+    return {name: counts.get(name, [x.shape[1]] * len(x)) for name, x in rows.items()}
+
+
+def _counts(masks: Sequence[Tensor]) -> list[list[int]]:
+    """Return the number of valid tokens of each set, by mask; those that are on an accelerator are read together."""
+    counts = [(mask != 0).sum(1) for mask in masks]
+    waiting = [index for index, x in enumerate(counts) if not devices.on_cpu(x)]
+    if waiting:
+        together = torch.cat([counts[index] for index in waiting]).cpu()
+        for index, x in zip(waiting, together.split([len(masks[index]) for index in waiting]), strict=True):
+            counts[index] = x
+    return [x.tolist() for x in counts]
+
+
+def packed_tokens(
+    rows: Float[Tensor, "n L d"], mask: Bool[Tensor, "n L"] | Int[Tensor, "n L"] | None, count: int
+) -> tuple[Float[Tensor, "t d"], Int[Tensor, " n"]]:
+    """Return the valid tokens of all sets, one set after the other, and the number of tokens of each set.
+
+    The mask says which are valid (not 0), None is all of them; ``count`` are valid.
+    """
+    if mask is None:
+        return rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1], device=rows.device)
+    valid = mask.to(rows.device) != 0
+    if devices.on_cpu(rows):
+        return rows[valid], valid.sum(1)
+    columns, _ = masked_indices(valid.view(1, -1), count)
+    return rows.flatten(0, 1).index_select(0, columns[0]), valid.sum(1)
+
+
+def padded_blocks(
+    lengths: Int[Tensor, " n"], read: Sequence[int], tokens: int, sets: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield blocks of packed sets, the longest first: the indices of the sets, [b], and of their tokens, [b, L].
+
+    A set that is shorter than the longest of its block repeats its first token. A maximum over the tokens is then that
+    over the set, and needs no mask. ``lengths`` are at least 1, and ``read`` the same on the host. A block has at most
+    so many ``sets``, and so many ``tokens`` unless it is one set.
+    """
+    start = lengths.cumsum(0) - lengths
+    size, order = lengths.sort(descending=True, stable=True)
+    descending, first = sorted(read, reverse=True), 0
+    while first < len(order):
+        longest = descending[first]
+        block = slice(first, first + max(1, min(sets, tokens // longest)))
+        position = torch.arange(longest, device=lengths.device).expand(len(order[block]), longest)
+        index = start[order[block], None] + position.where(position < size[block, None], 0)
+        yield order[block], index
+        first = block.stop
+
+
+def sum_by_set(values: Float[Tensor, "t k"], lengths: Int[Tensor, " n"]) -> Float[Tensor, "n k"]:
+    """Return the sums of the rows of each set."""
+    return values.new_zeros(len(lengths), values.shape[1]).index_add_(0, set_of_token(lengths, len(values)), values)
+
+
+def set_of_token(lengths: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
+    """Return the index of the set of each of so many tokens."""
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
+
+
+def sum_selected(
+    rows: Float[Tensor, "t d"], weights: Float[Tensor, "t b"], position: Int[Tensor, "t b"], length: int
+) -> Float[Tensor, "c d"]:
+    """Return, for each token of b sets of ``length`` tokens, the weighted sum of the rows that selected it, [b length, d].
+
+    Row a selected token ``position[a, k]`` of set k, with the weight ``weights[a, k]``. Equal to ``onehot.T @ rows``,
+    with onehot the weights at their tokens, [t, b length]; it takes 1 / length of the multiplications.
+    """
+    sets = position.shape[1]
+    key = position + length * torch.arange(sets, device=position.device)
+    key, order = key.flatten().sort(stable=True)
+    starts = torch.searchsorted(key, torch.arange(sets * length, device=key.device))
+    return torch.nn.functional.embedding_bag(
+        order // sets, rows, starts, mode="sum", per_sample_weights=weights.flatten()[order]
+    )

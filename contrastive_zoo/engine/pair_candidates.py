@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
-from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 
 
 class PairBlock(NamedTuple):
@@ -38,14 +37,10 @@ def reduce_pairs(
 ) -> Float[Tensor, "..."]:
     """Reduce a loss of blocks whose anchors are pairs, and whose candidates are all ranks' pairs and single embeddings.
 
-    Args:
-        batch: its tensor ``negatives``, if there is one, gives the split of the single embeddings.
-        loss: of a block. Its first companion says which candidates are single, those after it are of ``guides``.
-        rows: the first and the second embeddings of pairs, and single ones.
-        guides: further embeddings of the same, without gradient.
-        owners: the pair of this rank that a single embedding is also a positive of, or −1 for none; None is −1.
-        reduction: of the anchors.
-        unsupported: why Triton kernels cannot compute it, for who has chosen them; None where there are none for the loss.
+    Rows are the first and the second embeddings of pairs, and single ones, of which the batch's ``negatives`` have the
+    split; guides are the same, without gradient. The block's first companion says which candidates are single, those
+    after it are of the guides. ``owners`` are the pairs of this rank that single embeddings are also positives of, or −1
+    for none; None is −1. ``unsupported`` says why Triton kernels cannot compute it, for who has chosen them.
     """
     batch.kernels.compute(batch.name, 0, 0, unsupported=unsupported)
     first, second, singles = rows

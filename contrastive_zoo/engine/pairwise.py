@@ -24,16 +24,7 @@ _ROUNDING_UNITS = 8
 
 
 def share_across_blocks(candidates: Tensor) -> Tensor:
-    """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse.
-
-    Examples:
-        >>> from contrastive_zoo.engine.masked import masked_min
-        >>> candidates = share_across_blocks(torch.eye(3))
-        >>> similarity = dot_products(torch.tensor([[3.0, 2.0, 1.0]]), candidates)
-        >>> lowest = masked_min(similarity, torch.ones(1, 3, dtype=torch.bool))
-        >>> torch.autograd.grad(lowest, candidates)[0].is_sparse
-        True
-    """
+    """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse."""
     leaf = candidates.detach().requires_grad_()
     leaf.squared_norms = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # why: see the module's docstring
     return leaf
@@ -90,10 +81,6 @@ def distances(
     """Return ‖a − b‖ of every anchor and candidate, or its square; the gradient at 0 is 0.
 
     Points that are closer together than the rounding of a matmul have distance 0, without gradient.
-
-    Examples:
-        >>> distances(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
-        tensor([[5., 0.]])
     """
     if not has_plain_formulas():
         return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)

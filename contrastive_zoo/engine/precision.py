@@ -159,24 +159,14 @@ class _UnitRows(Function):
 
 
 def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor.
-
-    Examples:
-        >>> [[len(x) for x, in _chunks(torch.empty(3, tile_bytes(torch.empty(0)) // y))] for y in (16, 32)]   # 4 bytes each
-        [[1, 1, 1], [2, 1]]
-    """
+    """Yield the same rows of several tensors, as many at a time as a quarter of a tile holds of the first tensor."""
     first = rows[0]
     height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes))
     return zip(*(x.split(height) for x in rows), strict=True)
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64: MPS does not, and some XPUs do not.
-
-    Examples:
-        >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
-        (True, False)
-    """
+    """Return whether a device computes in float64: MPS does not, and some XPUs do not."""
     if device.type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type != "mps"

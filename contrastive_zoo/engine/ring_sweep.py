@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, RowwiseSweep, add_gradient, anchor_slices
-from contrastive_zoo.engine.exchange import GatherExchange
+from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.row_statistics import State, Statistic, run
 from contrastive_zoo.engine.tiling import keep_freed_memory
 from contrastive_zoo.ranks.collectives import sum_over_ranks

@@ -10,10 +10,13 @@ dq is complete; dZ, the gradient of the local anchors' losses with respect to al
 candidates' owners; dφ is summed over ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -23,7 +26,7 @@ from contrastive_zoo.engine.compiled_sweep import CompiledSweep
 from contrastive_zoo.engine.implementation import compiles_blocks, is_dense
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
 from contrastive_zoo.engine.ring_sweep import RingSweep
-from contrastive_zoo.engine.row_statistics import complete
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum, complete
 from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -64,8 +67,7 @@ def sum_over_anchors(
         shards: shard sizes of the anchors.
         world: the ranks that hold them.
         candidates: the local candidates; None if anchors are the candidates, and then no anchor is its own positive.
-        candidate_ids: ids of the local candidates.
-        candidate_shards: shard sizes of the candidates.
+        candidate_ids, candidate_shards: ids and shard sizes of the local candidates.
         own_candidates: for each local anchor the index, among the candidates of all ranks, of a copy of it, which is
             then no positive; −1 for none.
         companions: pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
@@ -75,15 +77,6 @@ def sum_over_anchors(
 
     Raises:
         ValueError: on every rank alike, it has, with ``reduction="none"``.
-
-    Examples:
-        >>> class Nearest(nn.Module):
-        ...     def on_block(self, block):
-        ...         s = block.anchors @ block.candidates.T
-        ...         return s.masked_fill(~block.negative, -9.0).amax(1), block.negative.any(1)
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> sum_over_anchors(Nearest(), torch.eye(2), torch.arange(2), shards=Shards((2,)), world=ONE_PROCESS)
-        tensor(0.)
     """
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
     where, ring = candidate_shards or shards, uses_ring(loss, world)
@@ -264,3 +257,57 @@ _STATEFUL_WITHOUT_REDUCTION = (
     "reduction='none': the loss draws random numbers or changes a buffer as it is computed, so every rank must compute it "
     "from the embeddings of all ranks, and no rank has the losses of its own anchors alone. Use reduction='mean' or 'sum'."
 )
+
+
+Average = Literal["anchors", "pairs"]
+"""What a mean is taken over."""
+
+
+class BlockLoss(nn.Module):
+    """Call ``function(block, **settings)`` in the form that the row-wise engine takes, ``on_block(block)``.
+
+    A setting that is a tensor is learnable: it gets the gradient of all ranks' anchors, even if it is no leaf, such as
+    the value of a :class:`LearnableTemperature`.
+    """
+
+    terms: int = 1
+    """The number of columns that the function returns, each a mean of its own."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
+        super().__init__()
+        self.learnable = [name for name, x in settings.items() if isinstance(x, Tensor)]
+        self.graph_kind = getattr(function, "__code__", type(function))
+        self.yields = inspect.isgeneratorfunction(function)
+        self.function = functools.partial(function, **{k: x for k, x in settings.items() if k not in self.learnable})
+        for name in self.learnable:
+            setattr(self, name, settings[name])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the learnable settings."""
+        return ((name, getattr(self, name)) for name in self.learnable)
+
+    def can_ring(self) -> bool:
+        """Return whether the function yields statistics, so that it can see the candidates in parts."""
+        return self.yields
+
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor] | Rows:
+        """Call the function with its settings."""
+        return self.function(block, **{name: getattr(self, name) for name in self.learnable})
+
+
+def info_nce_per_positive(
+    logits: Float[Tensor, "c N"],
+    block: AnchorBlock,
+    average: Average,
+    positive_logits: Float[Tensor, "c N"] | None = None,
+) -> Rows:
+    """Return of each anchor log(1 + Σ_n exp(logits_n − logits_p)) over its positives p.
+
+    For ``"anchors"`` this is the mean over positives and whether there are any; for ``"pairs"`` the sum and the number
+    of positives. ``positive_logits`` are the logits of positives, if they differ from ``logits``.
+    """
+    (negatives,) = yield (LogSumExp(logits, block.negative),)
+    positives = logits if positive_logits is None else positive_logits
+    of_pairs = -F.logsigmoid(positives - negatives[:, None]).where(block.positive, 0)
+    losses, pairs = yield Sum(of_pairs.sum(1)), Sum(block.positive.sum(1))
+    return (losses, pairs) if average == "pairs" else (losses / pairs.clamp(min=1), pairs > 0)

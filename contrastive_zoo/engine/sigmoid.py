@@ -20,9 +20,8 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
-from contrastive_zoo.engine.exchange import GatherExchange
+from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
-from contrastive_zoo.engine.ring import Ring, start_exchange
 from contrastive_zoo.engine.tiling import ScratchBuffer, keep_freed_memory, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
@@ -52,23 +51,10 @@ def sum_over_sigmoid_pairs(
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
-    Args:
-        anchors: the local anchors.
-        candidates: the local candidates, of which row i is the positive of anchor i; None if anchors are the candidates.
-        ids: ids of the anchors where these are the candidates: others with an equal id are positives.
-        scale: the factor of dot products. A tensor gets its complete gradient on every rank.
-        bias: as ``scale``.
-        dtype: the dtype of the input. If it has 16 bits, anchors and candidates are rounded to it, and are sent in it.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
-        shards: shard sizes of anchors and of candidates.
-        world: the ranks that hold them.
-        on_kernel: whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> settings = {"scale": 1.0, "bias": 0.0, "shards": Shards((2,)), "world": ONE_PROCESS}
-        >>> sum_over_sigmoid_pairs(torch.eye(2), torch.eye(2), **settings)   # log(1 + e⁻¹) + log 2
-        tensor(1.0064)
+    Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal
+    id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. If ``dtype`` has 16
+    bits, anchors and candidates are rounded to it, and are sent in it. ``on_kernel`` says whether a Triton kernel
+    computes it, which all ranks have agreed on; without ids, not for ``"none"``.
     """
     sweep = _Sweep(shards, world, dtype, ids, on_kernel)
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))

@@ -58,24 +58,8 @@ def small_batch_info_nce(
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
-    Args:
-        a: row i belongs to row i of b.
-        b: the other tower, or the other view.
-        temperature: t.
-        comparison: the softmaxes of the loss.
-        reduction: mean or sum over rows; over the rows of both views for ``"views"``.
-        own: the rows of either side that get a gradient, others get zeros: a rank that computes the loss of all ranks' rows
-            needs that of its own. None: all.
-
-    Returns:
-        Nats.
-
-    Examples:
-        >>> settings = {"temperature": 1.0, "reduction": "sum"}
-        >>> small_batch_info_nce(torch.eye(2), torch.eye(2), comparison="rows", **settings)   # 2 (log(e + 1) − 1)
-        tensor(0.6265)
-        >>> small_batch_info_nce(torch.eye(2), torch.eye(2), comparison="views", **settings)   # 4 (log(e + 2) − 1)
-        tensor(2.2058)
+    Row i of a belongs to row i of b. ``"views"`` reduces over the rows of both. Rows ``own`` of either side get a
+    gradient, others zeros: a rank that computes the loss of all ranks' rows needs that of its own. None: all.
     """
     parameter, scale, slope = _learnt(temperature)
     keeps_logits = own is not None and parameter is not None
@@ -99,12 +83,7 @@ def small_batch_siglip(
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
 
-    Arguments are those of :func:`small_batch_info_nce`; the bias is added to the logits.
-
-    Examples:
-        >>> settings = {"temperature": 1.0, "bias": 0.0, "reduction": "sum"}
-        >>> small_batch_siglip(torch.eye(2), torch.eye(2), **settings)   # 2 (log(1 + e⁻¹) + log 2)
-        tensor(2.0128)
+    Arguments are those of :func:`small_batch_info_nce`.
     """
     parameter, scale, slope = _learnt(temperature)
     settings = _Settings(sigmoids, scale, slope, False, 1, reduction == "mean", own, torch.is_grad_enabled())

@@ -28,10 +28,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
-from contrastive_zoo.engine.partners import Partners
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp
-from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
+from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
@@ -54,9 +53,10 @@ def self_log_sum_exp(
     world: World,
     on_kernel: bool = False,
 ) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
-    """Return log-sum-exps of local rows over all rows but themselves and their partners, and partners' logits.
+    """Return log-sum-exps R of local rows over all rows but themselves and their partners, and partners' logits.
 
-    Without partners: ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z and all rows Z.
+    Without partners: ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z and all rows Z; −inf where no
+    row is left. The logits are ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
 
     Args:
         z: the local rows.
@@ -69,15 +69,6 @@ def self_log_sum_exp(
         shards: shard sizes of the rows.
         world: the ranks that hold them.
         on_kernel: whether Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
-
-    Returns:
-        R_i, −inf where no row is left; and ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> where = {"shards": Shards((3,)), "world": ONE_PROCESS}
-        >>> self_log_sum_exp(torch.eye(3), scale=1.0, partner_offsets=[2], **where)   # log e⁰, log(e⁰ + e⁰), log e⁰
-        (tensor([0.0000, 0.6931, 0.0000]), [tensor([0.])])
     """
     if _by_plain_formula(len(z) ** 2, world, on_kernel):
         s = scale * z @ _of_all_ranks(z, shards, world).T
@@ -119,28 +110,10 @@ def cross_log_sum_exp(
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
     """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
 
-    Without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0).
-
-    Args:
-        rows: the local rows of A.
-        columns: the local rows of B.
-        scale, unit_norm, dtype, world: as in :func:`self_log_sum_exp`.
-        row_shards: shard sizes of A.
-        column_shards: shard sizes of B.
-        columnwise: whether to compute C.
-        partner_offsets: offsets o; column ``stride`` · i + o of the same rank is a partner of row i.
-        stride: number of columns per row.
-        on_kernel: as there, with a stride of 1.
-
-    Returns:
-        R of the local rows; C of the local columns, or None; −inf where nothing is left; and for each offset o
-        ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns.
-
-    Examples:
-        >>> shards = {"row_shards": Shards((2,)), "column_shards": Shards((4,))}
-        >>> r, c, _ = cross_log_sum_exp(torch.zeros(2, 3), torch.zeros(4, 3), scale=1.0, **shards, world=World())
-        >>> r.exp(), c.exp()
-        (tensor([4., 4.]), tensor([2., 2., 2., 2.]))
+    Without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0, None unless
+    ``columnwise``). Column ``stride`` · i + o of the same rank is a partner of row i, for each offset o; their logits
+    are ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns. Kernels take a stride of 1. Other
+    arguments are those of :func:`self_log_sum_exp`.
     """
     if _by_plain_formula(len(rows) * len(columns), world, on_kernel):
         s = scale * rows @ _of_all_ranks(columns, column_shards, world).T

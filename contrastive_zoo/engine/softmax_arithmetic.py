@@ -18,18 +18,11 @@ from contrastive_zoo.engine.implementation import is_dense
 
 
 def cross_entropy(positive: Float[Tensor, "*n"], others: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """Return ``logaddexp(others, positive) - positive``, as softplus(others − positive).
+    """Return ``logaddexp(others, positive) - positive``, as softplus(others − positive), in nats.
 
     With σ the share of the others in the softmax, the gradient is σ by ``others`` and −σ by ``positive``: as small as
     the loss, with its relative error. The plain formula has p − 1 in place of −σ, of which rounding leaves no digit
-    once σ is below 1e-7.
-
-    Args:
-        positive: the logits of positives, or the log-sum-exps of several; finite.
-        others: log-sum-exps of the other candidates; −inf where there are none, which gives 0.
-
-    Returns:
-        Nats.
+    once σ is below 1e-7. ``others`` are log-sum-exps of the other candidates; −inf where there are none, which gives 0.
 
     Examples:
         >>> cross_entropy(torch.tensor([60.0, 0.0]), torch.tensor([20.0, -torch.inf]))   # e⁻⁴⁰, where 60 − 60 gives 0
@@ -40,15 +33,7 @@ def cross_entropy(positive: Float[Tensor, "*n"], others: Float[Tensor, "*n"]) ->
 
 
 def cross_entropy_of_several(positives: Float[Tensor, "k n"], others: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return ``logaddexp(others, positives.logsumexp(0)) - positives.mean(0)``: the mean over k positives of a softmax.
-
-    Args:
-        positives: the logits of k ≥ 1 positives of each anchor.
-        others: log-sum-exps of the candidates that are no positives.
-
-    Returns:
-        Nats.
-    """
+    """Return ``logaddexp(others, positives.logsumexp(0)) - positives.mean(0)``: the mean over k positives of a softmax."""
     if len(positives) == 1:  # a log-sum-exp of one number is that number up to rounding
         return cross_entropy(positives[0], others)
     total = positives.logsumexp(0)

@@ -36,12 +36,7 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
 
 def tile_shape(like: Tensor) -> tuple[int, int]:
-    """Return height and width of a tile: powers of two, the width two or four times the height.
-
-    Examples:
-        >>> tile_shape(torch.empty(0, dtype=torch.float64)), tile_shape(torch.empty(0))
-        ((512, 1024), (512, 2048))
-    """
+    """Return height and width of a tile: powers of two, the width two or four times the height."""
     elements = tile_bytes(like) // like.dtype.itemsize
     height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
     return height, max(1, elements // height)
@@ -118,14 +113,7 @@ def budget() -> int:
 
 
 class CachedLogits:
-    """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses.
-
-    Examples:
-        >>> with memory_budget(100):
-        ...     one, other = CachedLogits(), CachedLogits()
-        ...     one.reserve(80), other.reserve(80), other.reserve(20)
-        (True, False, True)
-    """
+    """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses."""
 
     _all: ClassVar[weakref.WeakSet["CachedLogits"]] = weakref.WeakSet()
 

@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.max_sim import late_interaction_scores
-from contrastive_zoo.engine.token_blocks import packed_tokens, read_lengths
+from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Reduction

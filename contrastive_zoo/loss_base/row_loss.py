@@ -7,11 +7,10 @@ from typing import Literal
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
 from contrastive_zoo.engine.row_statistics import Rows
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import is_third_party

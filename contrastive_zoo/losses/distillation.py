@@ -7,12 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature

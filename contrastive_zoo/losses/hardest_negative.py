@@ -4,12 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.engine.pairwise import distances, dot_products
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.numbers import of_size

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
-from contrastive_zoo.engine.tower_pairs import TowerPairs
 from contrastive_zoo.loss_base.families import ImageTextLoss, TowerLoss
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss

@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
-from contrastive_zoo.engine.tower_pairs import TowerPairs
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Size, Temperature, field

@@ -6,11 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.inputs import Inputs

@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
+from contrastive_zoo.engine.pairs import ViewPairs
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
-from contrastive_zoo.engine.rowwise import reduce_rows
-from contrastive_zoo.engine.view_pairs import ViewPairs
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 

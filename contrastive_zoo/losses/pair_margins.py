@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, class_numbers
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.pairwise import distances, dot_products, row_sums, squared_distances
 from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.numbers import number_problem, of_size

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.hinges import sum_over_positives
-from contrastive_zoo.engine.pair_histograms import histogram_overlap
 from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.row_statistics import Rows, Sum
+from contrastive_zoo.engine.statistics import histogram_overlap
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
-from contrastive_zoo.engine.labelled_pairs import LabelledPairs
-from contrastive_zoo.engine.tower_pairs import TowerPairs, sigmoid_block_loss
+from contrastive_zoo.engine.pairs import LabelledPairs, TowerPairs, sigmoid_block_loss
+from contrastive_zoo.engine.rowwise import BlockLoss
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Learnable, Reduction, Temperature, field
@@ -98,5 +97,5 @@ class SupSigmoid(AnchorLoss, LogitScale):
         return sigmoid_block_loss(batch.settings.temperature, batch.settings.logit_bias)
 
     def compute(self, batch: Batch) -> Tensor:
-        pairs = LabelledPairs(batch, batch.rows["labels"], batch.settings.temperature, self.normalize)
+        pairs = LabelledPairs(batch, batch.settings.temperature, self.normalize, batch.rows["labels"])
         return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)

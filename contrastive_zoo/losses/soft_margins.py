@@ -5,13 +5,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.masked import any_in_row, log1p_exp
 from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Maximum, Minimum, Rows, Sum
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction

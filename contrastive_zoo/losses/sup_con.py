@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import Average, BlockLoss, info_nce_per_positive
-from contrastive_zoo.engine.labelled_pairs import ContrastMode, LabelledPairs
+from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
+from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
@@ -88,7 +87,7 @@ class SupCon(AnchorLoss):
         if mask is not None and mask.shape[1] != batch.total:  # equal on every rank
             rule = f"the mask has a column for each of the {batch.total} samples of all ranks"
             raise ValueError(f"{batch.name}: {rule}, got {described(mask)}.")
-        pairs = LabelledPairs(batch, batch.rows.get("labels"), batch.settings.temperature, self.normalize)
+        pairs = LabelledPairs(batch, batch.settings.temperature, self.normalize, batch.rows.get("labels"))
         if self.variant == "in" or mask is not None or self.contrast_mode == "one":
             return pairs.reduce_rows(
                 self.block_loss(batch), self.reduction, mask=mask, anchors=self.contrast_mode, unsupported=_BY_ROWS

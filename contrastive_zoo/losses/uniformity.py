@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.block_loss import BlockLoss
 from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import exchange, ring, row_statistics, rowwise
+from contrastive_zoo.engine import exchange, row_statistics, rowwise
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, EXACT, distance, error_message, learnt, local_shard
 from tests.stateful_rank import limits
@@ -179,17 +179,17 @@ def _keep_first_tie(self: Any, one: Any, other: Any) -> Any:
     return extreme, one[1]
 
 
-def _forget_other_machines(self: ring.Ring, total: Tensor, parts: Any) -> Tensor:
+def _forget_other_machines(self: exchange.Ring, total: Tensor, parts: Any) -> Tensor:
     kept = total.clone()
     RETURN(self, total, parts)
     return total.copy_(kept)
 
 
-RETURN = ring.Ring.return_gradients
+RETURN = exchange.Ring.return_gradients
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "equal extremes of two ranks count once": ("Triplet, ties", row_statistics._Extreme, "merge", _keep_first_tie),
-    "gradients stay where they are computed": ("Contrastive", ring.Ring, "return_gradients", _forget_other_machines),
-    "SigLIP's gradients stay, too": ("SigLIP", ring.Ring, "return_gradients", _forget_other_machines),
+    "gradients stay where they are computed": ("Contrastive", exchange.Ring, "return_gradients", _forget_other_machines),
+    "SigLIP's gradients stay, too": ("SigLIP", exchange.Ring, "return_gradients", _forget_other_machines),
     "a log-sum-exp is the largest part": (
         "NCA", row_statistics.LogSumExp, "merge", lambda self, one, other: (torch.maximum(one[0], other[0]),),
     ),
@@ -229,7 +229,7 @@ def rows_sent(name: str, shards: Sequence[int], layout: Any) -> tuple[dict[int, 
         gathered += len(rows) * (rows.ndim > 1)
         return GATHER(rows, *rest)
 
-    counting = replaced(ring, "SendReceive", Counted), replaced(rowwise, "gather_rows", gather)
+    counting = replaced(exchange, "SendReceive", Counted), replaced(rowwise, "gather_rows", gather)
     with limits(GENERAL_PATH), counting[0], counting[1], torch.no_grad():
         error_of(name, shards, layout, learning=False)
     return sent, gathered

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import exchange, ring
+from contrastive_zoo.engine import exchange
 from contrastive_zoo.ranks.gather_cache import Derivations
 from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_ring import GENERAL_PATH, replaced
@@ -58,7 +58,7 @@ def in_ring(index: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor],
 
     mine = [local_shard(x, SHARDS) for x in batch(entry, dtype)]
     found = []
-    with limits(GENERAL_PATH), replaced(ring, "SendReceive", Seen), warnings.catch_warnings():
+    with limits(GENERAL_PATH), replaced(exchange, "SendReceive", Seen), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for option in (True, False):
             loss = cz.DistributedLoss(entry.make(temperature=0.1), grad_reduction="sum", ring=option)

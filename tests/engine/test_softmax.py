@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.engine import exchange, implementation, ring, schedule, softmax, tiling
+from contrastive_zoo.engine import exchange, implementation, softmax, tiling
+from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.precision import rounded
-from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
@@ -226,7 +226,7 @@ def test_each_pair_of_ranks_is_computed_once_and_the_load_is_even() -> None:
         for rank in range(size):
             shards = Shards(sizes, rank)
             cells = -(shards.size**2) / 2  # of my own block half is computed
-            for block in itertools.chain(*schedule.schedule_by_machine(shards, shards, layout, half=True)):
+            for block in itertools.chain(*exchange.schedule_by_machine(shards, shards, layout, half=True)):
                 start = sum(sizes[: block.ahead])
                 met[shards.local][block.rows, start + block.columns.start : start + block.columns.stop] += 1
                 cells += (block.rows.stop - block.rows.start) * (block.columns.stop - block.columns.start)
@@ -244,7 +244,7 @@ def test_a_rank_sends_the_columns_that_the_other_compares() -> None:
         sizes = tuple((5 * rank) % 4 for rank in range(size))
         for layout in layouts(size):
             of = [
-                list(itertools.chain(*schedule.schedule_by_machine(shards, shards, layout, half=half)))
+                list(itertools.chain(*exchange.schedule_by_machine(shards, shards, layout, half=half)))
                 for shards in (Shards(sizes, rank) for rank in range(size))
             ]
             for rank, mine_ in enumerate(of):
@@ -302,12 +302,12 @@ def test_mutants_of_the_schedule_are_caught(worlds: Worlds) -> None:
     """A rank that meets half of those opposite twice, or not at all."""
 
     def wrong() -> list[Tensor]:
-        original = schedule.schedule
-        ring.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
+        original = exchange.schedule
+        exchange.schedule = lambda rows, columns, half: original(rows, columns, half=False) if half else None
         try:
             return job(Options(), "one tower", (5, 4), (3, 8))
         finally:
-            ring.schedule = original
+            exchange.schedule = original
 
     found, expected = together(worlds.run(2, wrong)), dense(Options(), "one tower", (5, 4), (3, 8))
     with pytest.raises(AssertionError):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.kernels import softmax_sweep
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
-from contrastive_zoo.engine.kernels.softmax_pairs import SoftmaxPairs
+from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_sweep import ExponentSums, KernelSweep
-from contrastive_zoo.engine.schedule import RankBlock
 from tests.kernels.cases import DEVICE
 from tests.simulated import READS
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.labelled_pairs import ContrastMode
+from contrastive_zoo.engine.pairs import ContrastMode
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.distillation import ClipDistillation

@@ -36,8 +36,8 @@ def module_name(path: str) -> str:
     """The name of a module for :mod:`importlib`.
 
     Examples:
-        >>> module_name("engine/ring.py")
-        'contrastive_zoo.engine.ring'
+        >>> module_name("engine/exchange.py")
+        'contrastive_zoo.engine.exchange'
     """
     return f"{PACKAGE.name}.{path.removesuffix('.py').replace('/', '.')}"
 

@@ -27,10 +27,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """A row for each module, and the score of all.
 
     Examples:
-        >>> print(table([{"path": "engine/ring.py", "place": ["f", 1, 1], "change": "1 → 2", "verdict": "caught"}]))
+        >>> print(table([{"path": "engine/exchange.py", "place": ["f", 1, 1], "change": "1 → 2", "verdict": "caught"}]))
         | module | mutants | caught | timed out | equivalent | survived |
         | --- | ---: | ---: | ---: | ---: | ---: |
-        | `engine/ring.py` | 1 | 1 | 0 | 0 | 0 |
+        | `engine/exchange.py` | 1 | 1 | 0 | 0 | 0 |
         | all | 1 | 1 | 0 | 0 | 0 |
     """
     lines = []

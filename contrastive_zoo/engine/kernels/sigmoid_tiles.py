@@ -8,7 +8,7 @@ With x = scale · a_i·b_j + bias, y = 1 for the pair i = j and −1 for others:
 import triton
 import triton.language as tl
 
-from contrastive_zoo.engine.kernels.walk import LOG2E, on_diagonal, own_tiles, store_halves
+from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves
 
 SIGN: tl.constexpr = tl.constexpr(-(2**31))
 """The sign bit of a float32."""

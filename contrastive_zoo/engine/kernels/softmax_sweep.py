@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.exchange import GatherExchange, merge_at_owners
+from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, merge_at_owners
 from contrastive_zoo.engine.kernels.blocks import (
     NO_PARTNER,
     Operand,
@@ -18,11 +18,9 @@ from contrastive_zoo.engine.kernels.blocks import (
     blocks,
     precision_of,
 )
-from contrastive_zoo.engine.kernels.softmax_pairs import SoftmaxPairs
+from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING
 from contrastive_zoo.engine.precision import is_16_bit
-from contrastive_zoo.engine.ring import Ring
-from contrastive_zoo.engine.schedule import RankBlock
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.ranks.transport import gather_rows
 

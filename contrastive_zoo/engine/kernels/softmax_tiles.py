@@ -18,7 +18,7 @@ tiles (``EDGE``) processes them, so that the first launch has no masks.
 import triton
 import triton.language as tl
 
-from contrastive_zoo.engine.kernels.walk import LOG2E, on_diagonal, own_tiles, store_halves
+from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves
 
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 """The maximum of an empty set; unlike −inf, its difference with itself is 0."""

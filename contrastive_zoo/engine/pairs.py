@@ -1,0 +1,338 @@
+"""Softmax or sigmoid over pairs: of views, of two towers, and of labelled embeddings."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from torch import Tensor
+
+from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
+from contrastive_zoo.engine.batch import Batch, Reduction, is_embedding
+from contrastive_zoo.engine.implementation import is_dense, is_one_call
+from contrastive_zoo.engine.row_statistics import Rows, Sum
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows, sum_over_anchors
+from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
+from contrastive_zoo.engine.small_batch import small_batch_info_nce, small_batch_siglip, uses_small_batch_path
+from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
+from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, cross_entropy_of_several, log_sum_exp
+from contrastive_zoo.ranks.world import Shards
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    batch: Batch
+    temperature: float | Tensor
+    normalize: bool
+    """Whether embeddings are normalised to unit length first."""
+
+    @cached_property
+    def rows(self) -> list[Tensor]:
+        """The embeddings of the batch, prepared for matmuls."""
+        arguments = [x for x in self.batch.rows.values() if is_embedding(x)]
+        return [self.batch.rounded(self.batch.prepared(x, normalize=self.normalize), x) for x in arguments]
+
+    @cached_property
+    def scale(self) -> float | Tensor:
+        """1 / t, with the gradient of all ranks."""
+        return self.batch.scale(self.temperature)
+
+    def _settings(self, on_kernel: bool) -> dict[str, Any]:
+        """Return the arguments that all log-sum-exps of these embeddings share."""
+        return {
+            "scale": self.scale,
+            "unit_norm": self.normalize,
+            "dtype": self.batch.first.dtype,
+            "world": self.batch.world,
+            "on_kernel": on_kernel,
+        }
+
+
+class ViewPairs(_Pairs):
+    """Similarities z_i·z_k / t of all views of all samples; the positives of an anchor are the other views of its sample."""
+
+    def cross_entropy(self, reduction: Reduction) -> Float[Tensor, "..."]:
+        """Reduce ``logsumexp(others and positives) - mean(positives)`` over all anchors, in nats."""
+        batch, views = self.batch, [*self.batch.rows.values()]
+        first, rows = views[0], 2 * batch.total
+        unsupported = None if len(views) == 2 else f"compares two views, got {len(views)}"
+        on_kernel = batch.kernels.compute(batch.name, rows, rows, unsupported=unsupported)
+        small = not on_kernel and len(views) == 2 and self.normalize
+        if small and uses_small_batch_path(first, reduction, batch.world, views=True):
+            return small_batch_info_nce(
+                first, views[1], temperature=self.temperature, comparison="views", reduction=reduction, own=batch.own
+            )
+        if on_kernel and is_one_call(reduction, batch.world):
+            from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
+
+            a, b = (x.to(first.dtype) for x in self.rows)
+            return softmax.nt_xent(a, b, self.scale)
+        others, positives = self.sums(on_kernel=on_kernel)
+        losses = cross_entropy_of_several(positives, others)
+        return batch.reduce(losses.to(self.rows[0].dtype), reduction=reduction)
+
+    def sums(self, *, on_kernel: bool = False) -> tuple[Float[Tensor, " a"], Float[Tensor, "p a"]]:
+        """Return the log-sum-exps over all but the anchor and its positives, view after view, and the positives' logits."""
+        n, count = len(self.rows[0]), len(self.rows)
+        others, logits = self_log_sum_exp(
+            self.batch.concatenated(self.rows), partner_offsets=[n * step for step in range(1, count)],
+            shards=self.batch.samples.times(count), **self._settings(on_kernel),
+        )  # fmt: skip
+        # each pair counts for both of its views; logits[step - 1] are those of a view and the one ``step`` later
+        by_step = [x.unflatten(0, (count - step, -1)) for step, x in enumerate(logits, 1)]
+        of_view = [[by_step[abs(v - u) - 1][min(u, v)] for u in range(count) if u != v] for v in range(count)]
+        return others, torch.stack([torch.stack(x) for x in of_view], 1).flatten(1)
+
+
+Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+"""Which tower's embeddings are compared with which; a key is the document of its query."""
+
+
+class TowerPairs(_Pairs):
+    """Similarities q_i·k_j / t of two towers, whose rows of the same index are positives of each other.
+
+    The first two of the batch's embeddings are the towers, [n, d], or keys [n, k, d], k of each query; the third, if
+    there is one, further negatives: [m, d] of all queries, or [n, m, d] of one query each.
+    """
+
+    def cross_entropy(
+        self, reduction: Reduction, *, symmetric: bool = False, in_batch_negatives: bool = True
+    ) -> Float[Tensor, "..."]:
+        """Reduce ``logsumexp(logits of all candidates) - logit of the own key`` over all queries, in nats.
+
+        ``symmetric`` averages with the direction from keys to queries; ``in_batch_negatives`` makes other queries' keys
+        candidates.
+        """
+        batch, (queries, keys, *negatives) = self.batch, self.batch.rows.values()
+        others = sum(x.total for x in self.negative_shards)
+        on_kernel = batch.kernels.compute(
+            batch.name,
+            batch.total,
+            batch.total + others,
+            unsupported=_unsupported(negatives, symmetric, in_batch_negatives),
+        )
+        small = not on_kernel and not negatives and self.normalize
+        if small and uses_small_batch_path(queries, reduction, batch.world):
+            return small_batch_info_nce(
+                queries, keys, temperature=self.temperature, comparison="rows and columns" if symmetric else "rows",
+                reduction=reduction, own=batch.own,
+            )  # fmt: skip
+        q, k, *extra = self.rows
+        if on_kernel and is_one_call(reduction, batch.world):
+            from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
+
+            candidates = torch.cat([k, *extra]) if extra else k
+            compute = softmax.clip if symmetric else softmax.info_nce
+            return compute(q.to(queries.dtype), candidates.to(queries.dtype), self.scale)
+        losses = self._losses(symmetric=symmetric, in_batch_negatives=in_batch_negatives, on_kernel=on_kernel)
+        return batch.reduce(losses.to(q.dtype), reduction=reduction)
+
+    def sums(
+        self, *, symmetric: bool = False, on_kernel: bool = False
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " k"] | None, list[Float[Tensor, " n"]]]:
+        """Return the log-sum-exps over other queries' keys, over other keys' queries if asked, and the positives' logits.
+
+        With keys [n, k, d] the second has one for each key, query by query, and the third is of length k.
+        """
+        samples, (q, k, *_) = self.batch.samples, self.rows
+        count = k.shape[1] if k.ndim == 3 else 1
+        return cross_log_sum_exp(
+            q, k.flatten(0, -2), row_shards=samples, column_shards=samples.times(count), columnwise=symmetric,
+            partner_offsets=range(count), stride=count, **self._settings(on_kernel),
+        )  # fmt: skip
+
+    def sums_by_direction(
+        self, directions: Collection[Direction], *, unsupported: str | None = None
+    ) -> tuple[dict[Direction, Float[Tensor, " n"]], Float[Tensor, " n"]]:
+        """Return the log-sum-exps of each direction over all but the pair itself, and the positives' logits.
+
+        Directions are ``"query_to_doc"`` and any others. Further negatives, [m, d], are candidates of queries only.
+        ``unsupported`` says why Triton kernels cannot compute them, for who has chosen them.
+        """
+        batch, samples, (q, k, *extra) = self.batch, self.batch.samples, self.rows
+        columns = batch.total + sum(shards.total for shards in self.negative_shards)
+        on_kernel = batch.kernels.compute(batch.name, batch.total, columns, unsupported=unsupported)
+        over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions, on_kernel=on_kernel)
+        for x, shards in zip(extra, self.negative_shards, strict=True):
+            if shards.total:  # otherwise messages of no rows
+                further = self.sum_over(x, shards, on_kernel=on_kernel)
+                over_keys = log_sum_exp(torch.stack([over_keys, further]), 0)
+        sums: dict[Direction, Tensor] = {"query_to_doc": over_keys}
+        if over_queries is not None:
+            sums["doc_to_query"] = over_queries
+        towers: dict[Direction, Tensor] = {"query_to_query": q, "doc_to_doc": k}
+        for direction, tower in towers.items():
+            if direction in directions:
+                sums[direction], _ = self_log_sum_exp(tower, shards=samples, **self._settings(on_kernel))
+        return sums, positive
+
+    def sum_over(self, candidates: Tensor, shards: Shards, *, on_kernel: bool) -> Float[Tensor, " n"]:
+        """Return the queries' log-sum-exps over further candidates of all ranks."""
+        return cross_log_sum_exp(
+            self.rows[0], candidates, row_shards=self.batch.samples, column_shards=shards, columnwise=False,
+            **self._settings(on_kernel),
+        )[0]  # fmt: skip
+
+    def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
+        """Reduce ``-logsigmoid(±(q_i·k_j / t + bias)).sum(1)`` over all queries: + for the own key, − for others."""
+        batch, (queries, keys) = self.batch, self.batch.rows.values()
+        unsupported = "computes SigLIP with reduction='mean' or 'sum'" if reduction == "none" else None
+        on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total, unsupported=unsupported)
+        if not on_kernel and self.normalize and uses_small_batch_path(queries, reduction, batch.world):
+            return small_batch_siglip(
+                queries, keys, temperature=self.temperature, bias=bias, reduction=reduction, own=batch.own
+            )
+        x, y = (batch.prepared(rows, normalize=self.normalize) for rows in (queries, keys))
+        scale = 1 / self.temperature
+        if on_kernel and is_one_call(reduction, batch.world):
+            from contrastive_zoo.engine.kernels import sigmoid  # imported here: Triton is optional
+
+            return sigmoid.siglip(x.to(queries.dtype), y.to(queries.dtype), scale, bias)
+        where: dict[str, Any] = {"shards": batch.samples, "reduction": reduction, "world": batch.world}
+        if is_dense():
+            ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
+            return sum_over_anchors(loss, x, ids, candidates=y, candidate_ids=ids, **where)
+        x, y = batch.rounded(x, queries), batch.rounded(y, keys)
+        return sum_over_sigmoid_pairs(x, y, scale=scale, bias=bias, dtype=queries.dtype, on_kernel=on_kernel, **where)
+
+    def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
+        q, k, *extra = self.rows
+        other_queries = None
+        if in_batch_negatives:
+            other_keys, other_queries, (positive,) = self.sums(symmetric=symmetric, on_kernel=on_kernel)
+            others = [other_keys]
+        else:
+            positive = self.scale * (q * k).sum(-1)
+            others = [torch.full_like(positive, -torch.inf)]
+        for x, shards in zip(extra, self.negative_shards, strict=True):
+            if x.ndim == 3:
+                others.append(torch.logsumexp(self.scale * (q[:, None] * x).sum(-1), 1))
+            elif shards.total:
+                others.append(self.sum_over(x, shards, on_kernel=on_kernel))
+        losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
+        return losses if other_queries is None else (losses + cross_entropy(positive, other_queries)) / 2
+
+    @cached_property
+    def negative_shards(self) -> list[Shards]:
+        """The splits of further negatives over the ranks."""
+        return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)][2:]
+
+
+def _unsupported(negatives: list[Tensor], symmetric: bool, in_batch_negatives: bool) -> str | None:
+    """Return which softmax over two towers kernels do not compute, in words; None if they do."""
+    if not in_batch_negatives:
+        return "computes InfoNCE with in_batch_negatives=True only"
+    if negatives and (symmetric or negatives[0].ndim != 2):
+        return "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
+    return None
+
+
+def sigmoid_block_loss(temperature: float | Tensor, bias: float | Tensor) -> BlockLoss:
+    """Return the sigmoid loss of a block of anchors: the dense definition, and the comparison with a memory."""
+    return BlockLoss(_sigmoid, temperature=temperature, bias=bias)
+
+
+def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tensor) -> Rows:
+    """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""
+    logits = block.anchors @ block.candidates.T / temperature + bias
+    signed = logits.where(block.positive, -logits)
+    pairs = -torch.nn.functional.logsigmoid(signed).where(block.positive | block.negative, 0)
+    (losses,) = yield (Sum(pairs.sum(1)),)
+    return losses, torch.ones_like(block.ids, dtype=torch.bool)
+
+
+ContrastMode = Literal["all", "one"]
+
+
+@dataclass(frozen=True)
+class LabelledPairs(_Pairs):
+    """Similarities z_i·z_k / t of all embeddings; the positives of an anchor are the others with its label.
+
+    The first of the batch's tensors are embeddings, [n, d], or [n, v, d] for v views of each sample. Labels None make
+    each sample a class of its own.
+    """
+
+    labels: Integer[Tensor, " n"] | Bool[Tensor, " n"] | None
+
+    @cached_property
+    def views(self) -> int:
+        """The number of views of a sample."""
+        return self.batch.first.shape[1] if self.batch.first.ndim == 3 else 1
+
+    @cached_property
+    def samples(self) -> Int[Tensor, " a"]:
+        """The index of the sample of each local anchor."""
+        return self.batch.indices().repeat_interleave(self.views)
+
+    @cached_property
+    def ids(self) -> Int[Tensor, " a"]:
+        """The label of each local anchor."""
+        return self.samples if self.labels is None else self.batch.int64(self.labels).repeat_interleave(self.views)
+
+    @cached_property
+    def embeddings(self) -> Float[Tensor, "a d"]:
+        """The local anchors, sample by sample."""
+        prepared = self.batch.prepared(self.batch.first, normalize=self.normalize)
+        return prepared.flatten(0, 1) if prepared.ndim == 3 else prepared
+
+    def cross_entropies(self) -> tuple[Float[Tensor, " a"], Int[Tensor, " a"]]:
+        """Return ``logsumexp(all others) - mean(positives)`` of the local anchors, and their numbers of positives.
+
+        Positives need no mask: the sum of their logits is one dot product with the sum of the class.
+        """
+        batch, shards = self.batch, self.batch.samples.times(self.views)
+        z, scale = batch.rounded(self.embeddings, batch.first), self.scale
+        class_index, counts = class_numbers(batch.gathered(self.ids, shards))
+        local = class_index[shards.local]
+        sums = batch.sum(z.new_zeros(len(counts), z.shape[1]).index_add(0, local, z), gradient="partial")
+        positives = counts[local] - 1
+        mean = scale * (z * (sums.index_select(0, local) - z)).sum(-1) / positives.clamp(min=1)
+        # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
+        only = only_positives(class_index, counts)
+        on_kernel = batch.kernels.compute(batch.name, shards.total, shards.total)
+        others, _ = self_log_sum_exp(
+            z, shards=shards, excluded=None if only is None else only[shards.local], **self._settings(on_kernel)
+        )
+        losses = others - mean
+        if only is not None:
+            losses = cross_entropy(mean, others).where(positives == 1, losses)
+        return losses.to(z.dtype), positives
+
+    def reduce_rows(
+        self,
+        loss: BlockLoss,
+        reduction: Reduction,
+        *,
+        mask: Tensor | None = None,
+        anchors: ContrastMode = "all",
+        unsupported: str | None = None,
+    ) -> Float[Tensor, "..."]:
+        """Reduce a loss of blocks, whose positives may be given by a mask, and whose anchors may be the first views only.
+
+        The mask [n, N] says whether a sample is a positive of a local one; its rows and the candidates' samples are the
+        loss's companions. ``unsupported`` says why Triton kernels cannot compute it, for who has chosen them.
+        """
+        self.batch.kernels.compute(self.batch.name, 0, 0, unsupported=unsupported)
+        z, views, samples = self.embeddings, self.views, self.batch.samples
+        companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), self.samples)]
+        if anchors == "all":
+            return reduce_rows(self.batch, loss, z, self.ids, times=views, companions=companions, reduction=reduction)
+        first = slice(None, None, views)
+        own = torch.arange(samples.start * views, samples.start * views + len(z), device=z.device)[first]
+        return reduce_rows(
+            self.batch, loss, z[first], self.ids[first], candidates=z, candidate_ids=self.ids,
+            candidate_shards=samples.times(views), own_candidates=own,
+            companions=[(of_anchors[first], x) for of_anchors, x in companions], reduction=reduction,
+        )  # fmt: skip
+
+    def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
+        """Reduce ``-logsigmoid(±(z_i·z_j / t + bias)).sum(1)`` over all anchors: + for equal labels, − for others."""
+        batch, z = self.batch, self.embeddings
+        if is_dense():
+            return reduce_rows(batch, sigmoid_block_loss(self.temperature, bias), z, self.ids, reduction=reduction)
+        return sum_over_sigmoid_pairs(
+            batch.rounded(z, batch.first), None, self.ids, scale=1 / self.temperature, bias=bias, dtype=batch.first.dtype,
+            shards=batch.samples, reduction=reduction, world=batch.world,
+        )  # fmt: skip
