@@ -43,13 +43,11 @@ def views(n: int, noise: float) -> list[Tensor]:
 
 
 def plain_nt_xent(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return NT-Xent as it is commonly written."""
     z, n = F.normalize(torch.cat([a, b]), dim=1), len(a)
     return F.cross_entropy((z @ z.T / temperature).fill_diagonal_(-torch.inf), torch.arange(2 * n).roll(n))
 
 
 def plain_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return CLIP's loss as it is commonly written."""
     s = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T / temperature
     return (F.cross_entropy(s, torch.arange(len(a))) + F.cross_entropy(s.T, torch.arange(len(a)))) / 2
 
@@ -71,7 +69,6 @@ def of_pairs(n: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_nca(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return NCA as it is commonly written, by shares of all rows; two samples are a class."""
     z, (positive, _) = F.normalize(torch.cat([a, b]), dim=1), of_pairs(len(a))
     squares = (2 - 2 * z @ z.T) / (2 * temperature)
     log_share = (-squares).fill_diagonal_(-torch.inf).log_softmax(1)
@@ -116,7 +113,6 @@ def per_class(samples: int, make: Callable[[float], Any], *, towers: bool = Fals
 
 
 def of_views(make: Callable[..., Any]) -> Loss:
-    """Return a loss of this library that takes views."""
     return lambda *rows, world, temperature: make(temperature=temperature).forward(*rows, world=world)
 
 
@@ -153,18 +149,15 @@ PATHS: dict[str, tuple[int, bool, Callable[[], list[Any]]]] = {
 
 
 def gradient(loss: Loss, rows: Sequence[Tensor], dtype: torch.dtype, **settings: Any) -> Tensor:
-    """Return the gradient of both views in float64, computed in ``dtype``."""
     leaves = [x.to(dtype).requires_grad_() for x in rows]
     return torch.stack(torch.autograd.grad(loss(*leaves, **settings), leaves)).double()
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Return ‖found − exact‖ / ‖exact‖."""
     return ((found - exact).norm() / exact.norm()).item()
 
 
 def our_gradient(name: str, path: str, rows: Sequence[Tensor], dtype: torch.dtype, temperature: float) -> Tensor:
-    """Return the gradient of this rank's rows."""
     _, ring, contexts = PATHS[path]
     world: World = ONE_PROCESS
     if dist.is_initialized():
@@ -195,7 +188,6 @@ def measured(n: int, temperatures: Sequence[float], worlds: Worlds) -> list[list
 
 
 def on(worlds: Worlds, path: str, name: str, rows: Sequence[Tensor], dtype: torch.dtype, t: float) -> Tensor:
-    """Return our gradient of all rows by one path."""
     ranks = PATHS[path][0]
     if ranks == 1:
         return our_gradient(name, path, rows, dtype, t)
@@ -203,7 +195,6 @@ def on(worlds: Worlds, path: str, name: str, rows: Sequence[Tensor], dtype: torc
 
 
 def draw(axes: Any, curves: dict[str, list[float]]) -> bool:
-    """Draw the errors over the temperature, both axes logarithmic."""
     for label, errors in curves.items():
         ours = label.startswith("ours")
         style = {"color": "#3a6ea5" if ours else "#b0413e", "linestyle": "-" if "0.3" in label else "--"}
@@ -221,7 +212,6 @@ def draw(axes: Any, curves: dict[str, list[float]]) -> bool:
 
 
 def curves(n: int) -> dict[str, list[float]]:
-    """Return the errors of NT-Xent in float32 over the temperature."""
     found: dict[str, list[float]] = {}
     for noise in NOISE:
         rows = views(n, noise)
@@ -253,7 +243,6 @@ def parts(lines: list[list[str]]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure and write the page, or print a few errors with --quick."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rows and one temperature; write nothing")
     quick = parser.parse_args().quick

@@ -6,8 +6,6 @@ python -m benchmarks.audit --memory        peak memory of a process, beside the 
 python -m benchmarks.audit --pictures      what a terminal shows, as docs/pages/figures/audit-*.svg
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
@@ -48,7 +46,6 @@ PICTURES = {
 
 
 def trainings() -> Iterator[tuple[str, str, str, int]]:
-    """Yield module, name, mistake and number of processes of every training."""
     for example in EXAMPLES:
         for setup in importlib.import_module(f"examples.{example}").SETUPS:
             yield f"examples.{example}", setup.name, setup.mistake, setup.processes
@@ -57,7 +54,6 @@ def trainings() -> Iterator[tuple[str, str, str, int]]:
 
 
 def table() -> None:
-    """Print the table of all set-ups in Markdown."""
     rows = list(trainings())
     run = Runner(sorted({module for module, *_ in rows}))
     print("| script | set-up | mistake | verdict | diagnosis | seconds |\n| --- | --- | --- | --- | --- | --- |")
@@ -85,7 +81,6 @@ def random_steps(steps: int) -> int:
 
 
 def memory() -> None:
-    """Print the peak memory of the processes of one script, plain and audited."""
     print("| script | parameters | plain run, MB | audited, MB | rank 0 while it repeats the steps, MB |")
     print("| --- | --- | --- | --- | --- |")
     for width in (64, 4096):
@@ -108,7 +103,6 @@ def _plain_peaks(script: list[str]) -> list[int]:
 
 
 def pictures() -> None:
-    """Write what a terminal of 110 columns shows."""
     for name, command in PICTURES.items():
         terminal = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115 - open to the end
         terminal.print(f"$ contrastive-zoo audit {' '.join(repr(x) if ' ' in x else x for x in command)}")
@@ -121,7 +115,6 @@ def pictures() -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random", type=int, metavar="STEPS")
     parser.add_argument("--memory", action="store_true")

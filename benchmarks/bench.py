@@ -83,7 +83,6 @@ def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float,
 
 
 def in_float64(x: Tensor) -> Tensor:
-    """Return the same numbers in float64."""
     return x.detach().double().requires_grad_() if x.is_floating_point() else x
 
 
@@ -102,14 +101,12 @@ def gradient_error(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]
 
 
 def step_memory(case: Case, implementation: str) -> float:
-    """Return the peak memory of one step in this process, in bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return extra_memory(replace(case, rows=SMALL).step(implementation), case.step(implementation))
 
 
 def memory_in_new_process(case: Case, implementation: str, folders: Sequence[str]) -> float | str:
-    """Return the peak memory of one step in a new process, in bytes, or the error."""
     peers = [x for folder in folders for x in ("--peers", folder)]
     command = [sys.executable, __file__, *peers, "--memory-of", str(CASES.index(case)), implementation]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -119,7 +116,6 @@ def memory_in_new_process(case: Case, implementation: str, folders: Sequence[str
 
 
 def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[str, Any]:
-    """Return all measurements of one case."""
     implementations = (*case.implementations, *(case.full_implementations if given.full else ()))
     rule = FULL if given.full else QUICK
     if case.group in MANY or case.rows <= SMALL:
@@ -160,13 +156,11 @@ def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[
 
 
 def is_selected(case: Case, given: argparse.Namespace) -> bool:
-    """Return whether to measure a case in this run."""
     named = not given.only or any(text == case.group or text in case.name for text in given.only)
     return named and (given.full or not case.full)
 
 
 def main() -> None:
-    """Measure, store the results, write the pages and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="more cases, more repeats")
     parser.add_argument("--docs", action="store_true", help="write docs/pages/benchmarks.md and scaling.md")

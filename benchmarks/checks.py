@@ -56,7 +56,6 @@ class Block(nn.Module):
 
 
 def small_resnet() -> nn.Module:
-    """Return two residual blocks with a projection head."""
     stem = nn.Conv2d(1, 32, 3, padding=1, bias=False)
     head = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, WIDTH))
     return nn.Sequential(stem, Block(32, 32, 1), Block(32, 64, 2), head)
@@ -87,7 +86,6 @@ def nothing_agreed() -> Loss:
 
 
 def ours(**options: bool) -> Loss:
-    """Return the loss as users have it."""
     return cz.DistributedLoss(cz.NTXent(temperature=TEMPERATURE), **options)  # type: ignore[arg-type]  # by name
 
 
@@ -103,7 +101,6 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 
 
 def training_step(encoder: Callable[[], nn.Module], loss: Loss) -> Callable[[], object]:
-    """Return one step of a training with DDP, on the next images of this rank."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(encoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -122,7 +119,6 @@ def training_step(encoder: Callable[[], nn.Module], loss: Loss) -> Callable[[], 
 
 
 def loss_step(loss: Loss) -> Callable[[], object]:
-    """Return the forward and backward pass of a loss from embeddings that are leaves."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     views = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
 
@@ -147,7 +143,6 @@ def measure(encoder: str, seconds: float) -> dict[str, float]:
 
 
 def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list[list[str]]:
-    """Return the rows of the table for one encoder, given the seconds of a step and of the loss alone."""
     found = []
     for name in LOSSES:
         cost = 100 * (alone[name] - alone[REFERENCE]) / step[REFERENCE]
@@ -158,7 +153,6 @@ def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list
 
 
 def main() -> None:
-    """Measure, print the table, and write it into the documentation if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each encoder")
     parser.add_argument("--docs", action="store_true", help=f"write the table into docs/pages/{PAGE.name}")

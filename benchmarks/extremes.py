@@ -3,8 +3,6 @@
 python benchmarks/extremes.py [--docs]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -32,7 +30,6 @@ def errors(found: Sequence[Comparison]) -> list[str]:
 
 
 def situations() -> str:
-    """Return the table of all losses in each situation."""
     head = ["batch", "losses", "formula undefined", "float64: median error", "largest / allowed"]
     head += ["float32: median error", "largest / allowed"]
     lines = []
@@ -74,7 +71,6 @@ def float16() -> str:
 
 
 def main() -> None:
-    """Measure, and print or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.name}")
     options = parser.parse_args()

@@ -5,8 +5,6 @@ python benchmarks/faults.py --world 3 --only "SIGKILL in the loss"
 python benchmarks/faults.py --docs      # the table of docs/pages/when-a-rank-fails.md; needs root, for the two hosts
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import multiprocessing
@@ -68,7 +66,6 @@ class Run:
 def rank_main(
     name: str, rank: int, world_size: int, directory: str, timeout: float, host: Host | None, pipe: Connection
 ) -> None:
-    """Train with the fault; send the error, and let the process end as it would."""
     if host:
         host.enter()
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -160,7 +157,6 @@ def shortened(text: str) -> str:
 
 
 def page_table(found: Sequence[tuple[str, str, str, str]]) -> str:
-    """Return the page's table of two ranks: a line for each fault."""
     lines = [
         (name, f"{seconds} s", shortened(text), shortened(failing_rank))
         for (name, _, seconds, text), (_, _, _, failing_rank) in zip(found[::2], found[1::2], strict=True)
@@ -169,7 +165,6 @@ def page_table(found: Sequence[tuple[str, str, str, str]]) -> str:
 
 
 def main() -> None:
-    """Print a row for each rank of each fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--only", default="")

@@ -1,7 +1,5 @@
 """Trainings over several ranks of which one has a fault: it raises, dies, stops, comes late or is cut off."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -60,7 +58,6 @@ class Training:
         return STEPS
 
     def run(self) -> None:
-        """Train."""
         generator = torch.Generator().manual_seed(1 + self.rank)
         for self.step in range(1, self.steps() + 1):  # noqa: B020 - steps() is not what it assigns
             a, b = (self.encoder(torch.randn(6, 8, generator=generator)) for _ in range(2))
@@ -180,7 +177,6 @@ class InWorker(Training):
             next(iter(loader))
 
     def collate(self, batch: list[int]) -> Tensor:
-        """Compute the loss of a batch in the worker."""
         return self.loss_fn(torch.randn(6, 4), torch.randn(6, 4)).detach()
 
 

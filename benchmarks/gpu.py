@@ -25,7 +25,6 @@ SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
 
 
 def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
-    """Return the sizes at which an implementation is measured."""
     also_small = name in (OURS, COMPILED, PUBLIC, NORMALISED) and loss != "InfoNCE"
     small = [(n, 768) for n in SMALL] if also_small else []
     million = [MILLION] if name == OURS and loss != "InfoNCE" else []
@@ -33,7 +32,6 @@ def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
 
 
 def predictions(ceilings: Ceilings) -> Iterator[str]:
-    """Return a table of the model's times, for a device with these rates."""
     yield "| loss | B | d | model ms | FLOP ms | bytes ms | exponentials ms |"
     yield "|---|---|---|---|---|---|---|"
     for n, d in (*SIDE_BY_SIDE, MILLION):
@@ -43,7 +41,6 @@ def predictions(ceilings: Ceilings) -> Iterator[str]:
 
 
 def page(device: str, found: list[Measurement], ceilings: dict[str, Ceilings]) -> str:
-    """Return the text of the file: the device, the kernels, all implementations, and the targets."""
     results = Results(found)
     rates = [f"- Before {loss}: {x}." for loss, x in ceilings.items()]
     parts = [[device], rates, times(results, ceilings), side_by_side(results), notes(results), summary(results)]
@@ -51,7 +48,6 @@ def page(device: str, found: list[Measurement], ceilings: dict[str, Ceilings]) -
 
 
 def peers_in(folder: str) -> str:
-    """Return the versions of the peers, and which are not installed."""
     found = ", ".join(f"{name} {version}" for name, version in installed(folder).items()) if folder else ""
     absent = ", ".join(missing(folder))
     return f"Peers: {found or 'none'}." + (f" Not installed: {absent}." if absent else "")

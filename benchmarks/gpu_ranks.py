@@ -28,7 +28,6 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def step(loss: torch.nn.Module, rows: list[Tensor], implementation: str) -> None:
-    """Run a loss forward and backward."""
     with cz.engine.use_implementation(implementation):
         loss(*rows).backward()
     for x in rows:
@@ -36,7 +35,6 @@ def step(loss: torch.nn.Module, rows: list[Tensor], implementation: str) -> None
 
 
 def milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    """Return the time of one call on this rank."""
     if device.type == "cpu":
         start = time.perf_counter()
         run()
@@ -50,14 +48,12 @@ def milliseconds(run: Callable[[], None], device: torch.device) -> float:
 
 
 def slowest(value: float, device: torch.device) -> float:
-    """Return the largest value of all ranks."""
     largest = torch.tensor(value, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
 
 def measured(name: str, implementation: str, ring: bool, options: argparse.Namespace, device: torch.device) -> str:
-    """Return a row of the table."""
     count = options.rows // dist.get_world_size() // (2 if name == "NT-Xent" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     views = (F.normalize(torch.randn(count, options.width, generator=generator), dim=1) for _ in range(2))

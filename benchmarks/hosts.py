@@ -4,8 +4,6 @@ A namespace has no name, and exists as long as a process is in it: nothing is le
 are needed, and the programs ip (iproute2), nsenter and unshare (util-linux).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random
@@ -44,11 +42,9 @@ class Host:
 
     @property
     def namespace(self) -> Path:
-        """The file that stands for the namespace."""
         return Path(f"/proc/{self.pid}/ns/net")
 
     def command(self, *arguments: str) -> list[str]:
-        """Return the command that runs another one on this host."""
         return ["nsenter", f"--net={self.namespace}", *arguments]
 
     def enter(self) -> None:
@@ -67,7 +63,6 @@ class Host:
         return [pid for pid in found if pid != self.pid]
 
     def end_processes(self) -> None:
-        """Kill every process on this host, and wait for their end."""
         while pids := self.processes():
             for pid in pids:
                 with suppress(ProcessLookupError):

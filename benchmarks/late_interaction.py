@@ -50,7 +50,6 @@ def dense(queries: Tensor, documents: Tensor, mask: Tensor) -> Tensor:
 
 
 def ours(*, ring: bool = False) -> Step:
-    """Return MaxSim of this library."""
     loss = cz.DistributedLoss(cz.MaxSim(), ring=ring)
     return lambda queries, documents, mask: loss(queries, documents, None, mask)
 
@@ -111,7 +110,6 @@ def measure(ranks: int, way: str, uneven: bool, sizes: tuple[int, int, int, int]
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:
-    """Return the table of the page."""
     lines = [
         [str(x["ranks"]), x["way"], "half on rank 1" if x["uneven"] else "equal", number(x["MB"]), number(x["seconds"])]
         for x in results
@@ -120,7 +118,6 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, print the figures, and write them into the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("pairs", 512), ("query-tokens", 32), ("document-tokens", 128), ("width", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -25,7 +25,6 @@ WITHOUT_LIMIT = ("sigreg", "lejepa")
 
 
 def made(entry: Entry, width: int) -> torch.nn.Module:
-    """Construct the loss, with typical sizes."""
     sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
     settings = {name: sizes.get(name, value) for name, value in entry.settings}
     return replace(entry, settings=tuple(settings.items())).make()
@@ -78,7 +77,6 @@ def measured(name: str, rows: int, width: int) -> float:
 
 
 def main() -> None:
-    """Measure the named losses, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--width", type=int, default=128)

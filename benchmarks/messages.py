@@ -57,7 +57,6 @@ def collectives(name: str) -> list[int]:
 
 
 def main() -> None:
-    """Print a row for each loss."""
     table = Table("loss", "small batch", "large batch", box=None)
     with Worlds() as worlds:
         for name in LOSSES:

@@ -52,15 +52,12 @@ def ours(queries: int, corpus: int, width: int) -> tuple[float, float, str]:
 
 
 def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[float, float, str]:
-    """Mine with sentence-transformers."""
     import sentence_transformers
     from datasets import Dataset
 
     them = dict(zip("qc", (x.numpy() for x in rows(queries, corpus, width)), strict=True))
 
     class StandIn(sentence_transformers.SentenceTransformer):  # type: ignore[misc]  # an untyped base
-        """A model whose embeddings are the rows."""
-
         device = torch.device("cpu")
 
         def __init__(self) -> None:
@@ -86,7 +83,6 @@ def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[floa
 
 
 def in_a_process(name: str, given: argparse.Namespace) -> tuple[float, float, str]:
-    """Measure one implementation in a new process."""
     sizes = [f"--{x}={getattr(given, x)}" for x in ("corpus", "queries", "width", "threads")]
     command = [sys.executable, "-W", "ignore", __file__, "--here", name, *sizes]
     done = subprocess.run(
@@ -97,7 +93,6 @@ def in_a_process(name: str, given: argparse.Namespace) -> tuple[float, float, st
 
 
 def main() -> None:
-    """Measure all and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=int, default=200_000)
     parser.add_argument("--queries", type=int, default=20_000)

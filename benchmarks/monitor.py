@@ -7,8 +7,6 @@ a measurement, whose figures are read, run interleaved with steps without, in ro
 rank. The share of every k-th call is the median of (measured − plain) / (k · plain) over rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable
@@ -73,7 +71,6 @@ def measure(name: str, rounds: int) -> list[Round]:
 
 
 def main() -> None:
-    """Print a row for each loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds

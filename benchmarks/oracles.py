@@ -88,7 +88,6 @@ class Oracle:
 
 
 def rows(seed: int) -> Tensor:
-    """Return the errors for one seed."""
     z = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     z[1], z[3] = z[0], -z[2]
     return z.requires_grad_()
@@ -167,7 +166,6 @@ def distilled(cls: Any) -> Any:
 
 
 def one_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> Any:
-    """Apply two functions of one tensor to each view, and add."""
     return lambda *views: sum(theirs(x) for x in views), lambda *views: sum(ours(x) for x in views)
 
 
@@ -194,7 +192,6 @@ def in_64_bits(theirs: Any, ours: cz.SIGReg) -> None:
 
 
 def sigreg(cls: Any) -> Any:
-    """Compare with the same directions."""
     theirs, ours = cls(num_vectors=64), cz.SIGReg(WIDTH, num_slices=64).eval()
     in_64_bits(theirs, ours)
     return one_view(ours, theirs)
@@ -245,7 +242,6 @@ ORACLES = [
 
 
 def main() -> None:
-    """Print a row for each loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help="where lightly and open_clip lie unpacked")
     sys.path[:0] = parser.parse_args().folders

@@ -41,19 +41,16 @@ class WithScale(nn.Module):
 
 
 def ntxent(trainer: str) -> Any:
-    """Construct lightly's loss without its own gather."""
     loss = peer("lightly", "lightly.loss.ntx_ent_loss").NTXentLoss(gather_distributed=False)
     return cz.DistributedLoss(loss, grad_reduction=trainer)
 
 
 def open_clip(name: str, trainer: str) -> Any:
-    """Construct open_clip's loss for one process."""
     loss = cz.DistributedLoss(getattr(peer("open_clip", "open_clip.loss"), name)(), grad_reduction=trainer)
     return WithScale(loss, bias=name == "SigLipLoss")
 
 
 def errors(case: Case, worlds: Worlds) -> list[float]:
-    """Return the largest errors of value, encoder and parameter gradient over all splits."""
     worst = [0.0, 0.0, 0.0]
     for seed, shards in enumerate(SPLITS):
         trial = Trial(case, GlobalBatch(shards, d=3, seed=seed), worlds)
@@ -73,7 +70,6 @@ def error(measured: Tensor, expected: Tensor) -> float:
 
 
 def main() -> None:
-    """Print a row for each loss and trainer."""
     try:
         peer("open_clip", "open_clip.loss")
         peer("lightly", "lightly.loss.ntx_ent_loss")

@@ -40,7 +40,6 @@ def unit_rows(start: int, stop: int, width: int, seed: int) -> torch.Tensor:
 
 
 def data(given: argparse.Namespace, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's queries and rows."""
     return tuple(
         unit_rows(total * rank // world_size, total * (rank + 1) // world_size, given.width, seed)
         for total, seed in ((given.queries, 1), (given.rows, 0))
@@ -48,7 +47,6 @@ def data(given: argparse.Namespace, rank: int, world_size: int) -> tuple[torch.T
 
 
 def faiss_flat(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
-    """Search an index that exists already."""
     index = faiss.IndexFlatIP(given.width)
     index.add(gallery.numpy())
     vectors = queries.numpy()
@@ -60,12 +58,10 @@ def faiss_flat(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Nam
 
 
 def our_search(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
-    """Search among the rows of all ranks."""
     return lambda: cz.metrics.top_k(queries, gallery, k=given.k)
 
 
 def our_metrics(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
-    """Evaluate four metrics at k."""
     labels, of_rows = (torch.arange(len(x)) % CLASSES for x in (queries, gallery))
     names = [f"{name}@{given.k}" for name in ("precision", "recall", "hit_rate", "ndcg")]
     return lambda: cz.metrics.evaluate(queries, gallery, labels=labels, gallery_labels=of_rows, metrics=names)
@@ -99,7 +95,6 @@ def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Na
 
 
 def started(case: str, world_size: int, given: argparse.Namespace) -> Group:
-    """Start the ranks of one case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -138,7 +133,6 @@ def approximate(given: argparse.Namespace, probes: int) -> list[str]:
 
 
 def main() -> None:
-    """Run each case in turns with faiss' own flat search."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=10_000)

@@ -68,7 +68,6 @@ def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def arguments(compares: str, count: int, width: int) -> list[Tensor]:
-    """Return what a loss is called with, on a rank."""
     towers = {"labels": 1, "teachers": 4}.get(compares, 2)
     rows = [torch.randn(count, width, requires_grad=True) for _ in range(towers)]
     if compares == "texts":
@@ -143,12 +142,10 @@ def measure_all(names: Sequence[str], given: argparse.Namespace) -> dict[str, An
 
 
 def cells(found: dict[str, list[float]], options: Sequence[str], index: int) -> list[str]:
-    """Return one column of figures for each option."""
     return [number(found[x][index]) if x in found else "" for x in options]
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return the parts of the page."""
     lines = [
         [name, *cells(results["losses"][name], SIGLIP[:2], 0), *cells(results["losses"][name], SIGLIP[:2], 1)]
         for name in LOSSES
@@ -164,12 +161,10 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def head(options: Sequence[str]) -> list[str]:
-    """Return the titles of the figures of some options."""
     return [f"{unit} {x}" for unit in ("MB,", "s,") for x in options]
 
 
 def main() -> None:
-    """Measure, print the figures, and write the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *LOSSES], default=[], help="losses; all by default")
     parser.add_argument("--ranks", type=int, default=4)

@@ -56,7 +56,6 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 def step(name: str, implementation: str, rows: int, width: int) -> float:
-    """Return the seconds of one step."""
     torch.manual_seed(0)
     x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
     labels = torch.arange(rows, device=DEVICE) % max(1, rows // PER_CLASS)
@@ -75,7 +74,6 @@ def wait() -> None:
 
 
 def seconds(name: str, rows: int, width: int) -> dict[str, float]:
-    """Return the median seconds of plain and of compiled steps, which alternate, and of compilation."""
     step(name, "auto", rows, width)
     first = step(name, "compiled", rows, width)
     pairs = [[step(name, way, rows, width) for way in ("auto", "compiled")] for _ in range(STEPS)]
@@ -111,7 +109,6 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic(name: str, rows: int, width: int) -> dict[str, float]:
-    """Return how many matrices a block of all rows reads and writes, uncompiled and compiled."""
     from torch._inductor import config, metrics  # loads the compiler
     from torch._inductor.compile_fx import inductor_metrics_log
 
@@ -134,7 +131,6 @@ def in_new_process(cache: str, *arguments: Any) -> Any:
 
 
 def measured(name: str, rows: int, width: int) -> dict[str, float]:
-    """Return the figures of a loss."""
     with tempfile.TemporaryDirectory() as cache:
         found = in_new_process(cache, "seconds", name, rows, width)
         for way in ("auto", "compiled"):
@@ -144,7 +140,6 @@ def measured(name: str, rows: int, width: int) -> dict[str, float]:
 
 
 def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the table of all losses and numbers of rows."""
     lines = []
     for name, by_rows in results.items():
         for rows, x in by_rows.items():
@@ -162,7 +157,6 @@ def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    """Measure, print the table, and write it into the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("losses", nargs="*", metavar="loss", help="all by default")
     parser.add_argument("--rows", type=int, nargs="*", default=[4096, 8192], help="none measures nothing")

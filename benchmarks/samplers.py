@@ -86,7 +86,6 @@ def throughput(size: int, classes: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Search, then measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", type=int, default=0, help="random cases; 0 measures only")
     parser.add_argument("--samples", type=int, default=1_000_000, help="0 searches only")

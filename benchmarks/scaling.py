@@ -27,8 +27,6 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Option:
-    """The options of the engine."""
-
     towers: int
     kept: bool = False
     ring: bool = False
@@ -37,15 +35,12 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Return the name on the page."""
         exchange = "mesh" if self.mesh else "ring" if self.ring else "gathered"
         return f"{'kept' if self.kept else 'tiled'}, {exchange}"
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """The amounts of work of one rank in a step."""
-
     flop: float
     touched: float
     sent: float
@@ -97,14 +92,11 @@ OPTIONS = {
 
 
 class Point(NamedTuple):
-    """One measurement and its amounts."""
-
     what: str
     amounts: Amounts
     measured: float
 
     def seconds(self, rates: Rates) -> float:
-        """Return the seconds that the model predicts."""
         return float(np.dot(astuple(self.amounts), rates))
 
 
@@ -125,7 +117,6 @@ def points(results: dict[str, Any]) -> list[Point]:
 
 
 def fitted(measured: Sequence[Point]) -> Rates:
-    """Return the non-negative rates with the least squared relative errors."""
     shares = np.array([[x / point.measured for x in astuple(point.amounts)] for point in measured])
     unit = shares.max(0).clip(min=1e-300)  # columns of one magnitude
     rates, _ = nnls(shares / unit, np.ones(len(measured)))
@@ -150,7 +141,6 @@ class Gpu:
     machine: int = 8  # ranks
 
     def rates(self, ranks: int) -> Rates:
-        """Return the seconds of the amounts."""
         link = self.inside if ranks <= self.machine else self.outside
         return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.step)
 
@@ -170,15 +160,12 @@ LIMITS = ("matrix products", "passes over tiles", "network", "network", "fixed c
 
 
 class Forecast(NamedTuple):
-    """The predicted step of one size and option."""
-
     seconds: float
     shares: list[float]
     held: float
 
     @property
     def limit(self) -> str:
-        """Return the name of the largest term."""
         of = {name: sum(x for other, x in zip(LIMITS, self.shares, strict=True) if other == name) for name in LIMITS}
         return max(of, key=lambda name: of[name])
 
@@ -195,7 +182,6 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
 
 
 def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
-    """Return the fastest option that fits into half of the memory."""
     options = [Option(towers, kept, ring) for kept in (True, False) for ring in (False, True)]
     if ranks > gpu.machine:
         options += [Option(towers, kept, ring=True, mesh=True) for kept in (True, False)]
@@ -288,7 +274,6 @@ def write_scaling(results: dict[str, Any]) -> None:
 
 
 def rate_table(rates: Rates) -> str:
-    """Format a rate in common units."""
 
     def per_second(seconds: float, unit: str) -> str:
         return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "too quick to be seen"
@@ -317,7 +302,6 @@ def fit_table(measured: Sequence[Point], rates: Rates) -> str:
 
 
 def assumption_table() -> str:
-    """Return a table of the assumed devices."""
     gpu = GPUS["TF32"]
     products = ", ".join(f"{x.flop / 1e12:.0f} TFLOP/s {name}" for name, x in GPUS.items())
     return table(
@@ -335,7 +319,6 @@ def assumption_table() -> str:
 
 
 def paper_table() -> str:
-    """Return a table of predictions for realistic sizes."""
     lines = []
     for rows in ROWS:
         for ranks in RANKS:
@@ -352,7 +335,6 @@ def paper_table() -> str:
 
 
 def draw(axes: Any, results: dict[str, Any]) -> bool:
-    """Draw seconds per step against ranks, for each number of rows."""
     ranks = [2**x for x in range(3, 11)]
     for rows in ROWS:
         line = [(w, found[1].seconds) for w in ranks if (found := best(rows, w, GPUS["bf16"]))]
@@ -366,7 +348,6 @@ def draw(axes: Any, results: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Write the page from stored results."""
     write_scaling(json.loads((Path(__file__).parent / "results" / "cpu.json").read_text(encoding="utf-8")))
 
 

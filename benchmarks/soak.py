@@ -4,8 +4,6 @@ python benchmarks/soak.py                # resident memory, file descriptors, th
 python benchmarks/soak.py --steps 1000
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys
@@ -26,7 +24,6 @@ ALLOWED = 4.0
 
 
 def reading(step: int) -> dict[str, float]:
-    """What this process holds."""
     gc.collect()
     process = psutil.Process()
     tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
@@ -67,7 +64,6 @@ def train(steps: int) -> None:
 
 
 def soak(steps: int) -> list[dict[str, float]]:
-    """Return rank 0's readings."""
     readings: list[dict[str, float]] = []
     with Worlds(timeout=600.0) as worlds:
         worlds.run(2, train, steps, on_message=lambda _, message: readings.append(message))
@@ -81,7 +77,6 @@ def growth(readings: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the readings; fail if something grows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     readings = soak(parser.parse_args().steps)

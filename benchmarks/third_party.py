@@ -50,8 +50,6 @@ SUBJECTS = {
 
 
 class Wrapped(nn.Module):
-    """The library's wrapper of a loss and of its miner."""
-
     def __init__(self, loss: Any, miner: Any, efficient: bool = False) -> None:
         super().__init__()
         self.loss = DistributedLossWrapper(loss, efficient=efficient)
@@ -71,7 +69,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Any, Any], nn.Module]] = {
 
 
 def batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
-    """All ranks' samples and labels, classes in no order, and the encoder."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randperm(rows, generator=generator) // OF_A_CLASS
     classes = torch.randn(rows // OF_A_CLASS, WIDTH, generator=generator, dtype=dtype)
@@ -81,7 +78,6 @@ def batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
 
 
 def step(loss: Any, x: Tensor, labels: Tensor, encoder: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Value, and the encoder's gradient averaged over ranks."""
     encoder.zero_grad()
     value = loss(encoder(x), labels)
     value.backward()
@@ -92,13 +88,11 @@ def step(loss: Any, x: Tensor, labels: Tensor, encoder: nn.Linear) -> tuple[Tens
 
 
 def local_inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
-    """Return the local shard; shards are equal."""
     x, labels, encoder = batch(rows, dtype)
     return x.chunk(RANKS)[dist.get_rank()], labels.chunk(RANKS)[dist.get_rank()], encoder
 
 
 def construct(name: str, implementation: str) -> nn.Module:
-    """Construct a loss in one implementation."""
     subject = SUBJECTS[name]
     return IMPLEMENTATIONS[implementation](subject.loss(), subject.miner and subject.miner())
 
@@ -119,7 +113,6 @@ def memory(name: str, implementation: str) -> float:
 
 
 def results(name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return value and encoder gradient of each implementation, in float64."""
     given = local_inputs(ROWS_FOR_ERRORS, torch.float64)
     return {implementation: step(construct(name, implementation), *given) for implementation in IMPLEMENTATIONS}
 
@@ -134,13 +127,11 @@ def truth(name: str) -> tuple[Tensor, Tensor]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> str:
-    """Return the relative error as text."""
     error = ((found - expected).norm() / expected.norm()).item()
     return "0" if error == 0 else f"{error:.0e}" if error < 1e-6 else f"**{100 * error:.0f} %**"
 
 
 def lines(name: str, repeats: int, worlds: Worlds) -> list[list[str]]:
-    """Return the rows of the table for one loss."""
     rounds = worlds.run(RANKS, times, name, repeats, timeout=3600.0)[0]
     found, expected = worlds.run(RANKS, results, name, timeout=600.0), truth(name)
     rows = []
@@ -159,7 +150,6 @@ def lines(name: str, repeats: int, worlds: Worlds) -> list[list[str]]:
 
 
 def main() -> None:
-    """Measure the named losses, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/native-and-sharded.md")

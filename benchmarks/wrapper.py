@@ -35,8 +35,6 @@ CALLS_OF = 10
 
 
 class Found(NamedTuple):
-    """What one rank has measured: seconds per step by round, and calls per step."""
-
     rounds: list[Round]
     calls: dict[str, float]
 
@@ -70,7 +68,6 @@ def ours(package: Any, case: Case) -> Callable[..., Tensor]:
 
 
 def measure(case: Case, before: str | None, rounds: int) -> Found:
-    """Measure one case; runs on a rank."""
     losses = {BY_HAND: case.function(BY_HAND), "now": ours(cz, case)}
     if before is not None:
         losses["before"] = ours(revision(before), case)
@@ -107,13 +104,11 @@ def calls_per_step(run: Callable[[], object]) -> float:
 
 
 def percentiles(rounds: list[Round], name: str) -> list[float]:
-    """Return the median and the 2nd percentile of an implementation's seconds."""
     found: list[float] = np.quantile([x[name] for x in rounds], [0.5, 0.02]).tolist()
     return found
 
 
 def main() -> None:
-    """Print a row for each implementation of each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="folder with another revision of contrastive_zoo")
     parser.add_argument("--rounds", type=int, default=1500)

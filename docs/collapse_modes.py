@@ -4,8 +4,6 @@
 beside a healthy one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +72,6 @@ def batches(mode: Mode) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(mode: Mode) -> Measurement:
-    """Train on this rank's part of every batch; return what the monitor finds at the last step."""
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     loss_fn = cz.DistributedLoss(mode.loss())
@@ -97,7 +94,6 @@ def shown(measurement: Measurement) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train, draw, and write the table."""
     with rc_context(STYLE), Worlds(timeout=300) as worlds:
         figure = Figure(figsize=(15.0, 5.0), layout="constrained")
         axes = figure.subplots(2, len(MODES))

@@ -4,8 +4,6 @@ The six collectives are drawings. ``recipes.svg`` is measured: every recipe runs
 float64, and is compared with one process. Text is large enough for a phone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,12 +36,10 @@ ALL_RANKS = tuple(range(WORLD))
 
 
 def each(text: Callable[[int], str], colour: Callable[[int], tuple[int, ...]] = lambda r: (r,)) -> Side:
-    """One block on every rank."""
     return [[(text(r), colour(r))] for r in ALL_RANKS]
 
 
 def stack_on(root: int, text: Callable[[int], str]) -> Side:
-    """All slices on the root, nothing elsewhere."""
     return [[(text(s), (s,)) for s in ALL_RANKS] if r == root else [] for r in ALL_RANKS]
 
 
@@ -206,7 +202,6 @@ def overwritten(x: Tensor) -> Tensor:
 
 
 def clip_loss(anchors: Tensor, candidates: Tensor, scale: Tensor, first: int = 0) -> Tensor:
-    """Anchor i belongs to candidate first + i."""
     return F.cross_entropy(scale * anchors @ candidates.T, torch.arange(first, first + len(anchors)))
 
 
@@ -300,7 +295,6 @@ def draw_recipes(results: dict[str, list[tuple[float, ...]]]) -> None:
 
 
 def describe(block: int, cell: tuple[float, ...]) -> tuple[str, bool]:
-    """A cell's text, and whether it is what one process computes."""
     least, most, ratio, cosine, of_scale = cell
     if block == 0:
         straight = cosine > 1 - 1e-9

@@ -4,8 +4,6 @@ Recipes of the gallery train the demo's encoder on four processes with uneven sh
 held-out images, at the temperature that the recipe has learnt.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -64,7 +62,6 @@ def curve(name: str, digits: Digits) -> dict[int, float]:
 
 
 def main() -> None:
-    """Train and draw."""
     digits = Digits.load()
     figure = Figure(figsize=(7.5, 4.6), layout="constrained", dpi=160)
     axis = figure.subplots()

@@ -27,7 +27,6 @@ def _formula_lines() -> frozenset[str]:
 
 
 def _with_formula(block: re.Match[str]) -> str:
-    """Return a block of text, rendered if it is a formula of the catalogue."""
     text = html_module.unescape(re.sub(r"<[^>]+>", "", block[1])).strip("\n")
     is_formula = all(line.strip() in _formula_lines() for line in text.split("\n"))
     return mathml(text) if is_formula else block[0]

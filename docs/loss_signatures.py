@@ -14,7 +14,6 @@ class LossSignatures(griffe.Extension):
     """A class whose annotated attributes are its settings gets a constructor with these arguments."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Add the constructors."""
         for module in _modules(pkg):
             for cls in (x for x in module.members.values() if isinstance(x, griffe.Class)):
                 kind = getattr(importlib.import_module(module.path), cls.name, None)

@@ -1,7 +1,5 @@
 """Run examples and print their deviations: ``python -m examples [example ...]``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 
@@ -9,7 +7,6 @@ from examples.run import EXAMPLES, measure
 
 
 def main() -> int:
-    """Return 1 if a right set-up exceeds its bound, or a wrong one does not."""
     parser = argparse.ArgumentParser(
         prog="python -m examples", description="Run examples and compare with one process."
     )

@@ -32,8 +32,6 @@ def train(accumulate: int = 1) -> Trained:
 
 
 class Step(nn.Module):
-    """The encoder and the loss as one module: the trainer reduces the gradients of both."""
-
     def __init__(self, loss_fn: cz.DistributedLoss) -> None:
         super().__init__()
         self.encoder, self.loss_fn = make_encoder(), loss_fn

@@ -17,8 +17,6 @@ from examples.setup import Setup, Trained, main, one_process
 
 
 class Step(nn.Module):
-    """The encoder and the loss, so that the engine updates the parameters of both."""
-
     def __init__(self, loss_fn: nn.Module) -> None:
         super().__init__()
         self.encoder, self.loss_fn = make_encoder(), loss_fn

@@ -1,7 +1,5 @@
 """What all examples train: an encoder of scikit-learn's digits, a loss with parameters of its own, and batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -15,8 +15,6 @@ from examples.setup import Setup, Trained, main
 
 
 class Step(nn.Module):
-    """The encoder and the loss as one module."""
-
     def __init__(self, loss_fn: cz.DistributedLoss) -> None:
         super().__init__()
         self.encoder, self.loss_fn = make_encoder(), loss_fn

@@ -17,8 +17,6 @@ SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
 
 class OutputLoss(nn.Module):
-    """A ``compute_loss_func``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loss_fn = cz.DistributedLoss(make_loss())

@@ -1,7 +1,5 @@
 """What the Hugging Face Trainer computes without the mixin: ``python -m examples huggingface_mistakes``."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -37,19 +37,15 @@ class Right:
         self.loader = make_loader(self.rank, self.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters that the optimizer updates."""
         return [*self.model.parameters(), *self.loss_fn.parameters()]
 
     def start_epoch(self, epoch: int) -> None:
-        """Choose the order of the samples of an epoch."""
         self.loader.sampler.set_epoch(epoch)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a batch."""
         return self.loss_fn(self.model(images), labels)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear gradients before a step."""
         optimizer.zero_grad()
 
     @classmethod
@@ -66,7 +62,6 @@ class Right:
         return training.model, step
 
     def train(self) -> Trained:
-        """Run all steps and return the parameters."""
         optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
         for epoch in range(EPOCHS):
             self.start_epoch(epoch)

@@ -1,7 +1,5 @@
 """Train on one process in plain torch: what every example is compared with."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -19,7 +17,7 @@ class Trained(NamedTuple):
     loss: list[Tensor]
 
     @classmethod
-    def of(cls, encoder: nn.Module, loss: nn.Module) -> Trained:
+    def of(cls, encoder: nn.Module, loss: nn.Module) -> "Trained":
         """Copy the parameters of both modules; a DTensor is gathered, so every rank must call this."""
         return cls(*([_whole(x) for x in module.parameters()] for module in (encoder, loss)))
 

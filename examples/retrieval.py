@@ -4,8 +4,6 @@
 metrics. Pictures are written to the folder.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
@@ -54,8 +52,6 @@ class Checkpoint(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a run has learnt."""
-
     weights: Tensor
     recall: float
     recall_disturbed: float
@@ -93,7 +89,6 @@ class Training:
         self.position = self.sampler.state_dict(step=0)
 
     def run(self, stop: int | None) -> None:
-        """Train up to a step, or to the end."""
         for epoch in range(self.sampler.epoch, self.settings.epochs):
             self.sampler.set_epoch(epoch)
             for batch, (index, left, right) in enumerate(self.loader, self.sampler.step):
@@ -103,7 +98,6 @@ class Training:
                 self.position = self.sampler.state_dict(step=batch + 1)
 
     def train_batch(self, index: Tensor, left: Tensor, right: Tensor) -> None:
-        """Train this rank's part of a global batch."""
         inputs = [self.encode(left), self.encode(right)]
         if self.step >= self.settings.mine_from:
             self.negatives.update(self.step)
@@ -212,7 +206,6 @@ def print_table(stereo: Stereo, runs: dict[str, list[Result]]) -> None:
 
 
 def main(folder: str | None = None) -> None:
-    """Run all, print a table and write the pictures."""
     begin = time.perf_counter()
     with Worlds(timeout=600.0) as worlds:
         runs = {"W = 1": worlds.run(1, train), "W = 2": worlds.run(2, train)}

@@ -1,7 +1,5 @@
 """Pictures of a trained descriptor of patches, each one call of ``contrastive_zoo.metrics.plots``."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -19,7 +17,6 @@ MAP_POINTS, MAP_PATCHES = 10, 40
 
 @torch.no_grad()
 def pictures(encoder: nn.Module, stereo: Stereo) -> dict[str, Figure]:
-    """Return the pictures of the disturbed test, by name."""
     pairs = stereo.disturbed
     queries, gallery = encoder(pairs.left), encoder(pairs.right)
     scores, found = cz.metrics.top_k(queries, gallery, k=NEIGHBOURS, process_group=cz.World())

@@ -3,8 +3,6 @@
 Each set-up runs in new processes with the environment variables that torchrun sets.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing as mp
@@ -72,7 +70,6 @@ class Outcome(NamedTuple):
 
 
 def setups(example: str) -> list[Setup]:
-    """Return the set-ups of an example."""
     return importlib.import_module(f"examples.{example}").SETUPS
 
 

@@ -1,7 +1,5 @@
 """A set-up of an example: how it trains, and how far it ends from one process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -58,8 +56,7 @@ class Deviation(NamedTuple):
     loss: float
 
     @classmethod
-    def between(cls, found: Trained, before: Trained, after: Trained) -> Deviation:
-        """Return ‖found − after‖ / ‖after − before‖ of the encoder's and of the loss's parameters."""
+    def between(cls, found: Trained, before: Trained, after: Trained) -> "Deviation":
         return cls(*map(_relative, found, before, after))
 
 
@@ -82,7 +79,6 @@ def measured(setup: Setup) -> Deviation:
 
 
 def main(available: Sequence[Setup]) -> None:
-    """Run one set-up on the processes that torchrun has started: the one named on the command line, or the first."""
     name = sys.argv[1] if len(sys.argv) > 1 else available[0].name
     setup = next(x for x in available if x.name == name)
     deviation = measured(setup)

@@ -3,8 +3,6 @@
 Disturbed patches show the right photograph turned about the point, out of focus, noisy and at another exposure.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

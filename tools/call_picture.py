@@ -75,7 +75,6 @@ def events_of(samples: int) -> list[str]:
 
 
 def measured() -> dict[str, list[str]]:
-    """Return the landmarks of both calls on rank 0 of two."""
     with Worlds(timeout=60) as worlds:
         return {name: worlds.run(2, events_of, samples)[0] for name, samples in SIZES.items()}
 
@@ -128,7 +127,6 @@ def _arrow(start: int, end: int, y: int) -> list[str]:
 
 
 def main(write: Callable[[Path, str], Any] = lambda path, text: path.write_text(text, encoding="utf-8")) -> None:
-    """Measure both calls and write their pictures."""
     for name, names in measured().items():
         write(FIGURES / f"{name}.svg", picture(names))
 

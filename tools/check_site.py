@@ -24,7 +24,6 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        """Collect what a tag defines or names."""
         named = {name: value or "" for name, value in attributes}
         self.anchors |= {named[name] for name in ("id", "name") if name in named}
         if tag == "a" and "href" in named:

@@ -4,8 +4,6 @@ python -m tools.fuzz --examples 300
 python -m tools.fuzz --examples 300 --out fuzz.json --docs     # continues, and writes the table to how-it-is-tested.md
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter
@@ -60,7 +58,6 @@ def table(results: Mapping[str, tuple[int, Mapping[str, int]]]) -> str:
 
 
 def main() -> None:
-    """Print a row for each public callable."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,5 @@
 """The measurement of the gallery's recipes, relative to one process, and its description in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +54,6 @@ class Row:
 
     @cached_property
     def on_even(self) -> tuple[str, str, str]:
-        """Return value, encoder gradient and parameter gradient in words."""
         return _describe(self.even)
 
     @cached_property
@@ -103,7 +100,6 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
 
 
 def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
-    """Measure one batch on W ranks, relative to one process."""
     trial = Trial(case, batch, worlds)
     world_size = len(batch.shards)
     try:

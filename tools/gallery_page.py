@@ -3,8 +3,6 @@
 Writes the tables of docs/pages/gallery.md, the sections of docs/pages/invariants.md, and the truth table in README.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -61,7 +59,6 @@ On uneven shards the hand-written recipes pad their shards before they gather. W
 
 
 def gallery(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the parts of the page of the gallery."""
     peers = [row for row in rows if row.recipe.name in PEERS]
     hand_written = [row for row in rows if row.recipe.name not in PEERS]
     losses = [row for row in hand_written if not row.recipe.step]
@@ -80,7 +77,6 @@ def gallery(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def invariants() -> str:
-    """Return a section for each invariant."""
     sections = []
     for invariant in INVARIANTS:
         meaning, _, failing = invariant.meaning.partition(" When it fails, ")
@@ -126,7 +122,6 @@ def _version(library: str) -> str:
 
 
 def main() -> None:
-    """Measure the gallery and write the pages."""
     with Worlds(timeout=6.0, grace=0.3) as worlds:
         worlds.start(1, 2, 3, 4)
         rows = measure_gallery(worlds)

@@ -31,12 +31,10 @@ class Peer(Recipe):
 
     @property
     def case(self) -> Case:
-        """Return the recipe as a case under test."""
         return Case(partial(make, self.name), call=self.call, grad_reduction=self.grad_reduction, name=self.name)
 
     @property
     def importable(self) -> bool:
-        """Return whether the library is installed."""
         return find_spec(self.library) is not None
 
 
@@ -45,7 +43,6 @@ PEERS: dict[str, Peer] = {}
 
 
 def make(name: str) -> Any:
-    """Construct the loss of a peer."""
     return PEERS[name].make()
 
 

@@ -4,8 +4,6 @@ Writes the tables of docs/pages/trainers.md, and into each page docs/pages/train
 rows. Exits with 1 if a right set-up exceeds its bound or a mistake goes unnoticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +25,6 @@ NO_FINDING, NOT_EXAMINED = "no finding", "—"
 
 
 def listing(example: str) -> str:
-    """Return the file of an example as a block of code with its name."""
     path = Path("examples") / f"{example}.py"
     source = (ROOT / path).read_text(encoding="utf-8").rstrip()
     return f'```python title="{path.as_posix()}"\n{source}\n```'
@@ -73,19 +70,16 @@ def _trainer(titles: dict[str, str] | None, example: str = "") -> list[str]:
 
 
 def _percent(x: float) -> str:
-    """Return a number of percent with two digits."""
     return f"{float(f'{100 * x:.2g}'):g} %"
 
 
 def title(example: str) -> str:
-    """Return a link to the page of an example, or of the trainer whose mistakes these are."""
     path = PAGES / "trainers" / f"{recipe_of(example)}.md"
     heading = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
     return f"[{heading}](trainers/{path.name})"
 
 
 def write_listings(pages: Path = PAGES) -> None:
-    """Write the current file of each example into its page."""
     for example in EXAMPLES:
         path = pages / "trainers" / f"{example}.md"
         if path.exists():
@@ -93,7 +87,6 @@ def write_listings(pages: Path = PAGES) -> None:
 
 
 def write_tables(outcomes: Sequence[Outcome], diagnoses: Diagnoses, pages: Path = PAGES) -> None:
-    """Write the deviations into the overview and into the page of each example."""
     titles = {example: title(example) for example in EXAMPLES}
     tables = {"right set-ups": right_table(outcomes, titles), "mistakes": wrong_table(outcomes, titles, diagnoses)}
     fill(pages / "trainers.md", tables)
@@ -108,7 +101,6 @@ def write_tables(outcomes: Sequence[Outcome], diagnoses: Diagnoses, pages: Path 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the examples, write the pages, and return 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m tools.trainers_page", description=__doc__)
     parser.add_argument("--listings", action="store_true", help="write the listings only; run nothing")
     given = parser.parse_args(arguments)

@@ -89,7 +89,6 @@ def as_markdown() -> str:
 
 
 def with_messages(page: str) -> str:
-    """Return the page with the list of today's messages."""
     return filled(page, "messages", as_markdown())
 
 

@@ -36,7 +36,6 @@ COMMANDS = {
 
 
 def missing_files(sdist: Path) -> list[str]:
-    """Return the files of the repository that a source distribution lacks."""
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -44,7 +43,6 @@ def missing_files(sdist: Path) -> list[str]:
 
 
 def size(folder: Path) -> float:
-    """Return the size of a folder in MB."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
@@ -82,7 +80,6 @@ def try_wheel(wheel: Path, folder: Path, extras: Iterable[str]) -> None:
 
 
 def main() -> None:
-    """Run the comparison and the trial."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dist", type=Path, help="folder with one wheel and one sdist")
     parser.add_argument("--extras", nargs="*", default=list(COMMANDS), choices=list(COMMANDS))

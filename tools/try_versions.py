@@ -55,7 +55,6 @@ MATRIX = (
 
 
 def try_row(row: Row, tests: tuple[str, ...]) -> None:
-    """Try one environment, and print what was installed and what ran."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run("uv", "venv", "--quiet", "--python", row.python, folder + "/env")
@@ -73,7 +72,6 @@ def try_row(row: Row, tests: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Try one row, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", help="one row of this version of Python; without it, all rows")
     parser.add_argument("--torch", default="torch", help="the requirement of that row")

@@ -11,7 +11,6 @@ from tools.troubleshooting_page import messages
 
 
 def anchor(cls: str) -> str:
-    """Return the anchor of a loss's heading."""
     return cls.lower()
 
 
@@ -89,7 +88,6 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _section(entries: list[Entry]) -> list[str]:
-    """Return the section of one class, which several entries may have."""
     first = entries[0]
     lines = [f"### {first.cls} {{ #{anchor(first.cls)} }}\n", f"{first.summary}\n"]
     if first.formula:

@@ -40,7 +40,6 @@ def dense_nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """Return logits in float32, or in float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -89,7 +88,6 @@ def kernel(module: str, name: str) -> Implementation:
 
 
 def as_called(loss: str) -> Construct:
-    """Return a constructor of a public loss on the GPU, or on the CPU without one."""
 
     def construct(scale: float) -> Loss:
         module = MODULES[loss](scale).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,12 +97,10 @@ def as_called(loss: str) -> Construct:
 
 
 def normalised(formula: Loss) -> Loss:
-    """Return a formula of rows that it divides by their norms first."""
     return lambda a, b, *numbers: formula(F.normalize(a, dim=1), F.normalize(b, dim=1), *numbers)
 
 
 def compiled(formula: Loss) -> Construct:
-    """Return a constructor of a dense formula compiled for one size."""
 
     def construct(scale: float) -> Loss:
         torch.compiler.reset()

@@ -36,12 +36,10 @@ PIP = (
 
 
 def installed(folder: str) -> dict[str, str]:
-    """Return the versions of the packages of a folder."""
     return {x.name.lower().replace("_", "-"): x.version for x in metadata.distributions(path=[folder])}
 
 
 def missing(folder: str) -> list[str]:
-    """Return the requirements of :data:`PACKAGES` that a folder does not have."""
     found = installed(folder)
     return [f"{x}=={version}" for x, version in PACKAGES.items() if found.get(x.replace("_", "-")) != version]
 

@@ -57,7 +57,6 @@ class Measurement:
 
 
 def numbers(loss: str, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return the scale and, for SigLIP, the bias."""
     values = (SCALE, BIAS) if loss == "SigLIP" else (SCALE,)
     return [torch.tensor(x, device=device, dtype=dtype, requires_grad=True) for x in values]
 
@@ -113,7 +112,6 @@ def steps(loss: str, function: Loss, n: int, d: int) -> Callable[[], object]:
 
 
 def peak_mb(step: Callable[[], object]) -> float:
-    """Return the peak memory of a step minus the memory before it, in MB (10⁶ bytes)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -123,12 +121,10 @@ def peak_mb(step: Callable[[], object]) -> float:
 
 
 def time_and_memory(step: Callable[[], object]) -> tuple[float, float]:
-    """Return both, or neither."""
     return median_ms(step), peak_mb(step)
 
 
 def reason_of(problem: BaseException) -> str:
-    """Return a short reason why there is no time."""
     if isinstance(problem, torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(problem, ModuleNotFoundError):

@@ -27,7 +27,6 @@ def inf_cl_info_nce(scale: float) -> Loss:
 
 
 def inf_cl_clip(scale: float) -> Loss:
-    """Construct the mean of both directions, two calls, as its authors train CLIP."""
     one_sided = inf_cl_info_nce(scale)
     return lambda a, b, scale: (one_sided(a, b, scale) + one_sided(b, a, scale)) / 2
 

@@ -67,7 +67,6 @@ class Ceilings:
         return max(self.parts_ms(name, n, d))
 
     def parts_ms(self, name: str, n: int, d: int) -> tuple[float, float, float]:
-        """Return the times of FLOP, bytes and exponentials."""
         flop = PRODUCTS[name] * 2 * n * n * d / self.flop
         moved = 3 * 2 * WEIGHTS[name] * n * n / self.bytes
         return 1e3 * flop, 1e3 * moved, 1e3 * EXPONENTIALS[name] * n * n / self.exp

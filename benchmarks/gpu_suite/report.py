@@ -17,12 +17,9 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Results:
-    """The measurements of one run."""
-
     all: Sequence[Measurement]
 
     def of(self, loss: str, implementation: str, size: tuple[int, int]) -> Measurement:
-        """Return a measurement that has a time."""
         for x in self.all:
             if (x.loss, x.implementation, (x.n, x.d)) == (loss, implementation, size):
                 if x.ms is None:
@@ -36,7 +33,6 @@ class Results:
         return found
 
     def best_peer(self, loss: str, size: tuple[int, int]) -> Measurement:
-        """Return the measurement of the fastest kernel of another library."""
         found, reasons = [], []
         for name, implementation in IMPLEMENTATIONS[loss].items():
             if implementation.kind == "peer":
@@ -74,7 +70,6 @@ def side_by_side(results: Results) -> Iterator[str]:
 
 
 def figures(results: Results, x: Measurement) -> str:
-    """Return the last four columns of a row."""
     error = "–" if x.error is None else f"{x.error:.1e}"
     if x.ms is None or x.mb is None:
         return f"{x.reason} | – | – | {error}"
@@ -97,8 +92,6 @@ def notes(results: Results) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure of a run, and its limit."""
-
     text: str
     limit: float
     figure: Callable[[Results], tuple[float, str]]
@@ -106,7 +99,6 @@ class Target:
     at_least: bool = False
 
     def row(self, results: Results) -> str:
-        """Return the row of the table."""
         try:
             figure, source = self.figure(results)
         except NotMeasured as why:
@@ -175,7 +167,6 @@ TARGETS = (
 
 
 def summary(results: Results) -> Iterator[str]:
-    """Return a table of the targets."""
     yield "| target at B = 65,536, d = 768 | found | |"
     yield "|---|---|---|"
     yield from (target.row(results) for target in TARGETS)

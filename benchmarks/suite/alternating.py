@@ -23,7 +23,6 @@ class Group:
     done: Connection
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all processes that still run."""
         for process in self.processes:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, number)
@@ -48,7 +47,6 @@ def _state(process: BaseProcess) -> str:
 
 
 def start_line() -> None:
-    """Stop this process until it is its turn."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -79,7 +79,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name in tables and in stored results."""
         size = f"{self.loss}, {self.rows:,} × {self.width}"
         if self.shards:
             even = len(set(self.shards)) == 1
@@ -89,7 +88,6 @@ class Case:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks; 1 for one process."""
         return max(1, len(self.shards))
 
     def inputs(self) -> list[Tensor]:
@@ -102,16 +100,13 @@ class Case:
         return [x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
 
     def scale(self) -> nn.Parameter:
-        """Return a learnable log(1/t), rounded to float32 for every dtype."""
         wide = torch.float64 if self.dtype == "float64" else torch.float32
         return nn.Parameter(torch.tensor(-math.log(self.temperature), dtype=torch.float32).to(wide))
 
     def function(self, implementation: str) -> Function:
-        """Construct an implementation; raise Absent if its package is not installed."""
         return LOSSES[self.loss].implementations[implementation](self)
 
     def step(self, implementation: str) -> Callable[[], Tensor]:
-        """Return a function that runs forward and backward."""
         inputs, loss = self.inputs(), self.function(implementation)
 
         def step() -> Tensor:
@@ -173,22 +168,18 @@ def in_tiles(a: Tensor, b: Tensor) -> Callable[[], None]:
 
 
 def pairs(case: Case) -> list[Tensor]:
-    """Return the embeddings of two towers."""
     return [drawn(case, case.rows), drawn(case, case.rows)]
 
 
 def views(case: Case) -> list[Tensor]:
-    """Return two views of rows / 2 samples each."""
     return [drawn(case, case.rows // 2), drawn(case, case.rows // 2)]
 
 
 def labelled(case: Case) -> list[Tensor]:
-    """Return embeddings and their labels."""
     return [drawn(case, case.rows), torch.arange(case.rows) % max(2, case.rows // OF_A_CLASS)]
 
 
 def drawn(case: Case, rows: int) -> Tensor:
-    """Draw normal embeddings, or embeddings close to one of eight directions."""
     z = torch.randn(rows, case.width)
     return torch.randn(8, case.width)[torch.arange(rows) % 8] + 0.05 * z if case.clustered else z
 
@@ -197,7 +188,6 @@ def drawn(case: Case, rows: int) -> Tensor:
 
 
 def ours(make: Callable[[float], Any], *, budget: int | None = None, **distributed: bool) -> Callable[[Case], Function]:
-    """Return a constructor of a loss of this library; it is distributed if the case has ranks."""
 
     def implementation(case: Case) -> Function:
         loss = make(case.temperature)
@@ -209,8 +199,6 @@ def ours(make: Callable[[float], Any], *, budget: int | None = None, **distribut
 
 
 class Within(nn.Module):
-    """A loss under a memory budget."""
-
     def __init__(self, budget: int, loss: Any) -> None:
         super().__init__()
         self.budget, self.loss = budget, loss
@@ -221,7 +209,6 @@ class Within(nn.Module):
 
 
 def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Function]]:
-    """Return the implementations of a softmax loss by the engine's options."""
     return {
         "ours": ours(make),
         "ours, static shapes": ours(make, static_shapes=True),
@@ -235,8 +222,6 @@ def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Funct
 
 
 class Dense(nn.Module):
-    """A formula of normalised embeddings, with a learnable scale."""
-
     def __init__(self, formula: Function, case: Case) -> None:
         super().__init__()
         self.formula, self.log_scale = formula, case.scale()
@@ -247,12 +232,10 @@ class Dense(nn.Module):
 
 
 def dense(formula: Function) -> Callable[[Case], Function]:
-    """Return a constructor of the dense formula, with the whole matrix."""
     return partial(Dense, formula)
 
 
 def compiled(formula: Function) -> Callable[[Case], Function]:
-    """Return a constructor of the dense formula, compiled for the shapes of the case."""
 
     def implementation(case: Case) -> Function:
         if not any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -285,7 +268,6 @@ def sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
 
 
 def triplet(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """Return the batch-hard triplet loss, averaged over triplets with a positive loss."""
     positive, negative = masks(labels)
     distance = (2 - 2 * z @ z.T).clamp(min=1e-12).sqrt()
     farthest, nearest = distance.masked_fill(~positive, -1).amax(1), distance.masked_fill(~negative, 9).amin(1)
@@ -347,7 +329,6 @@ def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[
 
 
 def lightly(case: Case) -> Function:
-    """Construct lightly's NTXentLoss, which normalises its inputs."""
     return peer("lightly", "lightly.loss.ntx_ent_loss").NTXentLoss(temperature=case.temperature)
 
 
@@ -362,7 +343,6 @@ def open_clip(**settings: bool) -> Callable[[Case], Function]:
 
 
 def sentence_transformers(case: Case) -> Function:
-    """Construct MultipleNegativesRankingLoss for precomputed embeddings."""
     losses = peer("sentence_transformers", "sentence_transformers.sentence_transformer.losses")
     loss = losses.MultipleNegativesRankingLoss(nn.Identity(), scale=1 / case.temperature)
     return lambda *towers: loss([{"sentence_embedding": x} for x in towers], torch.empty(0))

@@ -90,7 +90,6 @@ def time_interleaved(runners: Mapping[str, Runner], rule: StoppingRule) -> list[
 
 
 def reading(run: Runner, calls: int) -> float:
-    """Return the seconds per call, of the slowest rank if there are several."""
     slowest(0.0)  # all ranks begin at the same time
     start = time.perf_counter()
     for _ in range(calls):
@@ -109,7 +108,6 @@ def in_rounds(runners: Mapping[str, Runner], *, rounds: float = math.inf, second
 
 
 def slowest(seconds: float) -> float:
-    """Return the largest value of all ranks."""
     if not dist.is_initialized():
         return seconds
     found = torch.tensor(seconds, dtype=torch.float64)
@@ -118,18 +116,15 @@ def slowest(seconds: float) -> float:
 
 
 def ratio(rounds: list[Round], name: str, to: str) -> list[float]:
-    """Return the ratios of seconds of two implementations, for each round with both."""
     return [x[name] / x[to] for x in rounds if name in x and to in x]
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return first quartile, median and third quartile."""
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
     return low, median, high
 
 
 def relative_spread(values: list[float]) -> float:
-    """Return the distance of the quartiles relative to the median."""
     low, median, high = quartiles(values)
     return (high - low) / median
 
@@ -149,7 +144,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine: device, cores, memory and torch version."""
     kilobytes = next(int(x.split()[1]) for x in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in x)
     cores = torch.get_num_threads()
     return {

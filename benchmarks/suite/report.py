@@ -27,7 +27,6 @@ GROUPS = {
 
 
 def write_benchmarks(results: Results) -> None:
-    """Write the parts of the page, and its figures."""
     first = headline(results)
     least, *_, most = sorted(re.findall(r"(\d+\.\d)×", first), key=float) or ["?", "?"]
     answer = (
@@ -47,7 +46,6 @@ def write_benchmarks(results: Results) -> None:
 
 
 def headline(results: Results) -> str:
-    """Return the table of the README: this library and others, one line per case."""
     lines = []
     for target in TARGETS:
         found = results_of(results, target.case)
@@ -66,12 +64,10 @@ def headline(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """Return the summary for the terminal."""
     return f"{description(results)}\n\n{targets(results)}"
 
 
 def description(results: Results) -> str:
-    """Return a sentence on the machine and the versions of peers."""
     machine, kind = results["machine"], "full" if results["full"] else "quick"
     return (
         f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
@@ -80,7 +76,6 @@ def description(results: Results) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed peers."""
     found = {}
     for name in PEERS:
         try:
@@ -91,7 +86,6 @@ def versions() -> dict[str, str]:
 
 
 def results_of(results: Results, name: str) -> dict[str, Any]:
-    """Return the measurements of the first case of this name."""
     return next((cases[name] for cases in results["cases"].values() if name in cases), {})
 
 
@@ -99,7 +93,6 @@ def results_of(results: Results, name: str) -> dict[str, Any]:
 
 
 def targets(results: Results) -> str:
-    """Return the table of measurements and targets."""
     lines = []
     for target in TARGETS:
         limit = (
@@ -135,7 +128,6 @@ def measurements(target: Target, found: dict[str, Any]) -> tuple[list[float], st
 
 
 def spread(values: list[float]) -> str:
-    """Return median and quartiles as text, with a ? if the figure is doubtful."""
     low, median, high = map(number, quartiles(values))
     if len(values) == 1:
         return median
@@ -148,7 +140,6 @@ def number(x: float) -> str:
 
 
 def times(results: Results, group: str) -> str:
-    """Return the table of times of all implementations of a group."""
     lines = []
     for case, found in measured_cases(results, group):
         title = case.name
@@ -171,7 +162,6 @@ def times(results: Results, group: str) -> str:
 
 
 def memory(results: Results) -> str:
-    """Return the table of memory and bounds."""
     lines = []
     for group in results["cases"]:
         for case, found in measured_cases(results, group):
@@ -193,7 +183,6 @@ def memory(results: Results) -> str:
 
 
 def measured_cases(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Return the cases of a group that were measured, with their results."""
     found = results["cases"].get(group, {})
     return ((case, found[case.name]) for case in CASES if case.group == group and case.name in found)
 
@@ -222,7 +211,6 @@ def picture(draw: Draw, results: Results, file: Path) -> bool:
 
 
 def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> bool:
-    """Draw one line per implementation, both axes logarithmic."""
     others = iter(OTHERS)
     for implementation, line in points.items():
         axes.plot(
@@ -241,7 +229,6 @@ def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y:
 
 
 def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of NT-Xent on one process, of width 128."""
     points: dict[str, list[tuple[float, float]]] = {}
     for case in CASES:
         found = results["cases"].get(case.group, {}).get(case.name)
@@ -331,5 +318,4 @@ FIGURES: dict[str, Draw] = {
 
 
 def load_results(file: Path) -> Results:
-    """Load stored results."""
     return json.loads(file.read_text(encoding="utf-8"))

@@ -96,17 +96,14 @@ class DetachedCandidatesInfoNCE(WrongInfoNCE):
 
 
 def info_nce() -> nn.Module:
-    """Return InfoNCE between the towers, with a learnable temperature."""
     return cz.DistributedLoss(cz.InfoNCE(temperature=cz.LearnableTemperature(0.1), symmetric=True))
 
 
 def sup_con() -> nn.Module:
-    """Return SupCon on the digits' classes."""
     return cz.DistributedLoss(cz.SupCon(temperature=0.1))
 
 
 def pml_triplet() -> nn.Module:
-    """Return a third-party loss and miner: triplets of pytorch-metric-learning."""
     from pytorch_metric_learning.losses import TripletMarginLoss
     from pytorch_metric_learning.miners import TripletMarginMiner
 

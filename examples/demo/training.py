@@ -1,7 +1,5 @@
 """The training loop of the demo, the same on every rank of any world size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +29,7 @@ class Digits:
     labels: Tensor
 
     @classmethod
-    def load(cls) -> Digits:
+    def load(cls) -> "Digits":
         """Read the images from the installed package; standardise them with the training images."""
         from sklearn.datasets import load_digits
 
@@ -104,7 +102,6 @@ def train(job: Job, digits: Digits) -> Trained:
 
 
 def local_shard(batch: Tensor) -> Tensor:
-    """Return the local shard of a global batch."""
     world = cz.World.of()
     shares = SHARES[world.size]
     start, stop = (round(len(batch) * sum(shares[:rank])) for rank in (world.rank, world.rank + 1))
@@ -132,7 +129,6 @@ class Comparison:
 
     @property
     def difference_between_ranks(self) -> float:
-        """Return the largest difference between a parameter on the two ranks."""
         return self._largest_difference_from(self.two_processes[0])
 
     def _largest_difference_from(self, reference: Trained) -> float:

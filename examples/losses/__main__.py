@@ -1,7 +1,5 @@
 """Train on one process and on two, compare, and draw: ``python -m examples.losses [name ...] [--out FOLDER]``."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
@@ -27,7 +25,6 @@ TOLERANCE = 1e-8
 
 
 def main() -> int:
-    """Return 1 if a training on two processes is another one than on one."""
     parser = argparse.ArgumentParser(prog="python -m examples.losses", description=__doc__)
     parser.add_argument("name", nargs="*", help=f"of {', '.join(LOSSES)}; none is all")
     parser.add_argument("--out", type=Path, help="folder for the pictures")

@@ -1,7 +1,5 @@
 """Digits for the examples of losses: two halves of an image, augmented views, this rank's part of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +21,6 @@ def encoder(inputs: int = 64) -> nn.Module:
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """Return images [1797, 8, 8] between 0 and 1, and labels [1797]."""
     pixels, labels = load_digits(return_X_y=True)
     return torch.from_numpy(pixels / 16).view(-1, 8, 8), torch.from_numpy(labels)
 
@@ -45,7 +42,6 @@ def batches(epochs: int) -> Iterator[tuple[Tensor, torch.Generator]]:
 
 
 def local(rows: Tensor) -> Tensor:
-    """Return this rank's part of a global batch."""
     return rows.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
@@ -55,7 +51,6 @@ def held_out() -> Tensor:
 
 
 def result(losses: list[float], before: Tensor, after: Tensor) -> Result:
-    """Return the losses of a training, and the held-out embeddings before and after it."""
     labels = images()[1][TRAINED:]
     before_, after_ = (cz.metrics.recall_at_k(x, labels=labels, process_group=cz.World()) for x in (before, after))
     return Result(losses, before.detach(), after.detach(), labels, before_, after_)

@@ -1,7 +1,5 @@
 """MoCo: keys of a momentum encoder, and a queue of earlier keys as negatives."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,7 +1,5 @@
 """A loss and a miner of pytorch-metric-learning, on the embeddings of all processes."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

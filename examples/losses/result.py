@@ -1,7 +1,5 @@
 """What an example has learnt, and its picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

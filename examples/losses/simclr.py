@@ -1,7 +1,5 @@
 """SimCLR: two augmented views of each digit, no labels."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

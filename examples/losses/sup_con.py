@@ -1,7 +1,5 @@
 """SupCon: labelled digits; the classes are the positives."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

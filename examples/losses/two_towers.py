@@ -1,7 +1,5 @@
 """CLIP's loss with two towers: the upper and the lower half of a digit, each with an encoder of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +17,6 @@ class Towers(nn.Module):
         self.upper, self.lower = encoder(32), encoder(32)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return embeddings of both halves of images [n, 64]."""
         return self.upper(rows[:, :32]), self.lower(rows[:, 32:])
 
 

@@ -82,7 +82,6 @@ class Run:
     controls: list[dict[str, Any]] = field(default_factory=list)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Measure the tests, then try the mutants that the output does not have yet."""
         # not before: the tests import the package with shapes checked
         from tools.mutants.suite import Measured, Suite
 
@@ -144,7 +143,6 @@ class Run:
     def jobs(
         self, suite: Suite, batch: list[Mutant], killers: Counter[str]
     ) -> Iterator[tuple[Mutant, bool, list[str]]]:
-        """Yield mutants, whether they are planted, and their tests."""
         for mutant in batch:
             tests = suite.tests_of(mutant, killers)
             yield mutant, True, tests
@@ -152,12 +150,10 @@ class Run:
                 yield mutant, False, tests
 
     def save(self) -> None:
-        """Write the output."""
         self.options.out.write_text(json.dumps({"results": self.results, "controls": self.controls}, indent=1))
 
 
 def main() -> None:
-    """Try sampled mutants that the output does not have yet, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

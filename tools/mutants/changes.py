@@ -1,7 +1,5 @@
 """The mutants of a module: each is one change of its syntax tree."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 from collections import Counter
@@ -68,18 +66,15 @@ class Mutant(NamedTuple):
 
 
 def mutants() -> list[Mutant]:
-    """All mutants of all modules."""
     return [mutant for path in modules() for mutant in mutants_of(path)]
 
 
 def modules() -> list[str]:
-    """The mutated modules, relative to the package."""
     found = sorted({path for pattern in MODULES for path in PACKAGE.glob(pattern)})
     return [str(path.relative_to(PACKAGE)) for path in found if path.name != "__init__.py"]
 
 
 def mutants_of(path: str) -> list[Mutant]:
-    """All mutants of a module."""
     found, seen = [], Counter[tuple[str, str]]()
     for number, (place, words) in enumerate(changes(original(path))):
         seen[place.function, words] += 1
@@ -89,12 +84,10 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def original(path: str) -> ast.Module:
-    """The syntax tree of a module."""
     return ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
 
 
 def mutated(path: str, wanted: int) -> ast.Module:
-    """The syntax tree of a module with one change."""
     tree = original(path)
     for number, _ in enumerate(changes(tree)):
         if number == wanted:

@@ -3,8 +3,6 @@
 Nothing is imported again, so a mutant costs no more than its tests. The ranks of a pool of worlds plant it as they start.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import importlib
@@ -159,7 +157,7 @@ class Trace:
         self.lines: Lines = set()
         self._files: dict[str, str] = {str(PACKAGE / path): path for path in modules()}
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> "Trace":
         sys.settrace(self._call)
         return self
 

@@ -1,7 +1,5 @@
 """The result of a run: a score for each module, and what survived."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +41,6 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> str:
-    """The score in a sentence."""
     counts = Counter(map(outcome, results))
     noticed, tried = counts["caught"] + counts["timed out"], len(results) - counts["equivalent"]
     alarms = sum(x["verdict"] != "survived" for x in controls)
@@ -64,6 +61,5 @@ def survivors(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> None:
-    """Write score and table to the page."""
     text = f"{summary(results, controls)}\n\n{table(results)}"
     pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": text})

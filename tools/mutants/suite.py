@@ -70,7 +70,6 @@ class Suite:
         _rank.main = rank_main
 
     def files(self) -> list[str]:
-        """The files whose tests have not been measured."""
         return sorted({_file(test) for test in self.items.keys() - self.known.keys()})
 
     def measure(self, file: str) -> Fork:
@@ -177,7 +176,6 @@ class Fork:
         self._said.flush()
 
     def status(self) -> int | None:
-        """The exit status; None while the process runs."""
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if ended else None
 
@@ -187,7 +185,6 @@ class Fork:
         os.waitpid(self.pid, 0)
 
     def said(self) -> str:
-        """What the process has said until its end."""
         with self._said as file:
             file.seek(0)
             return file.read()

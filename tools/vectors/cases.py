@@ -116,7 +116,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, str], Iterable[dict[str, Any]]], ...] 
 
 
 def of_entry(entry: Entry) -> Case:
-    """Return the case of a loss of the catalogue."""
     settings = dict(entry.settings)
     sizes = {"num_classes": CLASSES, "embedding_size": WIDTH, "out_dim": WIDTH}
     settings |= {name: size for name, size in sizes.items() if name in settings}

@@ -98,7 +98,6 @@ def write_vectors(folder: Path) -> Summary:
 
 
 def evaluate(case: Case) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the entry of a case in the index, and its arrays by name."""
     arguments = case.arguments()
     with _float64():
         loss = make_loss(case)
@@ -132,7 +131,6 @@ def make_loss(case: Case) -> Loss:
 
 
 def error_of_formula(entry: dict[str, Any], arrays: dict[str, Array]) -> float:
-    """Return the largest error of the NumPy formula in the value and in all gradients."""
     arguments = {name: arrays[f"argument.{name}"] for name in entry["arguments"]}
     parameters = {name: arrays[f"parameter.{name}"] for name in entry["parameters"]}
     wanted = {key.split(".", 2)[2]: x for key, x in arrays.items() if key.startswith("gradient.")}
