@@ -1,12 +1,11 @@
 """The error of the gradient of solved batches, ours and plain torch's, against float64, in docs/pages/accuracy.md.
 
-python benchmarks/accuracy.py [--quick]
+python benchmarks/accuracy.py [--quick]    # --quick: few rows and one temperature; writes nothing
 
 Without --quick 700 samples of 24 dimensions, the figure's nine temperatures and the table's three; the errors of one
 machine differ from another's in the last digit, because matmuls add in another order.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from suite.harness import command_line
 from suite.report import picture
 from torch import Tensor
 
@@ -243,9 +243,7 @@ def parts(lines: list[list[str]]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rows and one temperature; write nothing")
-    quick = parser.parse_args().quick
+    quick = command_line(__doc__, quick=False).parse_args().quick
     with Worlds() as worlds:
         lines = measured(100 if quick else ROWS, TEMPERATURES[-1:] if quick else TEMPERATURES, worlds)
     if quick:

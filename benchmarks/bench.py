@@ -5,12 +5,11 @@ python benchmarks/bench.py [--full] [--docs] [--peers FOLDER] [--only TEXT …]
 The losses of lightly and open_clip are read from their files, because the packages import torchvision:
 pip install --no-deps --target FOLDER lightly open_clip_torch. A peer that is not installed is reported as absent.
 Everything runs on the CPU; gpu.py measures kernels. Results are stored in benchmarks/results/cpu.json; --only measures the
-cases whose name or group contains a text, --pages measures none.
+cases whose name or group contains a text, --pages writes the pages of --docs from stored results.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import warnings
@@ -22,8 +21,9 @@ from typing import Any
 
 import torch
 from scaling import write_scaling
+from suite import harness
 from suite.cases import BARE, CASES, GEMM, Case
-from suite.harness import Absent, StoppingRule, extra_memory, machine, relative_error, time_interleaved
+from suite.harness import Absent, StoppingRule
 from suite.report import Results, headline, load_results, summary, versions, write_benchmarks
 from torch import Tensor
 
@@ -49,13 +49,8 @@ def measure_times(case: Case, implementations: Sequence[str], rule: StoppingRule
                 runners[implementation] = (case.bare if implementation in BARE else case.step)(implementation)
             except Absent as why:
                 found["absent"][implementation] = str(why)
-        found["rounds"] = time_interleaved(runners, rule)
-    present = set().union(*found["rounds"])
-    found["absent"] |= {
-        implementation: "out of memory"
-        for implementation in runners
-        if implementation != GEMM and implementation not in present
-    }
+        found["rounds"] = harness.time_interleaved(runners, rule)
+    found["absent"] |= dict.fromkeys(runners.keys() - {GEMM}.union(*found["rounds"]), "out of memory")
     return found
 
 
@@ -63,27 +58,24 @@ def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float,
     """Return the largest relative errors of value and gradient against the dense formula in float64."""
     if case.group != "adversarial":
         case = replace(case, rows=min(case.rows, ROWS_FOR_ERRORS))
-    whole = [in_float64(x) for x in replace(case, shards=()).inputs()]
+    whole = [
+        x.detach().double().requires_grad_() if x.is_floating_point() else x for x in replace(case, shards=()).inputs()
+    ]
     truth = replace(case, dtype="float64", shards=()).function("dense")(*whole)
     truth.backward()
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for implementation in implementations:
-            if implementation in BARE:
-                continue
+        for implementation in (x for x in implementations if x not in BARE):
             inputs = case.inputs()
             try:
                 value = case.function(implementation)(*inputs)
             except Absent:
                 continue
             value.backward()
-            found[implementation] = relative_error(value.detach(), truth.detach()), gradient_error(case, inputs, whole)
+            of_value = harness.relative_error(value.detach(), truth.detach())
+            found[implementation] = of_value, gradient_error(case, inputs, whole)
     return found
-
-
-def in_float64(x: Tensor) -> Tensor:
-    return x.detach().double().requires_grad_() if x.is_floating_point() else x
 
 
 def gradient_error(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
@@ -100,19 +92,20 @@ def gradient_error(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]
     return worst
 
 
-def step_memory(case: Case, implementation: str) -> float:
+def step_memory(case: Case, implementation: str, folders: Sequence[str]) -> float:
+    """Return the peak memory of one step in this process, in bytes."""
+    sys.path += folders
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return extra_memory(replace(case, rows=SMALL).step(implementation), case.step(implementation))
+        replace(case, rows=SMALL).step(implementation)()
+        return 2**20 * harness.peak(case.step(implementation))[0]
 
 
-def memory_in_new_process(case: Case, implementation: str, folders: Sequence[str]) -> float | str:
-    peers = [x for folder in folders for x in ("--peers", folder)]
-    command = [sys.executable, __file__, *peers, "--memory-of", str(CASES.index(case)), implementation]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return done.stderr.strip().splitlines()[-1]
-    return float(done.stdout.splitlines()[-1])
+def memory_or_error(case: Case, implementation: str, folders: Sequence[str]) -> float | str:
+    try:
+        return harness.in_new_process(step_memory, case, implementation, folders)
+    except Exception as error:  # absent, or killed for want of memory
+        return f"{type(error).__name__}: {error}"
 
 
 def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[str, Any]:
@@ -126,32 +119,18 @@ def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[
             found = worlds.run(case.world, measure_times, case, implementations, rule, timeout=3600.0)[0]
         else:
             found = measure_times(case, implementations, rule)
-        found["rounds"] = [
-            {implementation: float(f"{x:.5g}") for implementation, x in x.items()} for x in found["rounds"]
-        ]
+        found["rounds"] = [{name: float(f"{x:.5g}") for name, x in of_round.items()} for of_round in found["rounds"]]
     if implementations and case.group == "adversarial" and case.shards:
         by_rank = worlds.run(case.world, errors, case, implementations, timeout=600.0)
-        found["errors"] = {
-            implementation: [max(x[implementation][i] for x in by_rank) for i in (0, 1)]
-            for implementation in by_rank[0]
-        }
+        found["errors"] = {name: [max(x[name][i] for x in by_rank) for i in (0, 1)] for name in by_rank[0]}
     elif case.group in ("softmax", "rows", "adversarial"):
         found["errors"] = errors(case, implementations)
     if case.memory_of:
         with ThreadPoolExecutor(2 if case.rows <= 32768 else 1) as pool:
-            memory = dict(
-                zip(
-                    case.memory_of,
-                    pool.map(
-                        lambda implementation: memory_in_new_process(case, implementation, given.peers), case.memory_of
-                    ),
-                    strict=True,
-                )
-            )
-        found["memory"] = {implementation: x for implementation, x in memory.items() if not isinstance(x, str)}
-        found.setdefault("absent", {}).update(
-            {implementation: x for implementation, x in memory.items() if isinstance(x, str)}
-        )
+            held = pool.map(lambda implementation: memory_or_error(case, implementation, given.peers), case.memory_of)
+            memory = dict(zip(case.memory_of, held, strict=True))
+        found["memory"] = {name: x for name, x in memory.items() if not isinstance(x, str)}
+        found.setdefault("absent", {}).update({name: x for name, x in memory.items() if isinstance(x, str)})
     return found
 
 
@@ -161,24 +140,21 @@ def is_selected(case: Case, given: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="more cases, more repeats")
-    parser.add_argument("--docs", action="store_true", help="write docs/pages/benchmarks.md and scaling.md")
-    parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from stored results")
+    parser = harness.command_line(__doc__, full=False, docs=False, pages=False)
     parser.add_argument("--peers", action="append", default=[], metavar="FOLDER", help="folder with packages of peers")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="text in a case's name or group")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     sys.path += given.peers
-    if given.memory_of:
-        print(step_memory(CASES[int(given.memory_of[0])], given.memory_of[1]))
-        return
     if not given.pages:
         cases = [case for case in CASES if is_selected(case, given)]
         if not cases:
             parser.error(f"no case has any of {', '.join(given.only)} in its name")
         cases_before = load_results(RESULTS)["cases"] if given.only and RESULTS.exists() else {}
-        results: Results = {"machine": machine() | {"peers": versions()}, "full": given.full, "cases": cases_before}
+        results: Results = {
+            "machine": harness.machine() | {"peers": versions()},
+            "full": given.full,
+            "cases": cases_before,
+        }
         with Worlds() as worlds:
             for case in cases:
                 start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Cost of what DistributedLoss checks, in a small real training on two ranks; interleaved, as a share of the step.
 
-python benchmarks/checks.py [--seconds 30] [--docs]
+python benchmarks/checks.py [--seconds 30] [--docs]    # seconds for each encoder
 
 A step of DDP on scikit-learn's digits: two noisy views of 256 images per rank, an encoder, embeddings of 256 dimensions,
 NT-Xent, backward pass and SGD. Implementations of the loss take turns in the same processes, one thread each, one step at a
@@ -9,15 +9,14 @@ beforehand. Times are the 10th percentile, which other programs on the machine d
 difference to "nothing agreed": of the loss alone, from given embeddings, as a share of the step.
 """
 
-import argparse
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from suite.cases import Case, nt_xent, recipe
-from suite.harness import in_rounds
+from suite.harness import command_line, in_rounds
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
@@ -92,8 +91,8 @@ def ours(**options: bool) -> Loss:
 REFERENCE = "nothing agreed, nothing checked"
 LOSSES: dict[str, Callable[[], Loss]] = {
     REFERENCE: nothing_agreed,
-    "DistributedLoss, checks off": lambda: ours(
-        check_finite=False, check_equal=False, check_distinct=False, static_shapes=True
+    "DistributedLoss, checks off": partial(
+        ours, check_finite=False, check_equal=False, check_distinct=False, static_shapes=True
     ),
     "DistributedLoss, all checks": ours,
     "by hand": lambda: recipe(nt_xent)(Case("ranks", "NT-Xent", 0, WIDTH, temperature=TEMPERATURE)),
@@ -132,11 +131,8 @@ def loss_step(loss: Loss) -> Callable[[], object]:
 
 def measure(encoder: str, seconds: float) -> dict[str, float]:
     """Return the 10th percentile of the seconds per step of each loss; runs on a rank."""
-    runners: dict[str, Any] = {}
-    for name, construct in LOSSES.items():
-        runners[name] = (
-            loss_step(construct()) if encoder == ONE_PROCESS else training_step(ENCODERS[encoder], construct())
-        )
+    step = loss_step if encoder == ONE_PROCESS else partial(training_step, ENCODERS[encoder])
+    runners = {name: step(construct()) for name, construct in LOSSES.items()}
     in_rounds(runners, rounds=2)  # warms up
     found = in_rounds(runners, seconds=seconds)
     return {name: float(np.quantile([x[name] for x in found], 0.1)) for name in runners}
@@ -153,10 +149,7 @@ def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each encoder")
-    parser.add_argument("--docs", action="store_true", help=f"write the table into docs/pages/{PAGE.name}")
-    given = parser.parse_args()
+    given = command_line(__doc__, seconds=30.0, docs=False).parse_args()
     found = []
     with Worlds() as worlds:
         alone = worlds.run(RANKS, measure, ONE_PROCESS, given.seconds, timeout=600.0)[0]

@@ -3,13 +3,13 @@
 python benchmarks/extremes.py [--docs]
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
+from suite.harness import command_line
 
 sys.path.append(str(Path(__file__).parent.parent))
 
@@ -71,13 +71,11 @@ def float16() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.name}")
-    options = parser.parse_args()
+    docs = command_line(__doc__, docs=False).parse_args().docs
     implementation.SMALL_BATCH_ELEMENTS = -1  # the engines, not plain autograd
     tables = {"situations": situations(), "float16": float16()}
     print("\n\n".join(tables.values()))
-    if options.docs:
+    if docs:
         fill(PAGE, tables)
 
 

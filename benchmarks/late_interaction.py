@@ -6,11 +6,9 @@ PyLate's way is written here as PyLate 1.6 computes it: all products of tokens b
 cross-entropy; across ranks, local queries against documents that are gathered with gradient, and the loss times W.
 """
 
-import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.processes import peak
+from suite.harness import command_line, memory_and_time
 from suite.report import number
 from torch import Tensor
 
@@ -77,63 +75,54 @@ def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: 
     """Return the extra MB of the largest step, the median seconds of a step, and the value, on a rank."""
     torch.set_num_threads(threads)
     rank, (pairs, query_tokens, document_tokens, width) = dist.get_rank(), sizes
-    step, share = WAYS[way](), 2 if uneven and rank == 1 else 1
+    loss, share = WAYS[way](), 2 if uneven and rank == 1 else 1
 
-    def run(count: int) -> tuple[float, float]:
+    def draw(count: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(rank)
         lengths = (query_tokens // share, document_tokens // share)
         q, d = (torch.randn(count, x, width, generator=generator).requires_grad_() for x in lengths)
-        mask = torch.ones(d.shape[:2], dtype=torch.bool)
-        dist.barrier()
-        start = time.perf_counter()
-        value = step(q, d, mask)
+        return [q, d, torch.ones(d.shape[:2], dtype=torch.bool)]
+
+    def step(*inputs: Tensor) -> float:
+        value = loss(*inputs)
         value.backward()
-        dist.barrier()
-        return time.perf_counter() - start, value.item()
+        return value.item()
 
-    run(8)
-    megabytes, found = peak(lambda: [run(pairs // dist.get_world_size()) for _ in range(STEPS.get(way, 3))])
-    return megabytes, statistics.median(x for x, _ in found), found[-1][1]
+    sizes_of_steps = 8, pairs // dist.get_world_size()
+    megabytes, seconds, values = memory_and_time(draw, step, sizes_of_steps, STEPS.get(way, 3))
+    return megabytes, seconds, values[-1]
 
 
-def measure(ranks: int, way: str, uneven: bool, sizes: tuple[int, int, int, int]) -> list[float]:
+def measure(ranks: int, way: str, uneven: bool, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
     """Return MB and seconds of the worst rank, and the mean value, in new processes."""
     with Worlds(threads=1, timeout=600) as worlds:
-        found = worlds.run(ranks, measured, way, uneven, sizes, 2 // ranks)
-    megabytes, seconds, values = zip(*found, strict=True)
-    result = [max(megabytes), max(seconds), statistics.mean(values)]
-    print(
-        f"W={ranks} {way:24s} uneven={uneven!s:5s} {result[0]:8.0f} MB {result[1]:7.2f} s {result[2]:.6f}",
-        file=sys.stderr,
-    )
-    return result
-
-
-def as_markdown(results: list[dict[str, Any]]) -> str:
-    lines = [
-        [str(x["ranks"]), x["way"], "half on rank 1" if x["uneven"] else "equal", number(x["MB"]), number(x["seconds"])]
-        for x in results
-    ]
-    return table(["ranks", "", "tokens", "extra MB", "seconds"], lines)
+        megabytes, seconds, values = zip(*worlds.run(ranks, measured, way, uneven, sizes, 2 // ranks), strict=True)
+    case = {"ranks": ranks, "way": way, "uneven": uneven}
+    found = case | {"MB": max(megabytes), "seconds": max(seconds), "value": statistics.mean(values)}
+    print(found, file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("pairs", 512), ("query-tokens", 32), ("document-tokens", 128), ("width", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = command_line(__doc__, pairs=512, query_tokens=32, document_tokens=128, width=128, docs=False)
     parser.add_argument("cases", nargs="*", type=int, help="numbers of cases, from 0; all by default")
-    parser.add_argument("--docs", action="store_true", help="write the figures into the page")
     given = parser.parse_args()
     sizes = given.pairs, given.query_tokens, given.document_tokens, given.width
-    results = []
-    for ranks, way, uneven in [CASES[i] for i in given.cases] or CASES:
-        megabytes, seconds, value = measure(ranks, way, uneven, sizes)
-        results.append(
-            {"ranks": ranks, "way": way, "uneven": uneven, "MB": megabytes, "seconds": seconds, "value": value}
-        )
+    results = [measure(*case, sizes) for case in [CASES[i] for i in given.cases] or CASES]
     print(json.dumps({"sizes": sizes, "results": results}, indent=1))
     if given.docs:
-        fill(PAGES / "late_interaction.md", {"times": as_markdown(results)})
+        lines = [
+            [
+                str(x["ranks"]),
+                x["way"],
+                "half on rank 1" if x["uneven"] else "equal",
+                number(x["MB"]),
+                number(x["seconds"]),
+            ]
+            for x in results
+        ]
+        head = ["ranks", "", "tokens", "extra MB", "seconds"]
+        fill(PAGES / "late_interaction.md", {"times": table(head, lines)})
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 python benchmarks/memory.py [--rows 8192 16384] [--width 128] [--docs] [name …]
 """
 
-import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from suite.processes import resident
+from suite.harness import command_line, in_new_process, resident
 from torch import Tensor
 
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
@@ -57,43 +55,33 @@ def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
             yield numbers[name] if name in numbers else drawn(half, learnt=False)
 
 
-def measure(name: str, rows: int, width: int) -> None:
-    """Print the peak memory of a large step minus the memory after a small one, and its seconds."""
+def measure(name: str, rows: int, width: int) -> tuple[float, float]:
+    """Return the peak memory of a large step minus the memory after a small one, and its seconds."""
     entry = CATALOGUE[name]
     loss = made(entry, width)
     loss(*arguments(entry, CLASSES, width)).backward()
     before, start = resident("VmRSS"), time.perf_counter()
     loss(*arguments(entry, rows, width)).backward()
-    print(resident("VmHWM") - before, time.perf_counter() - start)
+    return resident("VmHWM") - before, time.perf_counter() - start
 
 
 def measured(name: str, rows: int, width: int) -> float:
     """Return the MB of a loss, measured in a new process; print them with the seconds."""
-    command = [sys.executable, __file__, "--here", "--rows", str(rows), "--width", str(width), name]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    megabytes, seconds = map(float, said.split())
+    megabytes, seconds = in_new_process(measure, name, rows, width)
     print(f"{name:28s} {rows:8d} rows {megabytes:8.0f} MB {seconds:8.1f} s", file=sys.stderr, flush=True)
     return megabytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, width=128, docs=False)
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/pages/memory.md, of all losses")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(CATALOGUE)}")
     given = parser.parse_args()
     if unknown := set(given.names) - set(CATALOGUE):
         parser.error(f"no loss is called {', '.join(sorted(unknown))}; `contrastive-zoo list` has their names")
     if given.docs and given.names:
         parser.error("--docs is a page of all losses: name none")
-    if given.here:
-        measure(given.names[0], given.rows[0], given.width)
-        return
-    found = {
-        name: [measured(name, rows, given.width) for rows in given.rows] for name in given.names or list(CATALOGUE)
-    }
+    found = {name: [measured(name, rows, given.width) for rows in given.rows] for name in given.names or CATALOGUE}
     head = ["loss", "engine", *(f"{rows:,} samples" for rows in given.rows)]
     lines = [[f"`{name}`", CATALOGUE[name].engine, *(f"{x:.0f}" for x in of)] for name, of in found.items()]
     print(table(head, lines))

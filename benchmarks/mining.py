@@ -6,11 +6,8 @@ sentence-transformers gets a stand-in for the model whose ``encode`` returns the
 own; memory is the peak beyond queries and corpus (Linux). W = 2 has half of the threads on each rank.
 """
 
-import argparse
-import json
-import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.processes import peak
+from suite.harness import command_line, in_new_process, peak
 from torch import Tensor
 
 from contrastive_zoo.data import mine_hard_negatives
@@ -82,33 +79,19 @@ def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[floa
     return seconds, megabytes, f"{len(negatives)} {sum(negatives)}"
 
 
-def in_a_process(name: str, given: argparse.Namespace) -> tuple[float, float, str]:
-    sizes = [f"--{x}={getattr(given, x)}" for x in ("corpus", "queries", "width", "threads")]
-    command = [sys.executable, "-W", "ignore", __file__, "--here", name, *sizes]
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=900
-    )
-    seconds, megabytes, found = json.loads(done.stdout.splitlines()[-1])
-    return seconds, megabytes, found
+def in_a_process(name: str, threads: int, *sizes: int) -> tuple[float, float, str]:
+    """Measure one implementation with so many threads; runs in a new process."""
+    import faiss
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    faiss.omp_set_num_threads(threads)
+    return ours(*sizes) if name == "ours" else theirs(*sizes, use_faiss=name == "faiss")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=int, default=200_000)
-    parser.add_argument("--queries", type=int, default=20_000)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--here", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = command_line(__doc__, corpus=200_000, queries=20_000, width=128, threads=2).parse_args()
     sizes = given.queries, given.corpus, given.width
-    torch.set_num_threads(given.threads)
-    if given.here:
-        import faiss
-
-        faiss.omp_set_num_threads(given.threads)
-        jobs = {"ours": ours, "torch": lambda *x: theirs(*x, False), "faiss": lambda *x: theirs(*x, True)}
-        print(json.dumps(jobs[given.here](*sizes)))
-        return
     print(f"{given.queries:,} queries, corpus of {given.corpus:,} × {given.width}, {given.threads} threads together.")
     print("| | s | MB per rank | negatives |\n|---|---:|---:|---:|")
     for title, name in (
@@ -116,7 +99,7 @@ def main() -> None:
         ("sentence-transformers, torch", "torch"),
         ("`mine_hard_negatives`, W = 1", "ours"),
     ):
-        seconds, megabytes, found = in_a_process(name, given)
+        seconds, megabytes, found = in_new_process(in_a_process, name, given.threads, *sizes)
         print(f"| {title} | {seconds:.1f} | {megabytes:.0f} | {found.split()[0]} |", flush=True)
     with Worlds(timeout=900.0, threads=max(1, given.threads // 2)) as worlds:
         by_rank = worlds.run(2, ours, *sizes)

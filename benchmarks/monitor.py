@@ -7,7 +7,6 @@ a measurement, whose figures are read, run interleaved with steps without, in ro
 rank. The share of every k-th call is the median of (measured − plain) / (k · plain) over rounds.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from suite.harness import Round, in_rounds
+from suite.harness import Round, command_line, in_rounds
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,9 +70,7 @@ def measure(name: str, rounds: int) -> list[Round]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    rounds = command_line(__doc__, rounds=20).parse_args().rounds
     headings = ("loss", "plain step, ms", "a measurement adds, ms", *(f"every {k} steps, %" for k in EVERY))
     table = Table(*headings, box=None)
     with Worlds(timeout=600.0) as worlds:

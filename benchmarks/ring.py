@@ -8,9 +8,7 @@ Stores what it measures in benchmarks/results/ring.json, from which --docs write
 import argparse
 import json
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from suite.cases import peer
-from suite.harness import Absent
-from suite.processes import peak
+from suite.harness import Absent, command_line, memory_and_time
 from suite.report import number
 from torch import Tensor
 
@@ -92,26 +89,19 @@ def measured(name: str, option: Any, steps: int, rows: int, width: int, folders:
     make, compares = LOSSES[name]
     loss = open_clip_loss(folders) if option == "open_clip" else cz.DistributedLoss(make(), ring=option == "ring")
 
-    def step(count: int) -> float:
+    def draw(count: int) -> list[Tensor]:
         torch.manual_seed(dist.get_rank())
-        rows = arguments(compares, count, width)
-        dist.barrier()
-        start = time.perf_counter()
-        loss(*rows).backward()
-        dist.barrier()
-        return time.perf_counter() - start
+        return arguments(compares, count, width)
 
-    step(64)
-    megabytes, seconds = peak(lambda: [step(rows // dist.get_world_size()) for _ in range(steps)])
-    return megabytes, statistics.median(seconds)
+    sizes = 64, rows // dist.get_world_size()
+    megabytes, seconds, _ = memory_and_time(draw, lambda *inputs: loss(*inputs).backward(), sizes, steps)
+    return megabytes, seconds
 
 
-def on_ranks(
-    ranks: int, name: str, option: str, steps: int, *, rows: int, width: int, folders: Sequence[str]
-) -> list[float]:
+def on_ranks(ranks: int, name: str, option: str, steps: int, given: argparse.Namespace) -> list[float]:
     """Return MB and seconds of the worst rank, in new processes."""
     with Worlds(threads=1, timeout=600) as worlds:
-        found = worlds.run(ranks, measured, name, option, steps, rows, width, folders)
+        found = worlds.run(ranks, measured, name, option, steps, given.rows, given.width, given.peers)
     worst = [max(column) for column in zip(*found, strict=True)]
     print(f"{name:28s} W={ranks} {option:10s} {worst[0]:8.0f} MB {worst[1]:8.2f} s", file=sys.stderr, flush=True)
     return worst
@@ -122,56 +112,46 @@ def measure_all(names: Sequence[str], given: argparse.Namespace) -> dict[str, An
 
     Each loss is stored as soon as it is measured, beside those of earlier runs of the same size.
     """
-    run = partial(on_ranks, rows=given.rows, width=given.width, folders=given.peers)
     size = {"rows": given.rows, "width": given.width, "ranks": given.ranks}
     stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if {name: stored.get(name) for name in size} != size:
         stored = {**size, "losses": {}, "siglip": {}}
     for name in names:
-        stored["losses"][name] = {x: run(given.ranks, name, x, 1) for x in SIGLIP[:2]}
+        stored["losses"][name] = {x: on_ranks(given.ranks, name, x, 1, given) for x in SIGLIP[:2]}
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     for ranks in (1, 2, 4) if "SigLIP" in names else ():
         found = stored["siglip"].setdefault(str(ranks), {})
         for option in SIGLIP:
             try:
-                found[option] = run(ranks, "SigLIP", option, STEPS)
+                found[option] = on_ranks(ranks, "SigLIP", option, STEPS, given)
             except (Absent, RuntimeError) as error:  # on a rank a RuntimeError
                 print(str(error).splitlines()[-1], file=sys.stderr)
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return stored
 
 
-def cells(found: dict[str, list[float]], options: Sequence[str], index: int) -> list[str]:
-    return [number(found[x][index]) if x in found else "" for x in options]
+def columns(found: dict[str, list[float]], options: Sequence[str]) -> list[str]:
+    """Return MB of each option, then seconds."""
+    return [number(found[x][index]) if x in found else "" for index in (0, 1) for x in options]
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    lines = [
-        [name, *cells(results["losses"][name], SIGLIP[:2], 0), *cells(results["losses"][name], SIGLIP[:2], 1)]
-        for name in LOSSES
-        if name in results["losses"]
-    ]
-    siglip = [[ranks, *cells(x, SIGLIP, 0), *cells(x, SIGLIP, 1)] for ranks, x in results["siglip"].items()]
+    measured = results["losses"]
+    lines = [[name, *columns(measured[name], SIGLIP[:2])] for name in LOSSES if name in measured]
+    siglip = [[ranks, *columns(x, SIGLIP)] for ranks, x in results["siglip"].items()]
     size = f"{results['rows']:,} samples of width {results['width']} in total, {results['ranks']} ranks:"
+    head = [f"{unit} {x}" for unit in ("MB,", "s,") for x in SIGLIP]
     return {
         "refusals": table(["loss", "reason"], refusals()),
-        "times": f"{size}\n\n{table(['loss', *head(SIGLIP[:2])], lines)}",
-        "siglip": table(["ranks W", *head(SIGLIP)], siglip),
+        "times": f"{size}\n\n{table(['loss', *(x for x in head if 'open_clip' not in x)], lines)}",
+        "siglip": table(["ranks W", *head], siglip),
     }
 
 
-def head(options: Sequence[str]) -> list[str]:
-    return [f"{unit} {x}" for unit in ("MB,", "s,") for x in options]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, ranks=4, rows=8192, width=512, docs=False)
     parser.add_argument("names", nargs="*", choices=[[], *LOSSES], default=[], help="losses; all by default")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=8192, help="of all ranks together")
-    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--peers", action="append", default=[], metavar="FOLDER", help="folder with packages of peers")
-    parser.add_argument("--docs", action="store_true", help="write the tables of the page")
     given = parser.parse_args()
     assert math.gcd(given.rows, 4) == 4, "rows are a multiple of 4"
     results = measure_all(given.names or list(LOSSES), given)

@@ -12,22 +12,21 @@ operation of the uncompiled loss, and as the compiler counts it.
 On a CPU the figures are stored in benchmarks/results/row_losses.json, from which --docs writes the page.
 """
 
-import argparse
 import json
 import logging
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from suite.processes import peak
+from suite.harness import command_line, in_new_process, peak
 from suite.report import number
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,17 +59,13 @@ def step(name: str, implementation: str, rows: int, width: int) -> float:
     x = torch.randn(rows, width, device=DEVICE, requires_grad=True)
     labels = torch.arange(rows, device=DEVICE) % max(1, rows // PER_CLASS)
     loss = LOSSES[name]().to(DEVICE)
+    wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
     with cz.engine.use_implementation(implementation):
         loss(x, labels).backward()
     wait()
     return time.perf_counter() - start
-
-
-def wait() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def seconds(name: str, rows: int, width: int) -> dict[str, float]:
@@ -123,18 +118,19 @@ def traffic(name: str, rows: int, width: int) -> dict[str, float]:
     return {"auto": uncompiled.moved / matrix, "compiled": metrics.num_bytes_accessed / matrix}
 
 
-def in_new_process(cache: str, *arguments: Any) -> Any:
-    """Return what :func:`seconds`, or :func:`megabytes`, returns in a process with this cache of kernels."""
-    command, env = [sys.executable, __file__, "--one", json.dumps(arguments)], {"TORCHINDUCTOR_CACHE_DIR": cache}
-    found = subprocess.run(command, env=os.environ | env, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(found.stdout.splitlines()[-1])
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Let new processes start with no compiled kernel."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        yield
 
 
 def measured(name: str, rows: int, width: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as cache:
-        found = in_new_process(cache, "seconds", name, rows, width)
+    with empty_cache():
+        found = in_new_process(seconds, name, rows, width)
         for way in ("auto", "compiled"):
-            found[f"MB, {way}"] = in_new_process(cache, "megabytes", name, way, rows, width)
+            found[f"MB, {way}"] = in_new_process(megabytes, name, way, rows, width)
     print(name, rows, found, file=sys.stderr, flush=True)
     return found
 
@@ -142,38 +138,27 @@ def measured(name: str, rows: int, width: int) -> dict[str, float]:
 def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = []
     for name, by_rows in results.items():
-        for rows, x in by_rows.items():
-            if rows == "traffic":
-                continue
-            ratio = f"{x['plain'] / x['compiled']:.2f}"
+        counts = by_rows.get("traffic")
+        moved = "" if counts is None else f"{number(counts['auto'])} → {number(counts['compiled'])}"
+        for rows, x in ((rows, x) for rows, x in by_rows.items() if rows != "traffic"):
             figures = [x["plain"], x["compiled"], x["compilation"], x["MB, auto"], x["MB, compiled"]]
             plain, compiled, *rest = map(number, figures)
-            counts = by_rows.get("traffic")
-            moved = "" if counts is None else f"{number(counts['auto'])} → {number(counts['compiled'])}"
-            lines.append([name, f"{int(rows):,}", plain, compiled, ratio, *rest, moved])
+            lines.append([name, f"{int(rows):,}", plain, compiled, f"{x['plain'] / x['compiled']:.2f}", *rest, moved])
     head = ["loss", "rows", "uncompiled, s", "compiled, s", "times faster", "compilation, s", "MB", "MB, compiled"]
-    head += ["matrices moved"]
-    return table(head, lines)
+    return table([*head, "matrices moved"], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, width=128, traffic=False, docs=False)
     parser.add_argument("losses", nargs="*", metavar="loss", help="all by default")
     parser.add_argument("--rows", type=int, nargs="*", default=[4096, 8192], help="none measures nothing")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--traffic", action="store_true", help="count what a block reads and writes")
-    parser.add_argument("--docs", action="store_true", help="write the table into the page")
     parser.add_argument("--out", type=Path, help="append the table to this file")
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one:
-        print(json.dumps(globals()[given.one[0]](*given.one[1:])))
-        return
     results = json.loads(RESULTS.read_text()) if DEVICE == "cpu" and RESULTS.exists() else {}
     for name in given.losses or LOSSES:
         if given.traffic and name not in BREAKING:
-            with tempfile.TemporaryDirectory() as cache:
-                results.setdefault(name, {})["traffic"] = in_new_process(cache, "traffic", name, 1024, given.width)
+            with empty_cache():
+                results.setdefault(name, {})["traffic"] = in_new_process(traffic, name, 1024, given.width)
         for rows in [] if given.traffic else given.rows:
             results.setdefault(name, {})[str(rows)] = measured(name, rows, given.width)
         if DEVICE == "cpu":

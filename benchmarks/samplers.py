@@ -1,9 +1,10 @@
 """Batch samplers: random cases tested on all invariants, and samples per second beside other libraries' samplers.
 
 python benchmarks/samplers.py [--search 10000] [--samples 1000000] [--classes 5000] [--world-size 4]
+
+Without --search it measures only, with --samples 0 it searches only.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning.samplers import MPerClassSampler
+from suite.harness import command_line
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from contrastive_zoo import World
@@ -86,12 +88,7 @@ def throughput(size: int, classes: int, world_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--search", type=int, default=0, help="random cases; 0 measures only")
-    parser.add_argument("--samples", type=int, default=1_000_000, help="0 searches only")
-    parser.add_argument("--classes", type=int, default=5000)
-    parser.add_argument("--world-size", type=int, default=4)
-    given = parser.parse_args()
+    given = command_line(__doc__, search=0, samples=1_000_000, classes=5000, world_size=4).parse_args()
     if given.search:
         search(given.search)
     if given.samples:

@@ -4,18 +4,19 @@ python benchmarks/soak.py                # resident memory, file descriptors, th
 python benchmarks/soak.py --steps 1000
 """
 
-import argparse
 import gc
 import sys
 
 import psutil
 import torch
 import torch.distributed as dist
+from suite.harness import command_line
 from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds, report
 from contrastive_zoo.wrapper.step import splitting
+from tools.pages import table
 
 READINGS = 10
 
@@ -26,13 +27,12 @@ ALLOWED = 4.0
 def reading(step: int) -> dict[str, float]:
     gc.collect()
     process = psutil.Process()
-    tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
     return {
         "step": step,
         "RSS MiB": process.memory_info().rss / 2**20,
         "file descriptors": process.num_fds(),
         "threads": process.num_threads(),
-        "live tensors": tensors,
+        "live tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
     }
 
 
@@ -77,16 +77,9 @@ def growth(readings: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000)
-    readings = soak(parser.parse_args().steps)
-    print("| " + " | ".join(readings[0]) + " |\n" + "|---" * len(readings[0]) + "|")
-    for x in readings:
-        print(
-            "| "
-            + " | ".join(f"{value:,.0f}" if name != "RSS MiB" else f"{value:.1f}" for name, value in x.items())
-            + " |"
-        )
+    readings = soak(command_line(__doc__, steps=10_000).parse_args().steps)
+    forms = {"RSS MiB": ".1f"}
+    print(table([*readings[0]], [[format(x, forms.get(name, ",.0f")) for name, x in of.items()] for of in readings], 0))
     grown = growth(readings)
     print("growth since the second reading: " + ", ".join(f"{name} {value:+.1f}" for name, value in grown.items()))
     return int(any(value > (ALLOWED if name == "RSS MiB" else 0) for name, value in grown.items()))

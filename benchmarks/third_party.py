@@ -7,7 +7,6 @@ does. Times are medians over interleaved repeats, of the slower rank; memory is 
 Errors are those of a smaller batch in float64, against the loss without wrapper on one process.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -17,17 +16,14 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
-from suite.harness import Round, in_rounds
-from suite.processes import peak
+from suite.harness import Round, command_line, in_rounds, peak
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import PAGES, fill, table
 
-HEAD = (
-    "loss", "implementation", "ms per step", "peak MB", "relative error, value", "relative error, gradient",
-)  # fmt: skip
+HEAD = ("loss", "implementation", "ms per step", "peak MB", "relative error, value", "relative error, gradient")
 RANKS, WIDTH, OF_A_CLASS, ROWS_FOR_ERRORS = 2, 128, 4, 64
 
 
@@ -150,9 +146,7 @@ def lines(name: str, repeats: int, worlds: Worlds) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/native-and-sharded.md")
+    parser = command_line(__doc__, repeats=5, docs=False)
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(SUBJECTS)}")
     given = parser.parse_args()
     if unknown := set(given.names) - set(SUBJECTS):

@@ -9,7 +9,6 @@ functions in a step, and milliseconds with their ratio to the recipe by hand: th
 programs on the machine disturb least.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from suite.cases import CASES, Case
-from suite.harness import Round, in_rounds
+from suite.harness import Round, command_line, in_rounds
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -47,10 +46,8 @@ def revision(folder: str) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         package = importlib.import_module(PACKAGE)
-        assert package.Clip is not cz.Clip, f"{folder} is not another revision"
-        assert package.NTXent is not cz.NTXent, "attributes are imported when they are first used"
-        assert package.DistributedLoss is not cz.DistributedLoss, "attributes are imported when they are first used"
-        assert package.LearnableTemperature is not cz.LearnableTemperature, "likewise"
+        for name in ("Clip", "NTXent", "DistributedLoss", "LearnableTemperature"):  # imported when they are first used
+            assert getattr(package, name) is not getattr(cz, name), f"{folder} is not another revision"
     finally:
         sys.path.remove(folder)
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
@@ -109,9 +106,8 @@ def percentiles(rounds: list[Round], name: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=1500)
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="folder with another revision of contrastive_zoo")
-    parser.add_argument("--rounds", type=int, default=1500)
     given = parser.parse_args()
     before = None if given.before is None else str(given.before.resolve())
     ratio = f"× {BY_HAND}"

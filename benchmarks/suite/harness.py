@@ -1,18 +1,21 @@
-"""Measurement of time, interleaved in one process or on ranks; of peak memory; of relative errors."""
+"""What all benchmarks share: the command line, interleaved times on one process or on ranks, peak memory, new processes."""
 
+import argparse
 import math
+import multiprocessing
+import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from suite.processes import peak
-
+Result = TypeVar("Result")
 Runner = Callable[[], object]
 Round = dict[str, float]
 """Seconds per call, by implementation, of those measured in the round."""
@@ -31,6 +34,18 @@ SLOW = 1.0
 
 class Absent(Exception):
     """A peer or a compiler is not available."""
+
+
+def command_line(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser with ``--name VALUE`` for each default, of its type, or with a flag where the default is False."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        kind: dict[str, Any] = {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **({"action": "store_true"} if default is False else kind))
+    return parser
+
+
+# --------------------------------------------------------------------------------------------------------------- time
 
 
 @dataclass(frozen=True)
@@ -129,13 +144,53 @@ def relative_spread(values: list[float]) -> float:
     return (high - low) / median
 
 
-def extra_memory(small: Runner, large: Runner) -> float:
-    """Return the peak memory of ``large`` in bytes, minus the memory before it; ``small`` warms up (Linux).
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def resident(kind: str) -> float:
+    """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(kind)) / 1024
+
+
+def peak(job: Callable[[], Result]) -> tuple[float, Result]:
+    """Return the MB at the peak of a job beyond those before it, and its result (Linux).
 
     Use a new process: memory that was freed but not returned to the system hides the peak.
     """
-    small()
-    return 2**20 * peak(large)[0]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
+    result = job()
+    return resident("VmHWM") - before, result
+
+
+def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return what a function returns in a new process, which imports the module of the function again."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def memory_and_time(
+    draw: Callable[[int], list[Any]], step: Callable[..., Any], sizes: tuple[int, int], steps: int
+) -> tuple[float, float, list[Any]]:
+    """Return the MB at the peak of steps of the larger size beyond those of one of the smaller, their median seconds, and
+    what they return; a step on all ranks begins together, and its inputs are drawn before."""
+
+    def timed(count: int) -> tuple[float, Any]:
+        inputs = draw(count)
+        dist.barrier()
+        start = time.perf_counter()
+        result = step(*inputs)
+        dist.barrier()
+        return time.perf_counter() - start, result
+
+    small, large = sizes
+    timed(small)
+    megabytes, readings = peak(lambda: [timed(large) for _ in range(steps)])
+    return megabytes, statistics.median(x for x, _ in readings), [result for _, result in readings]
+
+
+# ----------------------------------------------------------------------------------------------- errors and the machine
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
