@@ -24,15 +24,11 @@ from rich.console import Console
 from contrastive_zoo.testing import console
 from contrastive_zoo.testing.auditing.launch import audit_script, environment
 from contrastive_zoo.testing.worlds import Worlds
+from examples.run import EXAMPLES
 from tests.audit_random import audit_random_training
 from tests.audit_runner import Runner
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = (
-    "ddp", "amp", "zero", "checkpoint", "fsdp", "hsdp", "tensor_parallel", "mistakes", "huggingface", "huggingface_mistakes",
-    "accelerate_loop", "lightning_module", "lightning_mistakes", "fabric", "sentence_transformers_trainer",
-    "deepspeed_engine",
-)  # fmt: skip
 PICTURES = {
     "audit-torchrun": ["-m", "examples.mistakes", "local loss, parameters in DDP"],
     "audit-lightning": ["-m", "examples.lightning_module", "training and validation"],

@@ -6,10 +6,10 @@
 Medians by CUDA events, forward and backward, inputs rotated so that none is in L2, ceilings measured before each loss. The
 model is the largest of FLOP over the rate of a large matrix product, bytes over copy bandwidth, and exponentials over
 their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the peers, see ``gpu_suite/install.py``; each
-implementation is compared with the dense formula in float64 before it is timed.
+implementation is compared with the dense formula in float64 before it is timed. --quick leaves out small batches and a
+million rows.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from gpu_suite.install import installed, missing
 from gpu_suite.measure import Measurement, Size, measured
 from gpu_suite.rates import H100, Ceilings
 from gpu_suite.report import LARGE, MILLION, SMALL, Results, notes, side_by_side, summary, times
+from suite.harness import command_line
 
 SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
 
@@ -54,12 +55,9 @@ def peers_in(folder: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="without small batches and without a million rows")
+    parser = command_line(__doc__, quick=False, peers="", model=False)
     parser.add_argument("--only", nargs="+", choices=[*IMPLEMENTATIONS], default=[*IMPLEMENTATIONS], help="losses")
-    parser.add_argument("--peers", default="", help="a folder of peers")
     parser.add_argument("--out", type=Path, help="a file for the tables")
-    parser.add_argument("--model", action="store_true", help="print what the model predicts, and measure nothing")
     parser.add_argument("--rates", nargs=3, type=float, default=H100, help="of that model, in 10¹² a second")
     options = parser.parse_args()
     if options.model:

@@ -11,12 +11,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from suite.harness import command_line
 
 import contrastive_zoo as cz
 
@@ -25,13 +26,6 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
     "SigLIP": cz.SigLIP,
     "NT-Xent": lambda: cz.NTXent(temperature=0.1),
 }
-
-
-def step(loss: torch.nn.Module, rows: list[Tensor], implementation: str) -> None:
-    with cz.engine.use_implementation(implementation):
-        loss(*rows).backward()
-    for x in rows:
-        x.grad = None
 
 
 def milliseconds(run: Callable[[], None], device: torch.device) -> float:
@@ -60,13 +54,20 @@ def measured(name: str, implementation: str, ring: bool, options: argparse.Names
     rows = [x.to(device, torch.bfloat16).requires_grad_() for x in views]
     settings = {"static_shapes": True, "check_finite": False, "check_equal": False}
     loss = cz.DistributedLoss(LOSSES[name](), ring=ring, **settings).to(device)
+
+    def step() -> None:
+        with cz.engine.use_implementation(implementation):
+            loss(*rows).backward()
+        for x in rows:
+            x.grad = None
+
     times = []
     for index in range(options.steps + 3):
         dist.barrier()
         if index == 3 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        times.append(slowest(milliseconds(lambda: step(loss, rows, implementation), device), device))
+        times.append(slowest(milliseconds(step, device), device))
     memory = "–"
     if device.type == "cuda":
         memory = f"{slowest(torch.cuda.max_memory_allocated() - before, device) / 1e6:.0f}"
@@ -75,11 +76,7 @@ def measured(name: str, implementation: str, ring: bool, options: argparse.Names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=65_536)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", default="cuda")
+    parser = command_line(__doc__, rows=65_536, width=768, steps=20, device="cuda")
     parser.add_argument("--out", type=Path, help="a file for the table")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -94,9 +91,8 @@ def main() -> None:
         "| loss | implementation | rows | ms | MB beyond inputs |",
         "|---|---|---|---|---|",
     ]
-    for loss in LOSSES:
-        for implementation in ("auto", "torch"):
-            lines += [measured(loss, implementation, ring, options, device) for ring in (False, True)]
+    cases = product(LOSSES, ("auto", "torch"), (False, True))
+    lines += [measured(*case, options, device) for case in cases]
     if dist.get_rank() == 0:
         print(*lines, sep="\n")
         if options.out:

@@ -22,20 +22,12 @@ INTERFACE = "eth0"
 CUT = ("ip", "link", "set", INTERFACE, "down")
 """The command that cuts the link, run on either host."""
 
-Agent = subprocess.Popen[bytes]
-"""The torchrun of one host."""
-
 _CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace.
-
-    Args:
-        address: its IPv4 address.
-        pid: of the process that keeps it.
-    """
+    """A network namespace, its IPv4 address, and the process that keeps it."""
 
     address: str
     pid: int
@@ -113,17 +105,13 @@ def _run(*command: str) -> None:
 def torchrun(
     hosts: Sequence[Host], processes: Sequence[int], log: Path, *program: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run a program under torchrun, which is started on each host; at the end, end all processes of the hosts.
+    """Run a program under torchrun, which is started on each host with so many ranks; at the end, end all processes.
 
-    Args:
-        hosts: the first is the master.
-        processes: the number of ranks on each host.
-        log: the file for the output of all.
-        program: what torchrun runs, with its arguments.
+    The first host is the master; the log has the output of all.
     """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     port = random.randrange(20_000, 30_000)  # no other program is in these namespaces
-    agents: list[Agent] = []
+    agents: list[subprocess.Popen[bytes]] = []
     with log.open("wb") as output:
         for node, (host, count) in enumerate(zip(hosts, processes, strict=True)):
             options = [f"--nnodes={len(hosts)}", f"--node-rank={node}", f"--nproc-per-node={count}"]

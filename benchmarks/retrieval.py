@@ -1,23 +1,30 @@
 """Exact search and evaluation on W ranks beside faiss' flat search on one process (Linux).
 
-python benchmarks/retrieval.py [--rows 1000000] [--queries 10000] [--width 128] [--k 100] [--docs]
+python benchmarks/retrieval.py [--rows 1000000] [--queries 10000] [--width 128] [--k 100] [--approximate] [--docs]
+
+Two programs run in turns of a second or two on a machine whose speed drifts: both meet the same good and bad minutes, so
+that the ratio of their times is steady where each time is not. A program is a group of processes that stop themselves at the
+start line; one group runs at a time, the others are stopped. --approximate adds an index of inverted lists.
 """
 
 import argparse
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import faiss
 import torch
 import torch.distributed as dist
-from suite.alternating import Group, in_turns, start_line
-from suite.processes import peak
+from suite.harness import command_line, peak
 
 import contrastive_zoo as cz
 from tools.pages import PAGES, fill, table
@@ -74,6 +81,60 @@ CASES: dict[str, Callable[..., Any]] = {
 }
 
 
+# -------------------------------------------------------------------------------------------------------------- in turns
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of one program, and the connection on which the first of them says that the program is done."""
+
+    processes: Sequence[BaseProcess]
+    done: Connection
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, number)
+
+    def wait_at_start_line(self, timeout: float) -> None:
+        """Wait until every process has stopped itself; raise TimeoutError or RuntimeError if one does not."""
+        until = time.monotonic() + timeout
+        for process in self.processes:
+            while _state(process) != "T":
+                if process.exitcode is not None:
+                    raise RuntimeError(f"a process ended with {process.exitcode} before its start")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"a process was not ready in {timeout} s")
+                time.sleep(0.05)
+
+
+def _state(process: BaseProcess) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone"
+
+
+def in_turns(*groups: Group, turn: float = 1.5, timeout: float = 600.0) -> list[float]:
+    """Run groups in turns until each is done; return the seconds that each ran."""
+    for group in groups:
+        group.wait_at_start_line(timeout)
+    seconds, running = [0.0] * len(groups), set(range(len(groups)))
+    while running:
+        for i in sorted(running):
+            group, start = groups[i], time.perf_counter()
+            group.send(signal.SIGCONT)
+            finished = group.done.poll(turn)
+            seconds[i] += time.perf_counter() - start
+            if finished:
+                running.discard(i)
+            elif all(process.exitcode is not None for process in group.processes):
+                raise RuntimeError("a program ended without a result")
+            else:
+                group.send(signal.SIGSTOP)
+    return seconds
+
+
 def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Namespace, done: Connection) -> None:
     """Run one case on one rank; rank 0 sends when it is done, all send MB of peak memory beyond those of the rows."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -84,7 +145,7 @@ def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Na
     cz.metrics.top_k(queries[:64], gallery[:256], k=min(given.k, 100))
     if world_size > 1:
         dist.barrier()
-    start_line()
+    os.kill(os.getpid(), signal.SIGSTOP)  # the start line
     extra = torch.tensor(peak(run)[0])
     if world_size > 1:
         dist.all_reduce(extra, dist.ReduceOp.MAX)
@@ -133,14 +194,8 @@ def approximate(given: argparse.Namespace, probes: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--queries", type=int, default=10_000)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--k", type=int, default=100)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/pages/evaluation.md")
-    parser.add_argument("--approximate", action="store_true", help="also an index of inverted lists")
-    given = parser.parse_args()
+    defaults = {"rows": 1_000_000, "queries": 10_000, "width": 128, "k": 100, "docs": False, "approximate": False}
+    given = command_line(__doc__, **defaults).parse_args()
     lines = []
     for case, world_size in itertools.product(("top_k", "evaluate, four metrics at k"), (1, 2)):
         seconds, bare, extra, rows = beside_faiss(case, world_size, given)

@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 
 import gpu
-from gpu_suite import install, measure, peers, report
+from gpu_suite import implementations as adapters
+from gpu_suite import install, measure, report
 from gpu_suite.implementations import (
     COMPILED,
     DENSE,
@@ -45,7 +46,7 @@ OF_PEERS = [
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in peer_modules.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(peers, "_open_clip_losses", lambda: sys.modules["open_clip.loss"])
+    monkeypatch.setattr(adapters, "_open_clip_losses", lambda: sys.modules["open_clip.loss"])
 
 
 @pytest.mark.usefixtures("_installed")

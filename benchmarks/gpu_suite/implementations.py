@@ -1,9 +1,16 @@
-"""The implementations of each loss: this library's kernels, dense formulas by torch, and peers."""
+"""The implementations of each loss: this library's kernels, dense formulas by torch, and
+
+A peer's adapter is a function from the value of the scale to one of normalised rows a and b and of the scale (and bias): the
+mean loss of a dense formula. It imports its package when it is called. It was written from the source of the version in
+``install.py``; ``measure.py`` compares value and gradients with the dense formula before anything is timed.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -11,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from gpu_suite import peers
-from gpu_suite.peers import Construct, Loss
+
+Loss = Callable[..., Tensor]
+Construct = Callable[[float], Loss]
+"""From the value of the scale, which some peers take as a setting, to a function of the rows and the scale as a tensor."""
 
 OURS, EAGER, COMPILED = "ours", "dense eager", "dense compiled"
 PUBLIC, NORMALISED = "ours, the public loss", "dense compiled, normalised"
@@ -43,13 +52,7 @@ def wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-DENSE: dict[str, Loss] = {
-    "CLIP": dense_clip,
-    "InfoNCE": dense_info_nce,
-    "SigLIP": dense_siglip,
-    "NT-Xent": dense_nt_xent,
-}
-
+DENSE = {"CLIP": dense_clip, "InfoNCE": dense_info_nce, "SigLIP": dense_siglip, "NT-Xent": dense_nt_xent}
 
 MODULES: dict[str, Callable[[float], nn.Module]] = {
     "CLIP": lambda scale: cz.Clip(temperature=cz.LearnableTemperature(1 / scale)),
@@ -65,19 +68,14 @@ MODULES: dict[str, Callable[[float], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """A function that computes a loss.
-
-    Args:
-        construct: imports what it needs, and returns the function.
-        kind: a dense formula holds the similarity matrix; a peer is another library's kernel.
-        note: how it differs from the dense formula, or from the same work.
-        normalizes: whether it divides rows by their norms first.
-    """
+    """A function that computes a loss: one of ours, a dense formula that holds the matrix, or a peer's kernel."""
 
     construct: Construct
     kind: Literal["ours", "dense", "peer"]
     note: str = ""
+    """How it differs from the dense formula, or from the same work."""
     normalizes: bool = False
+    """Whether it divides rows by their norms first."""
 
 
 def kernel(module: str, name: str) -> Implementation:
@@ -123,46 +121,94 @@ def all_of(loss: str, module: str, name: str, others: dict[str, Implementation])
     }
 
 
+# --------------------------------------------------------------------------------------------------------------- peers
+
+
+def inf_cl_info_nce(scale: float) -> Loss:
+    """Construct Inf-CL's loss of queries. It computes in float32 (TF32) whatever the dtype; d is a multiple of 256.
+
+    The queries are scaled here: the backward pass of its argument ``scale`` is an all-reduce, also on one process.
+    """
+    loss = import_module("inf_cl").cal_inf_loss
+    return lambda a, b, scale: loss(scale * a, b)
+
+
+def inf_cl_clip(scale: float) -> Loss:
+    one_sided = inf_cl_info_nce(scale)
+    return lambda a, b, scale: (one_sided(a, b, scale) + one_sided(b, a, scale)) / 2
+
+
+def memeff_clip(scale: float) -> Loss:
+    """Construct memeff's CLIP loss. ``stable=True``, its default, multiplies gradients by another factor."""
+    loss = import_module("memeff").MemoryEfficientCLIPLoss(temperature=1 / scale, normalized_inputs=True, stable=False)
+    return lambda a, b, scale: loss(a, b)
+
+
+def memeff_info_nce(scale: float) -> Loss:
+    """Construct memeff's InfoNCE. A margin of 2 or more leaves out no negative."""
+    loss = import_module("memeff").MemoryEfficientQwen3Loss(
+        temperature=1 / scale, margin=4.0, normalized_inputs=True, stable=False
+    )
+    return lambda a, b, scale: loss(a, b)
+
+
+def cut_cross_entropy(scale: float) -> Loss:
+    """Construct a linear cross-entropy of n rows and n classes, which is InfoNCE.
+
+    Its default ``filter_eps`` sets small softmax weights of the gradient to zero: with 65,536 classes that are equally
+    likely all of them but the positives', so that two matmuls would be left out.
+    """
+    loss = import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda a, b, scale: loss(scale * a, b, torch.arange(len(a), device=a.device), filter_eps=None)
+
+
+def siglip_kernel(scale: float) -> Loss:
+    """Construct siglip-kernel's loss, which takes the logarithm of the scale, and the sum of the pairs over n."""
+    loss = import_module("siglip_kernel").fused_siglip_loss
+    return lambda a, b, scale, bias: loss(a, b, scale.log(), bias)
+
+
+def open_clip(name: str) -> Construct:
+    """Return a constructor of a dense loss of OpenCLIP, which computes logits in the dtype of the rows."""
+
+    return lambda scale: getattr(_open_clip_losses(), name)(cache_labels=True)
+
+
+@cache
+def _open_clip_losses() -> ModuleType:
+    """Import the file of OpenCLIP's losses; the package itself imports torchvision."""
+    from oracles import opened  # imported here: it needs packages that other peers do not
+
+    if not opened("open_clip"):
+        raise ModuleNotFoundError("No module named 'open_clip'", name="open_clip")
+    return import_module("open_clip.loss")
+
+
 _INF_CL = "TF32, on float32 copies of the rows"
 _MEMEFF = "the temperature is a constant: no gradient of the scale"
 _BFLOAT16 = "cross-entropies of logits in bfloat16, where the other dense formulas convert them to float32"
 
+_OF_CLIP = {
+    "Inf-CL": Implementation(inf_cl_clip, "peer", f"one call for each direction; {_INF_CL}"),
+    "memeff": Implementation(memeff_clip, "peer", _MEMEFF),
+    "OpenCLIP": Implementation(open_clip("ClipLoss"), "dense", _BFLOAT16),
+}
+_OF_INFO_NCE = {
+    "Inf-CL": Implementation(inf_cl_info_nce, "peer", _INF_CL),
+    "memeff": Implementation(memeff_info_nce, "peer", f"Qwen3 loss without its mask; {_MEMEFF}"),
+    "cut-cross-entropy": Implementation(
+        cut_cross_entropy, "peer", "linear cross-entropy of B classes; no weight of the gradient is left out"
+    ),
+}
+_OF_SIGLIP = {
+    "siglip-kernel": Implementation(siglip_kernel, "peer", "gradients of the text rows are added up in bfloat16"),
+    "OpenCLIP": Implementation(open_clip("SigLipLoss"), "dense", _BFLOAT16),
+}
+
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
-    "CLIP": all_of(
-        "CLIP",
-        "softmax",
-        "clip",
-        {
-            "Inf-CL": Implementation(peers.inf_cl_clip, "peer", f"one call for each direction; {_INF_CL}"),
-            "memeff": Implementation(peers.memeff_clip, "peer", _MEMEFF),
-            "OpenCLIP": Implementation(peers.open_clip("ClipLoss"), "dense", _BFLOAT16),
-        },
-    ),
-    "InfoNCE": all_of(
-        "InfoNCE",
-        "softmax",
-        "info_nce",
-        {
-            "Inf-CL": Implementation(peers.inf_cl_info_nce, "peer", _INF_CL),
-            "memeff": Implementation(peers.memeff_info_nce, "peer", f"Qwen3 loss without its mask; {_MEMEFF}"),
-            "cut-cross-entropy": Implementation(
-                peers.cut_cross_entropy,
-                "peer",
-                "linear cross-entropy of B classes; no weight of the gradient is left out",
-            ),
-        },
-    ),
-    "SigLIP": all_of(
-        "SigLIP",
-        "sigmoid",
-        "siglip",
-        {
-            "siglip-kernel": Implementation(
-                peers.siglip_kernel, "peer", "gradients of the text rows are added up in bfloat16"
-            ),
-            "OpenCLIP": Implementation(peers.open_clip("SigLipLoss"), "dense", _BFLOAT16),
-        },
-    ),
+    "CLIP": all_of("CLIP", "softmax", "clip", _OF_CLIP),
+    "InfoNCE": all_of("InfoNCE", "softmax", "info_nce", _OF_INFO_NCE),
+    "SigLIP": all_of("SigLIP", "sigmoid", "siglip", _OF_SIGLIP),
     "NT-Xent": all_of("NT-Xent", "softmax", "nt_xent", {}),
 }
 """By loss; the first is this library's."""

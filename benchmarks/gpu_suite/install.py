@@ -18,20 +18,9 @@ PACKAGES = {
     "cut-cross-entropy": "25.1.1",
     "open_clip_torch": "3.3.0",
 }
-"""The versions whose source ``peers.py`` was written for: another one may have other arguments."""
+"""The versions whose source ``implementations.py`` was written for: another one may have other arguments."""
 
-PIP = (
-    "-m",
-    "pip",
-    "install",
-    "--quiet",
-    "--disable-pip-version-check",
-    "--no-deps",
-    "--retries",
-    "1",
-    "--timeout",
-    "15",
-)
+PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries=1", "--timeout=15"]
 """A machine without a network is told so by one retry, not by five."""
 
 

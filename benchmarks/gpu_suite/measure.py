@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import traceback
@@ -19,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_suite.implementations import BIAS, DENSE, IMPLEMENTATIONS, SCALE, normalised
-from gpu_suite.peers import Loss
-from gpu_suite.rates import DEVICE, median_ms
+from gpu_suite.implementations import BIAS, DENSE, IMPLEMENTATIONS, SCALE, Loss, normalised
 
+DEVICE = "cuda"
 ROWS_FOR_ERRORS = 512
 LIMIT = 2e-2
 """Largest relative error of a value or a gradient: bfloat16 has 2⁻⁹, and a wrong call changes a gradient by its own size."""
@@ -91,12 +91,8 @@ def relative_error(
     expected = value_and_gradients(normalised(DENSE[loss]) if normalizes else DENSE[loss], wide)
     if any(x is None for x in found[:3]):
         return float("inf")  # a tower is a constant
-    errors = [
-        float((x.double() - y).norm() / y.norm())
-        for x, y in zip(found, expected, strict=True)
-        if x is not None and y is not None
-    ]
-    return max(errors) if all(x == x for x in errors) else float("nan")
+    pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
+    return torch.stack([(x.double() - y).norm() / y.norm() for x, y in pairs]).max().item()  # NaN if one is
 
 
 def steps(loss: str, function: Loss, n: int, d: int) -> Callable[[], object]:
@@ -120,8 +116,18 @@ def peak_mb(step: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def time_and_memory(step: Callable[[], object]) -> tuple[float, float]:
-    return median_ms(step), peak_mb(step)
+def median_ms(step: Callable[[], object], *, seconds: float = 1.0) -> float:
+    """Return the milliseconds of a step, by events around each step; as many steps as fit into the time limit."""
+    step()
+    times: list[float] = []
+    while sum(times) < 1e3 * seconds * (5 if len(times) < 5 else 1) and len(times) < 100:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
 
 
 def reason_of(problem: BaseException) -> str:
@@ -149,7 +155,8 @@ def measure(loss: str, name: str, sizes: list[Size]) -> Iterator[Measurement]:
         ms, mb, why = None, None, reason
         if not reason:
             try:
-                ms, mb = time_and_memory(steps(loss, construct(SCALE), n, d))
+                step = steps(loss, construct(SCALE), n, d)
+                ms, mb = median_ms(step), peak_mb(step)
             except Exception as problem:
                 why = reason_of(problem)
             torch.cuda.empty_cache()

@@ -1,14 +1,13 @@
 """The rates of a GPU, measured, and the time that a loss takes at least at these rates."""
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-DEVICE = "cuda"
+from gpu_suite.measure import DEVICE, median_ms
+
 PRODUCTS = {"CLIP": 4, "InfoNCE": 4, "SigLIP": 3, "NT-Xent": 2}
 EXPONENTIALS = {"CLIP": 2, "InfoNCE": 2, "SigLIP": 1, "NT-Xent": 1}
 """Of B² each, forward and backward; B rows of NT-Xent are B/2 pairs."""
@@ -18,20 +17,6 @@ WEIGHTS = {"CLIP": 1.0, "InfoNCE": 1.0, "SigLIP": 1.0, "NT-Xent": 0.5}
 
 H100 = (737.0, 2.98, 3.9)
 """TFLOP/s of bfloat16, TB/s and T exponentials/s that one H100 reached; benchmarks/gpu.md."""
-
-
-def median_ms(step: Callable[[], object], *, seconds: float = 1.0) -> float:
-    """Return the milliseconds of a step, by events around each step; as many steps as fit into the time limit."""
-    step()
-    times: list[float] = []
-    while sum(times) < 1e3 * seconds * (5 if len(times) < 5 else 1) and len(times) < 100:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 @triton.jit
