@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import contrastive_zoo as cz
-from tools.vectors import oracle
+from tools.vectors import TOLERANCE, Summary, error, error_of_formula, make_loss, oracle, write_vectors
 from tools.vectors.cases import CASES, LEFT_OUT
-from tools.vectors.write import TOLERANCE, Summary, error, error_of_formula, make_loss, write_vectors
 
 Arrays = dict[str, Any]
 

@@ -1,5 +1,183 @@
 """Write conformance vectors: inputs, splits, values and gradients that any implementation of a loss must reproduce."""
 
-from tools.vectors.write import Summary, write_vectors
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
 
-__all__ = ["Summary", "write_vectors"]
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import contrastive_zoo
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.testing.catalogue import CATALOGUE
+from tools.vectors import oracle
+from tools.vectors.cases import CASES, LEFT_OUT, SAMPLES, SPLITS, Array, Case
+
+FORMAT = 1
+"""Number of the format; it changes when a reader must change."""
+
+TOLERANCE = 1e-10
+"""Largest relative error of an implementation in float64, see the conventions."""
+
+CONVENTIONS = {
+    "argument.*": "the global batch, in the order of the call: the shards of all ranks, in rank order",
+    "splits": "shard sizes of each argument along its first dimension; value and gradients are the same for every split",
+    "value": "the loss of the global batch, on every rank",
+    "gradient.argument.*": "of the value with respect to the argument; rank r holds the rows of its shard",
+    "gradient.parameter.*": "of the value with respect to a parameter of the loss, complete on every rank",
+    "no gradient": "an argument without gradient.argument.* is constant: labels, scores, targets",
+    "parameter.temperature": "the setting of this name, as a variable; its .log_scale is log(1 / temperature)",
+    "buffer.*": "state of the loss before the call, buffer_after.* after it",
+    "reduction": "mean is the global sum divided by the global count",
+    "error": "max |found - expected| / max(1, max |expected|), of each array",
+}
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was written: the number of cases, those that the NumPy formulas repeat, and their largest error."""
+
+    cases: int
+    repeated: int
+    largest_error: float
+
+
+def write_vectors(folder: Path) -> Summary:
+    """Write a ``.npz`` file per case, ``vectors.json``, its JSON schema and the NumPy formulas, ``oracle``, into a folder.
+
+    Before the index is written, value and gradients are compared with the NumPy formula, if the loss has one there.
+
+    Raises:
+        RuntimeError: the NumPy formula of a loss differs by more than :data:`TOLERANCE`.
+
+    Examples:
+        >>> import tempfile
+        >>> summary = write_vectors(Path(tempfile.mkdtemp()))
+        >>> summary.cases > 80, summary.repeated > 40, summary.largest_error < 1e-12
+        (True, True, True)
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    index, errors = [], {}
+    for case in CASES.values():
+        entry, arrays = evaluate(case)
+        np.savez(folder / entry["file"], allow_pickle=False, **arrays)
+        index.append(entry)
+        if case.loss in oracle.FORMULAS:
+            errors[case.name] = error_of_formula(entry, arrays)
+    wrong = {name: x for name, x in errors.items() if not x <= TOLERANCE}  # NaN, too
+    if wrong:
+        name, x = next(iter(wrong.items()))
+        raise RuntimeError(f"vectors: the NumPy formula of {name} differs by {x:.1e}.")
+    document = {
+        "$schema": "schema.json",
+        "format": FORMAT,
+        "library": f"contrastive_zoo {contrastive_zoo.__version__}",
+        "tolerance": TOLERANCE,
+        "conventions": CONVENTIONS,
+        "left_out": LEFT_OUT,
+        "cases": index,
+    }
+    (folder / "vectors.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    shutil.copyfile(HERE / "schema.json", folder / "schema.json")
+    (folder / "oracle").mkdir(exist_ok=True)
+    shutil.copyfile(HERE / "oracle.py", folder / "oracle" / "__init__.py")
+    return Summary(len(index), len(errors), max(errors.values()))
+
+
+def evaluate(case: Case) -> tuple[dict[str, Any], dict[str, Array]]:
+    arguments = case.arguments()
+    with _float64():
+        loss = make_loss(case)
+        if any(True for _ in loss.buffers()):  # a first call moves the state away from zero
+            loss(*map(torch.from_numpy, case.arguments(draw=1).values()))
+        arrays = {f"argument.{name}": x for name, x in arguments.items()}
+        arrays |= {f"parameter.{name}": _array(x) for name, x in loss.named_parameters()}
+        arrays |= {f"buffer.{name}": _array(x) for name, x in loss.named_buffers()}
+        tensors = {name: torch.tensor(x, requires_grad=x.dtype == np.float64) for name, x in arguments.items()}
+        with contrastive_zoo.engine.plain_formulas():
+            value = loss(*tensors.values())
+        value.backward()
+    arrays["value"] = _array(value)
+    found = {f"argument.{name}": x.grad for name, x in tensors.items()}
+    found |= {f"parameter.{name}": x.grad for name, x in loss.named_parameters()}
+    arrays |= {f"gradient.{name}": _array(x) for name, x in found.items() if x is not None}
+    arrays |= {f"buffer_after.{name}": _array(x) for name, x in loss.named_buffers()}
+    return _entry(case, loss, arguments), arrays
+
+
+def make_loss(case: Case) -> Loss:
+    """Construct the loss of a case in float64; a temperature that may be a tensor is a parameter of it."""
+    cls = getattr(contrastive_zoo, case.loss)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        loss: Loss = cls(**copy.deepcopy(case.settings))
+    may_be_learnt = "Tensor" in str(get_type_hints(cls).get("temperature"))
+    if may_be_learnt and isinstance(loss.temperature, float):
+        loss.temperature = nn.Parameter(torch.tensor(loss.temperature))
+    return loss.double()
+
+
+def error_of_formula(entry: dict[str, Any], arrays: dict[str, Array]) -> float:
+    arguments = {name: arrays[f"argument.{name}"] for name in entry["arguments"]}
+    parameters = {name: arrays[f"parameter.{name}"] for name in entry["parameters"]}
+    wanted = {key.split(".", 2)[2]: x for key, x in arrays.items() if key.startswith("gradient.")}
+    value, gradients = oracle.value_and_gradients(entry["loss"], entry["settings"], arguments, parameters, list(wanted))
+    pairs = [(np.array(value), arrays["value"]), *((gradients[name], wanted[name]) for name in wanted)]
+    return float(np.max([error(found, expected) for found, expected in pairs]))  # NaN if one is
+
+
+def error(found: Array, expected: Array) -> float:
+    """Return the largest difference, relative to the largest expected element if that exceeds 1.
+
+    Examples:
+        >>> error(np.array([1.0, 10.0]), np.array([1.0, 20.0]))
+        0.5
+    """
+    return float(np.max(np.abs(found - expected), initial=0) / max(1.0, np.max(np.abs(expected), initial=0)))
+
+
+def _entry(case: Case, loss: Loss, arguments: dict[str, Array]) -> dict[str, Any]:
+    of_loss = next(entry for entry in CATALOGUE.values() if entry.cls == case.loss)
+    lengths = {name: len(x) for name, x in arguments.items()}
+    return {
+        "name": case.name,
+        "loss": case.loss,
+        "file": f"{case.name}.npz",
+        "formula": of_loss.formula,
+        "source": of_loss.source,
+        "settings": all_settings(loss),
+        "arguments": list(arguments),
+        "parameters": [name for name, _ in loss.named_parameters()],
+        "buffers": [name for name, _ in loss.named_buffers()],
+        "splits": [{name: SPLITS[n][i] for name, n in lengths.items()} for i in range(len(SPLITS[SAMPLES]))],
+    }
+
+
+def all_settings(loss: Loss) -> dict[str, Any]:
+    """Return the constructor arguments of a loss with their defaults, but those that are parameters of it."""
+    learnt = {name.partition(".")[0] for name, _ in loss.named_parameters()}
+    left_out = {"check_finite", "shard_over", *learnt}
+    return {name: getattr(loss, name) for name, x in loss.fields.items() if x.init and name not in left_out}
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    """Make float64 the default, so that a number in a formula is not rounded to float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _array(x: Tensor) -> Array:
+    return x.detach().numpy().copy()

@@ -30,14 +30,7 @@ LEFT_OUT = {entry.name: f"it draws {entry.draws}" for entry in CATALOGUE.values(
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with settings, and the kinds of its arguments.
-
-    Args:
-        name: name of the case and of its file.
-        loss: name of the class in :mod:`contrastive_zoo`.
-        kinds: the kind of each argument, by name; a key of :data:`KINDS`.
-        settings: constructor arguments that differ from the defaults.
-    """
+    """A class of losses, the kind of each argument (of :data:`KINDS`), and settings that differ from the defaults."""
 
     name: str
     loss: str
