@@ -55,15 +55,7 @@ def opened(package: str) -> bool:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A class of a peer, and the equivalent of this library.
-
-    Args:
-        home: the module it is in.
-        name: of the class.
-        ours: how our loss is written.
-        pair: from their class to two functions of views [n, d]; theirs first.
-        views: how many.
-    """
+    """A peer's class, how our equivalent is written, and a function from the class to both losses of views, theirs first."""
 
     home: str
     name: str

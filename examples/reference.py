@@ -36,15 +36,9 @@ def one_process(
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Trained, Trained]:
-    """Train on one process in plain torch, without DistributedLoss.
+    """Train on one process in plain torch, without DistributedLoss; SGD with momentum is the default.
 
-    Args:
-        make_optimizer: of all parameters; None is SGD with momentum 0.9.
-        samples: of the data set.
-        batch_size: of a global batch.
-        accumulate: batches whose mean gradient is one step.
-        context: entered around the encoder, for example autocast.
-        dtype: of parameters and images.
+    The context is entered around the encoder, for example autocast. The mean gradient of ``accumulate`` batches is one step.
     """
     encoder, loss_fn = make_encoder().to(dtype), make_loss().to(dtype)
     parameters = [*encoder.parameters(), *loss_fn.parameters()]

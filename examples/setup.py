@@ -20,21 +20,11 @@ Reference: TypeAlias = Callable[[], tuple[Trained, Trained]]
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train on several processes, and what it is compared with.
+    """One way to train on several processes, and the same training on one process, with which it is compared.
 
-    Args:
-        name: of the set-up, unique in its example: "gradient accumulation with no_sync".
-        train: trains on this process, one of several, and returns the parameters. It initialises the process group
-            itself and leaves it to the caller to destroy it.
-        processes: number of processes.
-        bound: largest deviation of a right set-up.
-        mistake: what a wrong set-up does; empty for a right one.
-        fix: how a wrong set-up is made right, in Markdown.
-        reference: the same training on one process.
-        shards: how global batches are split, for the table: "uneven, one empty", "even", …
-        note: reason for a bound above 1e-9, for the table.
-        step: returns the model and one training step, as ``contrastive-zoo check --level training-step`` takes them; None
-            if a trainer of a framework owns the step.
+    ``train`` initialises the process group and leaves it to the caller to destroy it. A wrong set-up has a mistake, and a fix
+    in Markdown; a right one has a bound, with a note if it is above 1e-9. ``step`` returns the model and one step, as
+    ``contrastive-zoo check --level training-step`` takes them; None if a trainer of a framework owns the step.
     """
 
     name: str

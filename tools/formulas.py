@@ -43,11 +43,6 @@ class Token(NamedTuple):
 
 
 def tokens(formula: str) -> list[Token]:
-    """Split a formula.
-
-    Raises:
-        ValueError: the formula has a character that is no part of the notation.
-    """
     found: list[Token] = []
     at = 0
     while at < len(formula):

@@ -19,14 +19,9 @@ UNEVEN = GlobalBatch((3, 9), d=4)
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurement of a recipe on one global batch, relative to one process.
+    """What a recipe gave on one global batch of W ranks, relative to one process, or how it failed.
 
-    Args:
-        world_size: W.
-        values: each rank's returned value, divided by the value of one process.
-        encoder: ratio of gradient norms, and cosine; None if the recipe failed.
-        parameters: the same for the loss's own parameters; None if it has none.
-        failure: how the recipe failed: ``"raises"``, ``"hangs"`` or ``"process dies"``; None if it returned.
+    Each rank's value is divided by that of one process; gradients have a ratio of norms, and a cosine.
     """
 
     world_size: int
@@ -38,14 +33,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe and its measurements.
-
-    Args:
-        recipe: the recipe.
-        even: measurements on equal shards, on two processes and on four.
-        uneven: measurement on two processes with unequal shards.
-        report: the report of the check.
-    """
+    """A recipe, its measurements on equal shards of two and four processes and on unequal ones of two, and its report."""
 
     recipe: Recipe
     even: tuple[Measured, ...]
@@ -72,13 +60,7 @@ class Row:
 
 
 def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
-    """Measure and check every recipe of the gallery and of every importable library.
-
-    Args:
-        worlds: the process groups to run on.
-        recipes: the recipes to measure instead of all.
-        max_examples: global batches per check.
-    """
+    """Measure and check recipes: those of the gallery and of every importable library, unless others are given."""
     all_recipes = [*GALLERY.values(), *TRAINING_STEPS.values(), *(peer for peer in PEERS.values() if peer.importable)]
     return [_row(recipe, worlds, max_examples) for recipe in (all_recipes if recipes is None else recipes)]
 

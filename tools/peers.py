@@ -21,11 +21,7 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Peer(Recipe):
-    """A recipe that needs another library.
-
-    Args:
-        library: name of the imported package.
-    """
+    """A recipe that needs another library, which is imported by this name."""
 
     library: str
 

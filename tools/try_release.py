@@ -47,11 +47,7 @@ def size(folder: Path) -> float:
 
 
 def run(*command: object, folder: Path = ROOT) -> str:
-    """Run a command, and return the last line that it prints.
-
-    Raises:
-        subprocess.CalledProcessError: it failed; what it printed is shown.
-    """
+    """Run a command, show what it printed if it failed, and return the last line that it prints."""
     done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-8000:], done.stderr[-4000:], sep="\n")
@@ -60,11 +56,7 @@ def run(*command: object, folder: Path = ROOT) -> str:
 
 
 def try_wheel(wheel: Path, folder: Path, extras: Iterable[str]) -> None:
-    """Install the wheel with each extra into one empty environment, and run its commands there.
-
-    Raises:
-        subprocess.CalledProcessError: an installation or a command failed.
-    """
+    """Install the wheel with each extra into one empty environment, and run its commands there."""
     venv.create(folder / "env", with_pip=True)
     bin_folder = folder / "env" / ("Scripts" if sys.platform == "win32" else "bin")
     for extra in extras:

@@ -30,13 +30,7 @@ TESTS = (
 
 
 class Row(NamedTuple):
-    """One environment.
-
-    Args:
-        python: its version.
-        torch: the requirement.
-        lowest: whether every direct dependency is the lowest that pyproject.toml allows, otherwise the newest.
-    """
+    """One environment; every other direct dependency is the lowest that pyproject.toml allows, or the newest."""
 
     python: str
     torch: str

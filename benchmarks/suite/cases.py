@@ -49,19 +49,10 @@ Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "sca
 
 @dataclass(frozen=True)
 class Case:
-    """A loss at one size.
+    """A loss (a key of :data:`LOSSES`) with a similarity matrix of so many rows, of all ranks, in one table (the group).
 
-    Args:
-        group: table in which the case is shown.
-        loss: key of :data:`LOSSES`.
-        rows: number of rows of the similarity matrix, of all ranks.
-        width: d.
-        implementations: implementations whose time is measured.
-        full_implementations: further implementations in a full run.
-        shards: rows of each rank, with one thread per rank; () is one process.
-        memory_of: implementations whose peak memory is measured, each in a new process.
-        full: whether the case is left out of the quick run.
-        clustered: whether samples are close to one of eight directions.
+    Times are those of the implementations, of further ones in a full run, with one thread per rank and the rows of each rank
+    in ``shards``; memory is measured in new processes. Clustered samples are close to one of eight directions.
     """
 
     group: Group
@@ -526,15 +517,9 @@ CASES = [
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a figure.
+    """The limit of an implementation's figure, in units of another one, a matmul, ``"bound"`` or ``"GB"``.
 
-    Args:
-        case: name of the case.
-        of: an implementation.
-        to: another implementation, a matmul, ``"bound"`` or ``"GB"``.
-        limit: limit of ``of`` in units of ``to``.
-        what: whether the target is for time or memory.
-        at_least: whether the limit is a factor by which ``of`` must be less than ``to``.
+    ``at_least``: the limit is a factor by which ``of`` must be less than ``to``.
     """
 
     case: str

@@ -22,17 +22,9 @@ TOLERANCE = 1e-9
 
 
 def demo(output: Path, console: Console | None = None) -> bool:
-    """Train all jobs, compare them with one process, print a table, and draw two pictures.
+    """Train all jobs, compare them with one process, print a table, and draw two pictures into the folder.
 
-    Args:
-        output: folder for the pictures; created if it does not exist.
-        console: the console to print to.
-
-    Returns:
-        Whether every right job ended with the same parameters on one process and on two.
-
-    Raises:
-        ImportError: a package of ``pip install contrastive_zoo[demo]`` is missing.
+    Return whether every right job ended with the same parameters on one process and on two.
     """
     console = console or Console()
     digits = Digits.load()
@@ -53,12 +45,9 @@ def demo(output: Path, console: Console | None = None) -> bool:
 def compare(
     digits: Digits, console: Console, steps: int | None = None
 ) -> tuple[tuple[Comparison, ...], tuple[Comparison, ...]]:
-    """Run every right job on one process and on two, then the wrong recipes on two, with a progress bar for each.
+    """Run right jobs on one process and on two, then wrong recipes on two, with a progress bar for each.
 
-    Args:
-        digits: the images to train on.
-        console: the console for the progress bars.
-        steps: optimizer steps of every job; None uses each job's number.
+    Every job has so many steps, or its own number of them.
     """
     right, wrong = ([replace(job, steps=steps or job.steps) for job in jobs] for jobs in (RIGHT, WRONG))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

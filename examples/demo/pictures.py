@@ -17,13 +17,7 @@ WRONG = (("#CC3311", "-"), ("#009988", (0, (6, 1, 1, 1))))
 
 
 def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) -> None:
-    """Draw the held-out loss of one process, of two, and of the wrong recipes, and their differences from one process.
-
-    Args:
-        right: the right job, drawn as a pale line (one process) under a dashed one (two).
-        wrong: the wrong recipes, compared with the same process.
-        path: path of the PNG.
-    """
+    """Draw the held-out loss of one process (pale), of two (dashed), and of the wrong recipes, and their differences."""
     reference = right.one_process.curve
     lines: list[tuple[Comparison, str, str, Any]] = [(right, "two processes, DistributedLoss", DARK, (0, (4, 2.5)))]
     for comparison, (colour, dashes) in zip(wrong, WRONG, strict=True):
@@ -59,13 +53,7 @@ def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) 
 
 
 def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
-    """Draw held-out embeddings before and after training, on the plane of their largest variance.
-
-    Args:
-        comparison: a job with one tower.
-        digits: the images, whose held-out labels are drawn.
-        path: path of the PNG.
-    """
+    """Draw held-out embeddings of a job with one tower, before and after training, on their plane of largest variance."""
     trained = comparison.two_processes[0]
     labels = digits.labels[:HELD_OUT]
     with _figure(path, 1, 2, figsize=(11.5, 5.6)) as axes:

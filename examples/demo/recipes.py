@@ -113,17 +113,9 @@ def pml_triplet() -> nn.Module:
 
 @dataclass(frozen=True)
 class Job:
-    """A training: encoder, loss, trainer and hyperparameters.
+    """A training. The encoder returns one or two tensors; the trainer averages its gradients over ranks.
 
-    Attributes:
-        title: name in the table.
-        encoder: returns the encoder, a function of images that returns one or two tensors of embeddings.
-        loss: returns the loss.
-        trainer: averages the encoder's gradients over ranks.
-        labelled: whether the loss compares labelled embeddings, rather than two views.
-        batch: number of images in a global batch.
-        steps: number of optimizer steps.
-        rate: learning rate of the encoder. SGD with momentum: Adam would hide a gradient that is W times too small.
+    SGD with momentum: Adam would hide a gradient that is W times too small.
     """
 
     title: str

@@ -42,14 +42,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a training on one rank.
-
-    Attributes:
-        curve: step -> global loss on the held-out images after that step.
-        parameters: parameters of the encoder and the loss, in one vector.
-        before: held-out embeddings at the start.
-        after: held-out embeddings at the end.
-    """
+    """A training on one rank: global held-out loss by step, all parameters in one vector, and held-out embeddings."""
 
     curve: dict[int, float]
     parameters: Tensor
@@ -110,13 +103,7 @@ def local_shard(batch: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One job on one process and on two.
-
-    Attributes:
-        job: the job.
-        one_process: the result of one process.
-        two_processes: the result of each of two ranks.
-    """
+    """One job on one process and on each of two ranks."""
 
     job: Job
     one_process: Trained

@@ -69,12 +69,7 @@ WORLD_TIMEOUT = 20
 
 @dataclass
 class Run:
-    """A pytest session that tries mutants in place of running its tests.
-
-    Args:
-        options: the command line's.
-        again: names of mutants that are tried first, if the code still has them.
-    """
+    """A pytest session that tries mutants in place of running its tests, first those named in ``again``."""
 
     options: argparse.Namespace
     again: list[tuple[str, str, str]] = field(default_factory=list)

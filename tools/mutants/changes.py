@@ -31,13 +31,7 @@ _LEFT_OUT = {"annotation", "returns", "decorator_list", "bases", "keywords", "ty
 
 
 class Place(NamedTuple):
-    """Where a node is.
-
-    Args:
-        function: the qualified name of the function around it; empty outside of functions.
-        first: the first line of its statement, without the statements inside of that.
-        last: the last one.
-    """
+    """The qualified name of the function around a node, and the lines of its statement without inner statements."""
 
     function: str
     first: int
@@ -45,13 +39,9 @@ class Place(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """One change.
+    """One change: the module, the number of the change in it, its place, and what is changed, in words.
 
-    Args:
-        path: the module, relative to the package.
-        number: of the change in this module.
-        place: where it is.
-        change: what is changed, in words; the second equal one of a function ends with ``(2)``.
+    The second equal change of a function ends with ``(2)``.
     """
 
     path: str

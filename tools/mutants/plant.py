@@ -41,11 +41,7 @@ def module_name(path: str) -> str:
 
 
 def plant(path: str, number: int) -> None:
-    """Change this process.
-
-    Raises:
-        NotPlantedError: the mutant is in code that ran when its module was imported.
-    """
+    """Change this process; raise NotPlantedError if the mutant is in code that ran when its module was imported."""
     module = importlib.import_module(module_name(path))
     file = str(module.__file__)
     trees = original(path), mutated(path, number)

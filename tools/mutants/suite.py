@@ -35,13 +35,7 @@ NOT_PLANTED = 3
 
 
 class Measured(NamedTuple):
-    """What is known of a test without a mutant.
-
-    Args:
-        passed: whether it passes.
-        seconds: its duration.
-        lines: those of the mutated modules that it executes, by module.
-    """
+    """What is known of a test without a mutant; its lines are those of the mutated modules, by module."""
 
     passed: bool
     seconds: float
@@ -49,12 +43,7 @@ class Measured(NamedTuple):
 
 
 class Suite:
-    """The tests that pytest has collected.
-
-    Args:
-        items: pytest's.
-        known: what is known of tests by their ids, from an earlier run.
-    """
+    """The tests that pytest has collected, and what an earlier run has found out about them."""
 
     def __init__(self, items: Sequence[pytest.Item], known: dict[str, Measured]) -> None:
         self.items = {item.nodeid: item for item in items}
@@ -147,11 +136,7 @@ def _run(items: Sequence[pytest.Item], mutant: Mutant | None, say: Callable[[str
 
 
 class Fork:
-    """A process that runs a job and then ends, with its ranks.
-
-    Args:
-        job: is called with a function that sends a text to this process, and returns the exit status.
-    """
+    """A process that runs a job and then ends, with its ranks; the job's argument sends a text to this process."""
 
     def __init__(self, job: Callable[[Callable[[str], None]], int]) -> None:
         self.began = time.monotonic()

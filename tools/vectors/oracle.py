@@ -355,17 +355,9 @@ FORMULAS: dict[str, Formula] = {
 def value_and_gradients(
     loss: str, settings: Settings, arguments: Mapping[str, Array], parameters: Mapping[str, Array], wanted: list[str]
 ) -> tuple[float, dict[str, Array]]:
-    """Return the value of a loss and its gradients with respect to some arguments and parameters.
+    """Return the value of a loss of :data:`FORMULAS` and its gradients with respect to the wanted arguments and parameters.
 
-    Args:
-        loss: the name of a class of contrastive_zoo; a key of :data:`FORMULAS`.
-        settings: the constructor arguments of the loss, all of them.
-        arguments: the arguments of the call, in their order.
-        parameters: the loss's own parameters, by name.
-        wanted: the names of those whose gradient is returned.
-
-    Raises:
-        KeyError: a loss without a formula here.
+    Settings are all constructor arguments of the loss; the arguments of the call are in their order.
 
     Examples:
         >>> eye, settings = np.eye(2), {"symmetric": False}
