@@ -22,8 +22,8 @@ Reference: TypeAlias = Callable[[], tuple[Trained, Trained]]
 class Setup:
     """One way to train on several processes, and the same training on one process, with which it is compared.
 
-    ``train`` initialises the process group and leaves it to the caller to destroy it. A wrong set-up has a mistake, and a fix
-    in Markdown; a right one has a bound, with a note if it is above 1e-9. ``step`` returns the model and one step, as
+    ``train`` initialises the process group and leaves it to the caller to destroy it. A wrong set-up has a mistake, and a
+    fix in Markdown; a right one has a bound, with a note if it is above 1e-9. ``step`` returns the model and one step, as
     ``contrastive-zoo check --level training-step`` takes them; None if a trainer of a framework owns the step.
     """
 
