@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics.monitor import pairs
+from contrastive_zoo.metrics.monitor import sums
 from contrastive_zoo.metrics.monitor.figures import effective_rank
-from contrastive_zoo.metrics.monitor.statistics import sketch
+from contrastive_zoo.metrics.monitor.sums import sketch
 from contrastive_zoo.testing.invariant import Broken
 from tests.helpers import common_error, learnt, numbers
 from tests.monitor_invariants import MISTAKES, MONITOR_INVARIANTS, MonitorTrial
@@ -75,9 +75,9 @@ def test_each_invariant_catches_its_mistake(invariant, worlds):
 
 def test_blocks_and_rounds_change_no_bit(monkeypatch):
     found = []
-    for candidates, block in ((pairs.CANDIDATES, pairs._BLOCK), (4, 6)):
-        monkeypatch.setattr(pairs, "CANDIDATES", candidates)
-        monkeypatch.setattr(pairs, "_BLOCK", block)
+    for candidates, block in ((sums.CANDIDATES, sums._BLOCK), (4, 6)):
+        monkeypatch.setattr(sums, "CANDIDATES", candidates)
+        monkeypatch.setattr(sums, "_BLOCK", block)
         for make, rows in ((cz.SupCon, LABELLED), (cz.Clip, PAIRED)):
             found.append(measured(make(), *rows))
     for name, value in found[0].items():
@@ -95,8 +95,8 @@ def test_the_path_of_large_batches_is_monitored_alike(worlds):
 
 
 def test_no_tensor_grows_with_the_square_of_the_batch(monkeypatch):
-    monkeypatch.setattr(pairs, "CANDIDATES", 128)
-    monkeypatch.setattr(pairs, "_BLOCK", 2**13)
+    monkeypatch.setattr(sums, "CANDIDATES", 128)
+    monkeypatch.setattr(sums, "_BLOCK", 2**13)
 
     class Largest(TorchDispatchMode):
         elements = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from contrastive_zoo.data.mining_inputs import Guide
 from contrastive_zoo.data.mining_selection import Sampling, Selection
 from contrastive_zoo.data.mining_task import Mined, Task, mine
-from contrastive_zoo.metrics.faiss_search import ApproximateIndex
+from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.world import Processes
 

@@ -16,7 +16,7 @@ from contrastive_zoo.data.mining_inputs import Guide, bar, called_on_every_rank,
 from contrastive_zoo.data.mining_selection import Selection
 from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared, similarities
-from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards

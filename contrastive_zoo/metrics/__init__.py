@@ -1,8 +1,7 @@
 """How good embeddings are, the same bits for every split over the ranks: search, retrieval metrics, pictures, a monitor."""
 
-from contrastive_zoo.metrics.faiss_search import ApproximateIndex
-from contrastive_zoo.metrics.measurement import evaluate
-from contrastive_zoo.metrics.recall import cross_modal_recall, index_recall, recall_at_k
+from contrastive_zoo.metrics.local_search import ApproximateIndex
+from contrastive_zoo.metrics.measurement import cross_modal_recall, evaluate, index_recall, recall_at_k
 from contrastive_zoo.metrics.retrieval import RetrievalMetrics
 from contrastive_zoo.metrics.search import Neighbors, top_k
 

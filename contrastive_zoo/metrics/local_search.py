@@ -5,17 +5,18 @@ in float64. A query is certain if its k-th score is higher than anything that fa
 float32. The rest is compared with every row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.exact import norms, prepared, similarities
-from contrastive_zoo.metrics.faiss_search import ApproximateIndex, flat_search, index_search
+from contrastive_zoo.metrics.rounds import Round
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 
@@ -35,6 +36,62 @@ _MARGIN = 8
 """Candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added."""
 
 
+@contextmanager
+def _faiss() -> Iterator[Any]:
+    """Yield faiss, with as many threads as torch has: the ranks of one machine share its cores."""
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    try:
+        yield faiss
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def faiss_problem() -> str | None:
+    """Return what to do where faiss is not installed, in words; None if it is."""
+    try:
+        import faiss  # noqa: F401 - whether it can be imported
+    except ImportError:
+        return "searches with faiss, which is not installed: pip install contrastive_zoo[faiss]."
+    return None
+
+
+@dataclass(frozen=True)
+class ApproximateIndex:
+    """An index that finds most of the nearest neighbours, faster than an exact search.
+
+    Every rank builds one of its own rows of the gallery, so what it misses depends on how the gallery is split over ranks.
+    The scores of what it finds are exact. :func:`contrastive_zoo.metrics.index_recall` measures what it misses.
+
+    Args:
+        factory: faiss' description, such as ``"IVF1024,Flat"`` or ``"HNSW32"``
+            (https://github.com/facebookresearch/faiss/wiki/The-index-factory).
+        parameters: search parameters as faiss' ``ParameterSpace`` reads them, such as ``"nprobe=16"``.
+
+    Examples:
+        >>> ApproximateIndex("IVF1024,Flat", "nprobe=16")
+        ApproximateIndex(factory='IVF1024,Flat', parameters='nprobe=16')
+    """
+
+    factory: str
+    parameters: str = ""
+
+    def built(self, rows: Tensor) -> Any:
+        """Return a trained faiss index of inner products that holds the rows; on all GPUs if faiss has some."""
+        vectors = rows.float().numpy()
+        with _faiss() as faiss:
+            index = faiss.index_factory(rows.shape[1], self.factory, faiss.METRIC_INNER_PRODUCT)
+            if getattr(faiss, "get_num_gpus", int)():
+                index = faiss.index_cpu_to_all_gpus(index)
+            index.train(vectors)
+            index.add(vectors)
+            if self.parameters:
+                faiss.ParameterSpace().set_index_parameters(index, self.parameters)
+        return index
+
+
 class Proposals(NamedTuple):
     """Candidates of n queries in the rows of one rank, best first, before their exact scores are known."""
 
@@ -50,43 +107,36 @@ class Proposals(NamedTuple):
     def reached(self, k: int) -> Float[Tensor, "n k"]:
         """Return k scores that different rows reach at least; −∞ where there are fewer candidates."""
         best = (self.scores - self.error).topk(min(k, self.scores.shape[1])).values
-        return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=-torch.inf)
+        return pad(best, (0, k - best.shape[1]), value=-torch.inf)
 
 
 class Gallery:
-    """The rows of one rank in which is searched.
+    """The rows [m, d] of one rank in which is searched. They are normalised block by block: a memory map stays on the disk.
 
-    Args:
-        rows: [m, d]. Rows are normalised block by block, so a memory map stays on the disk.
-        normalize: whether scores are cosines.
+    Every rank makes its own at the same time. If faiss cannot build the index of some rank's rows, all of them raise.
     """
 
     index: Any = None
     """faiss' approximate index of the rows; None for an exact search."""
 
-    def __init__(self, rows: Tensor, *, normalize: bool) -> None:
+    def __init__(
+        self, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World
+    ) -> None:
         self.rows, self.normalize = rows, normalize
         step = max(1, _ELEMENTS // max(1, rows.shape[1]))
         self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
-
-    @classmethod
-    def build(
-        cls, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World
-    ) -> Gallery:
-        """Return this rank's gallery with its approximate index, if there is one, after every rank has built its own.
-
-        Raises:
-            ValueError: on every rank alike, faiss cannot build the index of some rank's rows.
-        """
-        gallery = cls(rows, normalize=normalize)
-        if index is not None:
-            problem = None
-            try:
-                gallery.index = index.built(gallery.take(slice(None))) if len(rows) else None
-            except RuntimeError as error:  # faiss': too few rows to train it, or an unknown description
-                problem = _index_problem(index, len(rows), error)
-            agree_on_shards(caller, {}, world=world, problem=problem)
-        return gallery
+        if index is None:
+            return
+        problem = None
+        try:
+            self.index = index.built(self.take(slice(None))) if len(rows) else None
+        except RuntimeError as error:  # faiss': too few rows to train it, or an unknown description
+            reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")  # without the place in its source
+            problem = (
+                f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {len(rows)} rows: "
+                f"{reason}. Each rank indexes its own rows: choose an index for as few, or pass index=None."
+            )
+        agree_on_shards(caller, {}, world=world, problem=problem)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,14 +151,25 @@ class Gallery:
         for start in range(0, len(self), step):
             yield start, self.take(slice(start, start + step))
 
-    def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
-        """Return the best k candidates of each query by faiss, and some more, as rounding may exchange neighbours in order.
+    def nearest(
+        self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]
+    ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
+        """Return scores and positions of this rank's rows among the k nearest of all ranks, and where they are complete.
 
-        ``excluded`` are positions that are left out, −1 for none.
+        ``excluded`` are positions that are left out, −1 for none. Rows are ordered by score, then by position; −∞ and −1
+        where there is none. Rows that are not among the k nearest of all ranks may be missing. If a query is complete, all
+        rows follow that have the score of this rank's k-th; otherwise there may be more.
         """
+        k_local = min(k, len(self))
+        proposals = self.proposals(queries, k_local, excluded)
+        return self.top(queries, k_local, excluded, proposals, block.floors(proposals.reached(k)))
+
+    def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
+        """Return the best k candidates by faiss, and some more, as rounding may exchange neighbours in order."""
         depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
         if self.index is not None:
-            positions = index_search(queries, self.index, depth)
+            with _faiss():
+                positions = torch.from_numpy(self.index.search(queries.float().contiguous().numpy(), depth)[1])
             scores = torch.zeros(positions.shape, dtype=torch.float64)
             error = missed = torch.full((len(queries), 1), torch.inf, dtype=torch.float64)
         else:
@@ -131,14 +192,7 @@ class Gallery:
         proposals: Proposals,
         floor: Float[Tensor, "n 1"],
     ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
-        """Return the k best rows of each query: scores and positions, and for which of them the search is complete.
-
-        Rows are ordered by score, then by position; −∞ and −1 where there is none. Rows below the floor may be missing. If a
-        query is complete, all rows follow that have the score of the k-th; otherwise there may be more.
-
-        ``excluded`` are positions that are left out, −1 for none. The floor is a score that k rows of all ranks reach, −∞ if
-        none is known.
-        """
+        """Return what :meth:`nearest` does; the floor is a score that k rows of all ranks reach, −∞ if none is known."""
         if k == 0:
             nothing = torch.empty(len(queries), 0)
             return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
@@ -149,9 +203,8 @@ class Gallery:
         complete = (complete | (proposals.missed == -torch.inf))[:, 0]
         if self.index is None:
             for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
-                scores[some], positions[some] = self._compared_with_all(
-                    queries[some], k, scores.shape[1], excluded[some]
-                )
+                exact = self._compared_with_all(queries[some], k, excluded[some])
+                scores[some], positions[some] = ordered(*exact, scores.shape[1])
         return scores, positions, complete
 
     def _rounding(self, queries: Tensor) -> Float[Tensor, "n 1"]:
@@ -166,19 +219,18 @@ class Gallery:
         """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
         best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
         for start, rows in self.blocks():
-            scores, result = flat_search(queries, rows, min(depth, len(rows)))
-            best, positions = (
-                torch.cat([best, scores], 1),
-                torch.cat([positions, (result + start).masked_fill(result < 0, -1)], 1),
-            )
+            vectors = queries.float().numpy(), rows.float().numpy()
+            with _faiss() as faiss:
+                nearest = faiss.knn(*vectors, min(depth, len(rows)), faiss.METRIC_INNER_PRODUCT)
+            scores, places = map(torch.from_numpy, nearest)
+            best = torch.cat([best, scores], 1)
+            positions = torch.cat([positions, (places + start).masked_fill(places < 0, -1)], 1)
             if best.shape[1] > depth:
                 best, order = best.topk(depth, dim=1)
                 positions = positions.gather(1, order)
         return best.double(), positions
 
-    def _scores(
-        self, queries: Tensor, positions: Int[Tensor, "n c"], needed: Bool[Tensor, "n c"]
-    ) -> Float[Tensor, "n c"]:
+    def _scores(self, queries: Tensor, positions: Int[Tensor, "n c"], needed: Bool[Tensor, "n c"]) -> Tensor:
         """Return the exact scores of the needed candidates; −∞ for the others."""
         scores = torch.full(positions.shape, -torch.inf, dtype=torch.float64)
         step = max(1, _PAIR_ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
@@ -191,9 +243,7 @@ class Gallery:
             scores[some, :width] = similarities(queries[some, None], rows)[:, 0]
         return scores.masked_fill_(~needed, -torch.inf)
 
-    def pair_scores(
-        self, queries: Tensor, which: Int[Tensor, " p"], positions: Int[Tensor, " p"]
-    ) -> Float[Tensor, " p"]:
+    def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, " p"]) -> Float[Tensor, " p"]:
         """Return the exact scores of pairs: query ``which[i]`` and row ``positions[i]``."""
         scores = torch.empty(len(which), dtype=torch.float64)
         step = max(1, _PAIR_ELEMENTS // max(1, queries.shape[1]))
@@ -202,16 +252,14 @@ class Gallery:
             scores[some] = similarities(queries[which[some], None], self.take(positions[some])[:, None])[:, 0, 0]
         return scores
 
-    def _compared_with_all(
-        self, queries: Tensor, k: int, width: int, excluded: Tensor
-    ) -> tuple[Float[Tensor, "n width"], Int[Tensor, "n width"]]:
-        """Return scores and positions of the k best of all rows, where candidates were not certain, padded to ``width``."""
+    def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and positions of the k best of all rows, where candidates were not certain."""
         best = torch.empty(len(queries), 0, dtype=torch.float64)
         positions = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, scores in self.score_blocks(queries, excluded):
             here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
             best, positions = first_best(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
-        return ordered(best, positions, width)
+        return best, positions
 
     def score_blocks(self, queries: Tensor, excluded: Tensor) -> Iterator[tuple[int, Float[Tensor, "n c"]]]:
         """Yield the exact scores of all rows in blocks; −∞ for excluded rows."""
@@ -222,15 +270,6 @@ class Gallery:
                 which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
                 scores[which, excluded[which, column] - begin] = -torch.inf
                 yield begin, scores
-
-
-def _index_problem(index: ApproximateIndex, rows: int, error: RuntimeError) -> str:
-    """Return why faiss cannot build the index, without the place in its source."""
-    reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")
-    return (
-        f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {rows} rows: {reason}. "
-        "Each rank indexes its own rows: choose an index for as few, or pass index=None."
-    )
 
 
 def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -249,6 +288,6 @@ def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
     scores, positions = scores[:, :k], positions.gather(1, order[:, :k])
     if (missing := k - scores.shape[1]) > 0:
-        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
-        positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
+        scores = pad(scores, (0, missing), value=-torch.inf)
+        positions = pad(positions, (0, missing), value=-1)
     return scores, positions.masked_fill(scores == -torch.inf, -1)

@@ -50,29 +50,22 @@ class Relevant(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """The levels of n queries: items with one score, of which at least one is relevant; best first, ordered by query.
-
-    Args:
-        total: [n], relevant items of each query in the whole gallery.
-        query: [l], the query of each level.
-        higher: [l], items with a higher score.
-        tied: [l], items with this score.
-        level: [g], the level of each group of relevant items with one grade; ascending.
-        grade: [g], their grade.
-        count: [g], their number.
-        ideal_query: [h], the query of each group of all its relevant items with one grade.
-        ideal_grade: [h], their grade.
-        ideal_count: [h], their number.
-    """
+    """The levels of n queries: items with one score, of which at least one is relevant; best first, ordered by query."""
 
     total: Ints
+    """[n], relevant items of each query in the whole gallery."""
     query: Ints
+    """[l], the query of each level."""
     higher: Ints
+    """[l], items with a higher score."""
     tied: Ints
+    """[l], items with this score."""
     level: Ints
+    """[g], the level of each group of relevant items with one grade; ascending. ``grade`` and ``count`` are theirs."""
     grade: Floats
     count: Ints
     ideal_query: Ints
+    """[h], the query of each group of all its relevant items with one grade; the next two are that and their number."""
     ideal_grade: Floats
     ideal_count: Ints
 
@@ -86,11 +79,9 @@ class Ranking:
         begins = np.zeros(len(relevant.query), dtype=np.int64)
         begins[first] = 1
         at = _places_of(levels, relevant.query[first], relevant.score[first])
+        of_levels = levels.query[at], levels.higher[at], levels.tied[at]
         total = whole_sums(ideal[0], ideal[2], queries)
-        level = begins.cumsum() - 1
-        return cls(
-            total, levels.query[at], levels.higher[at], levels.tied[at], level, relevant.grade, relevant.size, *ideal
-        )
+        return cls(total, *of_levels, begins.cumsum() - 1, relevant.grade, relevant.size, *ideal)
 
     @classmethod
     def of_items(cls, scores: ArrayLike, grades: ArrayLike) -> Ranking:
@@ -134,8 +125,7 @@ def levels_of(groups: Groups) -> Levels:
 
 def _places_of(levels: Levels, query: Ints, score: Floats) -> Ints:
     """Return at which levels these scores are; both are ordered by query and falling score."""
-    scores = np.concatenate([levels.score, score])
-    queries = np.concatenate([levels.query, query])
+    scores, queries = np.concatenate([levels.score, score]), np.concatenate([levels.query, query])
     order = np.lexsort((-scores, queries))  # stable: a level is just before its score
     return order[np.flatnonzero(order >= len(levels.score)) - 1]
 
@@ -161,12 +151,7 @@ def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
 
 
 def running_before(where: Ints, x: Ints) -> Ints:
-    """Return for each element the sum of earlier elements with the same ``where``, which is in ascending order.
-
-    Examples:
-        >>> running_before(np.array([0, 0, 1]), np.array([3, 4, 5])).tolist()
-        [0, 3, 0]
-    """
+    """Return for each element the sum of earlier elements with the same ``where``, which is in ascending order."""
     before = x.cumsum() - x
     first = changes(where)
     return before - np.repeat(before[first], np.diff(np.append(first, len(x)))) if len(x) else x

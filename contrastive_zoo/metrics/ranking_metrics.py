@@ -5,7 +5,9 @@ items come first), ``"optimistic"`` (relevant ones first, the most relevant befo
 orders of ties). Each returns [n] values from 0 to 1; where a query has no relevant item the value has no meaning.
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Optional, TypeAlias
 
 import numpy as np
 
@@ -243,3 +245,70 @@ def _expected_reciprocal(higher: int, tied: int, found: int, limit: int) -> floa
     i = np.arange(last)
     none_before = np.concatenate([[1.0], np.cumprod((tied - found - i[:-1]) / (tied - i[:-1]))])
     return float(np.sum(none_before * found / (tied - i) / (higher + i + 1)))
+
+
+_AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {
+    "precision": precision,
+    "recall": recall,
+    "hit_rate": hit_rate,
+    "map": average_precision,
+    "mrr": reciprocal_rank,
+    "ndcg": ndcg,
+}
+"""Functions of a ranking and a cutoff per query, by name."""
+
+KNN = "knn_accuracy"
+
+NAMES = "precision@k, recall@k, hit_rate@k, r_precision, map, map@k, map@r, mrr, mrr@k, ndcg, ndcg@k, knn_accuracy@k"
+"""What users may write, k being a number."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric by its name: ``kind`` without the cutoff, and k, the number of items that count.
+
+    k is None for all items, and 0 for the number R of relevant items of each query.
+    """
+
+    name: str
+    kind: str
+    k: int | None
+
+    @classmethod
+    def of(cls, name: str) -> Optional["Metric"]:
+        """Return the metric of this name; None if there is none.
+
+        Examples:
+            >>> Metric.of("map@r")
+            Metric(name='map@r', kind='map', k=0)
+        """
+        kind, at, cutoff = str(name).partition("@")
+        if name == "r_precision":
+            return cls(name, "precision", 0)
+        if not at:
+            return cls(name, kind, None) if kind in ("map", "mrr", "ndcg") else None
+        if cutoff == "r":
+            return cls(name, kind, 0) if kind == "map" else None
+        valid = (kind in _AT_CUTOFF or kind == KNN) and cutoff.isdecimal() and int(cutoff) > 0
+        return cls(name, kind, int(cutoff)) if valid else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the positions of relevant items count wherever they are."""
+        return not self.k
+
+    def values(self, ranking: Ranking, ties: Ties) -> Floats:
+        """Return the value for each query of a ranking."""
+        if self.k is None:
+            cutoff = np.full(ranking.queries, np.iinfo(np.int64).max // 2)
+        else:
+            cutoff = np.full(ranking.queries, self.k) if self.k else ranking.total
+        return _AT_CUTOFF[self.kind](ranking, cutoff, ties)
+
+
+def names_problem(names: Sequence[str]) -> str | None:
+    """Return why these are not names of metrics, in words; None if they are."""
+    if not isinstance(names, (list, tuple)) or len(names) == 0:
+        return f"metrics are a list of names, got {names!r}. Metrics: {NAMES}."
+    unknown = [str(name) for name in names if not isinstance(name, str) or Metric.of(name) is None]
+    return f"there is no metric {', '.join(unknown)}. Metrics: {NAMES}." if unknown else None

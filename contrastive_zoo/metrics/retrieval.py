@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.metrics.checks import EvaluationInputs, Settings
-from contrastive_zoo.metrics.faiss_search import ApproximateIndex
+from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import measured
-from contrastive_zoo.metrics.names import names_problem
-from contrastive_zoo.metrics.ranking_metrics import Ties
+from contrastive_zoo.metrics.ranking_metrics import Ties, names_problem
+from contrastive_zoo.metrics.task import EvaluationInputs, Settings
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem
 from contrastive_zoo.ranks.world import Processes, World

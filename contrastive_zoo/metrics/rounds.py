@@ -4,10 +4,9 @@ A round is a block of consecutive queries of the global batch, wherever they are
 round, however uneven the queries are split, and no rank holds more than a block of other ranks' queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,13 +20,7 @@ QUERIES_OF_A_ROUND = 8192
 
 @dataclass(frozen=True)
 class Round:
-    """One block of queries.
-
-    Args:
-        shards: how many of them each rank owns.
-        local: which of this rank's queries they are.
-        world: the ranks.
-    """
+    """One block of queries: how many of them each rank owns, and which of this rank's queries they are."""
 
     shards: Shards
     local: slice
@@ -47,20 +40,14 @@ class Round:
         return list(received.view(self.world.size, self.shards.size, *answers.shape[1:]))
 
     def floors(self, reached: Tensor) -> Tensor:
-        """Return for each query of the round, [g, 1], a score that k rows of all ranks reach.
-
-        Args:
-            reached: [g, k], scores that different rows of this rank reach; −∞ where there are fewer.
-        """
+        """Return for each query of the round a score that k rows of all ranks reach, [g, 1], given this rank's k scores."""
         own = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
         return _gathered(own, self.shards, self.world)
 
     def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Send the owners any number of rows per query; return each rank's answers and the local queries they are for.
 
-        Args:
-            answers: [p, …], ordered by query.
-            query: [p], the query within the round that each is for, in ascending order.
+        ``query`` is the query within the round that each answer is for, in ascending order.
         """
         starts = torch.tensor(self.shards.sizes).cumsum(0)
         send = torch.diff(torch.searchsorted(query, starts), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
@@ -89,14 +76,17 @@ def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Ite
         >>> [block.shards.sizes for block in rounds(Shards((3, 0, 2)), World(), size=4)]
         [(3, 0, 1), (0, 0, 1)]
     """
+    ends = list(accumulate(queries.sizes))
     for start in range(0, queries.total, size):
-        overlaps = [_overlap(queries.sizes, rank, start, start + size) for rank in range(len(queries.sizes))]
+        overlaps = [
+            slice(*(min(max(x - end + own, 0), own) for x in (start, start + size)))
+            for own, end in zip(queries.sizes, ends, strict=True)
+        ]
         shards = Shards(tuple(x.stop - x.start for x in overlaps), queries.rank)
         yield Round(shards, overlaps[queries.rank], world)
 
 
-def _overlap(sizes: Sequence[int], rank: int, start: int, stop: int) -> slice:
-    """Return which rows of a rank are between two rows of the global batch."""
-    first = sum(sizes[:rank])
-    begin, end = (min(max(x - first, 0), sizes[rank]) for x in (start, stop))
-    return slice(begin, end)
+def local_positions(indices: Tensor, start: int, size: int) -> Tensor:
+    """Return positions in this rank's rows, given indices in the gallery of all ranks; −1 for rows of other ranks."""
+    positions = indices - start
+    return positions.masked_fill((positions < 0) | (positions >= size), -1)

@@ -1,7 +1,5 @@
 """The k nearest rows of all ranks, for the queries of all ranks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -10,10 +8,8 @@ from torch import Tensor
 
 from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared
-from contrastive_zoo.metrics.faiss_search import ApproximateIndex, faiss_problem
-from contrastive_zoo.metrics.local_search import Gallery, ordered
-from contrastive_zoo.metrics.relevance import local_positions
-from contrastive_zoo.metrics.rounds import rounds
+from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery, faiss_problem, ordered
+from contrastive_zoo.metrics.rounds import local_positions, rounds
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -78,9 +74,7 @@ def top_k(
     """
     world = World.of(process_group, "top_k")
     rows = queries if gallery is None else gallery
-    arguments = {"queries": queries, "gallery": rows}
-    if excluded is not None:
-        arguments["excluded"] = excluded
+    arguments = {"queries": queries, "gallery": rows} | ({} if excluded is None else {"excluded": excluded})
     problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
     problem = problem or settings_problem(k=k, normalize=normalize, index=index)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
@@ -94,22 +88,16 @@ def top_k(
         own = torch.arange(shards[0].start, shards[0].start + shards[0].size)
         excluded = torch.cat([excluded, own[:, None]], 1)
     prepared_queries = prepared(queries, normalize=normalize)
-    local = Gallery.build("top_k", rows.detach(), normalize=normalize, index=index, world=world)
-    result = Neighbors(
-        torch.empty(len(queries), k, dtype=torch.float64), torch.empty(len(queries), k, dtype=torch.int64)
-    )
-    start, depth = shards[1].start, min(k, len(local))
+    local = Gallery("top_k", rows.detach(), normalize=normalize, index=index, world=world)
+    shape, start = (len(queries), k), shards[1].start
+    result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))
     for block in rounds(shards[0], world):
         outside = local_positions(block.gathered(excluded), start, len(local))
-        asked = block.gathered(prepared_queries)
-        proposals = local.proposals(asked, depth, outside)
-        floor = block.floors(proposals.reached(k))
-        scores, positions, _ = local.top(asked, depth, outside, proposals, floor)
+        scores, positions, _ = local.nearest(block, block.gathered(prepared_queries), k, outside)
         scores, positions = ordered(scores, positions, k)
-        positions = positions + start * (positions >= 0)
-        answers = zip(block.answered(scores), block.answered(positions), strict=True)
-        by_rank = [torch.cat(x, 1) for x in zip(*answers, strict=True)]
-        result.scores[block.local], result.indices[block.local] = ordered(by_rank[0], by_rank[1], k)
+        indices = positions + start * (positions >= 0)
+        of_all_ranks = [torch.cat(block.answered(x), 1) for x in (scores, indices)]
+        result.scores[block.local], result.indices[block.local] = ordered(*of_all_ranks, k)
     return result
 
 
@@ -132,15 +120,16 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
         return f"k is an integer, got {described(k)}."
     if problem := flag_problem(normalize=normalize):
         return problem
-    if not (index is None or isinstance(index, ApproximateIndex)):
-        return f"index is an ApproximateIndex or None, got {described(index)}."
-    return None
+    is_index = index is None or isinstance(index, ApproximateIndex)
+    return None if is_index else f"index is an ApproximateIndex or None, got {described(index)}."
 
 
 def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
     """Return why these indices cannot be excluded; None if they can."""
-    if excluded is not None and (problem := tensor_problem("excluded", excluded)):
+    if excluded is None:
+        return None
+    if problem := tensor_problem("excluded", excluded):
         return problem
-    if excluded is None or (excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries)):
+    if excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries):
         return None
     return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {described(excluded)}."

@@ -1,51 +1,127 @@
-"""The rows that count: without repetitions of an id and without ignored labels; and what is relevant to each query."""
+"""An evaluation as one rank sees it: its arguments, agreed on by all ranks, the rows that count, and what is relevant."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.checks import EvaluationInputs
-from contrastive_zoo.metrics.relevance import Judgements, Labels
+from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.metrics.passes import Judgements, Labels
+from contrastive_zoo.metrics.ranking_metrics import KNN, Metric, Ties, names_problem
 from contrastive_zoo.metrics.rounds import exchanged
+from contrastive_zoo.metrics.search import rows_problem, settings_problem
+from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
 
+_JUDGED = ("judged queries", "judged items", "grades")
 
-def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
-    """Return which rows are the first with their id, in the order of all ranks' rows.
 
-    Samplers that pad repeat samples, so that every rank has equally many; these count once. Rank ``id mod W`` compares the
-    rows with this id.
-    """
-    ids = ids.cpu()
-    home = ids.remainder(world.size)
-    order = home.argsort(stable=True)
-    send = torch.bincount(home, minlength=world.size).tolist()
-    receive = [sizes[world.rank] for sizes in world.exchange(send)]
-    asked = exchanged(ids[order], send, receive, world)
-    by_id, rows = asked.sort(stable=True)  # received in rank order, so the first of equal ids is the first row
-    repeated = torch.zeros(len(asked), dtype=torch.bool)
-    repeated[rows[1:]] = by_id[1:] == by_id[:-1]
-    told = exchanged(repeated, receive, send, world)
-    first = torch.empty(len(ids), dtype=torch.bool)
-    first[order] = ~told
-    return first
+class EvaluationInputs(NamedTuple):
+    """The rows of one rank and what is known about them; see :func:`contrastive_zoo.metrics.evaluate`."""
+
+    queries: Tensor
+    gallery: Tensor | None = None
+    labels: Tensor | None = None
+    gallery_labels: Tensor | None = None
+    judgements: tuple[Tensor, Tensor, Tensor] | None = None
+    ids: Tensor | None = None
+    gallery_ids: Tensor | None = None
+    ignore_label: int | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows to search in."""
+        return self.queries if self.gallery is None else self.gallery
+
+    @property
+    def partners(self) -> bool:
+        """Whether relevant is the row with the same index."""
+        return self.labels is None and self.judgements is None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        result = {"queries": self.queries, "gallery": self.rows}
+        for name in ("labels", "gallery_labels", "ids", "gallery_ids"):
+            if (x := getattr(self, name)) is not None:
+                result[name] = x
+        if isinstance(self.judgements, (list, tuple)) and len(self.judgements) == 3:
+            result |= zip(_JUDGED, self.judgements, strict=True)
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in result.items()}
+
+    def problem(self) -> str | None:
+        """Return why the arguments do not belong together, in words; None if they do."""
+        if (problem := rows_problem(self.queries, self.rows)) is not None:
+            return problem
+        for name in ("labels", "ids"):
+            for prefix, of in (("", self.queries), ("gallery_", self.gallery)):
+                x = getattr(self, prefix + name)
+                if x is not None and of is None:
+                    return (
+                        f"{prefix}{name} belong to a gallery, got none. Rows that search among themselves have {name}."
+                    )
+                if x is not None and of is not None and (problem := labels_problem(prefix + name, x, len(of))):
+                    return problem
+        if self.gallery is None and self.partners:
+            return "rows that search among themselves need labels or judgements."
+        if self.gallery is not None and (self.labels is None) != (self.gallery_labels is None):
+            return "labels and gallery_labels come together; without them, partners have the same index."
+        if self.ignore_label is not None and self.labels is None:
+            return "ignore_label needs labels."
+        if not (self.ignore_label is None or is_integer(self.ignore_label, at_least=-(2**63), at_most=2**63 - 1)):
+            return f"ignore_label is an integer of 64 bits or None, got {described(self.ignore_label)}."
+        return self._judgements_problem()
+
+    def _judgements_problem(self) -> str | None:
+        if self.judgements is None:
+            return None
+        if self.labels is not None:
+            return "relevant is what has the same label or what is judged: pass labels or judgements, not both."
+        if self.ids is None or (self.gallery is not None and self.gallery_ids is None):
+            return "judgements name rows by id: pass ids and gallery_ids."
+        if not isinstance(self.judgements, (list, tuple)) or len(self.judgements) != 3:
+            return f"judgements are query ids, gallery ids and grades, three tensors, got {described(self.judgements)}."
+        for name, x in zip(_JUDGED, self.judgements, strict=True):
+            if problem := tensor_problem(name, x):
+                return problem
+        query, item, grade = self.judgements
+        if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
+            shapes = ", ".join(described(x) for x in self.judgements)
+            return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
+        if query.is_floating_point() or item.is_floating_point():
+            return f"judgements name integer ids, got {described(query)} and {described(item)}."
+        query, item = query.cpu(), item.cpu()  # they may come from the data set, and ids from the model
+        if bool((unknown := ~torch.isin(query, self.ids.cpu())).any()):
+            return f"judgements name query {query[unknown][0].item()}, which is not in ids of this rank."
+        if len(torch.stack([query, item]).unique(dim=1).T) < len(query):
+            return "judgements name a pair twice. Keep one grade of each query and item."
+        return None
 
 
 @dataclass(frozen=True)
-class Task:
-    """An evaluation as one rank sees it.
+class Settings:
+    """Settings of an evaluation, equal on every rank; see :func:`contrastive_zoo.metrics.evaluate`."""
 
-    Args:
-        queries: this rank's queries that count.
-        gallery: this rank's rows that count.
-        query_shards: how the queries are split over ranks.
-        gallery_shards: how the gallery is split over ranks.
-        relevance: what is relevant to a query.
-    """
+    ties: Ties = "pessimistic"
+    normalize: bool = True
+    index: ApproximateIndex | None = None
+
+    def problem(self, metrics: Sequence[Metric]) -> str | None:
+        """Return why these metrics cannot have these settings, in words; None if they can."""
+        if problem := settings_problem(normalize=self.normalize, index=self.index):
+            return problem
+        if not (isinstance(self.ties, str) and self.ties in get_args(Ties)):
+            return f"ties are 'pessimistic', 'optimistic' or 'expected', got {self.ties!r}."
+        if self.index is not None and (whole := [x.name for x in metrics if x.whole]):
+            return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."
+        return None
+
+
+class Task(NamedTuple):
+    """This rank's queries and rows that count, their split over the ranks, and what is relevant to a query."""
 
     queries: Tensor
     gallery: Tensor
@@ -54,9 +130,32 @@ class Task:
     relevance: Labels | Judgements
 
 
-def task_of(caller: str, inputs: EvaluationInputs, queries: Shards, gallery: Shards, world: World) -> Task:
-    """Return the task, given the split of all rows over ranks; ``caller`` is the first word of errors."""
+def agreed_task(
+    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
+) -> tuple[Task, list[Metric]]:
+    """Return the task and its metrics, after all ranks have agreed on the arguments; errors begin with ``caller``.
+
+    Rows that repeat an id and rows with an ignored label do not count.
+
+    Raises:
+        ValueError: on every rank alike, if the arguments of any rank do not belong together, if faiss is not
+            installed, or if ranks disagree.
+    """
+    problem = faiss_problem() or names_problem(names) or inputs.problem()
+    metrics: list[Metric] = []
+    if problem is None:
+        metrics = [metric for name in names if (metric := Metric.of(name))]
+        problem = settings.problem(metrics)
+        if inputs.judgements is not None and any(x.kind == KNN for x in metrics):
+            problem = "knn_accuracy needs labels, got judgements."
     leave_one_out = inputs.gallery is None
+    compared = {"metrics": names, **vars(settings), "ignore_label": inputs.ignore_label, "leave one out": leave_one_out}
+    queries, gallery, *_ = agree_on_shards(caller, inputs.tensors(), world=world, problem=problem, settings=compared)
+    if inputs.partners and queries.total != gallery.total:
+        raise ValueError(
+            f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "
+            f"{gallery.total} rows on all ranks."
+        )
     labels, gallery_labels = (
         x.cpu().long() if x is not None else torch.arange(of.start, of.start + of.size)
         for x, of in ((inputs.labels, queries), (inputs.labels if leave_one_out else inputs.gallery_labels, gallery))
@@ -71,10 +170,10 @@ def task_of(caller: str, inputs: EvaluationInputs, queries: Shards, gallery: Sha
         relevance = Labels(labels[kept], gallery_labels[gallery_kept], own, gallery_shards.start)
     else:
         assert inputs.ids is not None  # EvaluationInputs.problem has refused it
-        ids = inputs.ids.cpu().long()[kept]
         gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
-        relevance = _judgements(caller, inputs, ids, gallery_ids.cpu().long()[gallery_kept], world)
-    return Task(rows.detach(), gallery_rows.detach(), query_shards, gallery_shards, relevance)
+        ids_that_count = inputs.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
+        relevance = _judgements(caller, inputs, *ids_that_count, world)
+    return Task(rows.detach(), gallery_rows.detach(), query_shards, gallery_shards, relevance), metrics
 
 
 def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
@@ -101,3 +200,23 @@ def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: W
 def _where(kept: Tensor, rows: Tensor) -> Tensor:
     """Return the rows that count; no copy if all do."""
     return rows if bool(kept.all()) else rows[kept.to(rows.device)]
+
+
+def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
+    """Return which rows are the first with their id, in the order of all ranks' rows.
+
+    Samplers that pad repeat samples, so that every rank has equally many; these count once. Rank ``id mod W`` compares the
+    rows with this id.
+    """
+    ids = ids.cpu()
+    home = ids.remainder(world.size)
+    order = home.argsort(stable=True)
+    send = torch.bincount(home, minlength=world.size).tolist()
+    receive = [sizes[world.rank] for sizes in world.exchange(send)]
+    of_home = exchanged(ids[order], send, receive, world)
+    by_id, rows = of_home.sort(stable=True)  # received in rank order, so the first of equal ids is the first row
+    repeated = torch.zeros(len(of_home), dtype=torch.bool)
+    repeated[rows[1:]] = by_id[1:] == by_id[:-1]
+    first = torch.empty(len(ids), dtype=torch.bool)
+    first[order] = ~exchanged(repeated, receive, send, world)
+    return first

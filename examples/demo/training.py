@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics.recall import recall_at_k
+from contrastive_zoo.metrics import recall_at_k
 from contrastive_zoo.testing.worlds import Worlds, report
 from examples.demo.recipes import Job, Rows, WrongInfoNCE
 

@@ -13,8 +13,8 @@ from torchmetrics import retrieval
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.exact import prepared
-from contrastive_zoo.metrics.names import Metric
 from contrastive_zoo.metrics.ranking import Ranking
+from contrastive_zoo.metrics.ranking_metrics import Metric
 from tests.evaluation import by_hand
 
 NAMES = [

@@ -188,7 +188,7 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
 def test_a_rank_compares_its_share_of_the_candidates():
     draw = torch.Generator().manual_seed(0)
     rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
-    halves = [Gallery(half, normalize=True) for half in rows.split(1000)]
+    halves = [Gallery("top_k", half, normalize=True, index=None, world=World()) for half in rows.split(1000)]
     unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
     proposals = [half.proposals(unit, 30, nothing) for half in halves]
     floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from contrastive_zoo.metrics.recall import recall_at_k
+from contrastive_zoo.metrics import recall_at_k
 
 
 def by_counting(similarity, relevant, candidate, k):

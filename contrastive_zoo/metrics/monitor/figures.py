@@ -1,7 +1,5 @@
 """The figures of one measurement, computed from the sums over all ranks when they are first asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from contrastive_zoo.metrics.monitor.pairs import BINS
-from contrastive_zoo.metrics.monitor.statistics import Totals
+from contrastive_zoo.metrics.monitor.sums import BINS, Totals
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.metrics.monitor.figures import Measurement
-from contrastive_zoo.metrics.monitor.samples import Samples, samples_problem
-from contrastive_zoo.metrics.monitor.statistics import sketch, totals
+from contrastive_zoo.metrics.monitor.sums import Samples, samples_problem, sketch, totals
 from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.distributed import DistributedLoss
@@ -152,15 +151,7 @@ class Monitor:
         return None if self._calls % self.every else samples_problem(rows)
 
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
-        """Measure a call if it is due. Every rank calls this after the loss, with what all have agreed on.
-
-        Args:
-            loss: the wrapped loss.
-            rows: this rank's tensors, by name.
-            shards: the split of each over the ranks.
-            world: the ranks.
-
-        """
+        """Measure a call if it is due. Every rank calls this after the loss, with what all have agreed on."""
         call, self._calls = self._calls, self._calls + 1
         if call % self.every:
             return
@@ -169,9 +160,8 @@ class Monitor:
             modules = {"loss": loss if isinstance(loss, nn.Module) else None, "encoder": self.encoder}
             sketches = {name: sketch(module) for name, module in modules.items()}
             result = totals(samples, sketches, _temperature(loss), world)
-        self.measurement = Measurement(
-            call, list(samples.encoders), result, self.quantiles, self.false_negative_quantile
-        )
+        settings = self.quantiles, self.false_negative_quantile
+        self.measurement = Measurement(call, list(samples.encoders), result, *settings)
         self._taken = False
 
     def __repr__(self) -> str:

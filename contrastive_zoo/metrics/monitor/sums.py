@@ -1,0 +1,248 @@
+"""The sums of one measurement: embeddings are found among the arguments, compared block by block, and added up over ranks.
+
+The N × N matrix of similarities never exists.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.precision import in_float64, without_autocast
+from contrastive_zoo.loss_base.loss_modules import LossModules
+from contrastive_zoo.metrics.exact import norms, similarities
+from contrastive_zoo.metrics.rounds import rounds
+from contrastive_zoo.ranks.collectives import sum_over_ranks
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import Shards, World
+
+BINS = 2048
+"""Bins of similarities between −1 and 1: 2^-10 wide, so that a quantile, a bin's centre, is at most 2^-11 off."""
+
+CANDIDATES = 2048
+"""Rows of all ranks that are compared at once with a block of this rank's rows."""
+
+_BLOCK = 2**20
+"""Similarities of a block; 8 MiB in float64, of which about ten are alive."""
+
+_POSITIVE, _NEGATIVE, _ITSELF = range(3)
+
+WIDTH = 64
+"""Numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %."""
+
+Totals = Mapping[str, Tensor]
+"""Sums over all ranks by name, in float64."""
+
+# ---------------------------------------------------------------------------------------------------------- embeddings
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The embeddings of this rank in one call, in float64 and of unit length."""
+
+    encoders: Mapping[str, Sequence[Tensor]]
+    """By name the embeddings of each encoder, one tensor [n, d] for each view."""
+    shards: Mapping[str, Shards]
+    """How the samples of each encoder are split over the ranks."""
+    labels: Tensor | None = None
+    """Classes [n] of the only encoder's rows; None: the row of another view or encoder with the same index is positive."""
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> "Samples":
+        """Find the embeddings of a call. All ranks find the same, as they have agreed on names, kinds and sizes.
+
+        The first argument holds embeddings: [n, d], or [n, views, d]. Integers after them are labels. Otherwise arguments
+        whose names begin with ``view`` are views of the same samples, and a second argument [m, d] is another encoder's.
+        Further arguments are not looked at.
+
+        Examples:
+            >>> x, one = torch.ones(2, 3), Shards((2,))
+            >>> {name: len(of) for name, of in Samples.of({"view1": x, "view2": x}, [one, one]).encoders.items()}
+            {'embeddings': 2}
+            >>> list(Samples.of({"queries": x, "keys": x}, [one, one]).encoders)
+            ['queries', 'keys']
+            >>> Samples.of({"embeddings": x, "labels": torch.tensor([0, 7])}, [one, one]).labels
+            tensor([0, 7])
+        """
+        assert samples_problem(rows) is None
+        (name, first), *others = rows.items()
+        of = shards[0]
+        views = [first] if first.ndim == 2 else list(first.unbind(1))
+        if others:
+            other, second = others[0]
+            is_real = second.is_floating_point()
+            if second.ndim == 1 and not is_real and not second.is_complex() and shards[1].sizes == of.sizes:
+                stacked = _unit(torch.cat([x.detach() for x in views]))
+                labels = second.to(stacked.device).repeat(len(views))
+                return cls({"embeddings": [stacked]}, {"embeddings": of.times(len(views))}, labels)
+            if first.ndim == 2 and name.startswith("view"):
+                views += [x for key, x in others if key.startswith("view") and x.shape[1:] == first.shape[1:]]
+            elif first.ndim == 2 and is_real and second.shape[1:] == first.shape[1:]:
+                return cls({name: [_unit(first)], other: [_unit(second)]}, {name: of, other: shards[1]})
+        return cls({"embeddings": [_unit(x) for x in views]}, {"embeddings": of})
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what is compared: each two views, or the two encoders; nothing where indices do not pair."""
+        if self.labels is not None:
+            (only,) = next(iter(self.encoders.values()))
+            return [(only, only)]
+        if len({of.sizes for of in self.shards.values()}) > 1:
+            return []
+        return list(itertools.combinations(itertools.chain.from_iterable(self.encoders.values()), 2))
+
+
+def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
+    """Return why a monitor finds no embeddings among these arguments, in words; None if it finds some."""
+    first = next(iter(rows.values()), None)
+    if first is not None and first.is_floating_point() and first.ndim in (2, 3):
+        return None
+    kinds = ", ".join(f"{name} of {x.ndim} dimensions" for name, x in rows.items()) or "no tensor"
+    return (
+        f"for its monitor the first argument of the loss holds embeddings, [n, d] or [n, views, d], got {kinds}. Monitor a "
+        "loss of embeddings, or call monitor.remove()."
+    )
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Return rows of unit length in float64, each a function of its row alone; a row of zeros stays as it is."""
+    rows = in_float64(rows.detach())
+    lengths = norms(rows)
+    return rows / lengths.masked_fill(lengths == 0, 1.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def _blocks(rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+    """Yield some of this rank's rows, the index of the first of some candidates, these, and where one has a row's index.
+
+    Candidates are the ``rows`` of all ranks; every rank gathers equally often.
+    """
+    for index, of_round in enumerate(rounds(shards, world, size=CANDIDATES)):
+        own = rows[of_round.local].to(world.device).contiguous()
+        gathered = gather_rows(own, of_round.shards, world).to(rows.device)
+        first = index * CANDIDATES
+        columns = torch.arange(first, first + len(gathered), device=rows.device)
+        height = max(1, _BLOCK // len(gathered))
+        for start in range(0, len(rows), height):
+            some = slice(start, min(start + height, len(rows)))
+            indices = torch.arange(some.start, some.stop, device=rows.device) + shards.start
+            yield some, first, gathered, indices[:, None] == columns
+
+
+def pair_sums(
+    anchors: Tensor, candidates: Tensor, labels: Tensor | None, shards: Shards, world: World
+) -> dict[str, Tensor]:
+    """Return this rank's sums over the pairs of its anchors with the candidates of all ranks, both of unit length.
+
+    With labels, the candidates are the anchors themselves; those with the anchor's label are positive, and the anchor
+    itself is no pair. Without, the candidate with the anchor's index is positive.
+
+    Returns:
+        By name, in float64: ``counts`` [2, BINS] and ``sums`` [2] of positive and negative similarities; ``hits``: anchors
+        whose best positive is more similar than every negative; ``without_positive``; ``beaten`` [N]: whether one of this
+        rank's anchors is at least as similar to a candidate as its partner is, only without labels.
+    """
+    if labels is None:  # the bits of a block's, as both are functions of the two rows alone
+        shared = similarities(anchors[:, None], candidates[:, None]).flatten(1)
+    else:  # the bits of an int64, gathered with the rows
+        shared = labels.long()[:, None].view(torch.float64)
+    counts, sums = anchors.new_zeros(3 * BINS), anchors.new_zeros(3)
+    best = anchors.new_full((2, len(anchors)), -torch.inf)
+    beaten = torch.zeros(shards.total if labels is None else 0, dtype=torch.bool, device=anchors.device)
+    for some, first, gathered, itself in _blocks(torch.cat([candidates, shared], 1), shards, world):
+        result, of_candidates = similarities(anchors[some], gathered[:, :-1]), gathered[:, -1]
+        if labels is None:
+            kind = torch.where(itself, _POSITIVE, _NEGATIVE)
+            beaten[first : first + len(gathered)] |= ((result >= of_candidates) & ~itself).any(0)
+        else:
+            of_candidates = of_candidates.contiguous().view(torch.int64)
+            kind = torch.where(labels[some, None] == of_candidates, _POSITIVE, _NEGATIVE).masked_fill_(itself, _ITSELF)
+        bins = ((result + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).add_(kind, alpha=BINS)
+        counts += torch.bincount(bins.flatten(), minlength=3 * BINS)
+        for of_kind in (_POSITIVE, _NEGATIVE):
+            is_kind = kind == of_kind
+            sums[of_kind] += result.where(is_kind, 0.0).sum()
+            nearest = result.where(is_kind, -torch.inf).amax(1)
+            best[of_kind, some] = torch.maximum(best[of_kind, some], nearest)
+    has_positive = best[_POSITIVE] > -torch.inf
+    return {
+        "counts": counts[: 2 * BINS],
+        "sums": sums[:2],
+        "hits": ((best[_POSITIVE] > best[_NEGATIVE]) & has_positive).sum().double(),
+        "without_positive": (~has_positive).sum().double(),
+        "beaten": beaten.double(),
+    }
+
+
+def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """Return Σ exp(−2 ‖x − y‖²) over the pairs of a unit row x of this rank with another unit row y of any rank."""
+    total = rows.new_zeros(())
+    for some, _, candidates, itself in _blocks(rows, shards, world):
+        total += (rows[some] @ candidates.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum()
+    return total
+
+
+# -------------------------------------------------------------------------------------------------------------- totals
+
+
+def sketch(module: nn.Module | None) -> Tensor:
+    """Return a count sketch of all parameters that are equal on every rank, [WIDTH] in float64.
+
+    Parameter k is added to number k mod WIDTH, with a random sign that is the same on every rank. So the expected squared
+    distance of two sketches is that of the parameters, and it is 0 if the parameters are the same bits. Sharded parameters
+    are left out: each rank holds other ones.
+
+    Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
+    """
+    result = torch.zeros(WIDTH, dtype=torch.float64)
+    if module is None:
+        return result
+    generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
+    for _, x in LossModules(module).shared_state():
+        if not isinstance(x, nn.Parameter) or x.is_meta:
+            continue
+        flat = nn.functional.pad(x.detach().flatten(), (0, -x.numel() % WIDTH)).view(-1, WIDTH)
+        signs = torch.randint(0, 2, (len(flat),), generator=generator).mul_(2).sub_(1).to(flat)
+        wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        result += (signs.to(wide) @ flat.to(wide)).cpu()
+    return result
+
+
+def totals(samples: Samples, sketches: Mapping[str, Tensor], temperature: float, world: World) -> Totals:
+    """Return the sums over all ranks; embeddings are gathered in rounds, and one message adds up all ranks' parts.
+
+    The temperature is that of this rank's loss, NaN if it has none; sketches are those of the same modules on every rank.
+    """
+    local = _local_sums(next(x for views in samples.encoders.values() for x in views), samples, world)
+    for name, numbers in sketches.items():
+        of_all = torch.zeros(world.size, WIDTH, dtype=torch.float64)
+        of_all[world.rank] = numbers
+        local[f"{name} sketch"] = of_all
+    local["temperature"] = torch.tensor(temperature / world.size, dtype=torch.float64)
+    if world.size == 1:
+        return local
+    flat = torch.cat([x.flatten().to(world.device) for x in local.values()])
+    summed = sum_over_ranks(flat, gradient="complete", world=world).split([x.numel() for x in local.values()])
+    return {name: x.view(part.shape) for (name, part), x in zip(local.items(), summed, strict=True)}
+
+
+@without_autocast
+def _local_sums(like: Tensor, samples: Samples, world: World) -> dict[str, Tensor]:
+    """Return this rank's part of all sums of embeddings; autocast is disabled on the device of ``like``, one of them."""
+    result: dict[str, Tensor] = {}
+    if pairs := samples.pairs():
+        shards = next(iter(samples.shards.values()))
+        parts = [pair_sums(a, b, samples.labels, shards, world) for a, b in pairs]
+        result = {name: sum((part[name] for part in parts[1:]), x) for name, x in parts[0].items() if name != "beaten"}
+        result["anchors"] = result["sums"].new_tensor(len(pairs) * shards.size)
+        result["beaten"] = torch.cat([part["beaten"] for part in parts])
+    for name, views in samples.encoders.items():
+        rows, shards = torch.cat(list(views)), samples.shards[name]
+        result[f"{name} sum"], result[f"{name} moments"] = rows.sum(0), rows.mT @ rows
+        result[f"{name} potential"] = torch.stack([potential_sum(x, shards, world) for x in views]).sum()
+        result[f"{name} rows"] = rows.new_tensor(len(rows))
+        result[f"{name} ordered pairs"] = rows.new_tensor(len(views) * shards.size * (shards.total - 1))
+    return result
