@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, in_one_line, is_integer, tensor_problem
 from contrastive_zoo.ranks.world import Processes, World
 
-Column: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[Hashable]"
+Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
 """One value per sample: a tensor, an array or a sequence, of integers or strings."""
 
 

@@ -1,7 +1,5 @@
 """Hard negatives of the queries of all ranks in the corpus of all ranks."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, Literal, TypeAlias
 
@@ -11,14 +9,13 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_zoo.data.mining_inputs import Guide
+from contrastive_zoo.data.mining import Guide, Mined, Task, mine
 from contrastive_zoo.data.mining_selection import Sampling, Selection
-from contrastive_zoo.data.mining_task import Mined, Task, mine
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.world import Processes
 
-Rows: TypeAlias = "Tensor | NDArray[np.generic]"
+Rows: TypeAlias = Tensor | NDArray[np.generic]
 
 
 @uncompiled
@@ -113,17 +110,11 @@ def mine_hard_negatives(
     )  # fmt: skip
     rows = map(as_tensor, (queries, corpus, positives))
     others = map(as_tensor, (query_labels, corpus_labels, corpus_ids))
-    task = Task(*rows, selection, *others, guide, normalize, index, progress, process_group)  # type: ignore[call-arg]  # a map
-    problem = (
-        None
-        if isinstance(output, str) and output in ("triplet", "n-tuple")
-        else f"output is 'triplet' or 'n-tuple', got {output!r}."
-    )
-    start, mined = mine(task, problem, {"output": output})
-    return _columns(start, task.positive_table, mined, output)
+    task = Task(*rows, selection, *others, guide, normalize, index, progress, output, process_group)  # type: ignore[call-arg]  # a map
+    return _columns(*mine(task), task.positive_table, output)
 
 
-def _columns(start: int, positives: Int[Tensor, "n p"], mined: Mined, output: str) -> dict[str, NDArray[Any]]:
+def _columns(start: int, mined: Mined, positives: Int[Tensor, "n p"], output: str) -> dict[str, NDArray[Any]]:
     """Return a row for each pair of query and positive, or for each triplet."""
     exists = mined.negatives >= 0
     complete = exists.all(1, keepdim=True) if output == "n-tuple" else exists.any(1, keepdim=True)
@@ -143,10 +134,8 @@ def _columns(start: int, positives: Int[Tensor, "n p"], mined: Mined, output: st
 
 def as_tensor(rows: Any) -> Any:
     """Return an array as a tensor that shares its memory, also a read-only memory map; None stays None."""
-    if rows is None or isinstance(rows, Tensor):
-        return rows
     if not isinstance(rows, (np.ndarray, list, tuple)):
-        return rows  # refused in words later
+        return rows  # None, a tensor, or something that is refused in words later
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
         try:

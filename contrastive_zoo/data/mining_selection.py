@@ -1,7 +1,5 @@
 """Which candidates are negatives, and which of them are taken: functions of one query's candidates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Hard negatives that are mined again during the training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.data.mining_inputs import Guide, called_on_every_rank
+from contrastive_zoo.data.mining import Guide, Task, called_on_every_rank, mine
 from contrastive_zoo.data.mining_selection import Selection
-from contrastive_zoo.data.mining_task import Task, mine
 from contrastive_zoo.loss_base.state import loading_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, is_integer, tensor_problem
@@ -114,24 +111,15 @@ class RefreshedNegatives:
         agree_on_shards("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
         queries, corpus = (
-            called_on_every_rank("RefreshedNegatives", name, partial(self._encoded, encode, size, world), world=world)
-            for name, encode, size in (
-                ("encode_queries", self.encode_queries, len(self.positives)),
-                ("encode_corpus", self.encode_corpus, self.corpus_size),
+            called_on_every_rank(
+                "RefreshedNegatives", name, partial(self._encoded, getattr(self, name), size, world), world=world
             )
+            for name, size in (("encode_queries", len(self.positives)), ("encode_corpus", self.corpus_size))
         )
         start, stop = self._part(len(self.positives), world)
-        selection = replace(self.selection, seed=seed)
-        task = Task(
-            queries,
-            corpus,
-            self.positives[start:stop],
-            selection,
-            guide=self.guide,
-            normalize=self.normalize,
-            process_group=world,
-        )
-        _, mined = mine(task)
+        rows = queries, corpus, self.positives[start:stop]
+        options: dict[str, Any] = {"guide": self.guide, "normalize": self.normalize, "process_group": world}
+        _, mined = mine(Task(*rows, replace(self.selection, seed=seed), **options))
         self.negatives = gather_rows(mined.negatives, world.shards(stop - start), world).clone()
         self.mined_at = step
         return True

@@ -96,8 +96,8 @@ def top_k(
         scores, positions, _ = local.nearest(block, block.gathered(prepared_queries), k, outside)
         scores, positions = ordered(scores, positions, k)
         indices = positions + start * (positions >= 0)
-        of_all_ranks = [torch.cat(block.answered(x), 1) for x in (scores, indices)]
-        result.scores[block.local], result.indices[block.local] = ordered(*of_all_ranks, k)
+        scores, indices = (torch.cat(block.answered(x), 1) for x in (scores, indices))
+        result.scores[block.local], result.indices[block.local] = ordered(scores, indices, k)
     return result
 
 

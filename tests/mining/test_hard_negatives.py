@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.data import mining_task as task
+from contrastive_zoo.data import mining
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, numbers
 
@@ -156,7 +156,7 @@ def test_random_negatives_are_a_function_of_the_seed() -> None:
 def test_the_steps_do_not_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
     expected = cz.data.mine_hard_negatives(**rows, sampling="random")
-    monkeypatch.setattr(task, "QUERIES_OF_A_STEP", 8)
+    monkeypatch.setattr(mining, "QUERIES_OF_A_STEP", 8)
     found = cz.data.mine_hard_negatives(**rows, sampling="random", progress=True)
     assert "37/37" in capsys.readouterr().err
     assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)

@@ -1,0 +1,303 @@
+"""One mining: its arguments, the checks that all ranks agree on, and the search step by step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.data.mining_selection import Selection
+from contrastive_zoo.loss_base.numbers import flag_problem
+from contrastive_zoo.metrics.exact import prepared, similarities
+from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.session import Session, agree_on_shards
+from contrastive_zoo.ranks.transport import exchange_rows
+from contrastive_zoo.ranks.world import Processes, Shards, World
+
+QUERIES_OF_A_STEP = 16384
+"""Queries of a rank whose candidates are held at once."""
+
+NO_LABEL = torch.iinfo(torch.int64).min
+"""The label of a query that no row has."""
+
+_NAME = "mine_hard_negatives"
+
+Guide: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""A function of query indices [p] and corpus indices [p] that returns scores [p]."""
+
+
+class Mined(NamedTuple):
+    """The hard negatives of this rank's queries."""
+
+    negatives: Int[Tensor, "n num"]
+    """Global indices, best first; −1 where there are fewer."""
+    scores: Float[Tensor, "n num"]
+    """Their similarities to the query; −∞ where there are fewer."""
+    positive_scores: Float[Tensor, "n p"]
+    """The similarities of the positives."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The arguments of :func:`mine_hard_negatives` as tensors."""
+
+    queries: Tensor
+    corpus: Tensor
+    positives: Tensor
+    selection: Selection
+    query_labels: Tensor | None = None
+    corpus_labels: Tensor | None = None
+    corpus_ids: Tensor | None = None
+    guide: Guide | None = None
+    normalize: bool = True
+    index: ApproximateIndex | None = None
+    progress: bool = False
+    output: str = "triplet"
+    process_group: Processes = None
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """The tensors, by argument."""
+        names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
+        arguments = {name: x for name in names if (x := getattr(self, name)) is not None or name in names[:3]}
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+
+    @property
+    def positive_table(self) -> Int[Tensor, "n p"]:
+        """The positives with a second dimension, on the CPU."""
+        return (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
+
+    @property
+    def problem(self) -> str | None:
+        """Why this cannot be searched, in words; None if it can."""
+        problem = flag_problem(progress=self.progress) or faiss_problem()
+        problem = problem or (_progress_problem() if self.progress else None)
+        problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
+        if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
+            return problem
+        if not (self.guide is None or callable(self.guide)):
+            return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
+        if problem := rows_problem(self.queries, self.corpus, "corpus"):
+            return problem
+        if (self.query_labels is None) != (self.corpus_labels is None):
+            return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
+        if self.positives.ndim not in (1, 2):
+            return f"positives are [n] or [n, p], got {described(self.positives)}."
+        for name, tensor in self.rows.items():
+            of = self.corpus if name.startswith("corpus") else self.queries
+            single = name not in ("queries", "corpus", "positives")
+            if not tensor.ndim or len(tensor) != len(of) or (single and tensor.ndim != 1):
+                return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
+            if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
+                return f"{name} are int64, got {described(tensor)}."
+        if (problem := self.selection.problem) is not None:
+            return problem
+        if not (isinstance(self.output, str) and self.output in ("triplet", "n-tuple")):
+            return f"output is 'triplet' or 'n-tuple', got {self.output!r}."
+        return None
+
+
+def _progress_problem() -> str | None:
+    """Return what to do where tqdm is not installed, in words; None if it is."""
+    try:
+        import tqdm.auto  # noqa: F401 - whether it can be imported
+    except ImportError:
+        return "progress=True needs tqdm, which is not installed: pip install contrastive_zoo[mining]."
+    return None
+
+
+@torch.no_grad()
+def mine(task: Task) -> tuple[int, Mined]:
+    """Return the global index of this rank's first query, and the negatives of its queries.
+
+    Raises:
+        ValueError: see :func:`mine_hard_negatives`.
+    """
+    world = World.of(task.process_group, _NAME)
+    session = Session.of(world, check_finite=False)  # the search checks rows
+    settings = {"selection": task.selection, "normalize": task.normalize, "guide": task.guide is not None}
+    settings["output"] = task.output
+    queries, corpus, *_ = agree_on_shards(_NAME, task.rows, world=session, problem=task.problem, settings=settings)
+    search = _Search(task, queries, corpus, world)
+    outside = (search.positives < -1) | (search.positives >= corpus.total)
+    problem = None
+    if corpus.total == 0:
+        problem = "the corpus is empty on every rank."
+    elif outside.any():
+        first = search.positives[outside][0].item()
+        problem = f"positives are indices into the {corpus.total} rows of the corpus, or -1, got {first}."
+    agree_on_shards(_NAME, {}, world=world, problem=problem)
+    blocks = [search.mined(part) for part in _steps(queries, task.progress, world)]
+    return queries.start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
+
+
+def _steps(queries: Shards, progress: bool, world: World) -> Iterator[slice]:
+    """Yield parts of this rank's queries: equally many on every rank, the last ones possibly empty, but at least one."""
+    bar: Any = nullcontext()
+    if progress:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(total=queries.size, desc="Mining hard negatives", unit=" queries", disable=world.rank != 0)
+    with bar:
+        for step in range(max(1, -(-max(queries.sizes) // QUERIES_OF_A_STEP))):
+            part = slice(*(min(queries.size, QUERIES_OF_A_STEP * (step + x)) for x in (0, 1)))
+            yield part
+            if progress:
+                bar.update(part.stop - part.start)
+
+
+class _Search:
+    """The search of a task that all ranks have agreed on; they call each method together."""
+
+    def __init__(self, task: Task, queries: Shards, corpus: Shards, world: World) -> None:
+        self.task, self.queries, self.corpus, self.world = task, queries, corpus, world
+        self.positives = task.positive_table
+        labels = [x for x in (task.corpus_labels, task.corpus_ids) if x is not None]
+        self.labels = torch.stack(labels, 1) if labels else None
+        """[m, l], labels of this rank's rows; a candidate is no negative if one of them is the query's."""
+
+    def mined(self, part: slice) -> Mined:
+        """Return the negatives of some of this rank's queries."""
+        task, selection = self.task, self.task.selection
+        queries, positives = task.queries[part], self.positives[part]
+        positive_scores = self._positive_scores(queries, positives)
+        depth = selection.depth(task.guide is not None)
+        result = self._candidates(queries, positives, self._query_labels(positives, part), depth)
+        lowest = positive_scores.amin(1) if positives.shape[1] else torch.full((len(queries),), torch.inf).double()
+        allowed = selection.allowed(result.scores, lowest)
+        allowed[:, : selection.range_min] = False
+        query = torch.arange(len(queries)) + self.queries.start + part.start
+        if task.guide is not None:
+            judge = partial(_guided, task.guide, query, positives, result.indices, allowed, selection.guide_margin)
+            allowed &= called_on_every_rank(_NAME, "the guide", judge, world=self.world)
+        chosen = selection.chosen(allowed, result.indices, query)
+        missing, place = chosen < 0, chosen.clamp(min=0)
+        return Mined(
+            result.indices.gather(1, place).masked_fill(missing, -1),
+            result.scores.gather(1, place).masked_fill(missing, -torch.inf),
+            positive_scores.masked_fill(positives < 0, torch.nan),
+        )
+
+    def _candidates(
+        self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None, k: int
+    ) -> Neighbors:
+        """Return the k best rows of each query that are not excluded and have none of the query's labels.
+
+        The number of rows with the query's labels is not known before, so the search is repeated with twice the depth for
+        queries that need it; all ranks repeat it together.
+
+        ``excluded`` are global indices, −1 for none; ``labels`` are the query's, of each kind, or None.
+        """
+        everything = self.corpus.total
+        k = min(k, everything)
+        results = self._searched(queries, excluded, k)
+        if labels is None:
+            return results
+        result = Neighbors(results.scores.clone(), results.indices.clone())
+        open_queries, depth = torch.arange(len(queries)), k
+        while True:
+            differs = self._differs(results.indices, labels[open_queries])
+            order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
+            result.scores[open_queries] = results.scores.masked_fill(~differs, -torch.inf).gather(1, order)
+            result.indices[open_queries] = results.indices.masked_fill(~differs, -1).gather(1, order)
+            open_queries = open_queries[differs.sum(1) < k]
+            # a search of the whole corpus has found all there is
+            if depth == everything or not any(number for (number,) in self.world.exchange([len(open_queries)])):
+                return result
+            depth = min(2 * depth, everything)
+            results = self._searched(queries[open_queries], excluded[open_queries], depth)
+
+    def _searched(self, queries: Tensor, excluded: Tensor, k: int) -> Neighbors:
+        settings: dict[str, Any] = {"normalize": self.task.normalize, "index": self.task.index}
+        return top_k(queries, self.task.corpus, k=k, excluded=excluded, **settings, process_group=self.world)
+
+    def _differs(self, indices: Int[Tensor, "n k"], labels: Int[Tensor, "n l q"]) -> Tensor:
+        """Return which candidates exist and have none of the query's labels."""
+        assert self.labels is not None
+        theirs = self._fetched(self.labels, indices)
+        same = (theirs[..., None] == labels[:, None]) & (labels[:, None] != NO_LABEL)
+        return ~same.flatten(2).any(2) & (indices >= 0)
+
+    def _positive_scores(self, queries: Tensor, positives: Int[Tensor, "n p"]) -> Float[Tensor, "n p"]:
+        """Return the similarities of the positives; +∞ for none."""
+        rows = self._fetched(self.task.corpus, positives)
+        left, right = (prepared(x, normalize=self.task.normalize) for x in (queries, rows))
+        return similarities(left[:, None], right)[:, 0].masked_fill(positives < 0, torch.inf)
+
+    def _query_labels(self, positives: Int[Tensor, "n p"], part: slice) -> Int[Tensor, "n l q"] | None:
+        """Return for each kind of label those that a query's negatives must not have."""
+        result = []
+        if self.task.query_labels is not None:
+            result.append(self.task.query_labels[part].cpu()[:, None])
+        if self.task.corpus_ids is not None:
+            result.append(self._fetched(self.task.corpus_ids, positives).masked_fill(positives < 0, NO_LABEL))
+        if not result:
+            return None
+        width = max(x.shape[1] for x in result)
+        padded = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in result]
+        return torch.stack(padded, 1)
+
+    def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:
+        """Return the rows of the corpus with these global indices, whichever rank holds them; any row for an index of −1.
+
+        Each rank requests every row once, and the owners answer. Memory is that of the result. ``wanted`` has any shape,
+        and the result [*shape of wanted, *shape of a row] is on the CPU.
+        """
+        world = self.world
+        needed, place = wanted.clamp(min=0).cpu().unique(return_inverse=True)
+        if world.size == 1:
+            return rows[needed.to(rows.device)].cpu()[place]
+        owners = torch.searchsorted(torch.tensor(self.corpus.sizes).cumsum(0), needed, right=True)
+        send = torch.bincount(owners, minlength=world.size).tolist()
+        receive = [counts[world.rank] for counts in world.exchange(send)]
+        requests = exchange_rows(needed.to(world.device), send, receive, world) - self.corpus.start
+        answers = rows[requests.to(rows.device)].to(world.device)
+        return exchange_rows(answers.contiguous(), receive, send, world).cpu()[place]
+
+
+def _guided(
+    guide: Guide, query: Tensor, positives: Tensor, candidates: Tensor, allowed: Tensor, margin: float
+) -> Tensor:
+    """Return which candidates the guide takes for negatives."""
+
+    def scores(which: Tensor, corpus: Tensor) -> Tensor:
+        pairs = which.nonzero(as_tuple=True)
+        result = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()
+        if result.shape != pairs[0].shape or result.isnan().any():
+            raise ValueError(f"it returns one number per pair, {len(pairs[0])}, got {described(result)}.")
+        return torch.full(which.shape, torch.inf, dtype=torch.float64).index_put(pairs, result)
+
+    if not len(query):
+        return allowed
+    of_positives = scores(positives >= 0, positives)
+    lowest = of_positives.amin(1, keepdim=True) if positives.shape[1] else torch.full((len(query), 1), torch.inf)
+    return scores(allowed, candidates) <= lowest - margin
+
+
+R = TypeVar("R")
+
+
+def called_on_every_rank(caller: str, name: str, function: Callable[[], R], *, world: World) -> R:
+    """Return this rank's result of a user's function; every rank calls it, and any rank's error is all ranks' error.
+
+    Raises:
+        ValueError: on every rank alike, the function raised on some rank; there it is ``__cause__``.
+    """
+    cause: Exception | None = None
+    problem = None
+    try:
+        result = function()
+    except Exception as error:
+        cause, problem = error, f"{name} raised {type(error).__name__}: {str(error).rstrip('.')}."
+    try:
+        agree_on_shards(caller, {}, world=world, problem=problem)
+    except ValueError as error:
+        raise error from cause
+    return result
