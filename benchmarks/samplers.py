@@ -19,10 +19,12 @@ from suite.harness import command_line
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from contrastive_zoo import World
-from contrastive_zoo.data.global_batches import GlobalBatchSampler
-from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
-from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
-from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
+from contrastive_zoo.data import (
+    GlobalBatchSampler,
+    HardNegativeBatchSampler,
+    MPerClassBatchSampler,
+    NoDuplicatesBatchSampler,
+)
 from contrastive_zoo.testing.invariant import Broken
 from tests.sampling.cases import random_trial
 from tests.sampling.invariants import SAMPLER_INVARIANTS

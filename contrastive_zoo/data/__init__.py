@@ -1,13 +1,11 @@
 """Before a batch and after it: batch samplers and hard-negative mining, the same for every split over the ranks."""
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, GlobalBatchSampler
 from contrastive_zoo.data.collate import CollateEmptyBatches
-from contrastive_zoo.data.global_batches import GlobalBatchSampler
+from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler
 from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
 from contrastive_zoo.data.hard_negatives import mine_hard_negatives
-from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
 from contrastive_zoo.data.miner import DistributedMiner
-from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
 from contrastive_zoo.data.refreshed import RefreshedNegatives
 
 __all__ = [

@@ -1,56 +1,26 @@
-"""The base class of batch samplers: global batches by epoch, from columns of a dataset, split over the ranks."""
-
-from __future__ import annotations
+"""Batch samplers whose global batches are split over the ranks: the base class, and batches in random or stored order."""
 
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Sampler
 
+from contrastive_zoo.loss_base.numbers import flag_problem, of_size
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
-from contrastive_zoo.ranks.row_checks import array_in_one_line, described, in_one_line, is_integer, tensor_problem
+from contrastive_zoo.ranks.random_keys import random_keys
+from contrastive_zoo.ranks.row_checks import array_in_one_line, described, in_one_line, is_integer
 from contrastive_zoo.ranks.world import Processes, World
 
-Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
-"""One value per sample: a tensor, an array or a sequence, of integers or strings."""
-
-
-def columns_problem(columns: Sequence[Column]) -> str | None:
-    """Return why these are no columns, in words; None if they are."""
-    for column in columns:
-        if not isinstance(column, (Tensor, np.ndarray, Sequence)) or isinstance(column, (str, bytes)):
-            return f"labels and columns are tensors, arrays or lists, got {described(column)}."
-        if isinstance(column, Tensor) and (problem := tensor_problem("labels and columns", column)):
-            return problem
-        if not isinstance(column, (Tensor, np.ndarray)) and not all(isinstance(x, Hashable) for x in column):
-            return f"labels and columns hold numbers, words or other hashable values, got {described(column)}."
-    shapes = (list(column.shape) for column in columns if isinstance(column, (Tensor, np.ndarray)))
-    bad = next((shape for shape in shapes if len(shape) != 1), None)
-    return None if bad is None else f"labels and columns have one value per sample, [n], got shape {bad}."
-
-
-def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hashable]]:
-    """Return the columns with equal values as equal integers, 0, 1, … in order of appearance, and the distinct values.
-
-    Examples:
-        >>> codes([["a", "b", "a"], np.array(["c", "b", "b"])])
-        ([array([0, 1, 0]), array([2, 1, 1])], ['a', 'b', 'c'])
-    """
-    known: dict[Hashable, int] = {}
-    result = []
-    for column in columns:
-        values = column.tolist() if isinstance(column, (Tensor, np.ndarray)) else column
-        result.append(np.fromiter((known.setdefault(value, len(known)) for value in values), np.int64, len(values)))
-    return result, list(known)
+Batches = Sequence[NDArray[np.int64]]
+"""The sample indices of each global batch of an epoch."""
 
 
 @lru_cache(maxsize=1024)  # most batches of an epoch have one size
@@ -61,10 +31,6 @@ def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
     the machine. Each rank's number of samples differs from its exact share by less than 1.
 
     Examples:
-        >>> rank_bounds(5, (1, 1))
-        [0, 3, 5]
-        >>> rank_bounds(1, (1, 1, 1))
-        [0, 1, 1, 1]
         >>> rank_bounds(8, (1, 0.5, 0.5))
         [0, 4, 6, 8]
     """
@@ -86,10 +52,6 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
     if not all(math.isfinite(x) and x >= 0 for x in weights) or not any(weights):
         return f"rank_weights are finite, at least 0, and not all 0, got {list(weights)}."
     return None
-
-
-Batches = Sequence[NDArray[np.int64]]
-"""The sample indices of each global batch of an epoch."""
 
 
 class BaseBatchSampler(Sampler[list[int]], ABC):
@@ -238,12 +200,12 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             )
 
     @property
-    def sampler(self) -> BaseBatchSampler:
+    def sampler(self) -> "BaseBatchSampler":
         """This sampler: Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
         return self
 
     @property
-    def batch_sampler(self) -> BaseBatchSampler:
+    def batch_sampler(self) -> "BaseBatchSampler":
         """This sampler: Hugging Face's Trainer calls ``loader.batch_sampler.batch_sampler.set_epoch``."""
         return self
 
@@ -263,3 +225,68 @@ def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
 def _in_words(value: object) -> str:
     """Return a setting as text that ranks compare."""
     return array_in_one_line(value) if isinstance(value, np.ndarray) else in_one_line(value)
+
+
+class GlobalBatchSampler(BaseBatchSampler):
+    """Global batches of ``batch_size`` samples, each sample once per epoch.
+
+    It replaces torch's DistributedSampler with a BatchSampler, whose ranks repeat samples to make their numbers equal, and
+    whose global batches depend on W. Here the last batch is smaller, and is split over the ranks like the others.
+
+    Args:
+        num_samples: the length of the dataset.
+        batch_size: samples of a global batch, on all ranks together.
+        shuffle: whether the order is random, another one in each epoch; otherwise it is that of the dataset.
+        seed: see :class:`BaseBatchSampler`.
+        rank_weights: each rank's share of a global batch; None is an even split.
+        process_group: see :class:`BaseBatchSampler`.
+
+    Raises:
+        ValueError: sizes that are no integers of at least 1, or what the base class refuses.
+
+    Examples:
+        >>> from contrastive_zoo import World
+        >>> for rank in range(2):
+        ...     sampler = GlobalBatchSampler(9, batch_size=4, shuffle=False, process_group=World(rank, 2))
+        ...     print(list(sampler))
+        [[0, 1], [4, 5], [8]]
+        [[2, 3], [6, 7], []]
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank_weights: Sequence[float] | None = None,
+        process_group: Processes = None,
+    ) -> None:
+        self.num_samples, self.batch_size, self.shuffle = num_samples, batch_size, shuffle
+        settings = {"num_samples": num_samples, "batch_size": batch_size, "shuffle": shuffle}
+        problem = flag_problem(shuffle=shuffle)
+        problem = problem or size_problem("num_samples", num_samples) or size_problem("batch_size", batch_size)
+        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+
+    def global_batches(self, epoch: int) -> Batches:
+        """Return consecutive parts of the epoch's order."""
+        return of_size("GlobalBatchSampler", partial(self._parts_of_order, epoch), num_samples=self.num_samples)
+
+    def _parts_of_order(self, epoch: int) -> Batches:
+        samples = np.arange(self.num_samples)
+        order = np.argsort(random_keys(self.seed, epoch, samples)) if self.shuffle else samples
+        return np.split(order, range(self.batch_size, self.num_samples, self.batch_size))
+
+
+def size_problem(name: str, size: Any, at_least: int = 1) -> str | None:
+    """Return why this is no size, in words; None if it is one.
+
+    Examples:
+        >>> size_problem("m", 2**64)
+        'm is below 2**60, got 18446744073709551616.'
+    """
+    if not is_integer(size, at_least=at_least):
+        return f"{name} is an integer of at least {at_least}, got {size!r}."
+    # NumPy counts the bytes of samples in int64; np.arange(2**63 - 1) is empty
+    return f"{name} is below 2**60, got {size!r}." if size >= 2**60 else None

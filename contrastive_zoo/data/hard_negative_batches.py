@@ -1,7 +1,5 @@
 """Batches of near neighbours."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +9,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped
-from contrastive_zoo.data.global_batches import size_problem
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
 from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
@@ -80,7 +77,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         normalize: bool = True,
         process_group: Processes = None,
         **settings: Any,
-    ) -> HardNegativeBatchSampler:
+    ) -> "HardNegativeBatchSampler":
         """Return a sampler over the nearest rows of all ranks' embeddings, by an exact search.
 
         Args:
@@ -133,13 +130,12 @@ class HardNegativeBatchSampler(BaseBatchSampler):
 def _as_table(neighbours: Any) -> tuple[NDArray[Any], str | None]:
     """Return neighbours as an array, and why there is none, in words."""
     problem = tensor_problem("neighbours", neighbours) if isinstance(neighbours, Tensor) else None
+    if problem is not None:
+        return np.empty((0, 0)), problem
     try:
-        table = np.asarray(
-            [] if problem else neighbours.numpy(force=True) if isinstance(neighbours, Tensor) else neighbours
-        )
+        return np.asarray(neighbours.numpy(force=True) if isinstance(neighbours, Tensor) else neighbours), None
     except (ValueError, TypeError):  # ragged lists
         return np.empty((0, 0)), f"neighbours are a table of indices, one row per sample, got {described(neighbours)}."
-    return table, problem
 
 
 def _table_problem(table: NDArray[np.generic]) -> str | None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler
-from contrastive_zoo.data.global_batches import GlobalBatchSampler
-from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
-from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
-from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
+from contrastive_zoo.data import (
+    BaseBatchSampler,
+    GlobalBatchSampler,
+    HardNegativeBatchSampler,
+    MPerClassBatchSampler,
+    NoDuplicatesBatchSampler,
+)
 from contrastive_zoo.ranks.world import World
 from tests.sampling.trial import SamplerTrial
 

@@ -5,10 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, codes
-from contrastive_zoo.data.global_batches import GlobalBatchSampler
-from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
-from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler
+from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, codes
 from contrastive_zoo.ranks.world import World
 
 

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
-from contrastive_zoo.data.collate import CollateEmptyBatches
-from contrastive_zoo.data.global_batches import GlobalBatchSampler
-from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
-from contrastive_zoo.data.m_per_class import MPerClassBatchSampler
-from contrastive_zoo.data.no_duplicates import NoDuplicatesBatchSampler
+from contrastive_zoo.data import (
+    CollateEmptyBatches,
+    GlobalBatchSampler,
+    HardNegativeBatchSampler,
+    MPerClassBatchSampler,
+    NoDuplicatesBatchSampler,
+)
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error
 

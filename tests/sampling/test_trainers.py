@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import contrastive_zoo as cz
-from contrastive_zoo.data.collate import CollateEmptyBatches
-from contrastive_zoo.data.global_batches import GlobalBatchSampler
+from contrastive_zoo.data import CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.testing.worlds import Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3

@@ -1,0 +1,272 @@
+"""Batch samplers by columns of a dataset: m samples of each of several classes, or no value twice."""
+
+import heapq
+from collections.abc import Hashable, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
+from contrastive_zoo.ranks.random_keys import random_keys
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.world import Processes
+
+Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
+"""One value per sample: a tensor, an array or a sequence, of integers or strings."""
+
+
+def columns_problem(columns: Sequence[Column]) -> str | None:
+    """Return why these are no columns, in words; None if they are."""
+    for column in columns:
+        if not isinstance(column, (Tensor, np.ndarray, Sequence)) or isinstance(column, (str, bytes)):
+            return f"labels and columns are tensors, arrays or lists, got {described(column)}."
+        if isinstance(column, Tensor) and (problem := tensor_problem("labels and columns", column)):
+            return problem
+        if not isinstance(column, (Tensor, np.ndarray)) and not all(isinstance(x, Hashable) for x in column):
+            return f"labels and columns hold numbers, words or other hashable values, got {described(column)}."
+    shapes = (list(column.shape) for column in columns if isinstance(column, (Tensor, np.ndarray)))
+    bad = next((shape for shape in shapes if len(shape) != 1), None)
+    return None if bad is None else f"labels and columns have one value per sample, [n], got shape {bad}."
+
+
+def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hashable]]:
+    """Return the columns with equal values as equal integers, 0, 1, … in order of appearance, and the distinct values.
+
+    Examples:
+        >>> codes([["a", "b", "a"], np.array(["c", "b", "b"])])
+        ([array([0, 1, 0]), array([2, 1, 1])], ['a', 'b', 'c'])
+    """
+    known: dict[Hashable, int] = {}
+    result = []
+    for column in columns:
+        values = column.tolist() if isinstance(column, (Tensor, np.ndarray)) else column
+        result.append(np.fromiter((known.setdefault(value, len(known)) for value in values), np.int64, len(values)))
+    return result, list(known)
+
+
+Singletons = Literal["raise", "keep", "drop"]
+
+
+class MPerClassBatchSampler(BaseBatchSampler):
+    """Global batches with m samples of each of p classes, each sample once per epoch.
+
+    In every epoch the samples of a class are shuffled and cut into groups of m. Two or more that remain are a group of their
+    own; a single one joins another group, which then has m + 1. So every sample of a class with at least two has a positive
+    in its global batch, nothing is repeated and nothing is dropped.
+
+    A batch holds groups of p different classes; only the last batch has fewer. If one class has more groups than that
+    leaves batches, an epoch has as many batches as that class has groups, and the groups are spread evenly over them: fewer
+    than p classes each. Batches of large classes do not all come first: their order is random.
+
+    Args:
+        labels: the class of each sample: integers or strings.
+        m: samples per class in a batch, at least 2.
+        classes_per_batch: p; a batch has m · p samples, all ranks together, up to the groups of another size.
+        singletons: what to do with classes of one sample, which has no positive: ``"raise"`` an error, ``"keep"`` them as
+            negatives of the others, in groups of 1, or ``"drop"`` them.
+        seed: see :class:`BaseBatchSampler`.
+        rank_weights: each rank's share of a global batch; None is an even split.
+        process_group: see :class:`BaseBatchSampler`.
+
+    Raises:
+        ValueError: m below 2, p below 1 or above the number of classes, no labels, singletons that are not to be there, or
+            what the base class refuses.
+
+    Examples:
+        >>> from contrastive_zoo import World
+        >>> labels = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])
+        >>> sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, process_group=World())
+        >>> [sorted(labels[batch].tolist()) for batch in sampler]
+        [[0, 0, 0, 2, 2], [1, 1, 2, 2]]
+
+    Source: batches of p classes with m samples: Hermans et al. 2017, §2, https://arxiv.org/abs/1703.07737
+    """
+
+    def __init__(
+        self,
+        labels: Column,
+        *,
+        m: int,
+        classes_per_batch: int,
+        singletons: Singletons = "raise",
+        seed: int = 0,
+        rank_weights: Sequence[float] | None = None,
+        process_group: Processes = None,
+    ) -> None:
+        shape_problem = columns_problem([labels])
+        (self._classes,), values = codes([labels if shape_problem is None else []])
+        self.m, self.classes_per_batch, self.singletons = m, classes_per_batch, singletons
+        counts = np.bincount(self._classes, minlength=len(values))
+        problem = (
+            shape_problem
+            or size_problem("m", m, at_least=2)
+            or size_problem("classes_per_batch", classes_per_batch)
+            or _classes_problem(counts, values, classes_per_batch, singletons)
+        )
+        settings = {"labels": self._classes, "m": m, "classes_per_batch": classes_per_batch, "singletons": singletons}
+        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        self._counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
+
+    def global_batches(self, epoch: int) -> Batches:
+        """Return batches of groups of different classes."""
+        keys = random_keys(self.seed, epoch, np.arange(len(self._classes)))
+        groups = np.maximum(self._counts // self.m + (self._counts % self.m >= 2), self._counts > 0)
+        batches = _distinct(groups, self.classes_per_batch, random_keys(self.seed, epoch, np.arange(groups.sum()), 1))
+        order = np.lexsort((keys, self._classes))  # class after class, shuffled
+        classes = self._classes[order]
+        sizes = np.bincount(classes, minlength=len(groups))
+        starts = np.cumsum(sizes) - sizes
+        group = np.minimum((np.arange(len(order)) - starts[classes]) // self.m, groups[classes] - 1)
+        first = np.cumsum(groups) - groups
+        batch_of = np.full(len(order), -1)
+        used = groups[classes] > 0
+        batch_of[order[used]] = batches[(first[classes] + group)[used]]
+        return grouped(batch_of, keys)
+
+
+def _distinct(groups: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return the batch of each group, class after class, such that no batch holds two groups of a class.
+
+    Each batch takes the classes with the most groups left, ties at random: the fewest batches that are possible. All full
+    batches are then shuffled.
+    """
+    total, most = int(groups.sum()), int(groups.max())
+    if most > -(-total // size):  # one class decides the number of batches
+        size = -(-total // most)
+    draws = iter(keys.tolist())
+    left = [(-count, next(draws), index) for index, count in enumerate(groups.tolist()) if count]
+    heapq.heapify(left)
+    ends = np.cumsum(groups).tolist()
+    batch_of = np.empty(total, np.int64)
+    number, uneven = 0, []
+    while left:
+        taken = [heapq.heappop(left) for _ in range(min(size, len(left)))]
+        for count, _, index in taken:
+            batch_of[ends[index] + count] = number
+            if count < -1:
+                heapq.heappush(left, (count + 1, next(draws), index))
+        if len(taken) < size:
+            uneven.append(number)
+        number += 1
+    renamed = np.empty(number, np.int64)
+    renamed[np.lexsort((keys[:number], np.isin(np.arange(number), uneven)))] = np.arange(number)
+    return renamed[batch_of]
+
+
+def _classes_problem(
+    counts: NDArray[np.int64], values: Sequence[object], per_batch: int, singletons: str
+) -> str | None:
+    if singletons not in get_args(Singletons):
+        return f"singletons is one of 'raise', 'keep', 'drop', got {singletons!r}."
+    if not len(counts):
+        return "labels are one per sample, got none."
+    alone = [value for value, count in zip(values, counts.tolist(), strict=True) if count == 1]
+    if alone and singletons == "raise":
+        some = ", ".join(map(repr, alone[:5])) + (", …" if len(alone) > 5 else "")
+        return (
+            f"{len(alone)} of {len(counts)} classes have one sample, which has no positive (class {some}). Pass "
+            "singletons='keep' to have them as negatives, or singletons='drop' to leave them out."
+        )
+    classes = len(counts) - (len(alone) if singletons == "drop" else 0)
+    if per_batch > classes:
+        return f"classes_per_batch is at most the number of classes, {classes}, got {per_batch}."
+    return None
+
+
+class NoDuplicatesBatchSampler(BaseBatchSampler):
+    """Global batches in which no two samples share a value, each sample once per epoch.
+
+    A loss with in-batch negatives takes another sample's positive for a negative; if two samples have the same query or the
+    same document, that is a false negative. Here all values of a global batch are different, also across columns and
+    across ranks.
+
+    An epoch has ⌈samples / batch_size⌉ batches, or as many as the most frequent value has samples. Samples are spread evenly
+    over them, so the sizes differ by few samples and no batch is left with the duplicates. With several columns there may
+    be more batches, depending on the epoch.
+
+    Args:
+        columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
+        batch_size: the most samples of a global batch, on all ranks together.
+        seed: see :class:`BaseBatchSampler`.
+        rank_weights: each rank's share of a global batch; None is an even split.
+        process_group: see :class:`BaseBatchSampler`.
+
+    Raises:
+        ValueError: no columns, columns of different lengths or without samples, a batch size below 1, or what the base
+            class refuses.
+
+    Examples:
+        >>> from contrastive_zoo import World
+        >>> queries = ["a", "a", "a", "b", "c"]
+        >>> sampler = NoDuplicatesBatchSampler(queries, batch_size=4, process_group=World())
+        >>> [sorted(queries[index] for index in batch) for batch in sampler]
+        [['a', 'c'], ['a'], ['a', 'b']]
+    """
+
+    def __init__(
+        self,
+        *columns: Column,
+        batch_size: int,
+        seed: int = 0,
+        rank_weights: Sequence[float] | None = None,
+        process_group: Processes = None,
+    ) -> None:
+        shape_problem = columns_problem(columns)
+        result, values = codes(columns if shape_problem is None else [])
+        lengths = [len(column) for column in result]
+        problem = size_problem("batch_size", batch_size)
+        if not lengths or len(set(lengths)) > 1 or not lengths[0]:
+            problem = f"columns have one value per sample, and equal lengths of at least 1, got lengths {lengths}."
+        problem = shape_problem or problem
+        self.batch_size = batch_size
+        settings = {"columns": np.concatenate([*result, lengths]), "batch_size": batch_size}
+        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        self._values = np.stack(result, 1)
+        self._frequency = _frequency(self._values, len(values))
+
+    def global_batches(self, epoch: int) -> Batches:
+        """Return batches of samples without a common value."""
+        samples = np.arange(len(self._values))
+        keys = random_keys(self.seed, epoch, samples)
+        frequency = self._frequency[self._values]
+        value = self._values[samples, frequency.argmax(1)]  # the most frequent one of each sample
+        value_key = random_keys(self.seed, epoch, value, 1)
+        # samples with frequent values first, then value after value in random order
+        order = np.lexsort((keys, value_key, -frequency.max(1)))
+        number = max(-(-len(order) // self.batch_size), int(frequency.max()))
+        batch_of = np.empty(len(order), np.int64)
+        if self._values.shape[1] == 1:  # no value has more samples than there are batches
+            batch_of[order] = samples % number
+        else:
+            batch_of[order] = _first_without_conflict(self._values[order], number, self.batch_size)
+        shuffled = np.argsort(random_keys(self.seed, epoch, np.arange(batch_of.max() + 1), 2))
+        return grouped(shuffled[batch_of], keys)
+
+
+def _first_without_conflict(values: NDArray[np.int64], number: int, size: int) -> NDArray[np.int64]:
+    """Return a batch for each sample in turn: the next one round that is not full and has none of its values."""
+    held: list[set[int]] = [set() for _ in range(number)]
+    sizes = [0] * number
+    batch_of, cursor = [], 0
+    for row in values.tolist():
+        for offset in range(len(held)):
+            batch = (cursor + offset) % len(held)
+            if sizes[batch] < size and held[batch].isdisjoint(row):
+                break
+        else:
+            batch = len(held)
+            held.append(set())
+            sizes.append(0)
+        held[batch].update(row)
+        sizes[batch] += 1
+        batch_of.append(batch)
+        cursor = batch + 1
+    return np.array(batch_of, np.int64)
+
+
+def _frequency(values: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    """Return the number of samples with each value; a sample may have a value in two columns."""
+    samples = np.arange(len(values))[:, None]
+    return np.bincount(np.unique(samples * number + values) % number, minlength=number)
