@@ -1,15 +1,32 @@
 """The outcome of a job on all ranks: the results in rank order, or one error that names the root cause first."""
 
-from __future__ import annotations
-
 import contextlib
+import itertools
+import os
 import pickle
+import re
+import sysconfig
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.testing._rank import Answer
-from contrastive_zoo.testing._stack import Where, explain_hang
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a rank was when the timeout ended: a collective (None outside of any), and a line of the user's code."""
+
+    collective: str | None
+    place: str
+
+    def __str__(self) -> str:
+        return f"is at {self.place}" if self.collective is None else f"waits in {self.collective} ({self.place})"
 
 
 class RankError(RuntimeError):
@@ -46,7 +63,7 @@ class _Failure(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What the parent knows of a job: results, failures and stuck ranks."""
+    """What the parent process knows of a job."""
 
     world_size: int
     timeout: float
@@ -56,12 +73,10 @@ class Outcome:
     steps: set[int | None] = field(default_factory=set)
 
     def add_death(self, rank: int, exitcode: int | None) -> None:
-        """Record that a rank died."""
         text = f"died (exit code {exitcode})"
         self.failures[rank] = _Failure(DIED, text, "", ChildProcessError(f"rank {rank} {text}"))
 
     def add_answer(self, rank: int, answer: Answer) -> None:
-        """Record the last answer of a rank: what it returned or raised."""
         self.steps.add(answer.step)
         if answer.kind == "returned":
             self.returned[rank] = answer.value
@@ -85,12 +100,7 @@ class Outcome:
         return not self.failures or (len(self.steps) == 1 and all(f.kind == RAISED for f in self.failures.values()))
 
     def results(self) -> list[Any]:
-        """Return the results in rank order.
-
-        Raises:
-            RankError: a rank raised or died.
-            WorldTimeout: a rank did not answer, and none failed.
-        """
+        """Return the results in rank order, or raise the error of the job."""
         if not self.failures and not self.stuck:
             return [self.returned[rank] for rank in range(self.world_size)]
         failures = dict(sorted(self.failures.items(), key=lambda item: (item[1].kind, item[0])))
@@ -107,3 +117,64 @@ class Outcome:
         raise RankError(
             f"W={self.world_size}: {'; '.join([*summaries, *waits.values()])}{''.join(tracebacks)}", errors, self.stuck
         )
+
+
+# --- stacks of ranks that have not answered -------------------------------------------------------------------------
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (*torch.__path__, os.path.dirname(__file__)))
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+
+
+def read_stack(file: str) -> Where:
+    """Read the stack of a rank that has just received SIGUSR1."""
+    path, deadline, text = Path(file), time.monotonic() + 1.0, ""
+    while time.monotonic() < deadline:
+        before, text = text, path.read_text(errors="replace") if path.exists() else ""
+        if text and text == before:  # faulthandler marks no end; it writes within microseconds
+            break
+        time.sleep(0.02)
+    return parse_stack(text)
+
+
+def parse_stack(text: str) -> Where:
+    """Parse faulthandler's output: one stack per thread, the innermost frame first, the main thread last."""
+    stacks = [
+        frames for chunk in re.split(r"^(?:Current t|T)hread ", text, flags=re.M) if (frames := _FRAME.findall(chunk))
+    ]
+    for frames in stacks:
+        # The outermost collective below the user's code: all_gather_object, not the all_gather that it calls.
+        calls = itertools.takewhile(lambda frame: not _is_user_code(frame[0]), frames)
+        names = [name for file, _, name in calls if file.endswith(_COLLECTIVES) and not name.startswith(("_", "<"))]
+        if names:
+            return Where(names[-1], _place(frames))
+    return Where(None, _place(stacks[-1]) if stacks else "an unknown place")
+
+
+def _place(frames: list[tuple[str, str, str]]) -> str:
+    file, line, function = next((frame for frame in frames if _is_user_code(frame[0])), frames[0])
+    return f"{os.path.basename(file)}:{line} in {function}"
+
+
+def _is_user_code(file: str) -> bool:
+    # typing_extensions.py wraps functions that are deprecated
+    if file.startswith((*_LIBRARY_FOLDERS, "<frozen")) or file.endswith("typing_extensions.py"):
+        return False
+    return "site-packages" in file or not file.startswith(_STDLIB)  # site-packages may be inside the stdlib's folder
+
+
+def explain_hang(world_size: int, stuck: Mapping[int, Where]) -> str:
+    """Explain why a job hangs, from the places of its stuck ranks."""
+    waits = {rank: stuck[rank].collective if rank in stuck else None for rank in range(world_size)}
+    absent = {name: [rank for rank in waits if waits[rank] != name] for name in waits.values() if name is not None}
+    if not absent and len(stuck) < world_size:
+        return "No Python frame shows a collective: the job is slow, or waits for a peer in C++ (DDP, Work.wait)."
+    if not absent:
+        return "No rank waits in a collective: the job loops, or needs a longer timeout."
+    if not any(absent.values()):
+        return f"Every rank is in {waits[0]}, but in different calls: another number of calls, another shape or group."
+    return " ".join(
+        f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} never entered {name}."
+        for name, ranks in absent.items()
+    )

@@ -1,14 +1,15 @@
-"""The process of one rank: it joins a world and runs the jobs of :mod:`contrastive_zoo.testing.worlds` in turn."""
-
-from __future__ import annotations
+"""The process of one rank, which runs the jobs of :mod:`contrastive_zoo.testing.worlds`, and what it sends and receives."""
 
 import contextlib
 import faulthandler
 import functools
 import gc
+import io
 import multiprocessing
+import operator
 import os
 import pickle
+import pickletools
 import shutil
 import signal
 import sys
@@ -18,15 +19,16 @@ import types
 import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
+
+try:
+    import cloudpickle
+except ImportError as error:
+    raise ImportError("contrastive_zoo.testing needs cloudpickle: pip install 'contrastive_zoo[testing]'") from error
 
 import torch
 import torch.distributed as dist
-
-from contrastive_zoo.testing import _pickling
-from contrastive_zoo.testing._pickling import dump_result
-from contrastive_zoo.testing._stack import stack_file
+from torch import Tensor
 
 
 class Answer(NamedTuple):
@@ -65,24 +67,7 @@ def report(message: Any) -> None:
 
 # --- the parent's side ----------------------------------------------------------------------------------------------
 
-
-_context = multiprocessing.get_context("forkserver")
-
-
-def launch(
-    rank: int, world_size: int, directory: str, threads: int, imports: Sequence[str] = ()
-) -> tuple[BaseProcess, connection.Connection]:
-    """Start one rank of the world whose store is in ``directory``; its first answer says that it has joined.
-
-    If this is the process's first rank, the modules ``imports`` are imported once, before ranks are forked.
-    """
-    parent_end, rank_end = _context.Pipe()
-    with rank_end:
-        args = (rank_end, rank, world_size, directory, threads, dict(os.environ))
-        process = _context.Process(target=main, args=args, name=f"rank {rank} of {world_size}", daemon=True)
-        with prepared_forkserver(imports):
-            process.start()
-    return process, parent_end
+context = multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
@@ -98,7 +83,7 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
         "contrastive_zoo.testing.trial",
         "contrastive_zoo.wrapper.distributed",
     ]
-    _context.set_forkserver_preload([*needed, __name__, *imports])
+    context.set_forkserver_preload([*needed, __name__, *imports])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}
@@ -145,6 +130,11 @@ def main(
         pipe.send_bytes(_answer(functools.partial(_run_job, header, job)))
 
 
+def stack_file(directory: str, rank: int) -> str:
+    """Return the path to which a rank writes its stack when it receives SIGUSR1."""
+    return os.path.join(directory, f"rank{rank}.stack")
+
+
 def _exit_with_parent(directory: str) -> NoReturn:
     # A rank that waits in a collective does not read its pipe, so a thread of its own waits for the parent's end.
     parent = multiprocessing.parent_process()
@@ -184,7 +174,7 @@ def _raised(error: BaseException) -> Raised:
     with contextlib.suppress(Exception):
         pickled = dump_result(error)
     shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, _pickling.__file__):
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
         shown = shown.tb_next  # the first frames belong to the library and say nothing about the job
     text = "".join(traceback.format_exception(type(error), error, shown))
     return Raised(f"{type(error).__name__}: {error}".removesuffix(": "), text, pickled)
@@ -206,3 +196,83 @@ def _stdout_silenced() -> Iterator[None]:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(null)
+
+
+# --- pickling -------------------------------------------------------------------------------------------------------
+
+
+def dump_job(job: Any) -> bytes:
+    """Pickle a job for the ranks. Code that they cannot import, and test modules, are pickled by value."""
+    return _dump(_JobPickler, job)
+
+
+def imported_by(job: bytes) -> list[str]:
+    """Return the modules of installed packages that a pickled job imports, as far as this process has imported them."""
+    words = {word for _, word, _ in pickletools.genops(job) if isinstance(word, str)}
+    return sorted(x for x in words & sys.modules.keys() if "-packages" in str(getattr(sys.modules[x], "__file__", "")))
+
+
+def dump_result(result: Any) -> bytes:
+    """Pickle what a rank sends to the caller: tensors detached, classes that the caller has by name."""
+    return _dump(_ResultPickler, result)
+
+
+def _dump(pickler: type[cloudpickle.Pickler], value: Any) -> bytes:
+    with io.BytesIO() as file:
+        pickler(file).dump(value)
+        return file.getvalue()
+
+
+class _JobPickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 leaves out the file that tracebacks and warnings name
+            _, parts = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (obj.co_filename, *parts)
+        if isinstance(obj, (types.FunctionType, type)) and _pickled_by_value(obj.__module__):
+            cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
+        return super().reducer_override(obj)
+
+
+class _ResultPickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided:
+            return _compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, type) and _lookup(obj.__module__, obj.__qualname__) is not obj:
+            # A class that was sent by value is returned by name: cloudpickle would overwrite the original's attributes.
+            return _original_class, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))
+        return super().reducer_override(obj)
+
+
+def _code_of_file(file: str, *parts: Any) -> types.CodeType:
+    return types.CodeType(*parts).replace(co_filename=file)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the values without graph and hooks; a view of a larger storage is copied, so that only its part is sent."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _original_class(module: str, qualname: str, pickled: bytes) -> Any:
+    result = _lookup(module, qualname)
+    return result if isinstance(result, type) else pickle.loads(pickled)
+
+
+def _lookup(module: str, qualname: str) -> Any:
+    try:
+        return operator.attrgetter(qualname)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+@functools.cache
+def _pickled_by_value(name: str | None) -> bool:
+    """Whether code of a module is pickled by value: test modules, which must not run again, and those not importable."""
+    module = sys.modules.get(name or "")
+    package = (name or "").partition(".")[0]
+    if module is None or package in ("__main__", "contrastive_zoo"):  # cloudpickle pickles __main__ by value anyway
+        return False
+    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    if type(loader).__module__.startswith("_pytest") and "site-packages" not in (getattr(module, "__file__", "") or ""):
+        return True
+    return not any(finder.find_spec(package, None) for finder in sys.meta_path)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from contrastive_zoo.testing._pickling import dump_job, imported_by
+from contrastive_zoo.testing._rank import dump_job, imported_by
 from contrastive_zoo.testing.examination import DEFAULT_WIDTH, Examination
 from contrastive_zoo.testing.invariant import first_line
 from contrastive_zoo.testing.invariants import INVARIANTS, runs_on_every_split

@@ -215,11 +215,11 @@ def _outcome(error: Any) -> BaseException:
 
 
 def _pickling_problem(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
-    from contrastive_zoo.testing import _pickling
+    from contrastive_zoo.testing._rank import dump_job
 
     def problem(value: Any) -> str | None:
         try:
-            _pickling.dump_job(value)
+            dump_job(value)
         except Exception as reason:
             return f"{type(value).__name__}: {str(reason).partition(chr(10))[0]}"
         return None

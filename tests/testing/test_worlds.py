@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing import _stack
+from contrastive_zoo.testing import _outcome
 from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout, report
 from tests.helpers import EVERY_CASE
 
@@ -512,7 +512,7 @@ def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkey
 def test_a_stack_is_read_for_the_collective_and_the_users_line():
     site = os.path.dirname(torch.__path__[0])
     text = f"""Thread 0x00007f01 (most recent call first):
-  File "{_stack.__file__}", line 1 in _exit_with_parent
+  File "{_outcome.__file__}", line 1 in _exit_with_parent
 
 Current thread 0x00007f02 [rank] (most recent call first):
   File "{site}/torch/distributed/distributed_c10d.py", line 2 in all_gather
@@ -521,5 +521,5 @@ Current thread 0x00007f02 [rank] (most recent call first):
   File "{site}/some_package/helper.py", line 5 in exchange
   File "/home/me/train.py", line 6 in <lambda>
 """
-    assert _stack.parse_stack(text) == Where("all_gather_object", "helper.py:5 in exchange")
-    assert _stack.parse_stack("") == Where(None, "an unknown place")
+    assert _outcome.parse_stack(text) == Where("all_gather_object", "helper.py:5 in exchange")
+    assert _outcome.parse_stack("") == Where(None, "an unknown place")

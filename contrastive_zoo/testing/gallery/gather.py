@@ -1,65 +1,51 @@
-"""Recipes that gather all embeddings and compute the whole loss on every rank; they differ in the gather's gradient."""
+"""Recipes that gather embeddings: every rank computes the whole loss, or the loss of its local anchors."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from contrastive_zoo.engine.batch import reduce_anchors
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.info_nce import InfoNCE
-from contrastive_zoo.ranks.collectives import all_gather, all_reduce
+from contrastive_zoo.ranks.collectives import all_gather, all_reduce, replicated
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.gallery.recipe import (
     DenseInfoNCE,
     dense_sup_con,
     gather_detached,
     rank_and_size,
     recipe,
+    scale_gradient,
     shard_sizes,
+    world_size,
 )
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
-
-@recipe("DistributedLoss, own loss", mistake=None)
-def _() -> Any:
-    """`DistributedLoss(InfoNCE(...))`"""
-    return DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
+# --- gathers, which differ in their gradient --------------------------------------------------------------------------
 
 
-@recipe("DistributedLoss, any loss", mistake=None)
-def _() -> Any:
-    """`DistributedLoss(any_loss)`"""
-    return DistributedLoss(DenseInfoNCE())
+def equal_shards(x: Tensor) -> Tensor:
+    """Gather with gradient; raise on uneven shards."""
+    if len(set(shard_sizes(x))) > 1:
+        raise RuntimeError("tensors must have the same size on every rank")
+    return all_gather(x)
 
 
-@recipe("DistributedLoss, labels", mistake=None, call="labels")
-def _() -> Any:
-    """`DistributedLoss(any_loss)` of embeddings and labels"""
-    return DistributedLoss(dense_sup_con)
+def overwritten_slice(x: Tensor) -> Tensor:
+    """Gather, then overwrite the local slice with x, which carries a gradient."""
+    gathered = gather_detached(x)
+    gathered[rank_and_size()[0]] = x
+    return torch.cat(gathered)
 
 
-@recipe("DistributedLoss, sum trainer", mistake=None, grad_reduction="sum")
-def _() -> Any:
-    """`DistributedLoss(loss, grad_reduction="sum")` under a sum hook"""
-    return DistributedLoss(DenseInfoNCE(), grad_reduction="sum")
-
-
-@recipe("gather with reduce-scatter", mistake=None)
-def _() -> Any:
-    """all ranks compute the whole loss from a gather whose backward sums over ranks"""
-    return DenseInfoNCE(gather=all_gather)
-
-
-@recipe("torch functional all_gather", mistake="uneven shards")
-def _() -> Any:
-    """functional all_gather of equal shards, whole loss on every rank"""
-
-    def gather_equal_shards(x: Tensor) -> Tensor:
-        if len(set(shard_sizes(x))) > 1:
-            raise RuntimeError("tensors must have the same size on every rank")
-        return all_gather(x)
-
-    return DenseInfoNCE(gather=gather_equal_shards)
+def without_gradient(x: Tensor) -> Tensor:
+    """Gather; the result is connected to the graph, with gradient zero."""
+    return torch.cat(gather_detached(x)) + 0 * x.sum() if world_size() > 1 else x
 
 
 class LocalSlice(torch.autograd.Function):
@@ -75,12 +61,6 @@ class LocalSlice(torch.autograd.Function):
         return dy[ctx.start : ctx.start + ctx.size]
 
 
-@recipe("own slice", mistake="own slice")
-def _() -> Any:
-    """an autograd.Function (`GatherLayer`) whose backward keeps this rank's slice"""
-    return DenseInfoNCE(gather=LocalSlice.apply)
-
-
 class GatherLayer(LocalSlice):
     """Gather; the backward pass sums the gradient over ranks and returns the local slice."""
 
@@ -89,19 +69,15 @@ class GatherLayer(LocalSlice):
         return LocalSlice.backward(ctx, all_reduce(dy))
 
 
-@recipe("GatherLayer that all-reduces", mistake=None)
-def _() -> Any:
-    """a `GatherLayer` whose backward sums over ranks, then keeps this rank's slice"""
-    return DenseInfoNCE(gather=GatherLayer.apply)
+class _MaxAdjoint(LocalSlice):
+    """Gather; the backward pass reduces the gradient with MAX instead of SUM."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return LocalSlice.backward(ctx, all_reduce(dy, "max"))
 
 
-@recipe("GatherLayer of equal shards", mistake="uneven shards")
-def _() -> Any:
-    """the same with a plain `torch.distributed.all_gather`: the process dies on uneven shards"""
-    return DenseInfoNCE(gather=_EqualShards.apply)
-
-
-class _EqualShards(torch.autograd.Function):
+class _PlainAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         rank, size = rank_and_size()
@@ -117,27 +93,152 @@ class _EqualShards(torch.autograd.Function):
         return all_reduce(dy).chunk(ctx.size)[ctx.rank] if ctx.size > 1 else dy
 
 
-@recipe("overwritten slice", mistake="own slice")
-def _() -> Any:
-    """gather, then overwrite this rank's slice with the live tensor"""
-
-    return DenseInfoNCE(gather=overwritten_slice)
+# --- the whole loss on every rank -------------------------------------------------------------------------------------
 
 
-def overwritten_slice(x: Tensor) -> Tensor:
-    """Gather, then overwrite the local slice with x, which carries a gradient."""
-    gathered = gather_detached(x)
-    gathered[rank_and_size()[0]] = x
-    return torch.cat(gathered)
+@recipe("DistributedLoss, own loss", "`DistributedLoss(InfoNCE(...))`")
+def _info_nce() -> DistributedLoss:
+    return DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
 
 
-@recipe("own slice × W", mistake="times W")
-def _() -> Any:
-    """the same, loss × W"""
-    return DenseInfoNCE(gather=LocalSlice.apply, factor=lambda: rank_and_size()[1])
+recipe("DistributedLoss, any loss", "`DistributedLoss(any_loss)`")(lambda: DistributedLoss(DenseInfoNCE()))
+recipe("DistributedLoss, labels", "`DistributedLoss(any_loss)` of embeddings and labels", call="labels")(
+    partial(DistributedLoss, dense_sup_con)
+)
+recipe(
+    "DistributedLoss, sum trainer",
+    '`DistributedLoss(loss, grad_reduction="sum")` under a sum hook',
+    grad_reduction="sum",
+)(lambda: DistributedLoss(DenseInfoNCE(), grad_reduction="sum"))
+recipe("gather with reduce-scatter", "all ranks compute the whole loss from a gather whose backward sums over ranks")(
+    partial(DenseInfoNCE, all_gather)
+)
+recipe(
+    "torch functional all_gather",
+    "functional all_gather of equal shards, whole loss on every rank",
+    mistake="uneven shards",
+)(partial(DenseInfoNCE, equal_shards))
+recipe("own slice", "an autograd.Function (`GatherLayer`) whose backward keeps this rank's slice", mistake="own slice")(
+    partial(DenseInfoNCE, LocalSlice.apply)
+)
+recipe("GatherLayer that all-reduces", "a `GatherLayer` whose backward sums over ranks, then keeps this rank's slice")(
+    partial(DenseInfoNCE, GatherLayer.apply)
+)
+recipe(
+    "GatherLayer of equal shards",
+    "the same with a plain `torch.distributed.all_gather`: the process dies on uneven shards",
+    mistake="uneven shards",
+)(partial(DenseInfoNCE, _PlainAllGather.apply))
+recipe("overwritten slice", "gather, then overwrite this rank's slice with the live tensor", mistake="own slice")(
+    partial(DenseInfoNCE, overwritten_slice)
+)
+recipe("own slice × W", "the same, loss × W", mistake="times W")(partial(DenseInfoNCE, LocalSlice.apply, world_size))
+recipe("detached gather", "accelerate's gather, or a plain all_gather: no gradient at all", mistake="detached")(
+    partial(DenseInfoNCE, without_gradient)
+)
 
 
-@recipe("detached gather", mistake="detached")
-def _() -> Any:
-    """accelerate's gather, or a plain all_gather: no gradient at all"""
-    return DenseInfoNCE(gather=lambda x: torch.cat(gather_detached(x)) + 0 * x.sum() if rank_and_size()[1] > 1 else x)
+# --- the loss of the local anchors, against the candidates of all ranks -----------------------------------------------
+
+
+class ShardedAnchors(nn.Module):
+    """InfoNCE of the local anchors, global sum / global count; ``gather`` and ``replicate`` are collectives."""
+
+    def __init__(self, gather: Callable[[Tensor], Tensor], replicate: Callable[[Tensor], Tensor] = replicated) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.gather, self.replicate = gather, replicate
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        world, scale = World.of(), self.replicate(self.scale)
+        a, b = (F.normalize(scale_gradient(world.size, view), dim=1) for view in (view1, view2))
+        positive = torch.arange(len(a)) + sum(shard_sizes(a)[: world.rank])
+        to_b = F.cross_entropy(scale * a @ self.gather(b).T, positive, reduction="none")
+        to_a = F.cross_entropy(scale * b @ self.gather(a).T, positive, reduction="none")
+        return reduce_anchors((to_a + to_b) / 2, world=world)
+
+
+class _Local(nn.Module):
+    """Mean over the local anchors, as OpenCLIP's local_loss; ``gather`` returns the candidates of all ranks."""
+
+    def __init__(
+        self,
+        gather: Callable[[Tensor], Tensor],
+        *,
+        offset: bool = True,
+        average: bool = False,
+        keys_too: bool = True,
+        factor: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.gather, self.offset, self.average, self.keys_too, self.factor = gather, offset, average, keys_too, factor
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        a, b = F.normalize(view1, dim=1), F.normalize(view2, dim=1)
+        positive = torch.arange(len(a)) + (sum(shard_sizes(a)[: rank_and_size()[0]]) if self.offset else 0)
+        total = F.cross_entropy(self.scale * a @ self.gather(b).T, positive, reduction="sum")
+        if self.keys_too:
+            total = (total + F.cross_entropy(self.scale * b @ self.gather(a).T, positive, reduction="sum")) / 2
+        mean = self.factor() * total / max(len(a), 1)
+        return all_reduce(mean, "mean") if self.average else mean
+
+
+@recipe("sharded anchors", "local anchors against a differentiable gather of candidates, global sum / global count")
+def _sharded() -> ShardedAnchors:
+    return ShardedAnchors(all_gather)
+
+
+def local_parameters() -> ShardedAnchors:
+    """Return a loss whose scale gets the gradient of the local anchors only."""
+    return ShardedAnchors(all_gather, replicate=partial(scale_gradient, world_size()))
+
+
+recipe("wrong adjoint", "the same, with a gather whose backward reduces with MAX", mistake="wrong direction")(
+    partial(ShardedAnchors, _MaxAdjoint.apply)
+)
+recipe(
+    "local parameters",
+    "the same, where the temperature of each rank gets only the gradient of the local anchors",
+    mistake="local parameters",
+)(local_parameters)
+recipe(
+    "detached candidates",
+    "local anchors against detached gathered candidates (`local_loss`)",
+    mistake="detached candidates",
+)(partial(_Local, overwritten_slice))
+recipe(
+    "local loss",
+    "local anchors, gather with gradient (`gather_with_grad`): each rank returns its local mean",
+    mistake="local loss",
+)(partial(_Local, all_gather))
+recipe(
+    "GatherLayer, local anchors",
+    "the same with a `GatherLayer` whose backward all-reduces (lightly, solo-learn)",
+    mistake="local loss",
+)(partial(_Local, GatherLayer.apply))
+recipe(
+    "GatherLayer of own slice, local anchors",
+    "the same with a `GatherLayer` whose backward keeps this rank's slice",
+    mistake="detached candidates",
+)(partial(_Local, LocalSlice.apply))
+recipe(
+    "local loss × W",
+    "local anchors, right offsets, gather with gradient, loss × W (PyLate 1.6)",
+    mistake="local loss × W",
+)(partial(_Local, all_gather, factor=world_size))
+recipe(
+    "queries only, × W",
+    "local queries as the only anchors, documents gathered with gradient, loss × W (sentence-transformers, formerly)",
+    mistake="local loss × W",
+)(partial(_Local, GatherLayer.apply, keys_too=False, factor=world_size))
+recipe(
+    "mean of means",
+    "local anchors, gather with gradient, and the local means averaged over ranks",
+    mistake="mean of means",
+)(partial(_Local, all_gather, average=True))
+recipe(
+    "mask without offset",
+    "local anchors against gathered candidates, targets `arange(n)` on every rank",
+    mistake="mask without offset",
+)(partial(_Local, all_gather, offset=False))

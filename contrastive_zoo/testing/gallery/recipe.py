@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,7 @@ class Recipe:
     @property
     def case(self) -> Case:
         """Return the recipe as a case under test."""
-        return Case(
-            partial(make, self.name), self.call, grad_reduction=self.grad_reduction, step=self.step, name=self.name
-        )
+        return Case(partial(make, self.name), self.call, self.grad_reduction, step=self.step, name=self.name)
 
 
 GALLERY: dict[str, Recipe] = {}
@@ -49,6 +47,8 @@ GALLERY: dict[str, Recipe] = {}
 
 TRAINING_STEPS: dict[str, Recipe] = {}
 """All recipes of a training step by name."""
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 def make(name: str) -> Any:
@@ -60,25 +60,29 @@ def make(name: str) -> Any:
 
 def recipe(
     name: str,
+    about: str = "",
     *,
-    mistake: str | None,
+    mistake: str | None = None,
     call: Call = "views",
     grad_reduction: GradReduction = "mean",
     step: bool = False,
-) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Register a recipe in the gallery; its docstring says what people write."""
+    is_loss: bool = False,
+) -> Callable[[T], T]:
+    """Register a function in the gallery: it is the loss, or it returns the loss or the training step.
 
-    def register(make: Callable[[], Any]) -> Callable[[], Any]:
-        about = " ".join((make.__doc__ or "").split())
-        (TRAINING_STEPS if step else GALLERY)[name] = Recipe(
-            name, make, mistake, call, grad_reduction, about, step=step
-        )
-        return make
+    ``about`` says what people write; by default it is the function's docstring.
+    """
+
+    def register(function: T) -> T:
+        make = (lambda: function) if is_loss else function
+        text = about or " ".join((function.__doc__ or "").split())
+        (TRAINING_STEPS if step else GALLERY)[name] = Recipe(name, make, mistake, call, grad_reduction, text, step=step)
+        return function
 
     return register
 
 
-# ------------------------------------------------------------------------------------------------- two dense losses
+loss_recipe = partial(recipe, is_loss=True)
 
 
 class DenseInfoNCE(nn.Module):
@@ -115,6 +119,11 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def world_size() -> int:
+    """Return the number of ranks, the factor of many mistakes."""
+    return rank_and_size()[1]
+
+
 def shard_sizes(x: Tensor) -> list[int]:
     """Return the number of samples on each rank."""
     return list(World.of().shards(len(x)).sizes)
@@ -122,7 +131,7 @@ def shard_sizes(x: Tensor) -> list[int]:
 
 def gather_detached(x: Tensor) -> list[Tensor]:
     """Return the shards of all ranks without gradient. They are padded for the gather, so uneven shards are accepted."""
-    if rank_and_size()[1] == 1:
+    if world_size() == 1:
         return [x.detach()]
     sizes = shard_sizes(x)
     padded = torch.cat([x.detach(), x.new_zeros(max(sizes) - len(x), *x.shape[1:])])

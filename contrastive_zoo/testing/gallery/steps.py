@@ -1,6 +1,7 @@
 """Recipes whose ranks diverge: in later steps, in random numbers, settings, arguments, state or messages."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastive_zoo.ranks.collectives import all_gather
-from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, dense_sup_con, rank_and_size, recipe, scale_gradient
+from contrastive_zoo.testing.gallery.recipe import (
+    DenseInfoNCE,
+    dense_sup_con,
+    loss_recipe,
+    rank_and_size,
+    recipe,
+    scale_gradient,
+    world_size,
+)
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 MAX_WIDTH, CLASSES = 8, 64
 """Largest width of embeddings for which the sharded weights are drawn, and the number of classes."""
 
 
+@recipe("scaled from call 3", mistake="later steps")
 class _Counting(nn.Module):
-    """InfoNCE under DistributedLoss, times W from the third call on."""
+    """right for two calls, then another code path multiplies by W"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,40 +36,31 @@ class _Counting(nn.Module):
     def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
         self.calls += 1
         value: Tensor = self.loss(view1, view2)
-        return rank_and_size()[1] * value if self.calls > 2 else value
+        return world_size() * value if self.calls > 2 else value
 
 
-@recipe("scaled from call 3", mistake="later steps")
-def _() -> Any:
-    """right for two calls, then another code path multiplies by W"""
-    return _Counting()
+def _noisy(embeddings: Tensor, labels: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    z = all_gather(embeddings)
+    return dense_sup_con(z + 0.1 * draw(z), all_gather(labels))
 
 
-def _noisy(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
-        z = all_gather(embeddings)
-        return dense_sup_con(z + 0.1 * draw(z), all_gather(labels))
-
-    return loss
-
-
-@recipe("own random stream", mistake="different random numbers", call="labels")
-def _() -> Any:
+@loss_recipe("own random stream", mistake="different random numbers", call="labels")
+def _local_noise(embeddings: Tensor, labels: Tensor) -> Tensor:
     """every rank computes the whole loss, with noise from its local generator"""
-    return _noisy(torch.rand_like)
+    return _noisy(embeddings, labels, torch.rand_like)
 
 
-@recipe("shared random stream", mistake=None, call="labels")
-def _() -> Any:
+@loss_recipe("shared random stream", call="labels")
+def _shared_noise(embeddings: Tensor, labels: Tensor) -> Tensor:
     """the same, with the noise of rank 0 broadcast to all ranks"""
 
     def draw(z: Tensor) -> Tensor:
         noise = torch.rand_like(z)
-        if rank_and_size()[1] > 1:
+        if world_size() > 1:
             dist.broadcast(noise, 0)
         return noise
 
-    return _noisy(draw)
+    return _noisy(embeddings, labels, draw)
 
 
 class _ShardedClasses(nn.Module):
@@ -75,37 +76,34 @@ class _ShardedClasses(nn.Module):
         self.factor = factor
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        z = scale_gradient(rank_and_size()[1], all_gather(embeddings, gradient="complete"))
+        z = scale_gradient(world_size(), all_gather(embeddings, gradient="complete"))
         weight = scale_gradient(self.factor, all_gather(self.weight, gradient="complete"))
         return F.cross_entropy(z @ weight[:, : z.shape[1]].T, all_gather(labels))
 
 
-@recipe("sharded weights", mistake=None, call="labels")
-def _() -> Any:
-    """class weights sharded over ranks; each shard gets its complete gradient"""
-    return _ShardedClasses(1)
-
-
-@recipe("sharded weights, W×", mistake="sharded parameters", call="labels")
-def _() -> Any:
-    """the same, with these gradients scaled for an average that no trainer computes"""
-    return _ShardedClasses(rank_and_size()[1])
+recipe("sharded weights", "class weights sharded over ranks; each shard gets its complete gradient", call="labels")(
+    lambda: _ShardedClasses(1)
+)
+recipe(
+    "sharded weights, W×",
+    "the same, with these gradients scaled for an average that no trainer computes",
+    mistake="sharded parameters",
+    call="labels",
+)(lambda: _ShardedClasses(world_size()))
 
 
 class DistributedByHand(nn.Module):
     """A hand-written wrapper; ``compares`` names what it compares between ranks: settings, parameters, arguments."""
 
-    def __init__(self, loss: nn.Module, compares: Sequence[str] = ("settings", "parameters", "arguments")) -> None:
+    def __init__(self, compares: Sequence[str] = ("settings", "parameters", "arguments")) -> None:
         super().__init__()
-        self.loss, self.compares, self.grad_reduction = loss, compares, "mean"
+        self.loss, self.compares, self.grad_reduction = DenseInfoNCE(), compares, "mean"
 
     def forward(self, *rows: Tensor) -> Tensor:
-        if rank_and_size()[1] > 1:
+        if world_size() > 1:
             self._compare(rows)
         gathered = [all_gather(x, gradient="complete") for x in rows]
-        value: Tensor = self.loss(
-            *(scale_gradient(rank_and_size()[1], x) if x.is_floating_point() else x for x in gathered)
-        )
+        value: Tensor = self.loss(*(scale_gradient(world_size(), x) if x.is_floating_point() else x for x in gathered))
         return value
 
     def _compare(self, rows: Sequence[Tensor]) -> None:
@@ -114,38 +112,33 @@ class DistributedByHand(nn.Module):
             "parameters": [x.detach().sum().item() for x in self.parameters()],
             "arguments": len(rows),
         }
-        gathered: list[Any] = [None] * rank_and_size()[1]
+        gathered: list[Any] = [None] * world_size()
         dist.all_gather_object(gathered, {name: local[name] for name in self.compares})
         if any(other != gathered[0] for other in gathered):
             raise ValueError(f"ranks differ: {gathered}")
 
 
-@recipe("compared by hand", mistake=None)
-def _() -> Any:
-    """a hand-written wrapper that compares settings, parameters and arguments before it gathers"""
-    return DistributedByHand(DenseInfoNCE())
+recipe("compared by hand", "a hand-written wrapper that compares settings, parameters and arguments before it gathers")(
+    DistributedByHand
+)
+recipe("settings not compared", "the same, without the comparison of settings", mistake="settings")(
+    partial(DistributedByHand, ("parameters", "arguments"))
+)
+recipe(
+    "parameters not compared",
+    "the same, without the comparison of the loss's parameters: proxies from a different seed per rank stay undetected",
+    mistake="unequal parameters",
+)(partial(DistributedByHand, ("settings", "arguments")))
+recipe(
+    "arguments not compared",
+    "the same, without the comparison of arguments: a rank that lacks one enters one gather less",
+    mistake="missing argument",
+)(partial(DistributedByHand, ("settings", "parameters")))
 
 
-@recipe("settings not compared", mistake="settings")
-def _() -> Any:
-    """the same, without the comparison of settings"""
-    return DistributedByHand(DenseInfoNCE(), ("parameters", "arguments"))
-
-
-@recipe("parameters not compared", mistake="unequal parameters")
-def _() -> Any:
-    """the same, without the comparison of the loss's parameters: proxies from a different seed per rank stay undetected"""
-    return DistributedByHand(DenseInfoNCE(), ("settings", "arguments"))
-
-
-@recipe("arguments not compared", mistake="missing argument")
-def _() -> Any:
-    """the same, without the comparison of arguments: a rank that lacks one enters one gather less"""
-    return DistributedByHand(DenseInfoNCE(), ("settings", "parameters"))
-
-
+@recipe("one message more", mistake="messages differ")
 class _ExtraCollective(nn.Module):
-    """InfoNCE under DistributedLoss; the last rank calls one collective more, in a group of its own."""
+    """one rank calls one collective more than the others, here in a group of its own"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,26 +154,17 @@ class _ExtraCollective(nn.Module):
         return value
 
 
-@recipe("one message more", mistake="messages differ")
-def _() -> Any:
-    """one rank calls one collective more than the others, here in a group of its own"""
-    return _ExtraCollective()
-
-
-@recipe("early return", mistake="hang", call="labels")
-def _() -> Any:
+@loss_recipe("early return", mistake="hang", call="labels")
+def _early_return(embeddings: Tensor, labels: Tensor) -> Tensor:
     """a rank without a valid pair returns before the collective"""
-
-    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
-        if len(labels) < 2:
-            return 0 * embeddings.sum()
-        return dense_sup_con(all_gather(embeddings), all_gather(labels))
-
-    return loss
+    if len(labels) < 2:
+        return 0 * embeddings.sum()
+    return dense_sup_con(all_gather(embeddings), all_gather(labels))
 
 
+@recipe("rank's own queue", mistake="state", call="labels")
 class _Queue(nn.Module):
-    """SupCon with a buffer that is updated from the local embeddings."""
+    """a queue or running statistic updated with local samples only"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,9 +176,3 @@ class _Queue(nn.Module):
             local = embeddings.detach().sum(1)
             self.queue = torch.cat([local, self.queue])[: len(self.queue)]
         return dense_sup_con(all_gather(embeddings), all_gather(labels))
-
-
-@recipe("rank's own queue", mistake="state", call="labels")
-def _() -> Any:
-    """a queue or running statistic updated with local samples only"""
-    return _Queue()

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.batch import FEATURES
-from contrastive_zoo.testing.gallery.local_anchors import ShardedAnchors
-from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, rank_and_size, recipe, scale_gradient
+from contrastive_zoo.testing.gallery.gather import local_parameters
+from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, rank_and_size, recipe, world_size
 from contrastive_zoo.wrapper.averaging import average_gradients
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -22,8 +22,6 @@ Reduce = Callable[[nn.Module], None]
 
 
 class _Model(nn.Module):
-    """An encoder; its loss may be a member."""
-
     def __init__(self, loss: nn.Module | None = None) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, WIDTH))
@@ -33,14 +31,6 @@ class _Model(nn.Module):
         return self.encoder(x)
 
 
-class _ModelWithLoss(_Model):
-    """A model that returns its loss, as those of Hugging Face's transformers."""
-
-    def forward(self, *views: Tensor) -> Tensor:
-        assert self.loss is not None
-        return self.loss(*map(self.encoder, views))
-
-
 def _sum_gradients(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -48,7 +38,7 @@ def _sum_gradients(module: nn.Module) -> None:
 
 
 def _step(
-    loss: nn.Module,
+    loss: nn.Module | None = None,
     *,
     in_model: bool = True,
     reduce: Reduce = average_gradients,
@@ -56,6 +46,7 @@ def _step(
     prepare: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Step:
     """Return a training step of two views, or of samples and labels, and its model."""
+    loss = DistributedLoss(DenseInfoNCE()) if loss is None else loss
     model = _Model(loss if in_model else None)
 
     def step(model: nn.Module, *arguments: Tensor) -> Tensor:
@@ -68,103 +59,86 @@ def _step(
     return model, step
 
 
-class _Proxies(nn.Module):
-    """Cross-entropy over one proxy per class, drawn with a seed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.proxies = nn.Parameter(torch.randn(PROXIES, WIDTH, generator=torch.Generator().manual_seed(seed)))
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(embeddings @ self.proxies.T, labels)
-
-
 _step_recipe = partial(recipe, step=True)
 
-
-def _world_size() -> float:
-    return rank_and_size()[1]
-
-
-@_step_recipe("loss in the model", mistake=None)
-def _() -> Step:
-    """`DistributedLoss` as a member of the model; the trainer averages all gradients"""
-    return _step(DistributedLoss(DenseInfoNCE()))
+_step_recipe("loss in the model", "`DistributedLoss` as a member of the model; the trainer averages all gradients")(
+    _step
+)
+_step_recipe(
+    "loss outside the model",
+    "`DistributedLoss` outside the model; the trainer averages the encoder's gradients only",
+)(partial(_step, in_model=False))
 
 
-@_step_recipe("loss outside the model", mistake=None)
-def _() -> Step:
-    """`DistributedLoss` outside the model; the trainer averages the encoder's gradients only"""
-    return _step(DistributedLoss(DenseInfoNCE()), in_model=False)
-
-
-@_step_recipe("DDP of a model that returns its loss", mistake=None)
-def _() -> Step:
+@_step_recipe("DDP of a model that returns its loss")
+def _ddp_of_a_model_with_loss() -> Step:
     """DDP around a model whose `forward` returns the loss"""
-    model = DistributedDataParallel(_ModelWithLoss(DistributedLoss(DenseInfoNCE())).double())
+
+    class ModelWithLoss(_Model):
+        def forward(self, *views: Tensor) -> Tensor:
+            assert self.loss is not None
+            return self.loss(*map(self.encoder, views))
 
     def step(model: nn.Module, *views: Tensor) -> Tensor:
         value: Tensor = model(*views)
         value.backward()
         return value
 
-    return model, step
+    return DistributedDataParallel(ModelWithLoss(DistributedLoss(DenseInfoNCE())).double()), step
 
 
-@_step_recipe("sum trainer, sum loss", mistake=None)
-def _() -> Step:
-    """a trainer that sums gradients, and `DistributedLoss(loss, grad_reduction="sum")` in the model"""
-    return _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"), reduce=_sum_gradients)
+def _step_of_sum_loss(reduce: Reduce) -> Step:
+    return _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"), reduce=reduce)
 
 
-@_step_recipe("step × W", mistake="times W")
-def _() -> Step:
-    """the loss multiplied by W before `backward`"""
-    return _step(DistributedLoss(DenseInfoNCE()), factor=_world_size)
-
-
-@_step_recipe("sum trainer", mistake="trainer sums")
-def _() -> Step:
-    """a trainer that sums gradients, and a loss for one that averages"""
-    return _step(DistributedLoss(DenseInfoNCE()), reduce=_sum_gradients)
-
-
-@_step_recipe("mean trainer", mistake="trainer averages")
-def _() -> Step:
-    """a trainer that averages gradients, and `DistributedLoss(loss, grad_reduction="sum")`"""
-    return _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"))
-
-
-@_step_recipe("gathered before the loss", mistake="gathered first")
-def _() -> Step:
-    """embeddings gathered before `DistributedLoss`, which gathers them again"""
-    return _step(DistributedLoss(DenseInfoNCE()), prepare=all_gather)
+_step_recipe(
+    "sum trainer, sum loss",
+    'a trainer that sums gradients, and `DistributedLoss(loss, grad_reduction="sum")` in the model',
+)(partial(_step_of_sum_loss, _sum_gradients))
+_step_recipe("step × W", "the loss multiplied by W before `backward`", mistake="times W")(
+    partial(_step, factor=world_size)
+)
+_step_recipe("sum trainer", "a trainer that sums gradients, and a loss for one that averages", mistake="trainer sums")(
+    partial(_step, reduce=_sum_gradients)
+)
+_step_recipe(
+    "mean trainer",
+    'a trainer that averages gradients, and `DistributedLoss(loss, grad_reduction="sum")`',
+    mistake="trainer averages",
+)(partial(_step_of_sum_loss, average_gradients))
+_step_recipe(
+    "gathered before the loss",
+    "embeddings gathered before `DistributedLoss`, which gathers them again",
+    mistake="gathered first",
+)(partial(_step, prepare=all_gather))
 
 
 @_step_recipe("proxies seeded per rank", mistake="unequal parameters", call="labels")
-def _() -> Step:
+def _proxies_seeded_per_rank() -> Step:
     """`torch.manual_seed(rank)` before the proxies are drawn; the loss is outside the model"""
-    loss = _Proxies(seed=rank_and_size()[0])
-    return _step(DistributedLoss(loss), in_model=False)
+
+    class Proxies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(rank_and_size()[0])
+            self.proxies = nn.Parameter(torch.randn(PROXIES, WIDTH, generator=generator))
+
+        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(embeddings @ self.proxies.T, labels)
+
+    return _step(DistributedLoss(Proxies()), in_model=False)
 
 
-@_step_recipe("loss parameters not reduced", mistake="parameters not reduced")
-def _() -> Step:
-    """a loss whose parameters get the gradient of the local anchors, outside the model that is reduced"""
-    loss = ShardedAnchors(all_gather, replicate=lambda scale: scale_gradient(rank_and_size()[1], scale))
-    return _step(loss, in_model=False)
-
-
-@_step_recipe("gradients not reduced", mistake="not reduced")
-def _() -> Step:
-    """no DDP, and no gradient all-reduce"""
-    return _step(DistributedLoss(DenseInfoNCE()), reduce=lambda module: None)
-
-
-@_step_recipe("plain loss in a step", mistake="local negatives")
-def _() -> Step:
-    """the loss of one process in a step whose gradients are averaged"""
-    return _step(DenseInfoNCE())
-
-
-__all__ = ["WIDTH"]
+_step_recipe(
+    "loss parameters not reduced",
+    "a loss whose parameters get the gradient of the local anchors, outside the model that is reduced",
+    mistake="parameters not reduced",
+)(lambda: _step(local_parameters(), in_model=False))
+_step_recipe("gradients not reduced", "no DDP, and no gradient all-reduce", mistake="not reduced")(
+    partial(_step, reduce=lambda module: None)
+)
+_step_recipe(
+    "plain loss in a step",
+    "the loss of one process in a step whose gradients are averaged",
+    mistake="local negatives",
+)(lambda: _step(DenseInfoNCE()))
