@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.measurement import Case
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 
 SPLITS = [(7,), (3, 4), (0, 7), (1, 6, 4), (5, 0, 5), (2, 3, 0, 4), (4, 4, 4, 4)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.simulated import send_from_device
 from tests.test_accelerated_ranks import ENTRIES, SHARDS, Steps, is_own

@@ -18,7 +18,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base import loss_modules, row_loss
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.adapters.test_sharded import ONE_PROCESS, PAIRS, Rows

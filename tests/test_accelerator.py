@@ -14,7 +14,8 @@ from contrastive_zoo.engine import rowwise, tiling
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
-from contrastive_zoo.testing.trial import Trial, whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tests.losses.whole_zoo import WHOLE_ZOO as ENTRIES

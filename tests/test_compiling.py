@@ -16,7 +16,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks.compiling import Function, uncompiled
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tests.losses.whole_zoo import WHOLE_ZOO

@@ -13,17 +13,17 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.gallery.recipe import GALLERY
+from contrastive_zoo.testing.invariant import Broken, Invariant
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
-    Broken,
-    Invariant,
     finite_at_extremes,
     same_random_numbers,
     same_sharded_gradient,
 )
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatures, views
-from contrastive_zoo.testing.trial import Trial, whole_batch
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, drawn
 from tests.losses import zoo_softmax

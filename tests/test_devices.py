@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.device_entries import ENTRIES
 from tests.helpers import EVERY_CASE, common_error

@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule, loss_and_gradients, loss_gradients
 from contrastive_zoo.ranks import compat
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from tests.helpers import EVERY_CASE
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.zoo import Entry, Tempered

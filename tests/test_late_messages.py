@@ -19,7 +19,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.ranks import world
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE

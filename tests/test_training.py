@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
-from contrastive_zoo.testing.trial import Call
+from contrastive_zoo.testing.measurement import Call
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, distance, drawn, groups
 

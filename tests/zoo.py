@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.trial import Call, Case, GradReduction
+from contrastive_zoo.testing.measurement import Call, Case, GradReduction
 
 
 @dataclass(frozen=True)

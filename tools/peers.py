@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
-from contrastive_zoo.testing.trial import Call, Case
+from contrastive_zoo.testing.measurement import Call, Case
 
 WIDTH = 8
 """Width to which embeddings are padded with zeros, for losses with a fixed width."""

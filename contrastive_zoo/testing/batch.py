@@ -39,16 +39,16 @@ class GlobalBatch:
     seed: int = 0
 
     def __repr__(self) -> str:
-        arguments = [
-            f"{x.name}={getattr(self, x.name)!r}" for x in fields(self)[1:] if getattr(self, x.name) != x.default
-        ]
+        arguments = [f"{name}={value!r}" for name, value in self._changed().items()]
         return f"GlobalBatch({', '.join([str(self.shards), *arguments])})"
 
     def __str__(self) -> str:
-        arguments = [
-            f"{x.name}={getattr(self, x.name)}" for x in fields(self)[2:] if getattr(self, x.name) != x.default
-        ]
-        return ", ".join([f"W={len(self.shards)}", f"shards {list(self.shards)}", f"d={self.d}", *arguments])
+        arguments = [f"{name}={value}" for name, value in ({"d": self.d} | self._changed()).items()]
+        return ", ".join([f"W={len(self.shards)}", f"shards {list(self.shards)}", *arguments])
+
+    def _changed(self) -> dict[str, object]:
+        """Return the arguments after the shards that are not the default."""
+        return {x.name: value for x in fields(self)[1:] if (value := getattr(self, x.name)) != x.default}
 
     @property
     def total(self) -> int:
@@ -61,10 +61,10 @@ class GlobalBatch:
         n = self.total
         x = torch.randn(views, n, FEATURES, dtype=torch.float64, generator=generator)
         pick = torch.randint(max(n, 1), (n,), generator=generator)
-        if self.kind == "clustered":
-            x = x[:, pick % 2] + 0.01 * x if n else x
-        elif self.kind == "duplicates":
-            x = x[:, pick // 2] if n else x
+        if self.kind == "clustered" and n:
+            x = x[:, pick % 2] + 0.01 * x
+        elif self.kind == "duplicates" and n:
+            x = x[:, pick // 2]
         elif self.kind == "collinear":
             x = x[:, :1] * torch.linspace(1, 2, n, dtype=x.dtype)[:, None] + 1e-6 * x
         elif self.kind == "zeros":

@@ -17,28 +17,6 @@ from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
-
-def constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
-    """Construct a loss or a training step on this rank; return its call form, or None and the problem.
-
-    Examples:
-        >>> constructed_form(lambda: nn.SoftMarginLoss(), "loss")
-        ('labels', '')
-        >>> constructed_form(lambda: None, "loss")
-        (None, 'the function returns a loss, which is callable, got NoneType.')
-    """
-    made = make_loss()
-    if level == "training_step":
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-            return call_form(made[1]), ""
-        return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
-    if callable(made):
-        return call_form(made), ""
-    hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
-    hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
-    return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
-
-
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
 
 CONSTRUCTION_TIMEOUT = 120.0
@@ -56,6 +34,7 @@ def check_world_size_invariance(
     width: int | None = None,
     worlds: Worlds | None = None,
     name: str | None = None,
+    on_example: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Check that a loss is the same function on W processes as on one: value, encoder gradient, parameter gradient.
 
@@ -78,6 +57,7 @@ def check_world_size_invariance(
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
         worlds: a pool of process groups to use; None starts one.
         name: name of the loss in the report.
+        on_example: called with the number of batches tested so far.
 
     Returns:
         The report of a loss that satisfies all invariants.
@@ -94,62 +74,16 @@ def check_world_size_invariance(
         >>> report.ok
         True
     """
-    report = examine(
-        make_loss,
-        world_sizes=world_sizes,
-        call=call,
-        grad_reduction=grad_reduction,
-        max_examples=max_examples,
-        level=level,
-        width=width,
-        worlds=worlds,
-        name=name,
-    )
-    __tracebackhide__ = True
-    if not report.ok:
-        raise NotInvariant(report)
-    return report
-
-
-def examine(
-    make_loss: Callable[[], Any],
-    *,
-    world_sizes: Sequence[int] = (1, 2, 3, 4),
-    call: Call | Literal["auto"] = "auto",
-    grad_reduction: GradReduction = "mean",
-    max_examples: int = 30,
-    level: Literal["loss", "training_step"] = "loss",
-    width: int | None = None,
-    worlds: Worlds | None = None,
-    name: str | None = None,
-    on_example: Callable[[int], None] = lambda count: None,
-) -> Report:
-    """Like :func:`check_world_size_invariance`, but return the report of a broken loss instead of raising.
-
-    Args:
-        on_example: called with the number of batches tested so far.
-
-    Raises:
-        ValueError: the loss fails on one process, or a setting is unknown.
-
-    Examples:
-        >>> report = examine(lambda: (lambda embeddings, labels: embeddings.square().sum()), max_examples=5)
-        >>> report.ok, report.diagnosis.mistake
-        (False, 'local negatives')
-    """
-    _require_valid(world_sizes=world_sizes, call=call, grad_reduction=grad_reduction, level=level)
+    _require_valid(world_sizes, call=call, grad_reduction=grad_reduction, level=level)
     world_sizes = tuple(sorted(set(world_sizes)))
     start = time.monotonic()
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=4.0, grace=0.3))
         pool.start(1, *world_sizes, imports=_imports(make_loss))
         call_forms = _call_forms(make_loss, level, pool, world_sizes)
-        if call == "auto":
-            call = call_forms[0]
-        step = level == "training_step"
-        case = Case(
-            make_loss, call, grad_reduction, step=step, name=name or str(getattr(make_loss, "__name__", "loss"))
-        )
+        form = call_forms[0] if call == "auto" else call
+        name = name or str(getattr(make_loss, "__name__", "loss"))
+        case = Case(make_loss, form, grad_reduction, step=level == "training_step", name=name)
         examination = Examination(case, pool, world_sizes, width, on_example)
         examination.survey(max_examples)
         examination.train()
@@ -157,17 +91,29 @@ def examine(
         report = Report(case.name, world_sizes, grad_reduction, examination.examples, findings)
         report.tried = frozenset(examination.tried)
         if findings:
-            failing = [finding.batch for finding in findings if finding.invariant is runs_on_every_split]
-            evidence = LossEvidence(
-                case,
-                [finding.invariant.name for finding in findings],
-                pool,
-                width=width or DEFAULT_WIDTH,
-                failing=failing[0] if failing else None,
-            )
+            failing = next((finding.batch for finding in findings if finding.invariant is runs_on_every_split), None)
+            broken = [finding.invariant.name for finding in findings]
+            evidence = LossEvidence(case, broken, pool, width=width or DEFAULT_WIDTH, failing=failing)
             report.diagnosis = diagnose(evidence)
     report.seconds = time.monotonic() - start
+    __tracebackhide__ = True
+    if not report.ok:
+        raise NotInvariant(report)
     return report
+
+
+def examine(make_loss: Callable[[], Any], **settings: Any) -> Report:
+    """Like :func:`check_world_size_invariance`, but return the report of a broken loss instead of raising.
+
+    Examples:
+        >>> report = examine(lambda: (lambda embeddings, labels: embeddings.square().sum()), max_examples=5)
+        >>> report.ok, report.diagnosis.mistake
+        (False, 'local negatives')
+    """
+    try:
+        return check_world_size_invariance(make_loss, **settings)
+    except NotInvariant as broken:
+        return broken.report
 
 
 def _imports(make_loss: Callable[[], Any]) -> list[str]:
@@ -178,15 +124,11 @@ def _imports(make_loss: Callable[[], Any]) -> list[str]:
 
 
 def _call_forms(make_loss: Callable[[], Any], level: str, pool: Worlds, world_sizes: Sequence[int]) -> list[Call]:
-    """Construct the loss in every world and return its call forms.
-
-    Raises:
-        ValueError: ``make_loss`` raises, or does not return a loss.
-    """
+    """Construct the loss in every world and return its call forms; raise a ValueError if it is not a loss."""
     forms: list[Call] = []
     for size in dict.fromkeys([1, *world_sizes]):
         try:
-            form, problem = pool.run(size, constructed_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
+            form, problem = pool.run(size, _constructed_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
         except RankError as error:
             raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
         if form is None:
@@ -195,15 +137,29 @@ def _call_forms(make_loss: Callable[[], Any], level: str, pool: Worlds, world_si
     return forms
 
 
-def _require_valid(**given: Any) -> None:
+def _constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
+    """Construct a loss or a training step on this rank; return its call form, or None and the problem."""
+    made = make_loss()
+    if level == "training_step":
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+            return call_form(made[1]), ""
+        return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
+    if callable(made):
+        return call_form(made), ""
+    hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
+    hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
+    return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
+
+
+def _require_valid(world_sizes: Sequence[int], **settings: str) -> None:
     """Raise a ValueError that names the choices if a setting is unknown."""
-    choices: dict[str, tuple[str, ...]] = {
+    choices = {
         "call": ("auto", "labels", "views"),
         "grad_reduction": ("mean", "sum"),
         "level": ("loss", "training_step"),
     }
     for name, allowed in choices.items():
-        if given[name] not in allowed:
-            raise ValueError(f"{name} is one of {', '.join(allowed)}, got {given[name]!r}.")
-    if not given["world_sizes"] or min(given["world_sizes"]) < 1:
-        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(given['world_sizes'])}.")
+        if settings[name] not in allowed:
+            raise ValueError(f"{name} is one of {', '.join(allowed)}, got {settings[name]!r}.")
+    if not world_sizes or min(world_sizes) < 1:
+        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")

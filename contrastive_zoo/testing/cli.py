@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from enum import Enum
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +43,9 @@ class Trainer(str, Enum):
     sum = "sum"
 
 
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)]
+
+
 class Level(str, Enum):
     """What is under test: a loss, or a whole training step."""
 
@@ -69,7 +73,7 @@ def check(
         list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
     ] = None,
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
+    json_file: JsonFile = None,
     explain: Annotated[str | None, typer.Option(help="Explain an invariant and what breaks without it.")] = None,
 ) -> None:
     """Check in seconds whether a loss is the same function on W processes as on one, and diagnose it if it is not.
@@ -80,10 +84,9 @@ def check(
     from contrastive_zoo.testing import console
     from contrastive_zoo.testing.check import examine
     from contrastive_zoo.testing.check_target import TargetError, find_target
-    from contrastive_zoo.testing.invariants import INVARIANTS
 
     if explain is not None:
-        _explain(explain, {invariant.name: invariant for invariant in INVARIANTS})
+        _explain(explain)
     if target is None:
         raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
     _require_writable(json_file)
@@ -97,10 +100,10 @@ def check(
             report = examine(
                 make,
                 world_sizes=world_size or (1, 2, 3, 4),
-                call=call_form if call == "auto" and call_form else call,  # type: ignore[arg-type]  # checked there
+                call=call_form if call == "auto" and call_form else call,
                 grad_reduction=trainer.value,
                 max_examples=examples,
-                level="training_step" if level is Level.training_step else "loss",
+                level=level.name,
                 width=width,
                 name=name,
                 on_example=advance,
@@ -125,7 +128,7 @@ def audit(
         list[str] | None, typer.Option(help="module:Class of a loss that is not found by itself; repeat the option.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each number of processes.", min=1)] = 300.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run the first steps of a training script on several processes and compare them with one process.
 
@@ -139,10 +142,7 @@ def audit(
 
     _require_writable(json_file)
     command = [*(["-m", module] if module else []), *(script or [])]
-
-    def show(report: Any) -> int:
-        return _shown(report, json_file)
-
+    show = partial(_shown, json_file=json_file)
     try:
         if is_under_torchrun():
             audit_under_torchrun(command, show, steps=steps, losses=loss or [])
@@ -193,10 +193,12 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _explain(name: str, invariants: dict[str, Any]) -> None:
+def _explain(name: str) -> None:
     """Print the meaning of an invariant and exit."""
     from contrastive_zoo.testing.check_target import did_you_mean
+    from contrastive_zoo.testing.invariants import INVARIANTS
 
+    invariants = {invariant.name: invariant for invariant in INVARIANTS}
     if name not in invariants:
         raise typer.BadParameter(
             f"no invariant {name!r}.{did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
@@ -218,12 +220,7 @@ def main() -> None:
 
 
 def _repeat_option(arguments: list[str]) -> list[str]:
-    """Turn ``--world-size 1 2 4`` into ``--world-size 1 --world-size 2 --world-size 4``, which typer accepts.
-
-    Examples:
-        >>> _repeat_option(["check", "--world-size", "1", "2", "--json", "a"])
-        ['check', '--world-size', '1', '--world-size', '2', '--json', 'a']
-    """
+    """Turn ``--world-size 1 2 4`` into ``--world-size 1 --world-size 2 --world-size 4``, which typer accepts."""
     repeated: list[str] = []
     for argument in arguments:
         follows_number = len(repeated) > 1 and repeated[-2] in ("--world-size", "-W") and argument.isdigit()

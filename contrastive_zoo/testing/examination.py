@@ -14,7 +14,8 @@ except ImportError as error:
 
 from contrastive_zoo.testing import invariants
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import STEP_INVARIANTS, TRAINING_INVARIANTS, Broken, Invariant
+from contrastive_zoo.testing.invariant import Broken, Invariant
+from contrastive_zoo.testing.invariants import STEP_INVARIANTS, TRAINING_INVARIANTS
 from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.report import Finding
 from contrastive_zoo.testing.strategies import ADVERSARIAL, ORDINARY, global_batches

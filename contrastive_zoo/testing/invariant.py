@@ -1,4 +1,4 @@
-"""The class of an invariant, and the comparison of found with expected tensors."""
+"""The class of an invariant, and the comparison of a result with what is expected."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from contrastive_zoo.testing.worlds import RankError
 
 TOLERANCE = 1e-10
 """Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
-
 
 T = TypeVar("T", default=Trial)
 """What an invariant is tested on: a loss on a global batch, unless another kind of trial is named."""
@@ -51,11 +50,7 @@ class Invariant(Generic[T]):
         return " ".join((self.check.__doc__ or "").split())
 
     def __call__(self, trial: T) -> bool:
-        """Test the invariant; return whether it applies.
-
-        Raises:
-            Broken: the invariant does not hold.
-        """
+        """Test the invariant; return whether it applies."""
         try:
             self.check(trial)
         except NotApplicable:
@@ -71,58 +66,43 @@ def invariant(*, catches: str) -> Callable[[Callable[[T], None]], Invariant[T]]:
     return lambda check: Invariant(check, catches)
 
 
-def require_loss(trial: Trial) -> None:
-    """Check that a loss is under test.
-
-    Raises:
-        NotApplicable: a whole training step is.
-    """
-    if trial.case.step:
-        raise NotApplicable("applies to losses, not to training steps")
+def require(applies: object, reason: str) -> None:
+    """Raise NotApplicable, with the reason, unless a condition holds."""
+    if not applies:
+        raise NotApplicable(reason)
 
 
-def number(x: float) -> Tensor:
-    """Return x as a float64 tensor; the caller's default dtype may be float32, which would lose digits."""
-    return torch.tensor(x, dtype=torch.float64)
+def first_line(error: RankError) -> str:
+    """Return the message of an error without tracebacks."""
+    return str(error).partition("\n")[0]
 
 
-def same_gradients(found: Gradients, expected: Gradients, what: str, source: str = "one process's") -> None:
+def same_gradients(actual: Gradients, expected: Gradients, what: str, source: str = "one process's") -> None:
     """Raise Broken if a gradient differs; ``source`` says where the expected ones come from."""
     for name, gradient in expected.items():
-        close(found[name], gradient, f"{what} ({name}) is", source)
+        close(actual[name], gradient, f"{what} ({name}) is", source)
 
 
-def close(found: Tensor, expected: Tensor, what: str, source: str) -> None:
-    """Compare a tensor with the expected one, which ``source`` names.
-
-    Raises:
-        Broken: they differ by more than :data:`TOLERANCE`, or in shape.
-    """
-    if found.shape != expected.shape:
-        raise Broken(f"{what} of shape {list(found.shape)}; {source}: {list(expected.shape)}")
-    found, expected = found.double(), expected.double()
-    error = (found - expected).abs().max().item() if found.numel() else 0.0
-    if not error <= TOLERANCE * max(1.0, expected.abs().max().item() if expected.numel() else 0.0):
-        raise Broken(
-            f"{what} {_short(found)}; {source}: {_short(expected)} (difference {error:.2g}{_ratio(found, expected)})"
-        )
+def close(actual: Tensor | float, expected: Tensor | float, what: str, source: str) -> None:
+    """Raise Broken if a result differs from the expected one, which ``source`` names, by more than the tolerance."""
+    x, y = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
+    if x.shape != y.shape:
+        raise Broken(f"{what} of shape {list(x.shape)}; {source}: {list(y.shape)}")
+    error = (x - y).abs().max().item() if x.numel() else 0.0
+    if not error <= TOLERANCE * max(1.0, y.abs().max().item() if y.numel() else 0.0):
+        raise Broken(f"{what} {_short(x)}; {source}: {_short(y)} (difference {error:.2g}{_ratio(x, y)})")
 
 
 def _short(x: Tensor) -> str:
     return f"{x.item():.6g}" if x.numel() == 1 else f"of norm {x.norm().item():.6g}"
 
 
-def _ratio(found: Tensor, expected: Tensor) -> str:
+def _ratio(actual: Tensor, expected: Tensor) -> str:
     """Return ratio and cosine of the two as text; empty where one of them is zero."""
-    x, y = found.flatten(), expected.flatten()
+    x, y = actual.flatten(), expected.flatten()
     if not (y.norm() > 0 and x.norm() > 0):
         return ""
     if x.numel() == 1:
         return f", ratio {(x / y).item():.3g}"
     cosine = (x @ y / x.norm() / y.norm()).item()
     return f", ratio {(x.norm() / y.norm()).item():.3g}, cosine {cosine:.3g}"
-
-
-def first_line(error: RankError) -> str:
-    """Return the message of an error without tracebacks."""
-    return str(error).partition("\n")[0]

@@ -1,38 +1,34 @@
-"""The invariants of a global loss: functions that raise :class:`Broken` with the value found and the value expected.
+"""The invariants of a global loss: functions that raise :class:`Broken` with the result and the value expected.
 
 Each invariant names the mistake that it catches: a key of :mod:`contrastive_zoo.testing.gallery`, where the mistake is
 written out. The tests prove that it is caught.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 
 from contrastive_zoo.testing.invariant import (
     TOLERANCE,
     Broken,
-    Invariant,
-    NotApplicable,
     close,
     first_line,
     invariant,
-    number,
-    require_loss,
+    require,
     same_gradients,
 )
 from contrastive_zoo.testing.measurement import UNCHANGED, Measurement, Plan
-from contrastive_zoo.testing.training_invariants import (
-    TRAINING_INVARIANTS,
-    arguments_agree,
-    parameters_agree,
-    same_at_later_steps,
-    same_messages,
-    same_random_numbers,
-    same_sharded_gradient,
-    settings_agree,
-)
+from contrastive_zoo.testing.messages import Message
+from contrastive_zoo.testing.training import Fault, Outcome, StepError, Training
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError
+
+MIN_STEPS = 4
+"""Fewest steps of a training that is tested."""
+
+# --- invariants of one step -------------------------------------------------------------------------------------------
 
 
 @invariant(catches="early return")
@@ -56,7 +52,7 @@ def same_value_on_every_rank(trial: Trial) -> None:
     """
     values = [result.value for result in trial.on_ranks()]
     for rank, value in enumerate(values):
-        close(number(value), number(values[0]), f"rank {rank} returns", "rank 0")
+        close(value, values[0], f"rank {rank} returns", "rank 0")
 
 
 @invariant(catches="own slice × W")
@@ -67,7 +63,7 @@ def same_value(trial: Trial) -> None:
     """
     expected = trial.on_one_process().value
     for rank, result in enumerate(trial.on_ranks()):
-        close(number(result.value), number(expected), f"rank {rank} returns", "one process")
+        close(result.value, expected, f"rank {rank} returns", "one process")
 
 
 @invariant(catches="own slice")
@@ -87,8 +83,7 @@ def same_parameter_gradient(trial: Trial) -> None:
     When it fails, temperature, proxies or class centres have another effective learning rate than the encoder.
     """
     expected = trial.on_one_process().parameters
-    if not expected:
-        raise NotApplicable("this loss has no parameters of its own")
+    require(expected, "this loss has no parameters of its own")
     same_gradients(trial.reduced("parameters"), expected, "the gradient of the loss's own parameters")
 
 
@@ -100,8 +95,7 @@ def same_parameter_gradient_on_every_rank(trial: Trial) -> None:
     rarely inside the wrapped model), and the ranks compute different losses from then on.
     """
     first, *others = [result.parameters for result in trial.on_ranks()]
-    if not first:
-        raise NotApplicable("this loss has no parameters of its own")
+    require(first, "this loss has no parameters of its own")
     for rank, result in enumerate(others, 1):
         same_gradients(result, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
 
@@ -114,8 +108,7 @@ def invariant_to_split(trial: Trial) -> None:
     """
     total, world_size = trial.batch.total, trial.world_size
     even = tuple(total // world_size + (rank < total % world_size) for rank in range(world_size))
-    if even == trial.batch.shards:
-        raise NotApplicable("this batch is split evenly")
+    require(even != trial.batch.shards, "this batch is split evenly")
     _same_outcome(trial, Plan(shards=even), f"split evenly, {list(even)}")
 
 
@@ -126,8 +119,7 @@ def invariant_to_rank_order(trial: Trial) -> None:
     When it fails, which samples are compared depends on the rank that holds them. Applies only to losses that do not
     depend on the order of samples on one process.
     """
-    if not _order_is_free(trial):
-        raise NotApplicable("the value of one process depends on the order of samples")
+    require(_order_is_free(trial), "the value of one process depends on the order of samples")
     rotated = tuple((rank + 1) % trial.world_size for rank in range(trial.world_size))
     _same_outcome(trial, Plan(rank_order=rotated), "with shards rotated by one rank")
 
@@ -139,8 +131,7 @@ def invariant_to_sample_order(trial: Trial) -> None:
     When it fails, the loss uses positions where it should use sample ids: a diagonal, an offset, a tie. Applies only to
     losses that do not depend on the order of samples on one process.
     """
-    if not _order_is_free(trial):
-        raise NotApplicable("the value of one process depends on the order of samples")
+    require(_order_is_free(trial), "the value of one process depends on the order of samples")
     _same_outcome(trial, Plan(shuffle_samples=True), "with all samples shuffled")
 
 
@@ -150,7 +141,7 @@ def gradients_accumulate(trial: Trial) -> None:
 
     When it fails, gradient accumulation, and models that call the loss twice, get wrong gradients.
     """
-    require_loss(trial)
+    require(not trial.case.step, "applies to losses, not to training steps")
     plan = Plan(second_seed=trial.batch.seed + 1)
     same_gradients(trial.reduced("encoder", plan), trial.on_one_process(plan).encoder, "the accumulated gradient")
     first = trial.on_one_process()
@@ -167,7 +158,7 @@ def scales_with_grad_output(trial: Trial) -> None:
 
     When it fails, loss weights, gradient scalers and division by accumulation steps have no effect.
     """
-    require_loss(trial)
+    require(not trial.case.step, "applies to losses, not to training steps")
     tripled = {name: 3 * x for name, x in trial.reduced("encoder").items()}
     same_gradients(trial.reduced("encoder", Plan(scale=3.0)), tripled, "the gradient of 3 · loss", "3 · the gradient")
 
@@ -179,8 +170,7 @@ def same_state(trial: Trial) -> None:
     When it fails, ranks diverge, and a checkpoint stores the buffers of one rank.
     """
     expected = trial.on_one_process().state
-    if not expected:
-        raise NotApplicable("this loss has no buffers")
+    require(expected, "this loss has no buffers")
     for rank, result in enumerate(trial.on_ranks()):
         same_gradients(result.state, expected, f"the loss's state on rank {rank}")
 
@@ -191,11 +181,198 @@ def finite_at_extremes(trial: Trial) -> None:
 
     When it fails, a single unusual batch turns the model's parameters to NaN.
     """
-    if not _is_finite(trial.on_one_process()):
-        raise NotApplicable("the value or gradients of one process are not finite")
+    require(_is_finite(trial.on_one_process()), "the value or gradients of one process are not finite")
     for rank, result in enumerate(trial.on_ranks()):
         if not _is_finite(result):
             raise Broken(f"rank {rank} has NaN or infinite numbers in its value or its gradients")
+
+
+def _is_finite(result: Measurement) -> bool:
+    tensors = [torch.tensor(result.value), *result.encoder.values(), *result.parameters.values()]
+    return all(bool(torch.isfinite(x).all()) for x in tensors)
+
+
+def _order_is_free(trial: Trial) -> bool:
+    """Return whether the value of one process does not depend on the order of samples.
+
+    Random numbers are assigned to samples by position: with them the values are equal by coincidence only.
+    """
+    result = trial.on_one_process()
+    if result.drew_random_numbers:
+        return False
+    shuffled = trial.on_one_process(Plan(shuffle_samples=True))
+    x, y = torch.tensor([result.value, shuffled.value], dtype=torch.float64)
+    return torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _same_outcome(trial: Trial, plan: Plan, variation: str) -> None:
+    """Require that value and encoder gradient on W ranks do not change under a plan."""
+    value, varied = (trial.on_ranks(x)[0].value for x in (UNCHANGED, plan))
+    close(varied, value, f"{variation}, rank 0 returns", "unchanged")
+    what = f"{variation}, the encoder's gradient"
+    same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "unchanged")
+
+
+# --- invariants of a training -------------------------------------------------------------------------------------------
+
+
+@invariant(catches="scaled from call 3")
+def same_at_later_steps(trial: Trial) -> None:
+    """Value and gradients equal those of one process at every step of a training in which shard sizes change.
+
+    When it fails, the first step is right and a later one is not: a rank reuses sizes, buffers or a path of an earlier
+    step.
+    """
+    _same_training(trial, trial.training)
+
+
+@invariant(catches="own random stream")
+def same_random_numbers(trial: Trial) -> None:
+    """A loss with random numbers uses those of one process, on every rank and at every step.
+
+    When it fails, ranks compute different losses, and a run cannot be repeated on another number of processes. In the
+    test the random states of the ranks differ, as after data loading. Applies only to losses with random numbers.
+    """
+    training = replace(trial.training, seed_per_rank=True)
+    require(not trial.case.step, "applies to losses, not to training steps")
+    outcomes = trial.train_on_one_process(training)
+    draws = any(isinstance(x, Measurement) and x.drew_random_numbers for x in outcomes)
+    require(draws, "this loss draws no random numbers")
+    _same_training(trial, training)
+
+
+@invariant(catches="sharded weights, W×")
+def same_sharded_gradient(trial: Trial) -> None:
+    """The gradients of a sharded parameter, concatenated over ranks, equal the gradient of one process.
+
+    When it fails, sharded class weights have another effective learning rate than the encoder. Applies only to losses with
+    sharded parameters; such a module has an attribute ``sharded = True``.
+    """
+    is_sharded = trial.traits.sharded or any(result.sharded for result in trial.on_ranks())
+    require(is_sharded, "this loss has no sharded parameters")
+    for step, reference, outcomes in _steps(trial, trial.training):
+        shards = [result.sharded for result in _measured(outcomes, step)]
+        whole = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+        expected = reference.sharded or {name: reference.parameters[name] for name in whole}
+        same_gradients(whole, expected, f"at step {step}, the gradient of sharded parameters")
+
+
+@invariant(catches="settings not compared")
+def settings_agree(trial: Trial) -> None:
+    """A setting that differs on one rank raises the same ValueError on all ranks, at that call or the next.
+
+    When it fails, one rank with another configuration makes all ranks train on a loss that nobody configured.
+    Applies only to wrappers with an option ``grad_reduction``.
+    """
+    _require_wrapper(trial)
+    _require_same_error(trial, "option", "grad_reduction")
+    if trial.traits.setting is not None:
+        _require_same_error(trial, "setting", trial.traits.setting)
+
+
+@invariant(catches="parameters not compared")
+def parameters_agree(trial: Trial) -> None:
+    """Loss parameters that differ between ranks raise the same ValueError on all ranks, at the first call or the next.
+
+    When it fails, proxies that were initialised with a different seed on each rank stay undetected. Applies only to
+    wrappers around a loss with replicated parameters.
+    """
+    _require_wrapper(trial)
+    name = trial.traits.parameter or ""
+    require(name, "this loss has no parameters that every rank holds")
+    _require_same_error(trial, "parameter", name, first=1, last=2)
+
+
+@invariant(catches="arguments not compared")
+def arguments_agree(trial: Trial) -> None:
+    """An argument that is missing on one rank at a later step raises the same ValueError on all ranks, at that call.
+
+    When it fails, the other ranks wait for that rank until the process group's timeout, or the process is aborted.
+    Applies only to wrappers.
+    """
+    _require_wrapper(trial)
+    _require_same_error(trial, "argument", "the last argument", last=3)
+
+
+@invariant(catches="one message more")
+def same_messages(trial: Trial) -> None:
+    """Every rank calls the same collectives in the same order, with equal element counts where the collective needs them.
+
+    When it fails, a rank decides from local data what it sends: for some batch, ranks wait for each other, or match
+    messages that do not belong together.
+    """
+    trained = _trained(trial, replace(trial.training, record_collectives=True))
+    first, *others = [messages for _, messages in trained]
+    for rank, sent in enumerate(others, 1):
+        for position, (message, of_rank_0) in enumerate(zip_longest(sent, first), 1):
+            if message != of_rank_0:
+                raise Broken(
+                    f"message {position} of rank {rank} is {message or 'missing'}; rank 0's: {of_rank_0 or 'missing'}"
+                )
+
+
+def _require_wrapper(trial: Trial) -> None:
+    require(trial.world_size > 1, "there is no other rank to differ from")
+    require(trial.traits.is_wrapper, "applies to wrappers with an option grad_reduction")
+
+
+def _trained(trial: Trial, training: Training) -> list[tuple[list[Outcome], list[Message]]]:
+    is_training = trial.world_size > 1 and len(training.steps) >= MIN_STEPS
+    require(is_training, "there is one rank only, or one process raises at most steps")
+    try:
+        return trial.train_on_ranks(training)
+    except RankError as error:
+        raise Broken(f"in a training of {len(training.steps)} steps, {first_line(error)}") from error
+
+
+def _steps(trial: Trial, training: Training) -> Iterator[tuple[int, Measurement, tuple[Outcome, ...]]]:
+    """Yield for each step its number, the measurement of one process, and the outcomes of the ranks."""
+    by_step = list(zip(*(outcomes for outcomes, _ in _trained(trial, training)), strict=True))
+    for step, reference in enumerate(trial.train_on_one_process(training)):
+        assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
+        yield step + 1, reference, by_step[step]
+
+
+def _measured(outcomes: tuple[Outcome, ...], step: int) -> list[Measurement]:
+    """Return the measurements of all ranks at one step; raise Broken if a rank raised."""
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, StepError):
+            raise Broken(f"one process computes a value at step {step}, but rank {rank} raised {outcome.message}")
+    return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+
+
+def _same_training(trial: Trial, training: Training) -> None:
+    """Compare value, gradients and state of every rank at every step with one process."""
+    for step, reference, outcomes in _steps(trial, training):
+        by_rank = _measured(outcomes, step)
+        for rank, result in enumerate(by_rank):
+            close(result.value, reference.value, f"at step {step}, rank {rank} returns", "one process")
+            same_gradients(result.state, reference.state, f"at step {step}, the loss's state on rank {rank}")
+        for what in ("encoder", "parameters"):
+            reduced = trial.reduce([getattr(result, what) for result in by_rank])
+            expected = {name: x for name, x in getattr(reference, what).items() if name in reduced}
+            same_gradients(reduced, expected, f"at step {step}, the gradient of the {what}")
+
+
+def _require_same_error(trial: Trial, fault: Fault, name: str, *, first: int = 3, last: int = 4) -> None:
+    """Require the same ValueError on all ranks for a fault of one rank, and right values before and after it."""
+    training = replace(trial.training, fault=fault, fault_steps=tuple(range(first - 1, last)))
+    what = f"{name} {'is missing' if fault == 'argument' else 'differs'} on rank {trial.world_size - 1}"
+    steps, raised = list(_steps(trial, training)), False
+    for step, _, outcomes in steps[first - 1 : last]:
+        errors = [x.message if isinstance(x, StepError) else None for x in outcomes]
+        if len(set(errors)) > 1:
+            by_rank = "; ".join(f"rank {rank} {'raised ' + e if e else 'continued'}" for rank, e in enumerate(errors))
+            raise Broken(f"{what} at step {step}, and ranks do not raise the same error: {by_rank}")
+        raised = raised or bool(errors[0])
+    if not raised:
+        raise Broken(f"{what} from step {first} on, and no rank raises")
+    for step, reference, outcomes in steps:
+        if first <= step <= last or reference.state or reference.drew_random_numbers:
+            continue  # a step that raises changes no state, so later steps of a stateful loss differ
+        for rank, result in enumerate(_measured(outcomes, step)):
+            context = f"{what} at step {first}; at step {step}, rank {rank} returns"
+            close(result.value, reference.value, context, "one process")
 
 
 CONTRACT = (
@@ -220,62 +397,16 @@ STEP_INVARIANTS = (
 )
 """The invariants of one step, the most basic first."""
 
+TRAINING_INVARIANTS = (
+    same_at_later_steps,
+    same_random_numbers,
+    same_sharded_gradient,
+    settings_agree,
+    parameters_agree,
+    arguments_agree,
+    same_messages,
+)
+"""The invariants of a training."""
+
 INVARIANTS = (*STEP_INVARIANTS, *TRAINING_INVARIANTS)
 """All invariants, of one step and of a training."""
-
-
-def _is_finite(found: Measurement) -> bool:
-    numbers = [number(found.value), *found.encoder.values(), *found.parameters.values()]
-    return all(bool(torch.isfinite(x).all()) for x in numbers)
-
-
-def _order_is_free(trial: Trial) -> bool:
-    """Return whether the value of one process does not depend on the order of samples.
-
-    Random numbers are assigned to samples by position: with them the values are equal by coincidence only.
-    """
-    result = trial.on_one_process()
-    if result.drew_random_numbers:
-        return False
-    value, shuffled = number(result.value), number(trial.on_one_process(Plan(shuffle_samples=True)).value)
-    return torch.allclose(value, shuffled, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def _same_outcome(trial: Trial, plan: Plan, variation: str) -> None:
-    """Require that value and encoder gradient on W ranks do not change under a plan."""
-    value, varied = (trial.on_ranks(x)[0].value for x in (UNCHANGED, plan))
-    close(number(varied), number(value), f"{variation}, rank 0 returns", "unchanged")
-    what = f"{variation}, the encoder's gradient"
-    same_gradients(trial.reduced("encoder", plan), trial.reduced("encoder"), what, "unchanged")
-
-
-__all__ = [
-    "CONTRACT",
-    "INVARIANTS",
-    "STEP_INVARIANTS",
-    "TOLERANCE",
-    "TRAINING_INVARIANTS",
-    "Broken",
-    "Invariant",
-    "NotApplicable",
-    "arguments_agree",
-    "finite_at_extremes",
-    "gradients_accumulate",
-    "invariant_to_rank_order",
-    "invariant_to_sample_order",
-    "invariant_to_split",
-    "parameters_agree",
-    "runs_on_every_split",
-    "same_at_later_steps",
-    "same_encoder_gradient",
-    "same_messages",
-    "same_parameter_gradient",
-    "same_parameter_gradient_on_every_rank",
-    "same_random_numbers",
-    "same_sharded_gradient",
-    "same_state",
-    "same_value",
-    "same_value_on_every_rank",
-    "scales_with_grad_output",
-    "settings_agree",
-]

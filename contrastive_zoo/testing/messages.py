@@ -8,26 +8,15 @@ from torch.utils._pytree import tree_leaves
 
 _PAIRED = {"send", "recv_", "recv_any_source_"}
 """Operations between two ranks, which are not recorded: the other ranks do not call them."""
-_SENT_ARGUMENT: dict[str, int] = {
-    "_allgather_base_": 1,
-    "alltoall_base_": 1,
-    "allgather_": 1,
-    "_reduce_scatter_base_": 1,
-}
-"""Index of the argument that is sent; 0 for all other collectives."""
+_OUTPUT_FIRST = {"_allgather_base_", "alltoall_base_", "allgather_", "_reduce_scatter_base_"}
+"""Collectives whose second argument is sent; of all others it is the first."""
 
 
 class Message(NamedTuple):
-    """One call of a collective.
-
-    Args:
-        name: the dispatcher's name of the collective.
-        size: number of elements that a rank sends, if it must be equal on all ranks; otherwise None.
-        dtype: dtype of these elements.
-    """
+    """One call of a collective, by the dispatcher's name."""
 
     name: str
-    size: int | None
+    size: int | None  # number of elements that a rank sends, if it must be equal on all ranks
     dtype: str
 
     def __str__(self) -> str:
@@ -35,16 +24,7 @@ class Message(NamedTuple):
 
 
 class Messages(TorchDispatchMode):
-    """Records all collectives called inside the context, by any function; it slows every operation down.
-
-    Examples:
-        >>> import torch
-        >>> with Messages() as messages:
-        ...     torch.ones(2) + 1
-        tensor([2., 2.])
-        >>> messages.sent
-        []
-    """
+    """Records all collectives called inside the context, by any function; it slows every operation down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +42,8 @@ class Messages(TorchDispatchMode):
 
 
 def _message(name: str, args: Any) -> Message:
-    tensors = [x for x in tree_leaves(args[_SENT_ARGUMENT.get(name, 0)]) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(args[1 if name in _OUTPUT_FIRST else 0]) if isinstance(x, Tensor)]
     uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
     size = None if uneven else sum(x.numel() for x in tensors)
     dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
     return Message(name, size, "/".join(sorted(dtypes)))
-
-
-__all__ = ["Message", "Messages"]

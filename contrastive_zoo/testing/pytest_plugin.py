@@ -99,14 +99,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
-    sizes = marker.args
+    sizes, problem = marker.args, ""
     if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise _misuse(
-            f"{metafunc.definition.nodeid}: {MARKER} takes numbers of processes, at least 1 each, got {list(sizes)}."
-        )
-    if unknown := set(marker.kwargs) - {"timeout"}:
-        arguments = ", ".join(sorted(unknown))
-        raise _misuse(f"{metafunc.definition.nodeid}: {MARKER} takes sizes and timeout, got {arguments} as well.")
+        problem = f"numbers of processes, at least 1 each, got {list(sizes)}."
+    elif unknown := set(marker.kwargs) - {"timeout"}:
+        problem = f"sizes and timeout, got {', '.join(sorted(unknown))} as well."
+    if problem:
+        raise _failure(f"{metafunc.definition.nodeid}: {MARKER} takes {problem}")
     # world_size is no fixture: Hypothesis would treat it as function-scoped, not made anew for each example.
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
@@ -118,13 +117,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker(MARKER) is None:
         return
     if _size(item) is None:
-        raise _misuse(
-            f"{item.nodeid}: {MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase."
-        )
-    if inspect.iscoroutinefunction(getattr(item, "obj", None)):
-        raise _misuse(
-            f"{item.nodeid}: {MARKER}: an async test cannot run on ranks; start the event loop inside the test."
-        )
+        problem = f"{MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase."
+    elif inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        problem = f"{MARKER}: an async test cannot run on ranks; start the event loop inside the test."
+    else:
+        return
+    raise _failure(f"{item.nodeid}: {problem}")
 
 
 def _size(item: pytest.Item) -> int | None:
@@ -172,23 +170,22 @@ def _on_ranks(
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
-    job: Any = _Body(body, *args, **kwargs)
+    job: Any = _Body(functools.partial(body, *args, **kwargs))
     try:
         pool.run(size, job, timeout=timeout)
+        return
     except RankError as error:
         failure = _outcome(error)
     except TypeError as error:  # raised before anything ran
-        failure = _misuse(_pickling_problem(body, kwargs, error))
-    else:
-        return
+        failure = _failure(_pickling_problem(body, kwargs, error))
     raise failure
 
 
 class _Body:
     """A test's body, pickled for a rank and unpickled there as the plain function, so that tracebacks omit this file."""
 
-    def __init__(self, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        self.call = functools.partial(body, *args, **kwargs)
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
         return _unpickle_body, (self.call,)
@@ -211,21 +208,18 @@ def _outcome(error: Any) -> BaseException:
         return pytest.skip.Exception(str(errors[0]), _use_item_location=True)
     if errors and all(isinstance(x, pytest.xfail.Exception) for x in errors):
         return errors[0]
-    return pytest.fail.Exception(str(error), pytrace=False)
+    return _failure(str(error))
 
 
 def _pickling_problem(body: Callable[..., Any], arguments: dict[str, Any], error: TypeError) -> str:
     from contrastive_zoo.testing._rank import dump_job
 
-    def problem(value: Any) -> str | None:
+    problems = []
+    for name, value in ({"self": getattr(body, "__self__", None)} | arguments).items():
         try:
             dump_job(value)
         except Exception as reason:
-            return f"{type(value).__name__}: {str(reason).partition(chr(10))[0]}"
-        return None
-
-    named = {"self": getattr(body, "__self__", None)} | arguments
-    problems = [f"{name} ({why})" for name, value in named.items() if (why := problem(value))]
+            problems.append(f"{name} ({type(value).__name__}: {str(reason).partition(chr(10))[0]})")
     if not problems:
         return str(error)
     return (
@@ -234,5 +228,5 @@ def _pickling_problem(body: Callable[..., Any], arguments: dict[str, Any], error
     )
 
 
-def _misuse(message: str) -> BaseException:
+def _failure(message: str) -> BaseException:
     return pytest.fail.Exception(message, pytrace=False)

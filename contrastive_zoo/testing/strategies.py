@@ -10,7 +10,6 @@ try:
 except ImportError as error:
     raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
 
-
 from contrastive_zoo.testing.batch import GlobalBatch, Labels, SampleKind
 
 ORDINARY: tuple[SampleKind, ...] = ("gaussian", "clustered")
@@ -24,15 +23,7 @@ ADVERSARIAL: tuple[SampleKind, ...] = ("duplicates", "collinear", "zeros", "huge
 def splits(
     draw: st.DrawFn, world_sizes: Sequence[int] = (1, 2, 3, 4), *, min_samples: int = 1, max_per_rank: int = 6
 ) -> tuple[int, ...]:
-    """Draw shard sizes: even, uneven, and with empty ranks; ``min_samples`` to ``W · max_per_rank`` in total.
-
-    Examples:
-        >>> from hypothesis import given
-        >>> @given(splits((2, 3), max_per_rank=4))
-        ... def some_rank_has_a_sample(shards):
-        ...     assert len(shards) in (2, 3) and 1 <= sum(shards) <= 12
-        >>> some_rank_has_a_sample()
-    """
+    """Draw shard sizes: even, uneven, and with empty ranks; ``min_samples`` to ``W · max_per_rank`` in total."""
     world_size = draw(st.sampled_from(sorted(world_sizes)))
     if draw(st.booleans()):
         sizes = [draw(st.integers(0, max_per_rank)) for _ in range(world_size)]
@@ -79,33 +70,15 @@ def global_batches(
 
 
 def temperatures() -> st.SearchStrategy[float]:
-    """Draw temperatures from 1 to 0.01, where exponentials underflow unless their maximum is subtracted.
-
-    Examples:
-        >>> from hypothesis import find
-        >>> find(temperatures(), lambda t: t < 0.1)
-        0.05
-    """
+    """Draw temperatures from 1 to 0.01, where exponentials underflow unless their maximum is subtracted."""
     return st.sampled_from([1.0, 0.5, 0.1, 0.05, 0.01])
 
 
 def views(max_views: int = 4) -> st.SearchStrategy[int]:
-    """Draw the number of views of a sample: 2 to ``max_views``.
-
-    Examples:
-        >>> from hypothesis import find
-        >>> find(views(), lambda number: True)
-        2
-    """
+    """Draw the number of views of a sample: 2 to ``max_views``."""
     return st.integers(2, max_views)
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Draw a dtype of embeddings, the widest first.
-
-    Examples:
-        >>> from hypothesis import find
-        >>> find(dtypes(), lambda dtype: dtype.itemsize == 2)
-        torch.bfloat16
-    """
+    """Draw a dtype of embeddings, the widest first."""
     return st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -1,9 +1,11 @@
-"""A training of a few steps: one loss object, called with different shard sizes, and measured at every step."""
+"""A training of a few steps: one loss object, called with different shard sizes, with a fault of one rank at some steps."""
 
+import math
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -11,13 +13,24 @@ from torch import nn
 
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.faults import Fault, inject
-from contrastive_zoo.testing.measurement import UNCHANGED, Case, Measurement, Subject, local_shard
+from contrastive_zoo.testing.measurement import (
+    UNCHANGED,
+    Case,
+    Measurement,
+    Subject,
+    local_shard,
+    set_float64_and_seed,
+    split_parameters,
+)
 from contrastive_zoo.testing.messages import Message, Messages
 from contrastive_zoo.wrapper.step import splitting
 
 PARAMETER_FACTOR = 0.95
 """Factor of every parameter after each step, so that results of the old parameters are wrong at the next step."""
+
+Fault = Literal["option", "setting", "parameter", "argument"]
+"""What differs on the last rank: the wrapper's ``grad_reduction``, a setting of the loss, the value of a parameter of the
+loss, or a missing argument."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +59,10 @@ class Training:
             >>> [step.shards for step in Training.of(GlobalBatch((2, 2))).steps]
             [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
         """
-        world_size = len(batch.shards)
-        sizes = [
-            batch.shards,
-            tuple(range(1, world_size + 1)),
-            (1,) * world_size,
-            (batch.total, *[0] * (world_size - 1)),
-            batch.shards,
-        ]
-        return cls(tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(sizes)))
+        size = len(batch.shards)
+        on_rank_0 = (batch.total, *[0] * (size - 1))
+        splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
+        return cls(tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits)))
 
     def on_one_process(self) -> "Training":
         """Return the same batches, each on one rank, without a fault."""
@@ -76,7 +84,9 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
     """Construct the loss once and run every step; return each step's outcome and all messages. Runs on every rank."""
     subject, world = Subject(case, training.steps[0].d), World.of()
     if training.seed_per_rank:
-        _seed(world.rank)
+        torch.default_generator.manual_seed(world.rank)
+        np.random.seed(world.rank)
+        random.seed(world.rank)
     outcomes: list[Outcome] = []
     messages = Messages()
     # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
@@ -86,24 +96,79 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
         arguments = local_shard(case, batch, UNCHANGED)[: -1 if fault == "argument" else None]
         # every second step takes the general path, in which ranks split the work
         path = splitting(always=case.shared and index % 2 == 0)
-        with path, inject(fault, subject.loss), messages if training.record_collectives else nullcontext():
+        with path, _inject(fault, subject.loss), messages if training.record_collectives else nullcontext():
             try:
                 outcomes.append(subject.measure([arguments]))
             except expected_errors as error:
                 outcomes.append(StepError(str(error)))
-        _change([*subject.model.parameters(), *subject.parameters.values()])
+        with torch.no_grad():
+            for parameter in {*subject.model.parameters(), *subject.parameters.values()}:
+                parameter.mul_(PARAMETER_FACTOR)
+                parameter.grad = None
     return outcomes, messages.sent
 
 
-def _change(parameters: list[nn.Parameter]) -> None:
-    """Multiply all parameters and clear their gradients."""
-    with torch.no_grad():
-        for parameter in {id(parameter): parameter for parameter in parameters}.values():
-            parameter.mul_(PARAMETER_FACTOR)
-            parameter.grad = None
+@contextmanager
+def _inject(fault: Fault | None, loss: Any) -> Iterator[None]:
+    """Change the loss on this rank inside the context; a missing argument is no change of the loss."""
+    if fault == "parameter":
+        replicated, _ = split_parameters(loss, dict(loss.named_parameters()))
+        parameter = next(iter(replicated.values()))
+        value = parameter.detach().clone()
+        # not a constant, which may cancel out
+        parameter.data += torch.linspace(0.1, 0.2, parameter.numel()).view_as(parameter)
+        yield
+        parameter.data.copy_(value)
+    elif fault in ("option", "setting"):
+        target = (loss, "grad_reduction") if fault == "option" else _float_setting(loss)
+        assert target is not None, "the fault is injected only where Traits.setting is not None"
+        module, name = target
+        before = getattr(module, name)
+        other_option = "sum" if before == "mean" else "mean"
+        setattr(module, name, other_option if fault == "option" else 0.9 * before)
+        yield
+        setattr(module, name, before)
+    else:
+        yield
 
 
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a loss that decide which invariants apply.
+
+    Args:
+        is_wrapper: whether the loss is a wrapper with an option ``grad_reduction``.
+        setting: name of a float setting of the wrapped loss; None if it has none.
+        parameter: name of a replicated parameter; None if it has none.
+        sharded: whether it has sharded parameters.
+    """
+
+    is_wrapper: bool = False
+    setting: str | None = None
+    parameter: str | None = None
+    sharded: bool = False
+
+
+def traits(case: Case) -> Traits:
+    """Construct the loss and return its properties; runs on a rank."""
+    set_float64_and_seed()
+    loss = case.make()
+    if case.step:
+        return Traits()
+    module = loss if isinstance(loss, nn.Module) else nn.Module()
+    replicated, sharded = split_parameters(module, dict(module.named_parameters()))
+    setting = _float_setting(loss)
+    return Traits(_is_wrapper(loss), setting and setting[1], next(iter(replicated), None), bool(sharded))
+
+
+def _is_wrapper(loss: Any) -> bool:
+    return isinstance(loss, nn.Module) and {"grad_reduction", "loss"} <= {*vars(loss), *loss._modules}
+
+
+def _float_setting(loss: Any) -> tuple[nn.Module, str] | None:
+    """Return the first float attribute of the wrapped loss: its module and its name."""
+    for module in loss.loss.modules() if _is_wrapper(loss) and isinstance(loss.loss, nn.Module) else ():
+        for name, x in vars(module).items():
+            if isinstance(x, float) and x != 0 and math.isfinite(x) and not name.startswith("_"):
+                return module, name
+    return None

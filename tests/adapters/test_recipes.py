@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import CONTRACT, Broken, Invariant, same_state
-from contrastive_zoo.testing.trial import Call, Case, Trial
+from contrastive_zoo.testing.invariant import Broken, Invariant
+from contrastive_zoo.testing.invariants import CONTRACT, same_state
+from contrastive_zoo.testing.measurement import Call, Case
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import local_shard, numbers
 

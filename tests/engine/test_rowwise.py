@@ -21,7 +21,8 @@ from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
-from contrastive_zoo.testing.trial import Case, Trial
+from contrastive_zoo.testing.measurement import Case
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
 

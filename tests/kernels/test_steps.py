@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import value_and_gradients
 from tests.test_accelerator import may_read

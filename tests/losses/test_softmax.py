@@ -19,7 +19,7 @@ from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased
 from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.trial import whole_batch
+from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, assert_same, close, numbers
 from tests.losses.zoo_softmax import ENTRIES, ORDERED

@@ -12,9 +12,11 @@ from contrastive_zoo.testing import examination
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe, make
-from contrastive_zoo.testing.invariants import INVARIANTS, Broken, finite_at_extremes, same_value_on_every_rank
+from contrastive_zoo.testing.invariant import Broken
+from contrastive_zoo.testing.invariants import INVARIANTS, finite_at_extremes, same_value_on_every_rank
+from contrastive_zoo.testing.measurement import Case, call_form
 from contrastive_zoo.testing.strategies import global_batches
-from contrastive_zoo.testing.trial import Case, Trial, call_form
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 

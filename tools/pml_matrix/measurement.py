@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.data.miner import DistributedMiner
-from contrastive_zoo.testing.trial import Encoder
+from contrastive_zoo.testing.measurement import Encoder
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 from tools.pml_matrix.cases import SPLITS, Case, Splits, all_splits
