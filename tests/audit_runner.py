@@ -108,11 +108,14 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         without: name of a probe or of a signature that is switched off.
     """
     probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
-    known = {key: x for key, x in mistakes.MISTAKES.items() if key != without}
+    signatures = {
+        stage: {name: fits for name, fits in of_stage.items() if name != without}
+        for stage, of_stage in mistakes.SIGNATURES.items()
+    }
     with (
         patch.object(dist, "init_process_group"),
         patch.object(diagnosis, "PROBES", probes),
-        patch.object(mistakes, "MISTAKES", known),
+        patch.object(mistakes, "SIGNATURES", signatures),
         audit(name=name) as report,
     ):
         training(module, name)()

@@ -19,7 +19,6 @@ pytest.importorskip("pytorch_metric_learning")
 import contrastive_zoo as cz
 from contrastive_zoo.testing.auditing.context import audit
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
-from contrastive_zoo.testing.auditing.factors import explanation, weight
 from contrastive_zoo.testing.auditing.launch import audit_script, without_weights
 from contrastive_zoo.testing.auditing.records import Arguments, Call, MicroBatch, Step
 from contrastive_zoo.testing.evidence import Ratio
@@ -260,8 +259,8 @@ def test_a_factor_is_explained(found: float, micro_batches: int, world_size: int
     arguments = Arguments.of((), {})
     call = Call(0, arguments, None, torch.empty(0), False, ("cpu", False, torch.bfloat16), factor=found)
     step = Step([MicroBatch(losses=[call]) for _ in range(micro_batches)])
-    assert explanation(call, step, world_size) == expected
-    assert weight(call, step, world_size) == (1.0 if expected else found * micro_batches)
+    assert step.explanation(call, world_size) == expected
+    assert step.weight(call, world_size) == (1.0 if expected else found * micro_batches)
 
 
 def test_a_factor_that_does_not_depend_on_the_number_of_processes_is_a_weight() -> None:

@@ -1,25 +1,30 @@
-"""Turn the records of all ranks into a report."""
+"""Turn the records of all ranks into a report: every quantity compared with one process, the mistakes, notes."""
 
-from __future__ import annotations
-
-import resource
-import sys
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from contrastive_zoo.testing.auditing.comparison import compared, flat
 from contrastive_zoo.testing.auditing.diagnosis import mistakes
-from contrastive_zoo.testing.auditing.factors import explanation, factor, is_near
 from contrastive_zoo.testing.auditing.merging import NotComparable
-from contrastive_zoo.testing.auditing.one_process import OneProcess
-from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.step_evidence import StepEvidence, gather_evidence
+from contrastive_zoo.testing.auditing.recorder import Recorder, peak_bytes
+from contrastive_zoo.testing.auditing.records import FACTOR_TOLERANCE, Record
+from contrastive_zoo.testing.auditing.replay import OneProcess
+from contrastive_zoo.testing.auditing.step_evidence import NOISE_FACTOR, ROUNDING_FACTOR, StepEvidence
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis
 from contrastive_zoo.testing.report import Quantity, WorldReport
+
+LARGEST_TOLERANCE = 0.3
+"""A quantity that repetitions change by more is not compared."""
+
+SHARDED = "each rank holds a part of the parameters (FSDP)"
+"""Why the parameters of a group are not compared."""
+
+LOCAL_MEAN = "each rank returns the loss of its own anchors"
+"""Beginning of the note on a loss whose values differ between ranks and are right in the mean."""
 
 
 def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldReport:
@@ -35,35 +40,25 @@ def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldRepor
             one_process = OneProcess(recorder)
         except NotComparable as problem:
             reason = str(problem)
-    steps = gather_evidence(records, one_process, reason)
+    ranks = [list(x) for x in zip(*(record.steps for record in records), strict=False)]
+    evidence = [StepEvidence(x, records[0].groups, one_process, reason) for x in ranks]
     finished = min(x.finished for x in records)
+    steps = evidence[:finished]
     report = WorldReport(len(records), finished, records[0].loss_names)
-    report.findings = mistakes(records, steps)
-    report.quantities = compared(steps[:finished])
-    probes = (_notes, _notes_on_changes, _notes_on_dropout)
-    report.notes = list(dict.fromkeys(note for probe in probes for note in probe(steps[:finished])))
+    report.findings = mistakes(records, evidence)
+    report.quantities = _compared(steps)
+    report.notes = list(dict.fromkeys([*_notes(steps), *_notes_on_changes(steps), *_notes_on_dropout(steps)]))
     report.problem = _problem(records)
-    report.factors = [factor(x, step.ranks[0]) for step in steps[:1] for x in step.ranks[0].losses]
+    report.factors = [step.ranks[0].factor(x) for step in steps[:1] for x in step.ranks[0].losses]
     report.peak_bytes = (max(x.peak_bytes for x in records), peak_bytes())
     report.seconds = max(x.seconds for x in records)
     for x in report.quantities:
-        x.is_noted = x.name == "value of the loss" and any(note.startswith(_LOCAL_MEAN) for note in report.notes)
-    report.findings = report.findings or unexplained(report.quantities)
+        x.is_noted = x.name == "value of the loss" and any(note.startswith(LOCAL_MEAN) for note in report.notes)
+    unexplained = [x for x in report.quantities if x.ok is False and not x.is_noted]
+    if unexplained and not report.findings:
+        measured = "; ".join(f"{x.name} {x.ratio.error:.1%} off" for x in unexplained if x.ratio)
+        report.findings = [Diagnosis(NOT_RECOGNISED, measured)]
     return report
-
-
-def unexplained(quantities: Sequence[Quantity]) -> list[Diagnosis]:
-    """Return a finding of no known mistake if a quantity is not the same.
-
-    Examples:
-        >>> print(unexplained([Quantity("value of the loss", Ratio(2.0, 1.0, 1.0, 0.0), 1e-6)])[0].measured)
-        value of the loss 100.0% off
-        >>> unexplained([Quantity("value of the loss", Ratio(1.0, 1.0, 0.0, 0.0), 1e-6)])
-        []
-    """
-    wrong = [x for x in quantities if x.ok is False and not x.is_noted and x.ratio]
-    measured = "; ".join(f"{x.name} {x.ratio.error:.1%} off" for x in wrong if x.ratio)
-    return [Diagnosis(NOT_RECOGNISED, measured)] if wrong else []
 
 
 def _problem(records: Sequence[Record]) -> str:
@@ -78,7 +73,93 @@ def _problem(records: Sequence[Record]) -> str:
     return "; ".join(errors)
 
 
-_LOCAL_MEAN = "each rank returns the loss of its own anchors"
+# --- quantities -------------------------------------------------------------------------------------------------------
+
+
+def _compared(steps: Sequence[StepEvidence]) -> list[Quantity]:
+    """Return every quantity at the step where its error is largest, relative to the tolerance.
+
+    A quantity that could not be compared at one step was not compared.
+    """
+    largest: dict[str, Quantity] = {}
+    for index, step in enumerate(steps):
+        for quantity in _quantities(step):
+            quantity.step = index
+            previous = largest.get(quantity.name)
+            if previous is None or _severity(quantity) > _severity(previous):
+                largest[quantity.name] = quantity
+    return list(largest.values())
+
+
+def _severity(x: Quantity) -> tuple[bool, bool, float]:
+    if x.ratio is None:
+        return (False, True, 0.0)
+    return (x.ok is False, False, x.ratio.error if math.isfinite(x.ratio.error) else math.inf)
+
+
+def _quantities(step: StepEvidence) -> Iterable[Quantity]:
+    name = "value of the loss"
+    if step.truth is None:
+        yield Quantity(name, reason=step.reason)
+    else:
+        yield _judged(name, step.values, *step.reference("value"))
+    kinds = (("gradient of the {}", _gradient), ("{} after the step", _after), ("{} equal on all ranks", _agreement))
+    for text, compare in kinds:
+        for group in ("encoder", "loss"):
+            if names := step.names(group):
+                name, is_sharded = text.format(group), step.is_sharded(names)
+                yield Quantity(name, reason=SHARDED) if is_sharded else compare(name, step, group, names)
+
+
+def _gradient(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Quantity:
+    if step.truth is None or step.lacks_terms(names) or (group == "encoder" and step.truth.unlinked):
+        return Quantity(name, reason=step.truth.unlinked if step.truth else step.reason)
+    return _judged(name, [step.flat(x.gradients, names) for x in step.ranks], *step.reference(group))
+
+
+def _after(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Quantity:
+    reason = step.reason if step.truth is None else step.truth.unlinked or step.truth.problem
+    if step.truth is None or reason or not (step.truth.after and step.ranks[0].after):
+        return Quantity(name, reason=reason or "no optimizer step")
+    names = [x for x in names if x in step.ranks[0].optimized]
+    if not names:
+        return Quantity(name, reason="no optimizer holds the parameters")
+    kept = _above_noise(step, names)
+    if not kept.any():
+        return Quantity(name, reason="all gradients are rounding")
+    before = step.flat(step.ranks[0].state, names)[kept]
+    truth, *repeated = [
+        step.flat(x.after, names)[kept] - before for x in (step.truth, *step.repetitions) if x is step.truth or x.after
+    ]
+    rounding = step.eps * float(before.norm()) / max(float(truth.norm()), 1e-300)
+    bound = max(step.tolerance(truth, repeated), rounding + ROUNDING_FACTOR * step.eps)
+    return _judged(name, [step.flat(x.after, names)[kept] - before for x in step.ranks], truth, bound)
+
+
+def _agreement(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Quantity:
+    """Compare the parameters of all ranks with those of rank 0 after the step."""
+    after = [step.flat(x.after, names) for x in step.ranks]
+    return _judged(name, after, after[0], ROUNDING_FACTOR * step.eps)
+
+
+def _above_noise(step: StepEvidence, names: Sequence[str]) -> Tensor:
+    """Return which elements have a gradient above its noise; Adam divides the others by themselves: they move at random."""
+    assert step.truth is not None
+    gradient = step.flat(step.truth.gradients, names)
+    noise = [(step.flat(x.gradients, names) - gradient).abs() for x in step.repetitions]
+    bound = NOISE_FACTOR * (ROUNDING_FACTOR * step.eps * gradient.abs().max() + torch.stack(noise).max(0).values)
+    return gradient.abs() > bound
+
+
+def _judged(name: str, ranks: Iterable[Tensor], expected: Tensor, tolerance: float) -> Quantity:
+    ratios = [Ratio.between(x, expected) for x in ranks]
+    worst = max(ratios, key=lambda x: math.inf if math.isnan(x.error) else x.error)
+    if tolerance > LARGEST_TOLERANCE or math.isnan(tolerance):
+        return Quantity(name, reason=f"repetitions in one process differ: the tolerance would be {tolerance:.1e}")
+    return Quantity(name, worst, tolerance)
+
+
+# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def _notes(steps: Sequence[StepEvidence]) -> Iterator[str]:
@@ -91,38 +172,32 @@ def _notes(steps: Sequence[StepEvidence]) -> Iterator[str]:
         for clip in first.clips:
             yield f"{clip.function}: gradients were compared before clipping"
         if first.uncovered:
-            yield (f"not compared: {len(first.uncovered)} gradients of parameters of no recorded encoder or loss")
+            yield f"not compared: {first.uncovered} gradients of parameters of no recorded encoder or loss"
         for call in first.losses:
-            result = factor(call, first)
-            if call.factor and not is_near(result, 1.0) and explanation(call, first, step.world_size) is None:
-                yield f"the script multiplies the loss by {result:.4g}; the audit takes it for a weight"
-        yield from _notes_on_values(step)
-
-
-def _notes_on_values(step: StepEvidence) -> Iterator[str]:
-    if step.truth is None or not step.truth.values:
-        return
-    values = torch.tensor(step.values, dtype=torch.float64)
-    expected = torch.tensor(step.truth.values, dtype=torch.float64)
-    bound = 100 * step.eps
-    if not torch.allclose(values, expected.expand_as(values), bound, bound) and torch.allclose(
-        values.mean(0), expected, bound, bound
-    ):
-        yield f"{_LOCAL_MEAN}; the mean of the ranks is the value of one process: log that mean"
+            factor = first.factor(call)
+            is_one = math.isclose(factor, 1.0, rel_tol=FACTOR_TOLERANCE)
+            if call.factor and not is_one and first.explanation(call, step.world_size) is None:
+                yield f"the script multiplies the loss by {factor:.4g}; the audit takes it for a weight"
+        if step.truth is not None and step.truth.values:
+            values, expected = step.values, torch.tensor(step.truth.values, dtype=torch.float64)
+            bound = 100 * step.eps
+            are_right = torch.allclose(values, expected.expand_as(values), bound, bound)
+            if not are_right and torch.allclose(values.mean(0), expected, bound, bound):
+                yield f"{LOCAL_MEAN}; the mean of the ranks is the value of one process: log that mean"
 
 
 def _notes_on_dropout(steps: Sequence[StepEvidence]) -> Iterator[str]:
     """Say how far the gradient of the encoder moves with other random numbers, at the first step that draws some."""
-    drawn = [step for step in steps if step.draws and step.truth is not None]
-    if not drawn:
+    step = next((x for x in steps if x.draws and x.truth is not None), None)
+    if step is None:
         return
     text = (
         "the encoder draws random numbers on each rank (dropout), which is outside the contract: the ranks' masks are used "
         "again in one process"
     )
-    step, names = drawn[0], drawn[0].names("encoder")
+    names = step.names("encoder")
     if step.together is not None and step.truth is not None and names:
-        result = Ratio.between(flat(step.together.gradients, names, step), flat(step.truth.gradients, names, step))
+        result = Ratio.between(step.flat(step.together.gradients, names), step.flat(step.truth.gradients, names))
         text += f"; with other masks the gradient of the encoder differs by {result.error:.0%}"
     yield text
 
@@ -134,15 +209,9 @@ def _notes_on_changes(steps: Sequence[StepEvidence]) -> Iterator[str]:
             names = step.names(group)
             if not names or step.is_sharded(names) or not step.ranks[0].after:
                 continue
-            before, after = flat(following.ranks[0].state, names, step), flat(step.ranks[0].after, names, step)
+            before, after = step.flat(following.ranks[0].state, names), step.flat(step.ranks[0].after, names)
             if not torch.equal(before, after):
                 yield (
                     f"the script changes parameters of the {group} between steps {index + 1} and {index + 2}, outside of "
                     f"the optimizer, by {Ratio.between(before, after).error:.1e}"
                 )
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,8 +1,5 @@
 """Audit the training of a notebook or a test, within the processes that run it."""
 
-from __future__ import annotations
-
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from contrastive_zoo.testing.auditing.assemble import assemble, peak_bytes
-from contrastive_zoo.testing.auditing.modules import Kinds
+from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.report import AuditReport, WorldReport
@@ -49,27 +45,20 @@ def audit(*, loss: Any = None, steps: int = 3, name: str = "the training") -> It
         >>> report.ok, [x.name for x in report.worlds[0].quantities][:2]
         (True, ['value of the loss', 'gradient of the encoder'])
     """
-    if (
-        loss is not None
-        and not isinstance(loss, nn.Module)
-        and not (isinstance(loss, type) and issubclass(loss, nn.Module))
-    ):
+    is_module = isinstance(loss, nn.Module) or (isinstance(loss, type) and issubclass(loss, nn.Module))
+    if loss is not None and not is_module:
         raise ValueError(
             f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by a hook of modules: make a "
             "module of a function, or leave it out where a loss of contrastive_zoo is called."
         )
     if steps < 1:
         raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
-    report, start = AuditReport(name), time.monotonic()
-    recorder = Recorder(Kinds([] if loss is None else [loss]), steps, needs_group=False)
+    report, recorder = AuditReport(name), Recorder([] if loss is None else [loss], steps, needs_group=False)
     recorder.start()
     try:
         yield report
-    except BaseException:
-        recorder.stop()
-        raise
-    record = recorder.stop()
-    record.peak_bytes, record.seconds = peak_bytes(), time.monotonic() - start
+    finally:
+        record = recorder.stop()
     report.worlds.append(_report_on_every_rank(record, recorder))
 
 

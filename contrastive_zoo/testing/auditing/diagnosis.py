@@ -1,34 +1,25 @@
 """The mistakes of a training: what its ranks did, and what its gradients are relative to one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 
-from contrastive_zoo.testing.auditing.comparison import flat, reference
-from contrastive_zoo.testing.auditing.factors import explanation, factor
-from contrastive_zoo.testing.auditing.links import Outputs
-from contrastive_zoo.testing.auditing.merging import Merge, NotComparable
-from contrastive_zoo.testing.auditing.one_process import Repeated
+from contrastive_zoo.testing.auditing.merging import Merge, NotComparable, Outputs
 from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.replay import Repeated
 from contrastive_zoo.testing.auditing.samples import of_samples
 from contrastive_zoo.testing.auditing.step_evidence import StepEvidence
 from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio
 from contrastive_zoo.testing.mistakes import Diagnosis, diagnose
 
 Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[tuple[str, str]]]
+"""Yields the mistakes that it finds, each with what was measured."""
 
 
 def mistakes(records: Sequence[Record], steps: Sequence[StepEvidence]) -> list[Diagnosis]:
-    """Return the mistakes of a training; none if there are none.
-
-    Args:
-        records: of all ranks.
-        steps: the evidence of the steps that all ranks finished.
-    """
+    """Return the mistakes of a training, each once, from the records of all ranks and the steps that all ranks finished."""
     result = [Diagnosis(*x) for probe in PROBES for x in probe(records, steps)]
     return list({x.mistake: x for x in reversed(result)}.values())[::-1]
 
@@ -43,14 +34,13 @@ def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Ite
 
 def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
     """Compare the parameters of all ranks before the first step."""
-    first = steps[0] if steps else None
-    for group in ("loss", "encoder"):
-        if first is None or not (names := first.names(group)) or first.is_sharded(names):
-            continue
-        states = [flat(x.state, names, first) for x in first.ranks]
-        errors = [Ratio.between(x, states[0]).error for x in states[1:]]
-        if max(errors, default=0.0) > 100 * first.eps:
-            yield "unequal parameters", f"those of the {group} differ by {max(errors):.1%} before the first step"
+    for first in steps[:1]:
+        for group in ("loss", "encoder"):
+            if (names := first.names(group)) and not first.is_sharded(names):
+                states = [first.flat(x.state, names) for x in first.ranks]
+                error = max((Ratio.between(x, states[0]).error for x in states[1:]), default=0.0)
+                if error > 100 * first.eps:
+                    yield "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
 
 
 def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
@@ -66,10 +56,10 @@ def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
 
 def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
     for step in steps:
-        for call in step.ranks[0].losses:
-            if call.factor and (mistake := explanation(call, step.ranks[0], step.world_size)):
-                count = len(step.ranks[0].micro_batches)
-                start = f"the backward pass starts with {factor(call, step.ranks[0]) / count:.4g} at the loss"
+        first, count = step.ranks[0], len(step.ranks[0].micro_batches)
+        for call in first.losses:
+            if call.factor and (mistake := first.explanation(call, step.world_size)):
+                start = f"the backward pass starts with {first.factor(call) / count:.4g} at the loss"
                 batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
                 unclear = ". Both numbers are equal, so it may also be × W: audit another number of processes"
                 is_unclear = count == step.world_size and mistake == "accumulation not divided"
@@ -77,15 +67,15 @@ def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iter
 
 
 def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
-    """Look for rows of other ranks in the arguments of a loss that gathers by itself; it may have refused them."""
+    """Look for embeddings of other ranks in the arguments of a loss that gathers by itself; it may have refused them."""
     for step in steps:
         for micro in zip(*(x.micro_batches for x in step.ranks), strict=False):
+            outputs = Outputs()
             try:
-                outputs = Outputs(
-                    [[x.output for x in calls] for calls in zip(*(x.encoders for x in micro), strict=True)]
-                )
+                for calls in zip(*(x.encoders for x in micro), strict=True):
+                    outputs.add([x.output for x in calls])
                 for calls in zip(*(x.losses for x in micro), strict=True):
-                    if records[0].options[calls[0].module] and Merge(calls, outputs, Outputs([])).is_gathered:
+                    if records[0].options[calls[0].module] and Merge(calls, outputs, Outputs()).is_gathered:
                         yield "gathered first", "the loss received embeddings of other ranks"
             except (NotComparable, ValueError):
                 return
@@ -93,49 +83,44 @@ def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
 
 def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
     """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
-    if any(
-        x[0] in ("gathered first", "unequal parameters")
-        for x in (*_of_gathering(records, steps), *_of_start(records, steps))
-    ):
-        return
-    for step in steps:
-        if step.truth is None or not any(step.ranks[0].gradients):
-            continue
-        evidence = TrainingEvidence(step, records[0].options)
-        if not evidence.is_right:
-            result = diagnose(evidence)
-            yield result.mistake, result.measured
-            return
+    explained = {name for probe in (_of_gathering, _of_start) for name, _ in probe(records, steps)}
+    for step in () if explained else steps:
+        if step.truth is not None and any(step.ranks[0].gradients):
+            evidence = TrainingEvidence(step, step.truth, records[0].options)
+            if not evidence.is_right:
+                result = diagnose(evidence)
+                yield result.mistake, result.measured
+                return
 
 
 class TrainingEvidence(Evidence):
     """The evidence of one step of a training, without stale gradients and divided by explained factors.
 
     Args:
-        step: what ranks recorded, and the same step in one process.
+        step: what ranks recorded.
+        truth: the same step in one process.
         options: ``grad_reduction`` of each loss.
     """
 
     is_training = True
     stages = ("value", "gradient")
 
-    def __init__(self, step: StepEvidence, options: Sequence[str | None]) -> None:
-        assert step.truth is not None
-        self.step, self.truth = step, step.truth
-        called = {call.module for call in step.ranks[0].losses}
-        self.option = next((options[x] for x in sorted(called) if options[x]), None)
-        explained = [x for x in step.ranks[0].losses if x.factor and explanation(x, step.ranks[0], step.world_size)]
-        self.factor = factor(explained[0], step.ranks[0]) if explained else 1.0
-        self.comparison = self._compared(step.truth)
+    def __init__(self, step: StepEvidence, truth: Repeated, options: Sequence[str | None]) -> None:
+        self.step, self.truth, first = step, truth, step.ranks[0]
+        called = sorted({call.module for call in first.losses})
+        self.option = next((options[x] for x in called if options[x]), None)
+        explained = (x for x in first.losses if x.factor and first.explanation(x, step.world_size))
+        self.factor = next(map(first.factor, explained), 1.0)
+        self.comparison = self._compared(truth)
         self.comparisons = [self.comparison]
 
     def _compared(self, truth: Repeated) -> Comparison:
         return Comparison(
-            values=torch.tensor(self.step.values, dtype=torch.float64),
+            values=self.step.values,
             expected=torch.tensor(truth.values, dtype=torch.float64),
             encoder=self._gradients("encoder", truth),
             parameters=self._gradients("loss", truth),
-            tolerance=max(reference(self.step, "value")[1], 1e-12),
+            tolerance=max(self.step.reference("value")[1], 1e-12),
         )
 
     def _gradients(self, group: str, truth: Repeated) -> Gradients | None:
@@ -143,8 +128,8 @@ class TrainingEvidence(Evidence):
         unlinked = group == "encoder" and self.truth.unlinked
         if not names or step.is_sharded(names) or step.lacks_terms(names) or unlinked:
             return None
-        ranks = [(flat(x.gradients, names, step) - flat(x.stale, names, step)) / self.factor for x in step.ranks]
-        return Gradients.between(ranks, flat(truth.gradients, names, step), reference(step, group)[1])
+        ranks = [(step.flat(x.gradients, names) - step.flat(x.stale, names)) / self.factor for x in step.ranks]
+        return Gradients.between(ranks, step.flat(truth.gradients, names), step.reference(group)[1])
 
     @property
     def is_right(self) -> bool:
@@ -154,10 +139,11 @@ class TrainingEvidence(Evidence):
 
     @cached_property
     def selection(self) -> str | None:
-        x, alone = self.comparison, [y.values if y else None for y in self.step.alone]
-        if self.option is not None or self.truth.is_gathered or x.has_values(1.0) or not alone:
+        x = self.comparison
+        if self.option is not None or self.truth.is_gathered or x.has_values(1.0):
             return None
-        local = torch.tensor([y or [math.nan] * len(x.expected) for y in alone], dtype=torch.float64)
+        alone = [y.values if y and y.values else [math.nan] * len(x.expected) for y in self.step.alone]
+        local = torch.tensor(alone, dtype=torch.float64)
         return "local negatives" if torch.allclose(x.values, local, x.tolerance, x.tolerance, equal_nan=True) else None
 
     @cached_property

@@ -1,7 +1,5 @@
 """Start the processes of an audited script, wait for them, and return the report."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -34,12 +32,8 @@ def audit_script(
 ) -> AuditReport:
     """Run a script on several local processes and compare its first steps with one process.
 
-    Args:
-        command: the script and its arguments, or ``-m``, a module and its arguments.
-        world_sizes: numbers of processes.
-        steps: number of steps of the optimizer.
-        losses: further losses, ``"module:Class"`` each.
-        timeout: seconds for each number of processes.
+    The command is the script and its arguments, or ``-m``, a module and its arguments. Losses that are not found by
+    themselves are ``"module:Class"`` each. The timeout in seconds is that of each number of processes.
 
     Raises:
         ValueError: no processes, no steps, or a script that does not exist.
@@ -103,14 +97,7 @@ def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence
 
 
 def local_store() -> dist.TCPStore:
-    """Return a store that listens on this machine only: by itself it would on all addresses.
-
-    Examples:
-        >>> store = local_store()
-        >>> store.set("key", "value")
-        >>> store.get("key")
-        b'value'
-    """
+    """Return a store that listens on this machine only: by itself it would on all addresses."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it where it has distributed
@@ -141,13 +128,9 @@ def is_under_torchrun() -> bool:
 def audit_under_torchrun(
     command: Sequence[str], show: Callable[[AuditReport], int], *, steps: int = 3, losses: Sequence[str] = ()
 ) -> NoReturn:
-    """Audit the script on the processes of one machine that torchrun has started; this process is one of them.
+    """Audit a script on the processes of one machine that torchrun has started; this process is one of them.
 
-    Args:
-        command: the script and its arguments, or ``-m``, a module and its arguments.
-        show: called with the report on rank 0; returns its exit status.
-        steps: number of steps of the optimizer.
-        losses: further losses, ``"module:Class"`` each.
+    Rank 0 calls ``show`` with the report and ends with the exit status that it returns.
     """
     _require_valid(command, [1], steps)
     run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"  # the parent of all ranks of a machine
@@ -157,9 +140,8 @@ def audit_under_torchrun(
         shutil.rmtree(folder, ignore_errors=True)
         return show(AuditReport(" ".join(command), [report]))
 
-    result = [named_loss(x) for x in losses]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run_script(command, Rank(folder, rank, world_size, steps, result, finish))
+    run_script(command, Rank(folder, rank, world_size, steps, [named_loss(x) for x in losses], finish))
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -1,8 +1,6 @@
 """Which modules of a training are losses, which are encoders, and which only wrap others."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -30,23 +28,17 @@ WRAPPERS = {
 }
 """Classes that only forward their calls to another module, or to the training step that calls it."""
 
+ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
+"""Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
+
 Kind = Literal["encoder", "loss", None]
 
 
 class Kinds:
     """Tell losses and encoders from other modules.
 
-    A loss is a loss of this library, of pytorch-metric-learning or of sentence-transformers, or one of those given. An
-    encoder is a module with trained parameters that contains no loss and wraps no other module.
-
-    Args:
-        losses: further losses: modules or classes.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> kinds = Kinds()
-        >>> kinds(cz.NTXent()), kinds(nn.Linear(1, 1)), kinds(nn.ReLU()), kinds(nn.Sequential(nn.Linear(1, 1), cz.NTXent()))
-        ('loss', 'encoder', None, None)
+    A loss is a loss of this library, of pytorch-metric-learning or of sentence-transformers, or one of ``losses``, modules
+    or classes. An encoder is a module with trained parameters that contains no loss and wraps no other module.
     """
 
     def __init__(self, losses: Sequence[Any] = ()) -> None:
@@ -61,46 +53,26 @@ class Kinds:
         return self._known[module]
 
     def _kind(self, module: nn.Module) -> Kind:
-        if self.is_loss(module):
+        if self._is_loss(module):
             return "loss"
-        if is_wrapper(module) or any(map(self.is_loss, module.modules())):
+        if is_a(module, WRAPPERS) or any(map(self._is_loss, module.modules())):
             return None
         return "encoder" if any(x.requires_grad for x in module.parameters()) else None
 
-    def is_loss(self, module: nn.Module) -> bool:
-        """Return whether a module is a loss."""
+    def _is_loss(self, module: nn.Module) -> bool:
         if isinstance(module, (Loss, DistributedLoss, *self.classes)) or any(module is x for x in self.instances):
             return True
         return any(cls.__module__.startswith(THIRD_PARTY_LOSSES) for cls in type(module).__mro__)
 
 
-def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module only forwards its calls, as DDP does."""
-    return any(cls.__name__ in WRAPPERS for cls in type(module).__mro__)
+def is_a(module: nn.Module, names: set[str]) -> bool:
+    """Return whether a module is of a class with one of these names, whose library need not be installed."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
-def contains_encoder(module: nn.Module) -> bool:
-    """Return whether a part of a loss is an encoder: the losses of sentence-transformers hold theirs."""
-    return any(cls.__name__ in ("SentenceTransformer", "PreTrainedModel") for cls in type(module).__mro__)
-
-
-def core_name(module: nn.Module) -> str:
-    """Return the class of a loss; of a wrapper, also the class of the wrapped loss.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> core_name(cz.DistributedLoss(cz.NTXent()))
-        'DistributedLoss(NTXent)'
-    """
-    inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
-    return (
-        type(module).__name__
-        if inner is None
-        else f"{type(module).__name__}({getattr(inner, '__name__', type(inner).__name__)})"
-    )
-
-
-def reduction_option(module: nn.Module) -> str | None:
-    """Return ``grad_reduction`` of a loss of the global batch; None for a loss of the rows that it is given."""
-    own: Callable[..., Any] = vars(module).get  # not an attribute of the wrapped loss
-    return own("grad_reduction")
+def loss_name(module: nn.Module) -> str:
+    """Return the class of a loss; of a wrapper, also that of the wrapped loss: ``DistributedLoss(NTXent)``."""
+    name, inner = type(module).__name__, getattr(module, "loss", None)
+    if inner is None or not isinstance(module, DistributedLoss):
+        return name
+    return f"{name}({getattr(inner, '__name__', type(inner).__name__)})"

@@ -1,7 +1,5 @@
 """One rank of an audited script: ``python -m … FOLDER STEPS LOSSES script.py [arguments]``."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import runpy
@@ -14,10 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from contrastive_zoo.testing.auditing.assemble import assemble, peak_bytes
-from contrastive_zoo.testing.auditing.modules import Kinds
+from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.samples import listed
 from contrastive_zoo.testing.report import WorldReport
 
 WAIT, GRACE = 120.0, 2.0
@@ -48,8 +46,7 @@ class Rank:
         on_report: Callable[[WorldReport], int] = lambda report: 0,
     ) -> None:
         self.folder, self.rank, self.world_size, self.on_report = folder, rank, world_size, on_report
-        self.recorder = Recorder(Kinds(losses), steps, on_finish=lambda: self.finish(WAIT), needs_group=world_size > 1)
-        self.start = time.monotonic()
+        self.recorder = Recorder(losses, steps, on_finish=lambda: self.finish(WAIT), needs_group=world_size > 1)
 
     def run(self, script: Callable[[], object]) -> NoReturn:
         """Run a script. Its later steps, checkpoints and evaluations do not take place."""
@@ -70,8 +67,7 @@ class Rank:
         try:
             record = self.recorder.stop()
             record.rank, record.error = self.rank, error
-            record.peak_bytes, record.seconds = peak_bytes(), time.monotonic() - self.start
-            record.samplers = self.recorder.loaders.listed()
+            record.samplers = listed(self.recorder.loaders)
             _write(record, self.folder / f"rank{self.rank}.record")
             records = self._records(wait if self.rank else WAIT)
             if self.rank == 0 and len(records) == self.world_size:
@@ -93,9 +89,9 @@ class Rank:
         return [read(x) for x in paths if x.exists()] if self.rank == 0 else []
 
 
-def _write(found: Any, path: Path) -> None:
+def _write(content: Any, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
-    torch.save(found, temporary)
+    torch.save(content, temporary)
     temporary.rename(path)
 
 
@@ -109,10 +105,6 @@ def named_loss(name: str) -> Any:
 
     Raises:
         ValueError: there is none.
-
-    Examples:
-        >>> named_loss("torch.nn:CrossEntropyLoss").__name__
-        'CrossEntropyLoss'
     """
     module, separator, attribute = name.partition(":")
     try:
@@ -137,12 +129,7 @@ def run_script(command: Sequence[str], rank: Rank) -> NoReturn:
     rank.run(lambda: runpy.run_path(script, run_name="__main__"))
 
 
-def main() -> NoReturn:
-    """Run the script of the command line on this rank."""
-    folder, steps, losses, *command = sys.argv[1:]
-    result = [named_loss(x) for x in losses.split(",") if x]
-    run_script(command, Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), result))
-
-
 if __name__ == "__main__":
-    main()
+    folder, steps, losses, *command = sys.argv[1:]
+    further = [named_loss(x) for x in losses.split(",") if x]
+    run_script(command, Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), further))

@@ -1,12 +1,13 @@
 """Record the steps of a training through torch's global hooks; the user's objects are not changed."""
 
-from __future__ import annotations
-
+import functools
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from functools import partial
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,65 +24,63 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.loaders import LoaderWatch
-from contrastive_zoo.testing.auditing.modules import Kinds, contains_encoder, core_name, reduction_option
+from contrastive_zoo.testing.auditing.modules import ENCODERS, Kinds, is_a, loss_name
 from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
-from contrastive_zoo.testing.auditing.watches import other_parameters, watched
 from contrastive_zoo.testing.loss_recorder import remove_hook
 
-FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 """The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
-
 
 LARGEST_WEIGHT = 64.0
 """A loss whose backward pass starts with a larger gradient is looked up in the GradScalers of the process."""
 
 
 class Recorder:
-    """Record the first steps of a training on this rank, from the time when torch.distributed is initialised.
+    """Record the first steps of a training on this rank.
 
     Args:
-        kinds: which modules are losses and encoders.
+        losses: further losses, modules or classes.
         steps: number of steps to record.
         on_finish: called when all steps are recorded.
-        needs_group: whether to record only while torch.distributed is initialised.
+        needs_group: whether to record only once torch.distributed is initialised.
     """
 
     def __init__(
         self,
-        kinds: Kinds,
+        losses: Sequence[Any],
         steps: int,
         *,
         on_finish: Callable[[], None] = lambda: None,
         needs_group: bool = True,
     ) -> None:
-        self.kinds, self.steps = kinds, steps
+        self.kinds, self.steps = Kinds(losses), steps
         self.on_finish, self.needs_group = on_finish, needs_group
-        self.record = Record()
+        self.record, self.step = Record(), Step()
         self.encoders: list[nn.Module] = []
         self.losses: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.loaders = LoaderWatch(self._has_group)
-        self.step = Step()
+        self.loaders: list[DataLoader[Any]] = []
+        self.epochs = 0
         self.finished = False
         self._active: tuple[nn.Module, Arguments, Tensor] | None = None
         self._watches = ExitStack()
-        self._nodes: set[Any] = set()
+        self._nodes: set[Any] = set()  # of the graph, in which the losses of the step end
         self._stepped = False
 
     def start(self) -> None:
         """Register the hooks."""
+        self._begin = time.monotonic()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        for name in FUNCTIONS:
+        for name in CLIPPING:
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-                self._watches.enter_context(watched(home, name, partial(self._on_clip, name)))
-        self._watches.enter_context(watched(torch.autograd, "backward", self._before_backward))
-        self._watches.enter_context(watched(DataLoader, "__iter__", self.loaders.on_start))
+                self._watches.enter_context(_watched(home, name, functools.partial(self._on_clip, name)))
+        self._watches.enter_context(_watched(torch.autograd, "backward", self._before_backward))
+        self._watches.enter_context(_watched(DataLoader, "__iter__", self._on_loader))
 
     def stop(self) -> Record:
         """Remove the hooks, close the last step and return the record."""
@@ -92,17 +91,28 @@ class Recorder:
             self._close_step()
         elif self.step.micro_batches and not self.finished:  # the script raised within a step
             self.record.steps.append(self.step)
-            self.record.parameters = self._groups()
+            self.record.groups = self._groups()
+        self.record.peak_bytes, self.record.seconds = peak_bytes(), time.monotonic() - self._begin
         return self.record
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
+    def _has_group(self) -> bool:
+        """Return whether the script has initialised torch.distributed, or need not."""
+        if dist.is_available() and dist.is_initialized():
+            self.record.initialized = True
+        return self.record.initialized or not self.needs_group
+
+    def _on_loader(self, loader: DataLoader[Any]) -> None:
+        """Note that a loader begins an epoch, unless it is that of a validation."""
+        if self._has_group() and torch.is_grad_enabled():
+            self.epochs += 1
+            _add(self.loaders, loader)
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._active is not None or self.finished or not torch.is_grad_enabled() or in_backward():
             return
-        if not self._has_group():
-            return
-        if (kind := self.kinds(module)) is None:
+        if not self._has_group() or (kind := self.kinds(module)) is None:
             return
         if self._stepped:
             self._close_step()
@@ -112,12 +122,6 @@ class Recorder:
             self.step = Step()
         self._remember(module, kind)
         self._active = (module, Arguments.of(args, {}), torch.get_rng_state())
-
-    def _has_group(self) -> bool:
-        """Return whether the script has initialised torch.distributed, or need not."""
-        if dist.is_available() and dist.is_initialized():
-            self.record.initialized = True
-        return self.record.initialized or not self.needs_group
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if self._active is None or self._active[0] is not module:
@@ -130,13 +134,13 @@ class Recorder:
             arguments = arguments.with_keywords(kwargs[0])
         drew = not torch.equal(torch.get_rng_state(), random_state)
         if self.kinds(module) == "encoder":
-            call = Call(self.encoders.index(module), arguments, snapshot(output), random_state, drew, _autocast())
             if not raised:
+                index = self.encoders.index(module)
+                call = Call(index, arguments, snapshot(output), random_state, drew, _autocast())
                 self._micro_batch(new=True).encoders.append(call)
             return None
-        value = next(
-            (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad), None
-        )
+        scalars = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad)
+        value = next(scalars, None)
         if value is None and not raised:
             return None
         call = Call(self.losses.index(module), arguments, snapshot(value), random_state, drew, _autocast())
@@ -161,37 +165,38 @@ class Recorder:
     def _remember(self, module: nn.Module, kind: str) -> None:
         """Number a module at its first call, and copy its state at its first call of a step."""
         known = self.encoders if kind == "encoder" else self.losses
-        if not any(module is x for x in known):
-            known.append(module)
-            if kind == "loss":
-                self.record.loss_names.append(core_name(module))
-                self.record.options.append(reduction_option(module))
+        if _add(known, module) and kind == "loss":
+            self.record.loss_names.append(loss_name(module))
+            # of a loss of the embeddings that it receives None; not an attribute of the wrapped loss
+            self.record.options.append(vars(module).get("grad_reduction"))
         prefix = f"{kind}{known.index(module)}"
         if not any(name.startswith(f"{prefix}.") for name in self.step.state):
             named = [*module.named_parameters(), *module.named_buffers()]
             self.step.state |= {f"{prefix}.{name}": snapshot(x) for name, x in named if not is_sharded(x)}
             self.step.sharded |= {f"{prefix}.{name}" for name, x in named if is_sharded(x)}
-            self.step.epoch = self.loaders.epochs
-            self.step.batch_norms += [
-                f"{prefix}.{name}" for name, x in module.named_modules() if isinstance(x, _BatchNorm) and x.training
-            ]
+            self.step.epoch = self.epochs
+            self.step.batch_norms |= any(isinstance(x, _BatchNorm) and x.training for x in module.modules())
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters of the encoders, then those of the losses, each once."""
-        seen: set[int] = set()
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters of the encoders, then those of the losses, each once."""
+        named: dict[nn.Parameter, str] = {}
         for kind, modules in (("encoder", self.encoders), ("loss", self.losses)):
             for index, module in enumerate(modules):
                 for name, parameter in module.named_parameters():
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        yield f"{kind}{index}.{name}", parameter
+                    named.setdefault(parameter, f"{kind}{index}.{name}")
+        return {name: x for x, name in named.items()}
+
+    def _names(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return those tensors that are parameters, by name."""
+        names = {x: name for name, x in self.parameters().items()}
+        return {names[x]: x for x in tensors if x in names}  # type: ignore[index]  # a tensor that is a key is a parameter
 
     def _groups(self) -> dict[str, str]:
         """Return for every trained parameter whether it is an encoder's; a loss may contain its encoder."""
-        inside = {id(x) for loss in self.losses for y in loss.modules() if contains_encoder(y) for x in y.parameters()}
+        inside = {x for loss in self.losses for y in loss.modules() if is_a(y, ENCODERS) for x in y.parameters()}
         return {
-            name: "encoder" if name.startswith("encoder") or id(x) in inside else "loss"
-            for name, x in self.parameters()
+            name: "encoder" if name.startswith("encoder") or x in inside else "loss"
+            for name, x in self.parameters().items()
             if x.requires_grad
         }
 
@@ -204,32 +209,28 @@ class Recorder:
         if abs(call.factor) > LARGEST_WEIGHT:
             self.step.scale = _grad_scale()
         if sum(x.factor is not None for x in self.step.losses) == 1:
-            gradients = [(name, x.grad) for name, x in self._with_gradient() if x.grad is not None]
-            self.step.stale = {name: snapshot(x) for name, x in gradients if bool(x.any())}
+            self.step.stale = {name: snapshot(x) for name, x in self._gradients().items() if bool(x.any())}
 
     def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
         """Note which parameters get a gradient by another way than through a recorded loss."""
-        if in_backward():  # a pass within a pass, as of a cache of gradients
-            return
-        parameters = other_parameters([tensors] if isinstance(tensors, Tensor) else list(tensors), self._nodes)
-        names = {id(x): name for name, x in self.parameters()}
-        self.step.other_terms |= {names[id(x)] for x in parameters if id(x) in names}
+        if not in_backward():  # not a pass within a pass, as of a cache of gradients
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self.step.other_terms |= self._names(_other_leaves(roots, self._nodes)).keys()
 
-    def _with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from ((name, x) for name, x in self.parameters() if x.grad is not None and not is_sharded(x))
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return the present gradients of parameters that this rank holds in full."""
+        return {name: x.grad for name, x in self.parameters().items() if x.grad is not None and not is_sharded(x)}
 
     def _is_skipped(self) -> bool:
         """Return whether gradients were cleared without a step, as a GradScaler does after an overflow."""
-        begun = any(x.factor is not None for x in self.step.losses)
-        return begun and next(self._with_gradient(), None) is None
+        return any(x.factor is not None for x in self.step.losses) and not self._gradients()
 
     def _on_clip(self, function: str, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if math.inf not in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm in this way
-            names = {id(x): name for name, x in self.parameters()}
-            clipped = {names[id(x)]: x.grad for x in listed if id(x) in names and x.grad is not None}
+            clipped = {name: x.grad for name, x in self._names(listed).items() if x.grad is not None}
             self.step.gradients = {name: snapshot(x) for name, x in clipped.items()} | self.step.gradients
-            self.step.clips.append(Clip(function, list(clipped), (args, kwargs)))
+            self.step.clips.append(Clip(function, list(clipped), args, kwargs))
         return (listed, *args), kwargs
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -251,37 +252,81 @@ class Recorder:
         """Copy what the optimizer receives, and its state before the step."""
         if self.finished or not any(x.factor is not None for x in self.step.losses):
             return
-        if not any(optimizer is x for x in self.optimizers):
-            self.optimizers.append(optimizer)
-        index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
+        _add(self.optimizers, optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
+            index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
             try:
                 self.step.optimizer_states[index] = snapshot(optimizer.state_dict())
             except RuntimeError as error:  # ZeroRedundancyOptimizer, whose state is split over ranks
                 self.step.optimizer_problem = f"the state of {type(optimizer).__name__} cannot be read: {error}"
-        names = {id(x): name for name, x in self.parameters()}
         held = [x for group in optimizer.param_groups for x in group["params"]]
-        self.step.optimized |= {names[id(x)] for x in held if id(x) in names}
-        self.step.sharded |= {name for name, x in self.parameters() if is_sharded(x)}
-        self.step.uncovered += [tuple(x.shape) for x in held if id(x) not in names and x.grad is not None]
-        for name, x in self._with_gradient():
-            self.step.gradients.setdefault(name, snapshot(x.grad))
+        optimized = self._names(held)
+        covered = set(optimized.values())
+        self.step.optimized |= optimized.keys()
+        self.step.sharded |= {name for name, x in self.parameters().items() if is_sharded(x)}
+        self.step.uncovered += sum(x.grad is not None for x in held if x not in covered)
+        for name, x in self._gradients().items():
+            self.step.gradients.setdefault(name, snapshot(x))
         self._stepped = True
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._stepped and not self.finished:
-            self.step.after |= {name: snapshot(x) for name, x in self.parameters() if not is_sharded(x)}
+            self.step.after |= {name: snapshot(x) for name, x in self.parameters().items() if not is_sharded(x)}
 
     def _close_step(self) -> None:
         self._stepped = False
         self._nodes.clear()
         self.record.steps.append(self.step)
-        self.record.parameters = self._groups()
+        self.record.groups = self._groups()
         self.record.finished += 1
         self.step = Step()
         if self.record.finished == self.steps:
             self.finished = True
             self.on_finish()
+
+
+def _add(items: list[Any], x: Any) -> bool:
+    """Append an object to a list that does not hold it; return whether it is new."""
+    is_new = not any(x is y for y in items)
+    if is_new:
+        items.append(x)
+    return is_new
+
+
+@contextmanager
+def _watched(home: Any, name: str, before: Callable[..., Any]) -> Iterator[None]:
+    """Call ``before`` with the arguments of every call of ``home.name``; it may return other ``(args, kwargs)``."""
+    original = getattr(home, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(*args, **kwargs) or (args, kwargs)
+        return original(*args, **kwargs)
+
+    setattr(home, name, call)
+    try:
+        yield
+    finally:
+        setattr(home, name, original)
+
+
+def _other_leaves(roots: Sequence[Any], losses: set[Any]) -> list[Tensor]:
+    """Return the leaves of the graph that are reached without passing a loss; none if no loss is reached at all."""
+    pending = [x.grad_fn for x in roots if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen: set[Any] = set()
+    leaves, reached = [], False
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in losses:
+            reached = True
+        elif hasattr(node, "variable"):
+            leaves.append(node.variable)
+        else:
+            pending += [x for x, _ in node.next_functions if x is not None]
+    return leaves if reached else []
 
 
 def is_sharded(x: Tensor) -> bool:
@@ -299,3 +344,9 @@ def _autocast() -> tuple[str, bool, torch.dtype]:
     current = torch.accelerator.current_accelerator()
     device = "cpu" if current is None or not torch.is_autocast_enabled(current.type) else current.type
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

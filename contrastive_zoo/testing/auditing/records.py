@@ -1,46 +1,34 @@
 """What one rank records of a few training steps: calls of encoders and losses, gradients, parameters."""
 
-from __future__ import annotations
-
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+FACTOR_TOLERANCE = 1e-3
+"""Relative difference below which a factor equals an expected one; factors of a reduced precision are powers of two."""
+
 
 @dataclass
 class Arguments:
-    """The arguments of a call, flattened, detached and copied to the CPU.
-
-    Attributes:
-        leaves: tensors and other values.
-        trained: for each leaf, whether it required a gradient.
-        template: ``(args, kwargs)`` with the index of each leaf in its place.
-    """
+    """The arguments of a call, flattened, detached and copied to the CPU."""
 
     leaves: list[Any]
-    trained: list[bool]
-    template: tuple[Any, Any]
+    trained: list[bool]  # whether a leaf required a gradient
+    template: tuple[Any, Any]  # (args, kwargs) with the index of each leaf in its place
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Arguments:
-        """Copy the arguments of a call.
-
-        Examples:
-            >>> found = Arguments.of((torch.ones(2, requires_grad=True),), {"labels": [3]})
-            >>> found.trained, found.rebuild([1, 2])
-            ([True, False], ((1,), {'labels': [2]}))
-        """
+    def of(cls, args: Any, kwargs: Any) -> "Arguments":
+        """Copy the arguments of a call."""
         leaves, spec = tree_flatten((args, kwargs))
         trained = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         return cls([snapshot(x) for x in leaves], trained, tree_unflatten(range(len(leaves)), spec))
 
-    def with_keywords(self, kwargs: dict[str, Any]) -> Arguments:
+    def with_keywords(self, kwargs: dict[str, Any]) -> "Arguments":
         """Add keyword arguments to positional ones."""
-        if not kwargs:
-            return self
         named = Arguments.of((), kwargs)
         places = tree_map(lambda i: i + len(self.leaves), named.template[1])
         template = (self.template[0], places)
@@ -54,25 +42,15 @@ class Arguments:
 
 @dataclass
 class Call:
-    """A forward call of an encoder or of a loss.
+    """A forward call of an encoder or of a loss."""
 
-    Attributes:
-        module: index among the encoders, or among the losses, in the order of their first calls.
-        arguments: what it was called with.
-        output: of an encoder, its output; of a loss, its value, None if it raised.
-        random_state: torch's random state before the call.
-        drew: whether the call drew random numbers.
-        autocast: device type, whether autocast was enabled, and its dtype.
-        factor: of a loss, the gradient that the backward pass started with at its value; None before.
-    """
-
-    module: int
+    module: int  # index among the encoders, or among the losses, in the order of their first calls
     arguments: Arguments
-    output: Any
-    random_state: Tensor
-    drew: bool
-    autocast: tuple[str, bool, torch.dtype]
-    factor: float | None = None
+    output: Any  # of a loss, its value, None if it raised
+    random_state: Tensor  # torch's, before the call
+    drew: bool  # whether the call drew random numbers
+    autocast: tuple[str, bool, torch.dtype]  # device type, whether it was enabled, and its dtype
+    factor: float | None = None  # of a loss, the gradient that the backward pass started with at its value
 
 
 @dataclass
@@ -83,101 +61,79 @@ class MicroBatch:
     losses: list[Call] = field(default_factory=list)
 
 
-@dataclass
-class Clip:
-    """A call of a function of ``torch.nn.utils`` that clips gradients.
-
-    Attributes:
-        function: its name.
-        names: the clipped parameters.
-        arguments: the other arguments.
-    """
+class Clip(NamedTuple):
+    """A call of a function of ``torch.nn.utils`` that clips the gradients of the parameters with these names."""
 
     function: str
     names: list[str]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass
 class Step:
-    """One step of the optimizer, as one rank saw it. Parameters have names such as ``encoder0.weight``.
+    """One step of the optimizer, as one rank saw it. Parameters have names such as ``encoder0.weight``."""
 
-    Attributes:
-        micro_batches: one, or several with gradient accumulation.
-        state: parameters and buffers before the step.
-        stale: gradients at the start of the first backward pass, where they are not zero.
-        gradients: those that the optimizer received, before clipping.
-        after: parameters after the step.
-        optimized: names of the parameters that an optimizer holds.
-        optimizer_states: ``state_dict`` of each optimizer before the step, by its index; rank 0 only.
-        optimizer_problem: why the state of an optimizer is not known; empty if it is.
-        clips: how gradients were clipped.
-        scale: factor of a GradScaler.
-        sharded: names of the parameters of which this rank holds a part (FSDP).
-        uncovered: shapes of optimized parameters that belong to no recorded encoder or loss.
-        other_terms: names of the parameters that get a gradient from another term than the recorded losses.
-        batch_norms: names of BatchNorm modules in training mode.
-        epoch: how often a DataLoader had been started.
-    """
-
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
-    stale: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[str, Tensor] = field(default_factory=dict)
-    optimized: set[str] = field(default_factory=set)
-    optimizer_states: dict[int, Any] = field(default_factory=dict)
-    optimizer_problem: str = ""
+    micro_batches: list[MicroBatch] = field(default_factory=list)  # several with gradient accumulation
+    state: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers before the step
+    stale: dict[str, Tensor] = field(default_factory=dict)  # gradients before the first backward pass, where not zero
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # those that the optimizer received, before clipping
+    after: dict[str, Tensor] = field(default_factory=dict)  # parameters after the step
+    optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
+    optimizer_states: dict[int, Any] = field(default_factory=dict)  # state_dict before the step; rank 0 only
+    optimizer_problem: str = ""  # why the state of an optimizer is not known
     clips: list[Clip] = field(default_factory=list)
-    scale: float = 1.0
-    sharded: set[str] = field(default_factory=set)
-    uncovered: list[tuple[int, ...]] = field(default_factory=list)
-    other_terms: set[str] = field(default_factory=set)
-    batch_norms: list[str] = field(default_factory=list)
-    epoch: int = 0
+    scale: float = 1.0  # of a GradScaler
+    sharded: set[str] = field(default_factory=set)  # the parameters of which this rank holds a part (FSDP)
+    uncovered: int = 0  # number of gradients in an optimizer that belong to no recorded encoder or loss
+    other_terms: set[str] = field(default_factory=set)  # parameters with a gradient of a term that is no recorded loss
+    batch_norms: bool = False  # whether a BatchNorm was in training mode
+    epoch: int = 0  # how often a DataLoader had been started
 
     @property
     def losses(self) -> list[Call]:
         """All calls of losses, in order."""
         return [call for micro in self.micro_batches for call in micro.losses]
 
+    def factor(self, call: Call) -> float:
+        """Return the factor of a loss, relative to a mean over micro-batches: 1 in a right training without weights."""
+        return (call.factor or 0.0) / self.scale * len(self.micro_batches)
+
+    def explanation(self, call: Call, world_size: int) -> str | None:
+        """Return the mistake that explains the factor of a loss: None for a factor of 1 and for a weight."""
+        count = len(self.micro_batches)
+        expected = {  # where W equals the number of micro-batches, the simpler explanation comes first
+            None: 1.0,
+            "accumulation not divided": count,
+            "times W": world_size,
+            "times W, accumulation not divided": world_size * count,
+            "divided by W": 1 / world_size,
+        }
+        factor = self.factor(call)
+        return next((name for name, x in expected.items() if math.isclose(factor, x, rel_tol=FACTOR_TOLERANCE)), None)
+
+    def weight(self, call: Call, world_size: int) -> float:
+        """Return the weight that the script gives to a loss: its factor, unless a mistake explains it."""
+        return 1.0 if self.explanation(call, world_size) else self.factor(call)
+
 
 @dataclass
 class Record:
-    """What one rank recorded.
-
-    Attributes:
-        rank: of the process.
-        steps: the recorded steps; the last may be unfinished if the script raised.
-        finished: the number of finished steps.
-        error: the exception in which the script ended.
-        parameters: for each trained parameter, whether it belongs to an ``"encoder"`` or to a ``"loss"``.
-        loss_names: class of each loss.
-        options: ``grad_reduction`` of each loss that is distributed, None for others.
-        initialized: whether the script initialised torch.distributed.
-        samplers: what the script's data loaders yield in an epoch.
-        peak_bytes: peak resident memory of the process before the steps are compared.
-        seconds: duration of the script.
-    """
+    """What one rank recorded."""
 
     rank: int = 0
-    steps: list[Step] = field(default_factory=list)
-    finished: int = 0
-    error: str = ""
-    parameters: dict[str, str] = field(default_factory=dict)
-    loss_names: list[str] = field(default_factory=list)
-    options: list[str | None] = field(default_factory=list)
-    initialized: bool = False
-    samplers: list[Any] = field(default_factory=list)
-    peak_bytes: int = 0
+    steps: list[Step] = field(default_factory=list)  # the last may be unfinished if the script raised
+    finished: int = 0  # number of finished steps
+    error: str = ""  # the exception in which the script ended
+    groups: dict[str, str] = field(default_factory=dict)  # for each trained parameter "encoder" or "loss"
+    loss_names: list[str] = field(default_factory=list)  # class of each loss
+    options: list[str | None] = field(default_factory=list)  # grad_reduction of each loss, None if it has none
+    initialized: bool = False  # whether the script initialised torch.distributed
+    samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
+    peak_bytes: int = 0  # resident memory, before the steps are compared
     seconds: float = 0.0
 
 
 def snapshot(x: Any) -> Any:
-    """Return a detached copy on the CPU of every tensor in a tree; other values as they are.
-
-    Examples:
-        >>> snapshot({"x": torch.ones(1, requires_grad=True), "y": 2})
-        {'x': tensor([1.]), 'y': 2}
-    """
+    """Return a detached copy on the CPU of every tensor in a tree; other values as they are."""
     return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x, x)

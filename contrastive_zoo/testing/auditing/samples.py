@@ -1,15 +1,87 @@
 """Which samples the ranks trained on: equal shards, repeated samples, an order that never changes."""
 
-from __future__ import annotations
-
 import hashlib
+import itertools
+import pickle
+import random
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
 
-from contrastive_zoo.testing.auditing.loaders import Epoch
 from contrastive_zoo.testing.auditing.records import Call, Record, Step
+
+SECONDS, BATCHES = 2.0, 20_000
+"""Limits of the part of an epoch whose indices are listed."""
+
+
+class Epoch(NamedTuple):
+    """The samples of an epoch of one loader on one rank."""
+
+    batches: list[list[int]]  # indices into the dataset
+    complete: bool  # whether these are all batches of the epoch
+    size: int  # of the dataset
+    sampler: str
+    shuffles: bool  # whether set_epoch chooses the order of the samples
+    first: str  # digest of the first sample of the dataset, which is the same for ranks with the same dataset
+
+
+def listed(loaders: Sequence[DataLoader[Any]]) -> list[Epoch]:
+    """List an epoch of every loader over a dataset with indices; of the dataset, one sample is read."""
+    with torch.random.fork_rng(devices=[]):
+        return [epoch for loader in loaders if (epoch := _listed(loader)) is not None]
+
+
+def _listed(loader: DataLoader[Any]) -> Epoch | None:
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        return None
+    batches: list[list[int]] = []
+    end = time.monotonic() + SECONDS
+    source = _batches(loader)
+    for indices in itertools.islice(source, BATCHES):
+        if not all(isinstance(x, int) for x in indices):
+            return None
+        batches.append(list(indices))
+        if time.monotonic() > end:
+            break
+    complete = next(source, None) is None
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner  # the innermost one chooses the order of samples
+    size, name = len(loader.dataset), type(sampler).__name__
+    return Epoch(batches, complete, size, name, hasattr(sampler, "set_epoch"), _first_digest(loader.dataset))
+
+
+def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    if loader.batch_sampler is not None:
+        yield from loader.batch_sampler
+        return
+    for result in loader.sampler:  # batch_size=None: the sampler yields batches or single samples
+        yield result if isinstance(result, list) else [result]
+
+
+def _first_digest(dataset: Any) -> str:
+    """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
+    states = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)  # the caller restores torch's state
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        plain = tree_map(lambda x: x.tolist() if isinstance(x, Tensor) else x, dataset[0])
+        return hashlib.sha256(pickle.dumps(plain)).hexdigest()
+    except Exception:  # a dataset may raise anything, and a sample may not be picklable
+        return ""
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def of_samples(records: Sequence[Record], steps: object) -> Iterator[tuple[str, str]]:
@@ -61,15 +133,13 @@ def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[str]
 def _digests(step: Step) -> list[str]:
     """Return a digest of every sample of a step: of the inputs of the first encoder, or of a loss that holds its encoder."""
     first = [(micro.encoders or micro.losses)[0] for micro in step.micro_batches if micro.encoders or micro.losses]
-    return [digest for call in first for digest in _row_digests(call)]
+    return [digest for call in first for digest in _digests_of_call(call)]
 
 
-def _row_digests(call: Call) -> list[str]:
+def _digests_of_call(call: Call) -> list[str]:
     tensors = [x for x in call.arguments.leaves if isinstance(x, Tensor) and x.ndim]
-    rows = [x for x in tensors if len(x) == len(tensors[0])]
-    if not rows:
-        return []
-    return [hashlib.sha256(b"".join(_bytes(x[i]) for x in rows)).hexdigest() for i in range(len(rows[0]))]
+    by_sample = zip(*(x for x in tensors if len(x) == len(tensors[0])), strict=True)
+    return [hashlib.sha256(b"".join(map(_bytes, sample))).hexdigest() for sample in by_sample]
 
 
 def _bytes(x: Tensor) -> bytes:

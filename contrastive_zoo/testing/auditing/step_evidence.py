@@ -1,53 +1,55 @@
 """The evidence of one step: what all ranks recorded, the same step in one process, and repetitions of it."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from contrastive_zoo.testing.auditing.merging import NotComparable
-from contrastive_zoo.testing.auditing.one_process import OneProcess, Repeated
-from contrastive_zoo.testing.auditing.records import Record, Step
+from contrastive_zoo.testing.auditing.records import Step
+from contrastive_zoo.testing.auditing.replay import OneProcess, Repeated
+from contrastive_zoo.testing.evidence import Ratio
 
 REPETITIONS = 5
 """Repetitions of a step with changes of up to half a unit of rounding, from which the tolerance is derived."""
 
+NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
+"""A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding."""
 
-@dataclass
+
 class StepEvidence:
     """One step of all ranks.
 
-    Attributes:
+    Args:
         ranks: as each rank recorded it.
         groups: for each trained parameter, ``"encoder"`` or ``"loss"``.
         one_process: repeats the step; None if it cannot be repeated.
-        reason: why the step was not repeated.
-        together: the step in one process, the encoders on all samples together.
+        reason: why the step cannot be repeated.
+
+    Attributes:
+        together: the step in one process, the encoders on all samples together; None if it was not repeated.
         repetitions: of the truth, with changes of up to half a unit of rounding.
     """
 
-    ranks: list[Step]
-    groups: dict[str, str]
-    one_process: OneProcess | None
-    reason: str = ""
-    together: Repeated | None = field(default=None, init=False)
-    repetitions: list[Repeated] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.together, reason = self._repeated(self.ranks)
-        self.reason = self.reason or ("" if self.truth else reason)
+    def __init__(
+        self, ranks: list[Step], groups: dict[str, str], one_process: OneProcess | None, reason: str = ""
+    ) -> None:
+        self.ranks, self.groups, self.one_process, self.reason = ranks, groups, one_process, reason
+        self.world_size = len(ranks)
+        self.together, problem = self._repeated(ranks)
+        self.reason = reason or ("" if self.truth else problem)
+        self.repetitions: list[Repeated] = []
         for seed in range(REPETITIONS if self.truth else 0):
             noise = torch.Generator().manual_seed(seed)
-            repeated, _ = self._repeated(self.ranks, by_shard=self.draws, noise=noise)
+            repeated, _ = self._repeated(ranks, by_shard=self.draws, noise=noise)
             self.repetitions += [] if repeated is None else [repeated]
-        if self.has_low_precision and not self.draws and self.by_shard and not self.ranks[0].batch_norms:
+        if self._has_low_precision and not self.draws and self.by_shard and not ranks[0].batch_norms:
             self.repetitions.append(self.by_shard)  # 16 bits round the gradient of each shard
 
     def _repeated(self, ranks: list[Step], **settings: Any) -> tuple[Repeated | None, str]:
+        """Return the step in one process, or None and why it was not repeated."""
         if self.one_process is None:
             return None, self.reason
         try:
@@ -66,21 +68,15 @@ class StepEvidence:
         return [self._repeated([rank])[0] for rank in self.ranks]
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks W."""
-        return len(self.ranks)
-
-    @property
     def draws(self) -> bool:
         """Whether an encoder drew random numbers, as dropout does: the masks of each rank are then used again."""
         return any(call.drew for step in self.ranks for micro in step.micro_batches for call in micro.encoders)
 
     @property
-    def has_low_precision(self) -> bool:
+    def _has_low_precision(self) -> bool:
         """Whether encoders compute in 16 bits."""
-        return (
-            any(call.autocast[1] for micro in self.ranks[0].micro_batches for call in micro.encoders) or self.eps > 1e-4
-        )
+        encoders = [call for micro in self.ranks[0].micro_batches for call in micro.encoders]
+        return any(call.autocast[1] for call in encoders) or self.eps > 1e-4
 
     @property
     def truth(self) -> Repeated | None:
@@ -94,14 +90,14 @@ class StepEvidence:
         return max((torch.finfo(x).eps for x in dtypes), default=torch.finfo(torch.float32).eps)
 
     @property
-    def values(self) -> list[list[float]]:
-        """The values of the losses on each rank."""
-        return [[float("nan") if x.output is None else float(x.output) for x in step.losses] for step in self.ranks]
+    def values(self) -> Tensor:
+        """The values of the losses on each rank, [W, losses]."""
+        values = [[float("nan") if x.output is None else float(x.output) for x in step.losses] for step in self.ranks]
+        return torch.tensor(values, dtype=torch.float64)
 
     def names(self, group: str) -> list[str]:
         """Return the names of the parameters of a group."""
-        state = self.ranks[0].state
-        return [name for name, result in self.groups.items() if result == group and name in state]
+        return [name for name, x in self.groups.items() if x == group and name in self.ranks[0].state]
 
     def lacks_terms(self, names: Sequence[str]) -> bool:
         """Return whether these parameters get gradients from terms that are not repeated."""
@@ -111,15 +107,22 @@ class StepEvidence:
         """Return whether ranks hold parts of these parameters."""
         return any(name in step.sharded for step in self.ranks for name in names)
 
+    def flat(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+        """Return these parameters' tensors as one vector; a missing one counts as zero."""
+        like = self.ranks[0].state
+        return torch.cat([tensors.get(name, torch.zeros_like(like[name])).flatten().double() for name in names])
 
-def gather_evidence(records: Sequence[Record], one_process: OneProcess | None, reason: str) -> list[StepEvidence]:
-    """Repeat the steps that all ranks finished.
+    def reference(self, of: str) -> tuple[Tensor, float]:
+        """Return the ``"value"`` of one process, or the gradient of a group, and the largest error of a right one."""
+        assert self.truth is not None
+        names = [] if of == "value" else self.names(of)
+        truth, *repeated = [
+            self.flat(x.gradients, names) if names else torch.tensor(x.values, dtype=torch.float64)
+            for x in (self.truth, *self.repetitions)
+        ]
+        return truth, self.tolerance(truth, repeated)
 
-    Args:
-        records: of all ranks.
-        one_process: the modules of one rank; None if they cannot be copied.
-        reason: why there is no ``one_process``.
-    """
-    count = min(len(x.steps) for x in records)
-    groups = records[0].parameters
-    return [StepEvidence([x.steps[i] for x in records], groups, one_process, reason) for i in range(count)]
+    def tolerance(self, expected: Tensor, repeated: Sequence[Tensor]) -> float:
+        """Return the largest relative error of a right result, from repetitions of the expected one."""
+        noise = max((Ratio.between(x, expected).error for x in repeated), default=0.0)
+        return NOISE_FACTOR * noise + ROUNDING_FACTOR * self.eps

@@ -1,7 +1,5 @@
 """Repeat a recorded step in one process, with the samples of all ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,50 +13,37 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from contrastive_zoo.testing.auditing.factors import weight
-from contrastive_zoo.testing.auditing.links import Outputs
-from contrastive_zoo.testing.auditing.merging import Merge, NotComparable, concatenated_outputs
+from contrastive_zoo.testing.auditing.merging import Merge, NotComparable, Outputs, concatenated_outputs
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Call, MicroBatch, Step
 
 
 @dataclass
 class Repeated:
-    """A step in one process.
+    """A step in one process."""
 
-    Attributes:
-        values: of all calls of losses.
-        gradients: by name of the parameter, before clipping.
-        after: parameters after the step; empty if an optimizer cannot be repeated.
-        unlinked: why the gradient of the encoders is not known; empty if it is.
-        problem: why the step of the optimizer is not known.
-        is_gathered: whether the loss received rows of other ranks.
-    """
-
-    values: list[float] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[str, Tensor] = field(default_factory=dict)
-    unlinked: str = ""
-    problem: str = ""
-    is_gathered: bool = False
+    values: list[float] = field(default_factory=list)  # of all calls of losses
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # before clipping
+    after: dict[str, Tensor] = field(default_factory=dict)  # parameters; empty if an optimizer cannot be repeated
+    unlinked: str = ""  # why the gradient of the encoders is not known
+    problem: str = ""  # why the step of the optimizer is not known
+    is_gathered: bool = False  # whether the loss received rows of other ranks
 
 
 class OneProcess:
     """Copies of a training's modules and optimizers, without process group and without DDP.
-
-    Args:
-        recorder: of this rank; its modules are copied, not changed.
 
     Raises:
         NotComparable: a module cannot be copied.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.names = [name for name, _ in recorder.parameters()]
+        live = recorder.parameters()
         memo = _memo([*recorder.encoders, *recorder.losses])
-        live = [*(x for _, x in recorder.parameters())]
         try:
-            self.encoders, self.losses, parameters = copy.deepcopy((recorder.encoders, recorder.losses, live), memo)
+            self.encoders, self.losses, self.parameters = copy.deepcopy(
+                (recorder.encoders, recorder.losses, live), memo
+            )
         except Exception as error:
             raise NotComparable(f"the modules cannot be copied: {type(error).__name__}: {error}") from error
         self.optimizers: list[Optimizer] = []
@@ -67,26 +52,20 @@ class OneProcess:
             self.optimizers = copy.deepcopy(recorder.optimizers, memo)
         except Exception as error:
             self.optimizer_problem = f"the optimizer cannot be copied: {type(error).__name__}"
-        self.parameters: dict[str, nn.Parameter] = dict(zip(self.names, parameters, strict=True))
-        self.tensors = self._tensors(recorder)
+        self.tensors: dict[str, Tensor] = {}  # parameters and buffers by the names that the recorder gave
+        for kind, originals, copied in (
+            ("encoder", recorder.encoders, self.encoders),
+            ("loss", recorder.losses, self.losses),
+        ):
+            for index, (original, module) in enumerate(zip(originals, copied, strict=True)):
+                names = [name for name, _ in _named_tensors(original)]
+                tensors = [x for _, x in _named_tensors(module)]
+                self.tensors |= {f"{kind}{index}.{name}": x for name, x in zip(names, tensors, strict=True)}
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         for module in (y for x in (*self.encoders, *self.losses) for y in x.modules()):
             for name, value in vars(module).items():
                 if _is_group(value):
                     setattr(module, name, None)
-
-    def _tensors(self, recorder: Recorder) -> dict[str, Tensor]:
-        """Return parameters and buffers of the copies by the names that the recorder gave."""
-        result: dict[str, Tensor] = {}
-        for kind, live, copies in (
-            ("encoder", recorder.encoders, self.encoders),
-            ("loss", recorder.losses, self.losses),
-        ):
-            for index, (original, copied) in enumerate(zip(live, copies, strict=True)):
-                names = [name for name, _ in (*original.named_parameters(), *original.named_buffers())]
-                tensors = [x for _, x in (*copied.named_parameters(), *copied.named_buffers())]
-                result |= {f"{kind}{index}.{name}": x for name, x in zip(names, tensors, strict=True)}
-        return result
 
     def repeat(
         self, ranks: Sequence[Step], *, by_shard: bool = False, noise: torch.Generator | None = None
@@ -102,7 +81,7 @@ class OneProcess:
         Raises:
             NotComparable: ranks made different calls, or the step raises.
         """
-        if len({_shape(x) for x in ranks}) > 1:
+        if len({_called_modules(x) for x in ranks}) > 1:
             raise NotComparable("ranks made different calls of encoders and losses in one step")
         result = Repeated()
         if any(x.other_terms for x in ranks):
@@ -134,63 +113,73 @@ class OneProcess:
         self,
         ranks: Sequence[Step],
         micro_batches: Sequence[MicroBatch],
-        found: Repeated,
+        result: Repeated,
         by_shard: bool,
         noise: torch.Generator | None,
     ) -> None:
         """Run forward and backward of one micro-batch."""
-        recorded, repeated = Outputs([]), Outputs([])
-        for calls in zip(*(x.encoders for x in micro_batches), strict=True):
+        recorded, repeated = Outputs(), Outputs()
+
+        def merged(calls: Sequence[Call], receiver: str) -> Merge:
             merge = Merge(calls, recorded, repeated)
-            _note_unlinked(merge, found, "an encoder")
-            output = self._encoded(calls, merge, by_shard)
+            for shape in merge.unlinked:
+                result.unlinked = (
+                    f"{receiver} received a tensor of shape {list(shape)} that is no selection of rows of an encoder's "
+                    "output; what the script computes in between is not repeated"
+                )
+            return merge
+
+        for calls in zip(*(x.encoders for x in micro_batches), strict=True):
+            output = self._encoded(calls, merged(calls, "an encoder"), by_shard)
             if noise is not None:
                 output = tree_map(lambda x: _noisy(x, noise) if isinstance(x, Tensor) else x, output)
-            recorded.leaves += Outputs([[x.output for x in calls]]).leaves
-            repeated.leaves += Outputs([[output]]).leaves
+            recorded.add([x.output for x in calls])
+            repeated.add([output])
         total: Any = 0
         for calls in zip(*(x.losses for x in micro_batches), strict=True):
-            merge = Merge(calls, recorded, repeated)
-            _note_unlinked(merge, found, "a loss")
-            found.is_gathered |= merge.is_gathered
-            args, kwargs = merge.of_all_ranks(self.device)
-            value = _scalar(self._call(self.losses[calls[0].module], calls[0], args, kwargs))
-            found.values.append(float(value.detach()))
-            total = total + weight(calls[0], ranks[0], len(ranks)) / len(ranks[0].micro_batches) * value
+            merge = merged(calls, "a loss")
+            result.is_gathered |= merge.is_gathered
+            value = _scalar(self._call(self.losses[calls[0].module], calls[0], merge.of_all_ranks(self.device)))
+            result.values.append(float(value.detach()))
+            total = total + ranks[0].weight(calls[0], len(ranks)) / len(ranks[0].micro_batches) * value
         if isinstance(total, Tensor):
             total.backward()
 
     def _encoded(self, calls: Sequence[Call], merge: Merge, by_shard: bool) -> Any:
         module = self.encoders[calls[0].module]
         if not by_shard:
-            return self._call(module, calls[0], *merge.of_all_ranks(self.device))
-        outputs = [self._call(module, call, *merge.of_rank(rank, self.device)) for rank, call in enumerate(calls)]
+            return self._call(module, calls[0], merge.of_all_ranks(self.device))
+        outputs = [self._call(module, call, merge.of_rank(rank, self.device)) for rank, call in enumerate(calls)]
         return concatenated_outputs(outputs)
 
-    def _call(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+    def _call(self, module: nn.Module, call: Call, arguments: tuple[Any, Any]) -> Any:
         torch.set_rng_state(call.random_state)
         device, enabled, dtype = call.autocast
         # the steps may be repeated inside the script's autocast, whose cache holds casts of other parameters
         with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
-            return module(*args, **kwargs)
+            return module(*arguments[0], **arguments[1])
 
-    def _optimize(self, step: Step, found: Repeated) -> None:
+    def _optimize(self, step: Step, result: Repeated) -> None:
         """Clip gradients and run the optimizers as the script did."""
-        found.problem = self.optimizer_problem or step.optimizer_problem
-        if found.problem:
+        result.problem = self.optimizer_problem or step.optimizer_problem
+        if result.problem:
             return
         try:
             for clip in step.clips:
-                args, kwargs = clip.arguments
-                getattr(torch.nn.utils, clip.function)([self.parameters[x] for x in clip.names], *args, **kwargs)
+                function = getattr(torch.nn.utils, clip.function)
+                function([self.parameters[x] for x in clip.names], *clip.args, **clip.kwargs)
             for index, state in step.optimizer_states.items():
                 optimizer = self.optimizers[index]
                 optimizer.load_state_dict(copy.deepcopy(state))  # it takes tensors as they are
                 type(optimizer).step(optimizer)  # a scheduler wraps the method of the object
         except Exception as error:
-            found.problem = f"the optimizer's step cannot be repeated: {type(error).__name__}: {error}"
+            result.problem = f"the optimizer's step cannot be repeated: {type(error).__name__}: {error}"
             return
-        found.after = {name: x.detach().cpu().clone() for name, x in self.parameters.items()}
+        result.after = {name: x.detach().cpu().clone() for name, x in self.parameters.items()}
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _memo(modules: Sequence[nn.Module]) -> dict[int, Any]:
@@ -222,10 +211,8 @@ def _without_process_group() -> Iterator[None]:
         dist.GroupMember.WORLD = group
 
 
-def _shape(step: Step) -> tuple[Any, ...]:
-    return tuple(
-        (tuple(x.module for x in micro.encoders), tuple(x.module for x in micro.losses)) for micro in step.micro_batches
-    )
+def _called_modules(step: Step) -> tuple[Any, ...]:
+    return tuple(tuple(tuple(x.module for x in y) for y in (z.encoders, z.losses)) for z in step.micro_batches)
 
 
 def _noisy(x: Tensor, noise: torch.Generator) -> Tensor:
@@ -240,11 +227,3 @@ def _scalar(output: Any) -> Tensor:
     if value is None:
         raise NotComparable("in one process the loss returns no scalar")
     return value
-
-
-def _note_unlinked(merge: Merge, found: Repeated, receiver: str) -> None:
-    for shape in merge.unlinked:
-        found.unlinked = (
-            f"{receiver} received a tensor of shape {list(shape)} that is no selection of rows of an encoder's output; what "
-            "the script computes in between is not repeated"
-        )
