@@ -1,7 +1,5 @@
 """The evidence of a diagnosis: what W ranks computed, relative to one process. Check and audit collect it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,39 +15,26 @@ Stage = Literal["start", "failure", "value", "gradient", "uneven", "other"]
 """Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
 shards, only the gradient there, only unequal shards, or a promise outside the contract."""
 
-
 Factor = Literal["0", "1", "W", "W²", "1/W", "1/√W"]
 """How much larger a value or a gradient is than it should be, by the number of ranks W."""
 
 
 def factor_of(factor: Factor, world_size: int) -> float:
-    """Return a factor as a number.
-
-    Examples:
-        >>> factor_of("1/W", 4)
-        0.25
-    """
+    """Return a factor as a number."""
     w = world_size
     return {"0": 0, "1": 1, "W": w, "W²": w * w, "1/W": 1 / w, "1/√W": w**-0.5}[factor]
 
 
 class Ratio(NamedTuple):
-    """A vector x against a reference y.
+    """A vector x against a reference y."""
 
-    Attributes:
-        ratio: r = ⟨x, y⟩ / ⟨y, y⟩.
-        cosine: of the angle between x and y.
-        error: ‖x − y‖ / ‖y‖.
-        rest: ‖x − r y‖ / ‖y‖, the part of the error that is no factor.
-    """
-
-    ratio: float
-    cosine: float
-    error: float
-    rest: float = 0.0
+    ratio: float  # r = ⟨x, y⟩ / ⟨y, y⟩
+    cosine: float  # of the angle between x and y
+    error: float  # ‖x − y‖ / ‖y‖
+    rest: float = 0.0  # ‖x − r y‖ / ‖y‖, the part of the error that is no factor
 
     @classmethod
-    def between(cls, x: Tensor, y: Tensor) -> Ratio:
+    def between(cls, x: Tensor, y: Tensor) -> "Ratio":
         """Compare x with the reference y.
 
         Examples:
@@ -79,20 +64,14 @@ class Ratio(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a group of parameters, relative to one process.
+    """The gradients of a group of parameters, relative to one process."""
 
-    Attributes:
-        ranks: of each rank, as a step leaves it; of a loss, that after the gradient all-reduce.
-        mean: of their mean.
-        tolerance: of a right gradient.
-    """
-
-    ranks: tuple[Ratio, ...]
-    mean: Ratio
+    ranks: tuple[Ratio, ...]  # of each rank, as a step leaves it; of a loss, that after the gradient all-reduce
+    mean: Ratio  # of their mean
     tolerance: float = CLOSE
 
     @classmethod
-    def between(cls, ranks: Sequence[Tensor], expected: Tensor, tolerance: float = CLOSE) -> Gradients:
+    def between(cls, ranks: Sequence[Tensor], expected: Tensor, tolerance: float = CLOSE) -> "Gradients":
         """Compare the gradients of all ranks with that of one process."""
         mean = torch.stack(list(ranks)).mean(0)
         return cls(tuple(Ratio.between(x, expected) for x in ranks), Ratio.between(mean, expected), tolerance)
@@ -112,28 +91,16 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One batch on W ranks, compared with one process.
+    """One batch on W ranks, compared with one process. None stands for what was not compared."""
 
-    Attributes:
-        values: of the losses on each rank, [W, losses].
-        expected: of the losses in one process, [losses].
-        encoder: the gradients of the encoder; None if they were not compared.
-        parameters: the gradients of the loss's own parameters; None if it has none.
-        embeddings: the gradient at the inputs of the loss, before the gradient all-reduce; None if not known.
-        equal_parameters: whether all ranks hold the same gradient of the loss's own parameters.
-        gathered: whether the loss receives as many samples on each rank as on one process.
-        tolerance: of a right value.
-        shards: the number of samples on each rank; empty if not known.
-    """
-
-    values: Tensor
-    expected: Tensor
+    values: Tensor  # of the losses on each rank, [W, losses]
+    expected: Tensor  # of the losses in one process, [losses]
     encoder: Gradients | None
-    parameters: Gradients | None
-    embeddings: Ratio | None = None
-    equal_parameters: bool = True
-    gathered: bool = False
-    tolerance: float = CLOSE
+    parameters: Gradients | None  # the loss's own
+    embeddings: Ratio | None = None  # the gradient at the inputs of the loss, before the gradient all-reduce
+    equal_parameters: bool = True  # whether all ranks hold the same gradient of the loss's own parameters
+    gathered: bool = False  # whether the loss receives as many samples on each rank as on one process
+    tolerance: float = CLOSE  # of a right value
     shards: tuple[int, ...] = ()
 
     @property
@@ -174,33 +141,19 @@ class Comparison:
 
 
 class Evidence:
-    """What the signatures of :mod:`contrastive_zoo.testing.mistakes` read; what was not measured is as in a right loss.
+    """What the signatures of :mod:`contrastive_zoo.testing.mistakes` read; what was not measured is as in a right loss."""
 
-    Attributes:
-        stages: where the training goes wrong; the signatures of these stages are tried, stage by stage.
-        comparisons: of batches on equal shards, one for each W.
-        uneven: of a batch on unequal shards; None if not measured.
-        one_sided: of a batch whose samples are all on the last rank; None if not measured.
-        option: ``grad_reduction`` of the loss; None if it has none.
-        trainer: how the gradients of a loss are reduced; of a training step, ``"mean"``.
-        is_step: whether a whole training step is under test, not a loss.
-        is_training: whether the evidence is of a training that was audited.
-        broken: names of the broken invariants.
-        failure: ``"hang"``, ``"raises"`` or ``"uneven shards"`` if a rank fails on some batch.
-        calls_in_backward: whether a collective of embeddings or gradients is called in the backward pass of the loss.
-    """
-
-    stages: Sequence[Stage] = ()
-    comparisons: Sequence[Comparison] = ()
-    uneven: Comparison | None = None
-    one_sided: Comparison | None = None
-    option: str | None = None
-    trainer: str = "mean"
-    is_step = True
-    is_training = False
-    broken: frozenset[str] = frozenset()
-    failure: str | None = None
-    calls_in_backward = False
+    stages: Sequence[Stage] = ()  # where the training goes wrong, in the order in which their signatures are tried
+    comparisons: Sequence[Comparison] = ()  # of batches on equal shards, one for each W
+    uneven: Comparison | None = None  # of a batch on unequal shards
+    one_sided: Comparison | None = None  # of a batch whose samples are all on the last rank
+    option: str | None = None  # grad_reduction of the loss
+    trainer: str = "mean"  # how the gradients of a loss are reduced
+    is_step = True  # whether a whole training step is under test, not a loss
+    is_training = False  # whether the evidence is of a training that was audited
+    broken: frozenset[str] = frozenset()  # names of the broken invariants
+    failure: str | None = None  # "hang", "raises" or "uneven shards" if a rank fails on some batch
+    calls_in_backward = False  # whether a collective of embeddings or gradients is called in the loss's backward pass
 
     # --- interventions: what happens when the samples of some ranks change -------------------------------------------
 
@@ -216,7 +169,7 @@ class Evidence:
 
     @property
     def lacks_offset(self) -> bool:
-        """Whether ranks take their own index for the global one: values are right if all ranks hold the same samples."""
+        """Whether ranks take their own index for the global one: values are right if all hold the same samples."""
         return False
 
     @property
