@@ -12,18 +12,9 @@ from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 
-_OPTIONAL = ("indices_tuple", "ref_emb", "ref_labels")
-"""Arguments of pytorch-metric-learning's losses that follow embeddings and labels."""
-
 
 class LossCall(NamedTuple):
-    """One call of a third-party loss: the loss, its miner, and its arguments by name.
-
-    Examples:
-        >>> call = LossCall(nn.MSELoss(), None, signature(nn.MSELoss()).bind(1, 2))
-        >>> list(call.bound.arguments)
-        ['input', 'target']
-    """
+    """One call of a third-party loss: the loss, its miner, and its arguments by name."""
 
     loss: Any
     miner: Any
@@ -32,23 +23,20 @@ class LossCall(NamedTuple):
     def mine_and_compute(self) -> Any:
         """What the loss returns, given the miner's indices if there is a miner."""
         if self.miner is not None:
-            self.bound.arguments["indices_tuple"] = self.miner(*miner_arguments(self.bound.arguments))
+            named = self.bound.arguments
+            references = [named[name] for name in ("ref_emb", "ref_labels") if named.get(name) is not None]
+            others = [x for name, x in named.items() if name not in ("indices_tuple", "ref_emb", "ref_labels")]
+            named["indices_tuple"] = self.miner(*others[:2], *references)
         return self.loss(*self.bound.args, **self.bound.kwargs)
 
     def problem(self, world: World) -> str | None:
         """Why the arguments cannot be used, in words; None if they can."""
         arguments = self.bound.arguments
-        outside = next((problem for x in self.row_indices() if (problem := outside_problem(*x))), None)
-        paired = {**arguments, "ref_emb": None} if self._takes_unequal_views else arguments
+        outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
+        paired = arguments
+        if loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss" and _views_are_partners(arguments):
+            paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
         return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
-
-    @property
-    def _takes_unequal_views(self) -> bool:
-        """Whether views may differ in number: of rows without a partner the loss takes the distances to all others."""
-        views_are_partners = all(
-            self.bound.arguments.get(name) is None for name in ("labels", "indices_tuple", "ref_labels")
-        )
-        return views_are_partners and loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
 
     def sharded_problem(self) -> str | None:
         """Why the loss cannot be evaluated in shards with these arguments, in words; None if it can."""
@@ -76,38 +64,20 @@ class LossCall(NamedTuple):
         return None
 
 
-def outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
-    """Why indices cannot be those of this rank's rows, in words; None if they can.
-
-    Examples:
-        >>> import torch
-        >>> outside_problem("owners", torch.tensor([0, 3]), torch.ones(2, 4))
-        "owners are rows of this rank's 2, or -1, got 0 … 3."
-    """
+def _outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
+    """Why indices cannot be those of this rank's rows, in words; None if they can."""
     if indices.is_floating_point() or not len(indices) or -1 <= int(indices.min()) <= int(indices.max()) < len(rows):
         return None
     return f"{name} are rows of this rank's {len(rows)}, or -1, got {int(indices.min())} … {int(indices.max())}."
 
 
-def miner_arguments(arguments: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a miner: embeddings, labels, and the reference embeddings and labels if there are any.
-
-    Examples:
-        >>> miner_arguments({"z": 1, "y": 2, "indices_tuple": None, "ref_emb": 3, "ref_labels": 4})
-        [1, 2, 3, 4]
-    """
-    references = [arguments[name] for name in ("ref_emb", "ref_labels") if arguments.get(name) is not None]
-    others = [x for name, x in arguments.items() if name not in _OPTIONAL]
-    return others[:2] + references
+def _views_are_partners(arguments: Mapping[str, Any]) -> bool:
+    """Whether a loss pairs each row with its other view, since nothing else tells which rows belong together."""
+    return all(arguments.get(name) is None for name in ("labels", "indices_tuple", "ref_labels"))
 
 
 def signature(loss: Any) -> inspect.Signature:
-    """The signature of a loss; that of a function of any arguments where Python knows none, as for built-in functions.
-
-    Examples:
-        >>> signature(lambda z, labels: z.sum())
-        <Signature (z, labels)>
-    """
+    """The signature of a loss; that of a function of any arguments where Python knows none, as for built-in functions."""
     try:
         result = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
@@ -118,23 +88,12 @@ def signature(loss: Any) -> inspect.Signature:
 
 
 def accepts(takes: inspect.Signature, name: str) -> bool:
-    """Whether a function of this signature accepts an argument of this name.
-
-    Examples:
-        >>> accepts(signature(lambda z, **more: z), "indices_tuple")
-        True
-    """
+    """Whether a function of this signature accepts an argument of this name."""
     return name in takes.parameters or any(x.kind is x.VAR_KEYWORD for x in takes.parameters.values())
 
 
 def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
-    """Why the number of labels of a third-party loss or miner is wrong, in words; None if it is right.
-
-    Examples:
-        >>> import torch
-        >>> unequal_problem({"embeddings": torch.eye(2), "labels": torch.tensor([0])})
-        "labels are one per row, got 1 for 2 rows. Pass this rank's own labels with its own rows."
-    """
+    """Why the number of labels of a third-party loss or miner is wrong, in words; None if it is right."""
     rows, labels = arguments.get("embeddings"), arguments.get("labels")
     if not isinstance(rows, Tensor) or not isinstance(labels, Tensor) or labels.ndim != 1:
         return None
@@ -147,17 +106,11 @@ def paired_problem(arguments: Mapping[str, Any]) -> str | None:
     """Which of this rank's arguments do not pair row by row, in words; None if all do.
 
     The totals over all ranks may agree where one rank's counts do not: each later row would then be paired with a wrong one.
-
-    Examples:
-        >>> import torch
-        >>> paired_problem({"ref_emb": torch.eye(3), "ref_labels": torch.tensor([0, 1])})
-        "ref_labels are one per row of ref_emb, got 2 for 3 rows. Pass this rank's own ref_labels with its own ref_emb."
-        >>> paired_problem({"queries": torch.eye(3), "keys": torch.eye(2)})   # two towers may differ
     """
     counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
     inputs = {name for name, x in arguments.items() if x is not None}
     pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
-    if not inputs & {"labels", "indices_tuple", "ref_labels"}:
+    if _views_are_partners(arguments):
         pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
     first_view = next((name for name in arguments if name.startswith("view")), "")
     pairs += [
@@ -177,18 +130,13 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
     """Return this library's loss, no miner, and the third-party loss that it replaces if it is the same function.
 
     Otherwise the loss and the miner as they are, and None.
-
-    Examples:
-        >>> native_and_replaced("any loss", "any miner")
-        ('any loss', 'any miner', None)
     """
     if isinstance(without_ddp(loss), Loss):
         return loss, miner, None
     # imported here: pytorch-metric-learning is an optional dependency
-    from contrastive_zoo.wrapper.pml.native.original import native_and_original
+    from contrastive_zoo.wrapper.pml.native.translation import Original, to_native
 
     try:
-        native, replaced = native_and_original(loss, miner)
+        return to_native(loss, miner), None, Original(loss, miner)
     except ValueError:  # no loss of this library is the same function
         return loss, miner, None
-    return native, None, replaced

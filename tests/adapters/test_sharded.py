@@ -24,7 +24,7 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.loss_call import paired_problem
 from contrastive_zoo.wrapper.pml import meaning
-from contrastive_zoo.wrapper.pml.sharded import anchor_batch, library_code, mining, reducers, refusals, sharded_loss
+from contrastive_zoo.wrapper.pml.sharded import anchor_batch, anchor_losses, refusals, sharded_loss
 from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, REFUSED, refusal
 from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
 from tests.adapters import sharded_grid
@@ -319,16 +319,16 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, tuple[int, ...]]] = {
         "Contrastive",
         (5, 7),
     ),
-    "a mean of the ranks' means": (reducers, "REDUCTIONS", {"mean": mean_of_ranks}, "MultiSimilarity", (5, 7)),
+    "a mean of the ranks' means": (sharded_loss, "summands", mean_of_ranks, "MultiSimilarity", (5, 7)),
     "parameters of a rank's own": (sharded_loss, "replicated", lambda x, **_: x, "Margin, learnt", (5, 7)),
     "a miner that sees the anchor": (
-        mining,
+        anchor_batch,
         "MINERS",
         {M.BatchHardMiner: as_their_wrapper_mines},
         "Triplet, smooth, hardest",
         (5, 7),
     ),
-    "no padding": (library_code, "padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
+    "no padding": (anchor_losses, "padding_needed", lambda local, *_: [0] * len(local), "MultiSimilarity", (1, 2)),
 }
 """Module, attribute, replacement, and the case and shards that detect it."""
 
@@ -347,7 +347,7 @@ def test_mutants_are_caught(name: str, worlds: Worlds) -> None:
 
 def test_any_other_miner_is_called_on_all_rows(worlds: Worlds) -> None:
     def job(case: Case, *rows: Tensor) -> Result:
-        with patch.object(mining, "MINERS", {}):
+        with patch.object(anchor_batch, "MINERS", {}):
             return a_rank(case, *rows)
 
     for name in ("MultiSimilarity, mined", "Triplet, semi-hard"):
@@ -366,7 +366,7 @@ def test_every_export_is_evaluated_or_refused_with_a_reason() -> None:
     exported = {name for name, x in vars(L).items() if inspect.isclass(x)} - NOT_LOSSES - WRAPPERS
     assert exported == {x.__name__ for x in [*EVALUATED, *REFUSED]}
     assert not set(EVALUATED) & set(REFUSED)
-    known = {*meaning._REDUCTIONS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
+    known = {*meaning.REDUCTIONS, R.BaseReducer, R.MultipleReducers, R.DoNothingReducer}
     assert {x for x in vars(R).values() if inspect.isclass(x)} == known
 
 

@@ -5,8 +5,3 @@ duplicates. Where pytorch-metric-learning returns NaN (a mean of no anchors, the
 returns NaN. It follows the formula where pytorch-metric-learning's arithmetic fails: a probability that underflows, a
 loss that rounds to 0 and is then left out of a mean, the derivative of arccos at 1.
 """
-
-from contrastive_zoo.wrapper.pml.native.original import Original, native_and_original
-from contrastive_zoo.wrapper.pml.native.translation import REFUSED, TRANSLATED, to_native
-
-__all__ = ["REFUSED", "TRANSLATED", "Original", "native_and_original", "to_native"]

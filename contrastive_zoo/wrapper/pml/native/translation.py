@@ -1,18 +1,19 @@
 """From a loss of pytorch-metric-learning to this library's loss with the same formula, or the reason why there is none."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from pytorch_metric_learning import losses, miners  # noqa: F401 - the example uses miners
-from torch import nn
+from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
 from contrastive_zoo.wrapper.pml.meaning import COMPOSITES, members
-from contrastive_zoo.wrapper.pml.native import class_losses, neighbor_losses, pair_losses
-from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation
+from contrastive_zoo.wrapper.pml.native import formulas
+from contrastive_zoo.wrapper.pml.native.formulas import NoExactTranslation, require
 
 
 def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
@@ -47,37 +48,34 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
 
 def _translate(loss: Any, miner: Any) -> Loss:
     kind = type(loss)
-    if kind not in TRANSLATED:
-        raise NoExactTranslation(REFUSED.get(kind, "it is no loss of pytorch-metric-learning itself."))
+    require(kind in TRANSLATED, REFUSED.get(kind, "it is no loss of pytorch-metric-learning itself."))
     for name in ("embedding_regularizer", "weight_regularizer"):
-        if (regularizer := getattr(loss, name, None)) is not None:
-            raise NoExactTranslation(f"its {name} has no option here. Add {type(regularizer).__name__} to the value.")
+        regularizer = getattr(loss, name, None)
+        require(regularizer is None, f"its {name} has no option here. Add {type(regularizer).__name__} to the value.")
     if kind in _WITH_MINER:
         return TRANSLATED[kind](loss, miner)
-    if miner is not None:
-        raise NoExactTranslation(f"{type(miner).__name__} has no option here.")
+    require(miner is None, f"{type(miner).__name__} has no option here.")
     return TRANSLATED[kind](loss)
 
 
+# ------------------------------------------------------------------------------------------------ losses of other losses
+
+
 def _self_supervised(loss: Any, miner: Any) -> Loss:
-    """Translate SelfSupervisedLoss: an anchor's only positive is the other view of the sample."""
+    """An anchor's only positive is the other view of the sample."""
     inner = loss.loss
     softmax = losses.NTXentLoss if not loss.symmetric else (losses.NTXentLoss, losses.SupConLoss)
     if isinstance(inner, softmax) and miner is None:
         labelled: Any = _translate(inner, None)
         settings = {name: getattr(labelled, name) for name in ("temperature", "normalize", "reduction")}
         return NTXent(**settings) if loss.symmetric else InfoNCE(**settings)
-    if not loss.symmetric:
-        raise NoExactTranslation(f"{type(inner).__name__} of rows against reference rows has no option here.")
-    if type(inner) not in _WITH_VIEWS:
-        raise NoExactTranslation(f"this library's {type(inner).__name__} takes labelled rows only.")
+    require(loss.symmetric, f"{type(inner).__name__} of rows against reference rows has no option here.")
+    require(type(inner) in _WITH_VIEWS, f"this library's {type(inner).__name__} takes labelled rows only.")
     return _translate(inner, miner)
 
 
 def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
-    """Translate MultipleLosses."""
-    if miner is not None and loss.miners:
-        raise NoExactTranslation("it has miners of its own.")
+    require(miner is None or not loss.miners, "it has miners of its own.")
     result = members(loss)
     return WeightedSum([_translate(x, own or miner) for x, own, _ in result], weights=[w for *_, w in result])
 
@@ -89,30 +87,30 @@ _WITH_VIEWS = (
 )  # fmt: skip
 
 TRANSLATED: dict[type, Callable[..., Loss]] = {
-    losses.ArcFaceLoss: class_losses.arc_face,
-    losses.CircleLoss: pair_losses.circle,
-    losses.ContrastiveLoss: pair_losses.contrastive,
-    losses.CosFaceLoss: class_losses.cos_face,
-    losses.FastAPLoss: neighbor_losses.fast_ap,
-    losses.LiftedStructureLoss: pair_losses.lifted_structure,
-    losses.MarginLoss: pair_losses.margin,
-    losses.MultiSimilarityLoss: pair_losses.multi_similarity,
+    losses.ArcFaceLoss: formulas.arc_face,
+    losses.CircleLoss: formulas.circle,
+    losses.ContrastiveLoss: formulas.contrastive,
+    losses.CosFaceLoss: formulas.cos_face,
+    losses.FastAPLoss: formulas.fast_ap,
+    losses.LiftedStructureLoss: formulas.lifted_structure,
+    losses.MarginLoss: formulas.margin,
+    losses.MultiSimilarityLoss: formulas.multi_similarity,
     losses.MultipleLosses: _multiple_losses,
-    losses.NCALoss: neighbor_losses.neighborhood_components,
-    losses.NPairsLoss: neighbor_losses.n_pairs,
-    losses.NTXentLoss: neighbor_losses.nt_xent,
-    losses.NormalizedSoftmaxLoss: class_losses.normalized_softmax,
-    losses.ProxyAnchorLoss: class_losses.proxy_anchor,
-    losses.ProxyNCALoss: class_losses.proxy_nca,
-    losses.RankedListLoss: neighbor_losses.ranked_list,
+    losses.NCALoss: formulas.nca,
+    losses.NPairsLoss: formulas.n_pairs,
+    losses.NTXentLoss: formulas.nt_xent,
+    losses.NormalizedSoftmaxLoss: formulas.normalized_softmax,
+    losses.ProxyAnchorLoss: formulas.proxy_anchor,
+    losses.ProxyNCALoss: formulas.proxy_nca,
+    losses.RankedListLoss: formulas.ranked_list,
     losses.SelfSupervisedLoss: _self_supervised,
-    losses.SignalToNoiseRatioContrastiveLoss: pair_losses.signal_to_noise,
-    losses.SoftTripleLoss: class_losses.soft_triple,
-    losses.SubCenterArcFaceLoss: class_losses.arc_face,
-    losses.SupConLoss: neighbor_losses.supervised_contrastive,
-    losses.TripletMarginLoss: pair_losses.triplet,
-    losses.TupletMarginLoss: pair_losses.tuplet_margin,
-    losses.VICRegLoss: neighbor_losses.vicreg,
+    losses.SignalToNoiseRatioContrastiveLoss: formulas.signal_to_noise,
+    losses.SoftTripleLoss: formulas.soft_triple,
+    losses.SubCenterArcFaceLoss: formulas.arc_face,
+    losses.SupConLoss: formulas.sup_con,
+    losses.TripletMarginLoss: formulas.triplet,
+    losses.TupletMarginLoss: formulas.tuplet_margin,
+    losses.VICRegLoss: formulas.vicreg,
 }
 """Losses that this library has, and the function that translates each."""
 
@@ -146,3 +144,49 @@ REFUSED: dict[type, str] = {
     losses.WeightRegularizerMixin: NO_LOSS,
 }
 """Losses without an exact translation, and the reason."""
+
+
+# --------------------------------------------------------------------------------------------------- the original loss
+
+
+class Original(NamedTuple):
+    """The loss and the miner that were translated.
+
+    The native loss takes embeddings with labels, or two views. The original computes calls with other arguments
+    (``indices_tuple``, ``ref_emb``) from the native loss's weights.
+    """
+
+    loss: nn.Module
+    miner: Callable[..., Any] | None
+
+    def native_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Return the native loss's positional arguments; None if only the original takes these arguments."""
+        of_views = type(self.loss) in (losses.SelfSupervisedLoss, losses.VICRegLoss)
+        names = ("embeddings", "ref_emb" if of_views else "labels")
+        inputs = {name for name, x in arguments.items() if x is not None}
+        return tuple(arguments[name] for name in names) if inputs == set(names) else None
+
+    def with_weights_of(self, native: Loss) -> Callable[..., Any]:
+        """Return the original as a function of its arguments and the native loss's weights, which get the gradient."""
+        weights = _original_weights(self.loss, native)
+        return lambda *args, **kwargs: torch.func.functional_call(self.loss, weights, args, kwargs)
+
+
+def _original_weights(loss: Any, native: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return the native loss's weights by the original's parameter names, in the original's layout."""
+    weights: dict[str, Tensor] = {}
+    if isinstance(loss, losses.MultipleLosses):
+        keys = loss.losses if loss.is_dict else range(len(loss.losses))
+        for key, (original, *_), member in zip(keys, members(loss), native.losses, strict=True):
+            weights |= _original_weights(original, member, f"{prefix}losses.{key}.")
+        return weights
+    for name in ("W", "fc", "proxies"):
+        if isinstance(getattr(loss, name, None), nn.Parameter):
+            x: Tensor = native.weights
+            weights[prefix + name] = x if name == "proxies" else x.reshape(-1, x.shape[-1]).T
+    if isinstance(loss, losses.MarginLoss):
+        if loss.learn_beta:
+            weights[f"{prefix}beta"] = native.beta.reshape(loss.beta.shape)
+        else:
+            loss.beta = native.beta.detach().reshape(loss.beta.shape)
+    return weights

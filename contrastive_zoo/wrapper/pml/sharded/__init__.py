@@ -10,8 +10,3 @@ Three things need care:
   some. Such a rank evaluates a padding sample and drops its values, so that it takes the same branch as the whole batch.
 - Some anchors need more than the candidates: a mean over all pairs, another anchor's negatives. A message brings it.
 """
-
-from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, REFUSED, refusal
-from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
-
-__all__ = ["EVALUATED", "REFUSED", "refusal", "sharded"]

@@ -1,13 +1,17 @@
-"""Losses that are written anew for local anchors: the library's code needs anchors and candidates to be one tensor.
+"""The sub-losses of the local anchors, by the library's own ``compute_loss`` or written anew.
 
-Those with a formula of this library call its row functions. The others follow the library's code.
+Code of the library that needs anchors and candidates to be one tensor is written anew: by this library's row functions
+where it has the formula, otherwise after the library's code.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pytorch_metric_learning import losses
 from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers
@@ -16,10 +20,69 @@ from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.losses.ranking import FastAP
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
 from contrastive_zoo.ranks.transport import gather_rows
-from contrastive_zoo.wrapper.pml.native.neighbor_losses import EPSILON
-from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
-from contrastive_zoo.wrapper.pml.sharded.mining import miner_weights
-from contrastive_zoo.wrapper.pml.sharded.reducers import already_averaged
+from contrastive_zoo.wrapper.pml.meaning import EPSILON
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info, miner_weights
+
+# ------------------------------------------------------------------------------------ by the library's own compute_loss
+
+
+def of_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Evaluate a loss of pairs."""
+    return _computed(loss, batch, batch.pairs(indices), enough=2)
+
+
+def of_triplets(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Evaluate a loss of triplets."""
+    return _computed(loss, batch, batch.triplets(indices), enough=1)
+
+
+def of_classes(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Evaluate a classifier: each sample against the weights of classes."""
+    weights = miner_weights(batch, indices, anchors_only=type(loss) is losses.ProxyNCALoss)
+    padded = batch.with_padding(int(len(batch.anchors) == 0))
+    arguments = (padded.anchors, padded.labels, None, padded.anchors, padded.labels)
+    sub_losses = batch.run_on_all_ranks(loss, lambda: loss.compute_loss(*arguments))
+    sub_losses["loss"] = local = _without_padding(sub_losses["loss"], len(batch.anchors), True)
+    local["losses"] = local["losses"] * weights[local["indices"]]
+    return sub_losses
+
+
+def _computed(loss: Any, batch: AnchorBatch, groups: Sequence[Indices], *, enough: int) -> dict[str, Info]:
+    """Return ``compute_loss`` of the local anchors; padding shows it pairs that only other ranks have.
+
+    ``groups`` are pairs or triplets, by kind; with ``enough`` of a kind the library takes no other branch.
+    """
+    local = [len(group[0]) for group in groups]
+    missing = padding_needed(local, batch.totals(*local), enough)
+    padded = batch.with_padding(sum(missing))
+    padding = torch.arange(len(batch.anchors), len(padded.anchors), device=batch.anchors.device).split(missing)
+    indices = [
+        torch.cat([x, anchors if position == 0 else torch.zeros_like(anchors)])
+        for group, anchors in zip(groups, padding, strict=True)
+        for position, x in enumerate(group)
+    ]
+    evaluate = functools.partial(loss.compute_loss, padded.anchors, padded.labels, tuple(indices))
+    sub_losses = batch.run_on_all_ranks(loss, lambda: evaluate(batch.candidates, batch.candidate_labels))
+    return {name: _without_padding(info, len(batch.anchors), any(local)) for name, info in sub_losses.items()}
+
+
+def padding_needed(local: Sequence[int], totals: Sequence[int], enough: int) -> list[int]:
+    """Return how many padding pairs of each kind a rank needs to take the branch of the whole batch."""
+    return [max(0, min(enough, total) - x) for total, x in zip(totals, local, strict=True)]
+
+
+def _without_padding(info: Info, anchors: int, has_pairs: bool) -> Info:
+    """Return the sub-loss without the values of padding anchors."""
+    values, indices, divisor = info["losses"], info["indices"], info.get("divisor")
+    if isinstance(values, Tensor) and indices is not None:
+        is_local = (indices if isinstance(indices, Tensor) else indices[0]) < anchors
+        values = values[is_local]
+        indices = indices[is_local] if isinstance(indices, Tensor) else tuple(x[is_local] for x in indices)
+    info = {**info, "losses": values, "indices": indices}
+    return info if divisor is None else {**info, "divisor": divisor if has_pairs else 0 * divisor}
+
+
+# ---------------------------------------------------------------------------------- with this library's row functions
 
 
 def _of_anchors(values: Tensor, anchors: Tensor) -> dict[str, Info]:
@@ -27,7 +90,9 @@ def _of_anchors(values: Tensor, anchors: Tensor) -> dict[str, Info]:
     return {"loss": {"losses": values, "indices": anchors, "reduction_type": "element"}}
 
 
-# ------------------------------------------------------------------------------------ with this library's row functions
+def _already_averaged(values: Tensor, count: int) -> Info:
+    """Return a sub-loss that is a mean and bypasses the reducer: this rank's values, and their part of the count."""
+    return {"losses": values, "indices": None, "reduction_type": "already_reduced", "count": count}
 
 
 def lifted_structure(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
@@ -56,18 +121,18 @@ def nca(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Inf
     distance = loss.distance(batch.anchors, batch.candidates)
     logits = loss.softmax_scale * (distance if loss.distance.is_inverted else -distance)
     positive, negative = batch.masks()
-    losses = masked_log_sum_exp(logits, positive | negative) - masked_log_sum_exp(logits, positive)
-    (counted,) = torch.where((-losses.detach()).exp() > 0)
-    return _of_anchors(losses[counted] * weights[counted], counted)
+    values = masked_log_sum_exp(logits, positive | negative) - masked_log_sum_exp(logits, positive)
+    (counted,) = torch.where((-values.detach()).exp() > 0)
+    return _of_anchors(values[counted] * weights[counted], counted)
 
 
 def fast_ap(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
     """Return 1 − the average precision of each anchor with a positive."""
     weights = miner_weights(batch, indices, anchors_only=False)
     squared = loss.distance(batch.anchors, batch.candidates) * (4 / 2**loss.distance.power)  # the histogram ends at 4
-    losses, valid = complete(FastAP(num_bins=loss.num_bins).rows(squared, *batch.masks()))
+    values, valid = complete(FastAP(num_bins=loss.num_bins).rows(squared, *batch.masks()))
     (counted,) = torch.where(valid)
-    return _of_anchors((losses * weights)[counted], counted)
+    return _of_anchors((values * weights)[counted], counted)
 
 
 # ------------------------------------------------------------------------------------------- after the library's own code
@@ -96,8 +161,8 @@ def instance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str
     """Return the cross-entropy over the candidates, of which the library takes the k-th for the k-th class."""
     numbers, _ = class_numbers(batch.candidate_labels)
     logits = loss.distance(batch.anchors, batch.candidates) * loss.gamma
-    losses = F.cross_entropy(logits, numbers[batch.shards.local], reduction="none")
-    return _of_anchors(losses, batch.anchor_indices())
+    values = F.cross_entropy(logits, numbers[batch.shards.local], reduction="none")
+    return _of_anchors(values, batch.anchor_indices())
 
 
 def n_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
@@ -129,7 +194,7 @@ def threshold_consistent(loss: Any, batch: AnchorBatch, indices: Indices | None)
         cosine = F.cosine_similarity(batch.anchors[a], batch.candidates[other])
         violation = sign * (cosine - getattr(loss, f"margin_{name}"))
         violation = violation[violation >= 0]
-        sub_losses[name] = already_averaged(getattr(loss, f"lambda_{name}") * violation, len(violation))
+        sub_losses[name] = _already_averaged(getattr(loss, f"lambda_{name}") * violation, len(violation))
     return sub_losses
 
 
@@ -147,7 +212,7 @@ def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Inf
         "O": lambda x: x,
     }[loss.variant](before)
     values = similarity.new_zeros(len(similarity)).index_add(0, a, penalty) / ranked.sum(1).clamp(min=1)
-    return {"loss": already_averaged(values, int(positive.any(1).sum()))}
+    return {"loss": _already_averaged(values, int(positive.any(1).sum()))}
 
 
 def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
@@ -174,4 +239,4 @@ def p2s_grad(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str
         own_class = torch.zeros_like(cosines).scatter_(1, batch.labels[:, None], 1)
         return (cosines - own_class).square().mean(1)
 
-    return {"loss": already_averaged(batch.run_on_all_ranks(loss, squared_errors), len(batch.anchors))}
+    return {"loss": _already_averaged(batch.run_on_all_ranks(loss, squared_errors), len(batch.anchors))}

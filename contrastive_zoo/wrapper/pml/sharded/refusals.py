@@ -7,24 +7,33 @@ from pytorch_metric_learning import losses, reducers
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import has_user_code
-from contrastive_zoo.wrapper.pml.meaning import (
-    CLASSIFIERS,
-    COLUMNS,
-    PAIR_LOSSES,
-    PAIRWISE_DISTANCES,
-    TAKE_NO_INDICES,
-    TAKE_REFERENCES,
-    TRIPLET_LOSSES,
-    members,
-    reduction_of,
-)
-from contrastive_zoo.wrapper.pml.sharded import anchor_losses, library_code
-from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
+from contrastive_zoo.wrapper.pml.meaning import members, reduction_of
+from contrastive_zoo.wrapper.pml.sharded import anchor_losses
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import PAIRWISE_DISTANCES, AnchorBatch, Indices, Info
+
+PAIR_LOSSES = (
+    losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.MultiSimilarityLoss, losses.CircleLoss,
+    losses.NTXentLoss, losses.SupConLoss, losses.GeneralizedLiftedStructureLoss, losses.TupletMarginLoss,
+    losses.AngularLoss,
+)  # fmt: skip
+"""Losses whose values are those of pairs."""
+COLUMNS = (
+    losses.AngularLoss, losses.CircleLoss, losses.GeneralizedLiftedStructureLoss, losses.LiftedStructureLoss,
+    losses.MultiSimilarityLoss, losses.TupletMarginLoss,
+)  # fmt: skip
+"""Losses that hand a reducer a column ``[n, 1]``, which spreads against a reducer's row of numbers."""
+TRIPLET_LOSSES = (losses.TripletMarginLoss, losses.MarginLoss)
+CLASSIFIERS = (
+    losses.ArcFaceLoss, losses.CosFaceLoss, losses.LargeMarginSoftmaxLoss, losses.NormalizedSoftmaxLoss,
+    losses.ProxyNCALoss, losses.SoftTripleLoss, losses.SphereFaceLoss, losses.SubCenterArcFaceLoss,
+)  # fmt: skip
+TAKE_NO_INDICES = (losses.InstanceLoss, losses.P2SGradLoss, losses.PNPLoss, losses.RankedListLoss)
+TAKE_REFERENCES = (*PAIR_LOSSES, *TRIPLET_LOSSES, losses.NCALoss, losses.IntraPairVarianceLoss)
 
 EVALUATED: dict[type[nn.Module], Callable[[Any, AnchorBatch, Indices | None], dict[str, Info]]] = {
-    **dict.fromkeys(PAIR_LOSSES, library_code.of_pairs),
-    **dict.fromkeys(TRIPLET_LOSSES, library_code.of_triplets),
-    **dict.fromkeys(CLASSIFIERS, library_code.of_classes),
+    **dict.fromkeys(PAIR_LOSSES, anchor_losses.of_pairs),
+    **dict.fromkeys(TRIPLET_LOSSES, anchor_losses.of_triplets),
+    **dict.fromkeys(CLASSIFIERS, anchor_losses.of_classes),
     losses.FastAPLoss: anchor_losses.fast_ap,
     losses.InstanceLoss: anchor_losses.instance,
     losses.IntraPairVarianceLoss: anchor_losses.intra_pair_variance,

@@ -1,19 +1,19 @@
 """The value and the gradients of a sharded loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
 from torch import Tensor
 
+from contrastive_zoo.engine.batch import mean_divisor
+from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.engine.rowwise import AsForward
-from contrastive_zoo.ranks.collectives import replicated
+from contrastive_zoo.ranks.collectives import replicated, sum_over_ranks
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.wrapper.pml.meaning import members
-from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info
-from contrastive_zoo.wrapper.pml.sharded.mining import local_indices, mined
-from contrastive_zoo.wrapper.pml.sharded.reducers import reduced
+from contrastive_zoo.wrapper.pml.meaning import members, reducer_of, reduction_of
+from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info, local_indices, mined
 from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED, call_problem
 
 
@@ -63,14 +63,13 @@ def _of_all_ranks(loss: Any, batch: AnchorBatch, indices: Indices | None) -> Ten
         return torch.stack(values).sum()
     if hasattr(loss, "cast_types"):  # before functional_call replaces the weights: it replaces their data
         loss.cast_types(batch.anchors.dtype, batch.anchors.device)
-    elif (
-        type(loss) is losses.P2SGradLoss
-    ):  # norms, then the cast, as in the library: the other order rounds differently
+    elif type(loss) is losses.P2SGradLoss:
+        # norms, then the cast, as in the library: the other order rounds differently
         loss.weight.data = loss.weight.data.renorm(2, 1, 1e-5).mul(1e5).to(batch.anchors)
     loss.reset_stats()
     shared = {f"loss.{name}": replicated(x, process_group=batch.world) for name, x in loss.named_parameters()}
     sub_losses: dict[str, Info] = torch.func.functional_call(AsForward(loss, _evaluated), shared, (batch, indices))
-    return reduced(loss.reducer, sub_losses, batch, connected=[batch.anchors, batch.candidates, *shared.values()])
+    return _reduced(loss.reducer, sub_losses, batch, connected=[batch.anchors, batch.candidates, *shared.values()])
 
 
 def _evaluated(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
@@ -94,3 +93,62 @@ def _labelled_views(
     labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
     result = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
     return result, dict.fromkeys(result, shard)
+
+
+# ------------------------------------------------------------------------------------------------------------- reducers
+
+
+def _reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, connected: Sequence[Tensor]) -> Tensor:
+    """Return what the reducer computes from all ranks' losses: a sum over a count for each sub-loss.
+
+    ``connected`` tensors stay in the graph, so that every rank takes part in the backward pass.
+    """
+    nothing = torch.stack([x.flatten()[:0].sum(dtype=sum_dtype(x)) for x in connected]).sum()
+    terms = [
+        _sum_and_count(reducer_of(reducer, name), info, batch)
+        if isinstance(info["losses"], Tensor)
+        else (nothing, nothing.detach())
+        for name, info in sub_losses.items()
+    ]
+    sums, counts = (torch.stack(x) for x in zip((nothing, nothing.detach()), *terms, strict=True))
+    sums = sum_over_ranks(sums, gradient="complete", world=batch.world)
+    counts = sum_over_ranks(counts, gradient="complete", world=batch.world)
+    return (sums / mean_divisor(counts)).sum().to(batch.anchors.dtype)
+
+
+def _sum_and_count(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a sub-loss's sum, and of the count that divides it."""
+    if info["reduction_type"] == "already_reduced":
+        value = info["losses"].sum(dtype=sum_dtype(info["losses"]))
+        if "count" in info:
+            return value, value.new_tensor(info["count"])
+        once = batch.world.rank == 0  # every rank has the same value
+        return value * once, value.new_tensor(once)
+    values, count = summands(reducer, info, batch)
+    dtype = sum_dtype(values)
+    count = count.to(dtype) if isinstance(count, Tensor) else values.new_full((), count, dtype=dtype)
+    return values.sum(dtype=dtype), count
+
+
+def summands(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, Any]:
+    """Return the values that a reducer adds up, and this rank's part of the count that divides their sum."""
+    values, indices, reduction = info["losses"], info["indices"], reduction_of(reducer)
+    if reduction == "sum":
+        return values, batch.world.rank == 0
+    if reduction == "divisor":
+        return values, info["divisor"]
+    if reduction == "class weights":
+        weights, anchors = reducer.weights.to(values), indices if isinstance(indices, Tensor) else indices[0]
+        return batch.run_on_all_ranks(reducer, lambda: values * weights[batch.labels[anchors]]), len(values)
+    if reduction == "each anchor":
+        if info["reduction_type"] != "element":
+            is_pair = torch.zeros(len(batch.anchors), len(batch.candidates), dtype=torch.bool, device=values.device)
+            is_pair[indices] = True
+            of_pairs = torch.zeros_like(is_pair, dtype=values.dtype).index_put(indices, values)
+            means = of_pairs.sum(1) / is_pair.sum(1).clamp(min=1)
+            info = {"losses": means, "indices": batch.anchor_indices(), "reduction_type": "element"}
+        return summands(reducer.reducer, info, batch)
+    if reduction != "mean":  # "threshold" or "nonzero"; others are refused
+        for bound, is_inside in ((reducer.low, torch.gt), (reducer.high, torch.lt)):
+            values = values if bound is None else values[is_inside(values, bound)]
+    return values, len(values)
