@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from contrastive_zoo.ranks.adjoints import gather_together
+from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import Agreed
 from contrastive_zoo.ranks.row_checks import in_one_line, row_kind, tensor_problem
 from contrastive_zoo.ranks.transport import flat_bytes, packed
@@ -22,24 +23,14 @@ from contrastive_zoo.ranks.world import Shards, World
 
 
 class GlobalIndices(tuple[Tensor, ...]):
-    """What a miner found among all ranks' rows, the same on every rank: made by ``DistributedMiner``.
-
-    Examples:
-        >>> anchors, positives, negatives = GlobalIndices([torch.tensor([0]), torch.tensor([1]), torch.tensor([2])])
-    """
+    """What a miner found among all ranks' rows, the same on every rank: made by ``DistributedMiner``."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The leaves of a call's arguments by their path. A tensor with a dimension holds rows, one a sample.
-
-    Examples:
-        >>> arguments = Arguments.of({"views": (torch.ones(2, 3), torch.ones(2, 3)), "margin": 0.5})
-        >>> list(arguments.rows), arguments.sizes
-        (['views[0]', 'views[1]'], [2, 2])
-    """
+    """The leaves of a call's arguments by their path, such as ``views[0]``. A tensor with a dimension holds samples."""
 
     leaves: dict[str, Any]
     tree: TreeSpec | None = None
@@ -81,9 +72,8 @@ class Arguments:
 
     @property
     def _padded_dims(self) -> list[tuple[str, int]]:
-        if not self.padded:
-            return []
-        arguments = [(path, dim) for path, dims in self.ragged.items() for dim in dims if path in self.rows]
+        ragged = self.ragged.items() if self.padded else ()
+        arguments = [(path, dim) for path, dims in ragged for dim in dims if path in self.rows]
         return [(path, dim) for path, dim in arguments if dim < self.rows[path].ndim]  # others are a problem
 
     @property
@@ -124,9 +114,7 @@ class Arguments:
 
     def payload(self, world: World) -> list[Tensor] | None:
         """The rows as bytes that may follow a handshake's header; None if two backends send them, or if widths differ."""
-        if self.ragged or self.on_accelerator or world.on_accelerators:  # widths of other ranks are not known yet
-            return None
-        return packed(list(self.rows.values()))
+        return None if self.ragged else payload_of(self.rows, world)  # widths of other ranks are not known yet
 
     @cached_property
     def on_accelerator(self) -> bool:
@@ -185,25 +173,28 @@ class Arguments:
         """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""
         rows = dict(self.rows)
         for (path, dim), of in zip(self._padded_dims, sizes, strict=True):
-            rows[path] = _resized(rows[path], dim, max(of.sizes))
+            x = rows[path]
+            # rows of a rank that holds none may be cut
+            rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
         return list(rows.values())
+
+
+def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
+    """Return the rows as bytes that may follow a handshake's header; None if two backends send them."""
+    if world.on_accelerators or not all(map(on_cpu, rows.values())):
+        return None
+    return packed([*rows.values()])
 
 
 _COMPARED = 11
 """Arguments that may be one tensor: their pairs are as many bits as an int64 has for them."""
-
 
 _ROWS, _COLUMNS = 16, 64
 """Of a tensor, how many a fingerprint of some numbers looks at."""
 
 
 def some_numbers(rows: Mapping[str, Tensor]) -> list[Tensor]:
-    """Evenly spaced rows and columns of the floating-point rows.
-
-    Examples:
-        >>> some_numbers({"embeddings": torch.ones(64, 2), "labels": torch.arange(64)})[0].shape
-        torch.Size([16, 2])
-    """
+    """Evenly spaced rows and columns of the floating-point rows."""
     floating = [x.detach().reshape(len(x), -1) for x in rows.values() if x.is_floating_point() and x.numel()]
     return [x[:: max(1, len(x) // _ROWS)][:, :: max(1, x.shape[1] // _COLUMNS)] for x in floating]
 
@@ -212,10 +203,6 @@ def fingerprint(numbers: Sequence[Tensor]) -> int:
     """A digest of tensors on the host, other than 0; 0 if they cannot be told from a coincidence.
 
     One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
-
-    Examples:
-        >>> fingerprint([torch.ones(3, 2)])
-        0
     """
     if not any(len(x) > 1 and not torch.equal(x[:1].expand_as(x), x) for x in numbers):
         return 0
@@ -223,12 +210,6 @@ def fingerprint(numbers: Sequence[Tensor]) -> int:
     for x in numbers:
         digest.update(flat_bytes(x).numpy().tobytes())
     return 1 + int.from_bytes(digest.digest(), "big")
-
-
-def _resized(rows: Tensor, dim: int, size: int) -> Tensor:
-    """The rows with zeros behind ``dim``; rows of a rank that holds none may be cut."""
-    behind = [0, 0] * (rows.ndim - 1 - dim) + [0, size - rows.shape[dim]]
-    return F.pad(rows, behind)
 
 
 def _path(path: Any) -> str:

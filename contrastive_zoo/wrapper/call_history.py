@@ -24,36 +24,26 @@ EVERY_NTH_CALL = 64
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
 
-
 _made = itertools.count(1)
 
 
 class CallHistory:
-    """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header.
-
-    Attributes:
-        made: how many wrappers this process has made until this one.
-        wrapper: the number of the handshake of its first call, by which all ranks know it; 0 before.
-        calls: how many have been completed between several ranks.
-        draws: whether the loss has drawn random numbers or changed its buffers while it was computed.
-        keeps_state: whether the last call changed the loss's buffers.
-        sizes: the numbers of samples of the last call, by argument; None before the first.
-        has_broadcast: whether parameters and buffers have been broadcast from rank 0.
-
-    Examples:
-        >>> history = CallHistory()
-        >>> history.last_value() is None, history.calls
-        (True, 0)
-    """
+    """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header."""
 
     def __init__(self) -> None:
         self.made = next(_made)
+        """How many wrappers this process has made until this one."""
         self.wrapper = 0
+        """The number of the handshake of its first call, by which all ranks know it; 0 before."""
         self.calls = 0
+        """How many have been completed between several ranks."""
         self.draws = False
+        """Whether the loss has drawn random numbers or changed its buffers while it was computed."""
         self.keeps_state = False
+        """Whether the last call changed the loss's buffers."""
         self.has_broadcast = False
         self.sizes: list[int] | None = None
+        """The numbers of samples of the last call, by argument; None before the first."""
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
         self._some: tuple[list[torch.Size], Callable[[], list[float]]] | None = None
@@ -61,15 +51,8 @@ class CallHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        return {
-            **vars(self),
-            "made": next(_made),
-            "wrapper": 0,
-            "_value": None,
-            "_sums": None,
-            "_some": None,
-            "_checks": [],
-        }
+        fresh = {"made": next(_made), "wrapper": 0, "_value": None, "_sums": None, "_some": None, "_checks": []}
+        return vars(self) | fresh
 
     def remember_value(self, value: Any) -> None:
         """Keep the returned value for the next handshake."""
@@ -106,8 +89,8 @@ class CallHistory:
             return 0, int
         shapes, read = due or self._some  # the first call waits
         parts = torch.tensor(read()).split([shape.numel() for shape in shapes])
-        known = fingerprint([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
-        return known, lambda: known
+        digest = fingerprint([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
+        return digest, lambda: digest
 
     def look_later(self, checks: Sequence[ValueCheck]) -> None:
         """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""
@@ -137,7 +120,9 @@ class CallHistory:
 
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
-    """The session of a step whose rows are on an accelerator: NaN and infinite values are refused in the next call."""
+    """The session of a step; NaN and infinite values of rows on an accelerator are refused in the next call."""
+    if not session.options.check_finite or all(x.is_cpu or x.is_meta for x in rows.values()):
+        return session
     floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
     if (later := session.findings.later) is not None:
         for device in dict.fromkeys(x.device for x in floating.values()):
@@ -148,9 +133,9 @@ def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
 
 
 def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None:
-    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-    if not bad:
+    if all(finite):
         return None
+    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
     return (
         f"{', '.join(bad)} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an "
         "overflow in half precision; check_finite=False lets them through."

@@ -22,32 +22,9 @@ def random_states(devices: Iterable[torch.device]) -> list[Tensor]:
 
 
 def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
-    """Restore what :func:`random_states` returned."""
-    cpu, *others = states
-    torch.set_rng_state(cpu)
-    for state, device in zip(others, devices, strict=True):
+    torch.set_rng_state(states[0])
+    for state, device in zip(states[1:], devices, strict=True):
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-class AutocastState:
-    """The autocast settings at construction, for the CPU and the types of these devices."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._settings = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", *{device.type for device in devices})
-        ]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run the body under these settings, without autocast's cache.
-
-        The cache would pass on weights that were cast without a graph.
-        """
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self._settings:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield
 
 
 class ChangedBuffers:
@@ -111,41 +88,41 @@ def has_samples(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0
 
 
-class _Outputs(NamedTuple):
-    """The structure of an encoder's output, and each output tensor's number of rows in each chunk."""
-
-    tree: TreeSpec
-    sizes: list[list[int]]
-
-
 class ChunkedEncoder:
     """An encoder, its chunks, and the state that the second pass restores."""
 
-    outputs: _Outputs
+    tree: TreeSpec
+    """The structure of the encoder's output."""
+    sizes: list[list[int]]
+    """Of each chunk, the number of rows of each output tensor."""
 
     def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
         self.model, self.chunks = model, chunks
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
-        self.autocast = AutocastState(self.devices)
+        kinds = ("cpu", *{device.type for device in self.devices})
+        self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
         self.buffers = ChangedBuffers(model.module if isinstance(model, DistributedDataParallel) else model)
         self.random_states: list[list[Tensor]] = []
         """Before each chunk of the first pass."""
 
-    def encode(self) -> tuple[list[Tensor], TreeSpec]:
-        """Run the first pass: return the outputs of all chunks, without a graph, and their structure."""
+    @contextmanager
+    def _autocast_of_construction(self) -> Iterator[None]:
+        """Run the body without autocast's cache, which would pass on weights that were cast without a graph."""
+        with ExitStack() as stack:
+            for kind in self.autocast:
+                stack.enter_context(torch.autocast(*kind, cache_enabled=False))
+            yield
+
+    def encode(self) -> list[Tensor]:
+        """Run the first pass: return the leaves of the outputs of all chunks, without a graph."""
         result = []
-        with torch.no_grad(), self.autocast.restored(), self.buffers.recorded():
+        with torch.no_grad(), self._autocast_of_construction(), self.buffers.recorded():
             for chunk in self.chunks:
                 self.random_states.append(random_states(self.devices))
-                leaves, tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
+                leaves, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
                 result.append(leaves)
-        self.outputs = _Outputs(tree, [[len(x) for x in leaves] for leaves in result])
-        return [torch.cat(parts) for parts in zip(*result, strict=True)], tree
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return whether any parameter needs a gradient, so that a second pass is needed."""
-        return any(x.requires_grad for x in self.model.parameters())
+        self.sizes = [[len(x) for x in leaves] for leaves in result]
+        return [torch.cat(parts) for parts in zip(*result, strict=True)]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -156,24 +133,24 @@ class ChunkedEncoder:
     def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
         """Run the second pass: each chunk with a graph, and its outputs' gradients through that graph.
 
-        Args:
-            output_gradients: one for each output, of all chunks.
-            totals: where gradients of :attr:`parameters` are added up.
-            sync: whether DDP reduces gradients during the last chunk; it skips the others.
+        Gradients of :attr:`parameters` are added to ``totals``. With ``sync`` DDP reduces gradients during the last
+        chunk; it skips the others.
         """
-        sizes = zip(*self.outputs.sizes, strict=True)
+        sizes = zip(*self.sizes, strict=True)
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
-        by_chunk = list(zip(*by_output, strict=True))
-        with self._restored():
-            for index, (chunk, states, gradients) in enumerate(
-                zip(self.chunks, self.random_states, by_chunk, strict=True)
-            ):
-                skip_reduction = not (sync and index == len(self.chunks) - 1)
-                with getattr(self.model, "no_sync", nullcontext)() if skip_reduction else nullcontext():
-                    with torch.enable_grad(), self.autocast.restored():
-                        set_random_states(states, self.devices)
-                        outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
-                    self._backward(outputs, gradients, totals)
+        chunks = list(zip(self.chunks, self.random_states, zip(*by_output, strict=True), strict=True))
+        present_states = random_states(self.devices)
+        with self.buffers.restored():
+            try:
+                for index, (chunk, states, gradients) in enumerate(chunks):
+                    skip_reduction = not (sync and index == len(chunks) - 1)
+                    with getattr(self.model, "no_sync", nullcontext)() if skip_reduction else nullcontext():
+                        with torch.enable_grad(), self._autocast_of_construction():
+                            set_random_states(states, self.devices)
+                            outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
+                        self._backward(outputs, gradients, totals)
+            finally:
+                set_random_states(present_states, self.devices)
 
     def _backward(self, outputs: list[Tensor], gradients: Sequence[Tensor], totals: dict[Tensor, Tensor]) -> None:
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
@@ -188,16 +165,6 @@ class ChunkedEncoder:
         for x, gradient in zip(parameters, result, strict=True):
             if gradient is not None:
                 totals[x] = totals[x] + gradient if x in totals else gradient
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Run the body with the buffers of the first pass; afterwards buffers and generators are as they are now."""
-        states = random_states(self.devices)
-        with self.buffers.restored():
-            try:
-                yield
-            finally:
-                set_random_states(states, self.devices)
 
     def add_empty_chunk(self, caller: str, world: World) -> None:
         """Add an empty chunk, shaped as another rank's, if this rank has no chunk. Every rank calls it.
@@ -228,13 +195,12 @@ def _layout(chunk: Chunk) -> str:
 
 def encode_all(encoders: Sequence[ChunkedEncoder]) -> list[Any]:
     """Return each encoder's output for all its chunks; the outputs' backward pass runs the encoders again."""
-    if not torch.is_grad_enabled() or not any(x.is_trainable for x in encoders):
-        return [tree_unflatten(*x.encode()) for x in encoders]
+    is_trainable = any(x.requires_grad for encoder in encoders for x in encoder.model.parameters())
+    if not torch.is_grad_enabled() or not is_trainable:
+        return [tree_unflatten(x.encode(), x.tree) for x in encoders]
     parameters = dict.fromkeys(x for encoder in encoders for x in encoder.parameters)  # towers may share some
     outputs = iter(_Encode.apply(encoders, torch.zeros((), requires_grad=True), *parameters))
-    return [
-        tree_unflatten(list(itertools.islice(outputs, x.outputs.tree.num_leaves)), x.outputs.tree) for x in encoders
-    ]
+    return [tree_unflatten(list(itertools.islice(outputs, x.tree.num_leaves)), x.tree) for x in encoders]
 
 
 class _Encode(Function):
@@ -248,7 +214,7 @@ class _Encode(Function):
         ctx: Any, encoders: Sequence[ChunkedEncoder], anchor: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.encoders, ctx.parameters = encoders, parameters
-        outputs = [x for encoder in encoders for x in encoder.encode()[0]]
+        outputs = [x for encoder in encoders for x in encoder.encode()]
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
         return tuple(outputs)
 
@@ -259,6 +225,6 @@ class _Encode(Function):
         totals: dict[Tensor, Tensor] = {}
         for index, encoder in enumerate(ctx.encoders):
             is_last_use = all(encoder.model is not other.model for other in ctx.encoders[index + 1 :])
-            of_outputs = list(itertools.islice(arriving, encoder.outputs.tree.num_leaves))
+            of_outputs = list(itertools.islice(arriving, encoder.tree.num_leaves))
             encoder.encode_again(of_outputs, totals, sync=is_last_use)
         return None, None, *(totals.get(x) for x in ctx.parameters)

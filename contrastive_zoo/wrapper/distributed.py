@@ -26,6 +26,7 @@ from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, sig
 from contrastive_zoo.wrapper.options import (
     GradReduction,
     Mode,
+    WrapperOptions,
     machines_of,
     padded_dims,
     refuse_bad_combination,
@@ -34,7 +35,7 @@ from contrastive_zoo.wrapper.options import (
     ring_in_group,
     shown,
 )
-from contrastive_zoo.wrapper.step import ASKED, Observer, OwnStep, ThirdPartyStep, WrapperOptions
+from contrastive_zoo.wrapper.step import ASKED, Observer, OwnStep, ThirdPartyStep
 from contrastive_zoo.wrapper.wrapped import unwrapped_loss, unwrapped_miner
 
 if TYPE_CHECKING:
@@ -44,17 +45,10 @@ if TYPE_CHECKING:
 def broadcast_from_rank_0(modules: LossModules, world: World, wrapper: int = 0) -> None:
     """Set parameters and buffers of a loss to rank 0's, as DDP does for a model at construction.
 
-    Args:
-        modules: of the loss.
-        world: the ranks.
-        wrapper: the number that all ranks know the wrapper by; 0 before its first call.
+    ``wrapper`` is the number that all ranks know the wrapper by; 0 before its first call.
 
     Raises:
         ValueError: on every rank alike, ranks hold parameters of other names, dtypes or shapes.
-
-    Examples:
-        >>> from torch import nn
-        >>> broadcast_from_rank_0(LossModules(nn.Linear(2, 1)), World())
     """
     state = dict(modules.shared_state())
     compared = {"the loss": loss_name(modules.loss), "broadcast_parameters": "True"}
@@ -240,12 +234,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
-        """The loss of all ranks' rows, from this rank's.
-
-        Args:
-            rows: as the loss takes them.
-            named_rows: as the loss takes them.
-        """
+        """The loss of all ranks' rows, from this rank's, which are passed as the loss takes them."""
         loss: Any = self._modules.get("loss")
         bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
         session, problem = self._session(bare)
@@ -271,14 +260,14 @@ class DistributedLoss(LossAttributes, Generic[R]):
         step = LossModules(bare), self._options(), self._history
         observer = self._observer if self.training else None
         if isinstance(call, Stated):
-            session = _looking_later(call.inputs.rows, session)
+            session = looking_later(session, call.inputs.rows)
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
             value = OwnStep(call.name, compared, *step, session, observer, bare, call, compute).compute()
         else:
             arguments = Arguments.of(call.bound.arguments, self.pad_dims, padded=self.pad_dims is not None)
             if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
                 refuse(loss_name(bare), problem, world=session)
-            session = _looking_later(arguments.rows, session)
+            session = looking_later(session, arguments.rows)
             value = ThirdPartyStep(loss_name(bare), compared, *step, session, observer, call, arguments).compute()
         if value is ASKED:
             self._history.has_broadcast = False
@@ -319,9 +308,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        ring, problem = self.ring, None
-        if not isinstance(ring, bool):
-            ring, problem = ring_in_group(machines_of(ring), world)
+        ring, problem = (
+            (self.ring, None) if isinstance(self.ring, bool) else ring_in_group(machines_of(self.ring), world)
+        )
         findings = Findings([] if check_finite else None)
         name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
         caller = f"{name}, call {self._history.calls + 1}"
@@ -364,7 +353,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         if isinstance(call, Stated):
-            batch = bare.agreed(call, _looking_later(call.inputs.rows, session), waits=False)
+            batch = bare.agreed(call, looking_later(session, call.inputs.rows), waits=False)
             loss: Any = self.loss
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
@@ -374,11 +363,3 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if observer is not None:
             observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)
         return value
-
-
-def _looking_later(rows: Mapping[str, Tensor], session: Session) -> Session:
-    """The session in which rows on an accelerator are looked at in the next call."""
-    for x in rows.values():
-        if not (x.is_cpu or x.is_meta) and session.options.check_finite:
-            return looking_later(session, rows)
-    return session

@@ -15,7 +15,7 @@ Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -30,19 +30,12 @@ from contrastive_zoo.ranks.world import Processes, World
 from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
 
 
-class Scaler(Protocol):
-    """A scaler of losses: ``torch.amp.GradScaler``."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """Return the loss times the present scale."""
-
-
 def cached_step(
     model: nn.Module | Sequence[nn.Module],
     chunks: Iterable[Any],
     loss_fn: Callable[..., Tensor],
     *targets: Any,
-    scaler: Scaler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     process_group: Processes = None,
 ) -> Float[Tensor, ""]:
     """Run forward and backward of ``loss_fn(model(all chunks), *targets)``, with the activations of one chunk at a time.

@@ -1,7 +1,5 @@
 """Torch's join context for ranks that run out of batches: a loss within it would wait for ever, so it is refused."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import suppress
 from typing import Any
@@ -19,11 +17,7 @@ JOINED: list[Any] = []
 
 
 def join_problem() -> str | None:
-    """Return why a loss of several ranks cannot be computed now, in words; None outside of torch's join context.
-
-    Examples:
-        >>> join_problem()
-    """
+    """Return why a loss of several ranks cannot be computed now, in words; None outside of torch's join context."""
     return _PROBLEM if any(context._enable for context in JOINED) else None
 
 

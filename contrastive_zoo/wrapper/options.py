@@ -1,6 +1,7 @@
-"""The options of DistributedLoss: which are refused at construction, and how they are printed."""
+"""The options of DistributedLoss: which are refused, which ranks compare, and how they are printed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,14 +17,39 @@ GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
 
 
+@dataclass(frozen=True)
+class WrapperOptions:
+    """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them."""
+
+    grad_reduction: str = "mean"
+    mode: str = "replicated"
+    ring: bool | Machines = False
+    static_shapes: bool = False
+    training: bool = True
+    check_finite: bool = True
+    check_equal: bool = True
+    check_distinct: bool = True
+    broadcast_parameters: bool = False
+    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def compared(self) -> dict[str, str]:
+        """The options that must be equal on every rank."""
+        compared = {
+            "grad_reduction": self.grad_reduction,
+            "mode": self.mode,
+            "ring": str(self.ring),
+            "static_shapes": str(self.static_shapes),
+            "training": str(self.training),
+            "broadcast_parameters": str(self.broadcast_parameters),
+        }
+        return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
+
+
 def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
     """Refuse options that name nothing, and flags that are neither True nor False.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``, or a flag of another type.
-
-    Examples:
-        >>> refuse_bad_options("mean", "replicated")
     """
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -42,10 +68,6 @@ def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]
 
     Raises:
         ValueError: something else than a mapping to dimensions from 1 on; a loss that needs no padding, or shards.
-
-    Examples:
-        >>> padded_dims(nn.MSELoss(), "replicated", {"input": 1})
-        {'input': (1,)}
     """
     arguments = {} if pad_dims is None else pad_dims
     is_mapping = isinstance(arguments, Mapping)
@@ -72,10 +94,6 @@ def machines_of(ring: Any) -> bool | Machines:
 
     Raises:
         ValueError: something else, or a mesh that has not two dimensions.
-
-    Examples:
-        >>> machines_of(True)
-        True
     """
     if isinstance(ring, bool):
         return ring
@@ -94,12 +112,7 @@ def machines_of(ring: Any) -> bool | Machines:
 
 
 def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines, str | None]:
-    """Return the option with ranks of the process group, and what is wrong with it, or None.
-
-    Examples:
-        >>> ring_in_group(True, World())
-        (True, None)
-    """
+    """Return the option with ranks of the process group, and what is wrong with it, or None."""
     if isinstance(ring, bool) or world.size == 1:
         return bool(ring), None
     members = torch.distributed.get_process_group_ranks(world.process_group)
@@ -117,9 +130,6 @@ def refuse_bad_loss(loss: Any) -> None:
 
     Raises:
         ValueError: a loss that cannot be called, or that holds its encoder.
-
-    Examples:
-        >>> refuse_bad_loss(nn.MSELoss())
     """
     if not callable(loss):
         raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
@@ -138,9 +148,6 @@ def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: st
     Raises:
         ValueError: a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at
             once; ``mode="sharded"`` for a loss that cannot be computed in shards.
-
-    Examples:
-        >>> refuse_bad_combination(nn.MSELoss(), None, "replicated", ring=False)
     """
     bare = without_ddp(loss)
     name, is_own = loss_name(bare), isinstance(bare, Loss)
@@ -169,12 +176,7 @@ def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: st
 
 
 def shown(option: Any) -> str:
-    """An option as ``repr`` prints it: a function by its name, a process group by its ranks.
-
-    Examples:
-        >>> shown(abs), shown("mean")
-        ('abs', "'mean'")
-    """
+    """An option as ``repr`` prints it: a function by its name, a process group by its ranks."""
     if isinstance(option, torch.distributed.ProcessGroup):
         return f"<ranks {torch.distributed.get_process_group_ranks(option)}>"
     return loss_name(option) if callable(option) else repr(option)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,12 @@ from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import UNCHECKED, Session, refuse
-from contrastive_zoo.ranks.transport import packed
-from contrastive_zoo.ranks.world import Machines, Shards, World
-from contrastive_zoo.wrapper.arguments import Arguments
+from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.wrapper.arguments import Arguments, payload_of
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
+from contrastive_zoo.wrapper.options import WrapperOptions
 
 
 class Observer(Protocol):
@@ -49,39 +49,6 @@ class Observer(Protocol):
         """Look at the bare loss and this rank's tensors by name, given the split of each over the ranks."""
 
 
-@dataclass(frozen=True)
-class WrapperOptions:
-    """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them.
-
-    Examples:
-        >>> WrapperOptions(ring=True).compared()["ring"]
-        'True'
-    """
-
-    grad_reduction: str = "mean"
-    mode: str = "replicated"
-    ring: bool | Machines = False
-    static_shapes: bool = False
-    training: bool = True
-    check_finite: bool = True
-    check_equal: bool = True
-    check_distinct: bool = True
-    broadcast_parameters: bool = False
-    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def compared(self) -> dict[str, str]:
-        """The options that must be equal on every rank."""
-        compared = {
-            "grad_reduction": self.grad_reduction,
-            "mode": self.mode,
-            "ring": str(self.ring),
-            "static_shapes": str(self.static_shapes),
-            "training": str(self.training),
-            "broadcast_parameters": str(self.broadcast_parameters),
-        }
-        return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
-
-
 ASKED = object()
 """In place of a value: this call begins again, after parameters and buffers have been set to rank 0's."""
 
@@ -92,20 +59,14 @@ class DistributedStep:
 
     Each rank states its arguments in a handshake. All that follows, which messages are sent and whether each rank computes
     its anchors' part or all of the loss, is a function of what every rank has received in it.
-
-    Args:
-        name: of the loss, the first word of errors.
-        compared: what must be equal on every rank, besides the arguments, the loss's settings and the options.
-        modules: of the wrapper's loss, which may be another than the call's.
-        options: of the wrapper.
-        history: the wrapper's calls before this one.
-        session: the ranks.
-        observer: is told of the call after the loss; None for no observer.
     """
 
     name: str
+    """Of the loss, the first word of errors."""
     compared: Mapping[str, str]
+    """What must be equal on every rank, besides the arguments, the loss's settings and the options."""
     modules: LossModules
+    """Of the wrapper's loss, which may be another than the call's."""
     options: WrapperOptions
     history: CallHistory
     session: Session
@@ -227,15 +188,10 @@ class DistributedStep:
 
 @dataclass
 class OwnStep(DistributedStep):
-    """A call of a loss of this library.
-
-    Args:
-        loss: the bare loss.
-        stated: what this rank states of the call.
-        compute_batch: the loss of a batch.
-    """
+    """A call of a loss of this library."""
 
     loss: Loss
+    """The bare loss."""
     stated: Stated
     compute_batch: Callable[[Batch], Any]
 
@@ -252,9 +208,7 @@ class OwnStep(DistributedStep):
         compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
         compared["the passed arguments"] = ", ".join(rows)
         compared["implementation"] = str(stated.kernels)
-        for name, x in stated.compared.items():
-            if not isinstance(x, Tensor):
-                compared[name] = in_one_line(x)
+        compared |= {name: in_one_line(x) for name, x in stated.compared.items() if not isinstance(x, Tensor)}
         problem, can_compute_all = stated.problem, self.loss.replicable() and not inputs.local
         if inputs.values and problem is None:
             problem = values_problem(inputs.values, self.session.findings.later, waits=False)
@@ -289,12 +243,7 @@ class OwnStep(DistributedStep):
 
 @dataclass
 class ThirdPartyStep(DistributedStep):
-    """A call of any other loss: computed by every rank alike from the rows of all ranks, or of its own anchors.
-
-    Args:
-        call: the loss, its miner and its arguments.
-        arguments: those of the call.
-    """
+    """A call of any other loss: computed by every rank alike from the rows of all ranks, or of its own anchors."""
 
     call: LossCall
     arguments: Arguments
@@ -349,13 +298,6 @@ def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> d
     return dict(zip(rows, result, strict=True))
 
 
-def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
-    """Return the rows as bytes that may follow a handshake's header; None if two backends send them."""
-    if world.on_accelerators or not all(map(on_cpu, rows.values())):
-        return None
-    return packed([*rows.values()])
-
-
 _COMPUTED_AGAIN = (
     "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
     "centre, a running statistic). Put the encoder under the checkpoint and leave the loss out."
@@ -377,7 +319,7 @@ def _is_small(rows: Sequence[Tensor], shards: Sequence[Shards]) -> bool:
     for x, of in zip(rows, shards, strict=True):
         if x.is_floating_point():
             total, width = total + of.total, max(width, x.shape[1:].numel())
-    return is_small(total, width)
+    return total**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
 
 
 def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -395,26 +337,11 @@ PER_SIMILARITY = 64
 """Multiplications that take as long as one similarity's exponential, sums and weights."""
 
 
-def is_small(rows: int, width: int) -> bool:
-    """Whether every rank computes all of the loss, given the number of rows on all ranks and their width.
-
-    Examples:
-        >>> is_small(1_000, 128), is_small(10_000, 128)
-        (True, False)
-    """
-    return rows**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
-
-
 @contextmanager
 def splitting(always: bool) -> Iterator[None]:
     """Within it ranks split the loss of every batch if ``always``, otherwise that of large batches; for tests.
 
     It must be entered on every rank alike.
-
-    Examples:
-        >>> with splitting(always=True):
-        ...     is_small(1, 1)
-        False
     """
     global SMALL_BATCH
     before, SMALL_BATCH = SMALL_BATCH, -1 if always else 2**28

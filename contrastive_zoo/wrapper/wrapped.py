@@ -3,6 +3,7 @@
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,18 +20,8 @@ _ATTRIBUTES = {"loss": {(_LIBRARY, "DistributedLossWrapper")}, "miner": _MINERS}
 def unwrapped_loss(caller: str, loss: F) -> F:
     """Return the loss inside of pytorch-metric-learning's DistributedLossWrapper; any other loss unchanged.
 
-    Args:
-        caller: the first word of an error.
-        loss: the loss to be distributed.
-
     Raises:
         ValueError: a class in place of an instance; a wrapper somewhere inside of the loss.
-
-    Examples:
-        >>> unwrapped_loss("DistributedLoss", nn.MSELoss)
-        Traceback (most recent call last):
-        ...
-        ValueError: DistributedLoss: a loss is an instance, got the class MSELoss. Pass an instance, MSELoss(...).
     """
     return _unwrapped(caller, "loss", loss)
 
@@ -38,17 +29,9 @@ def unwrapped_loss(caller: str, loss: F) -> F:
 def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
     """Return the miner inside of a DistributedMiner or of pytorch-metric-learning's wrapper; any other miner unchanged.
 
-    Args:
-        caller: the first word of an error.
-        miner: the miner that needs all ranks' rows, or None.
-        process_group: the process group of ``caller``.
-
     Raises:
         ValueError: a class in place of an instance; a wrapper somewhere inside of the miner; a DistributedMiner of another
-            process group.
-
-    Examples:
-        >>> unwrapped_miner("DistributedLoss", None)
+            process group than the caller's.
     """
     own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None
     if own_group is not None and own_group is not process_group:
@@ -108,23 +91,14 @@ def _parts(x: Any) -> Iterator[tuple[str, Any]]:
         yield ".args", x.args
         yield ".keywords", x.keywords
     elif isinstance(x, types.MethodType):
-        yield from _wrappers((".__self__", x.__self__))
+        if _kind(x.__self__) in _LOSSES | _MINERS:
+            yield ".__self__", x.__self__
     elif isinstance(x, types.FunctionType):
         # only wrappers that it closes over: any other object may be a trainer, whose parts are none of the loss's
-        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        yield from _wrappers(*((f"'s {name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)))
-
-
-def _wrappers(*found: tuple[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return those that are wrappers themselves."""
-    return ((name, x) for name, x in found if _kind(x) in _LOSSES | _MINERS)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # the variable has no value yet
-        return False
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            with suppress(ValueError):  # the variable has no value yet
+                if _kind(cell.cell_contents) in _LOSSES | _MINERS:
+                    yield f"'s {name}", cell.cell_contents
 
 
 def _kind(x: Any) -> tuple[str, str]:
