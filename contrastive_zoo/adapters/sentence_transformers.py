@@ -115,7 +115,13 @@ class DistributedSentenceLoss(LossAttributes):
         """Return the loss on all ranks' embeddings and labels; every rank computes the same."""
         name, encoder = type(self.loss).__name__, _core(self.model)
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
-        problem = _problem_compiled(self.loss, encoder)
+        problem = None
+        if not isinstance(encoder, SentenceTransformer) and any(
+            isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules()
+        ):
+            problem = (
+                "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
+            )
         settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
         result = agree_on_shards(name, named, world=world, problem=problem, settings=settings)
         rows = result[0] if result else None
@@ -157,10 +163,8 @@ def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
     """Return the sentence encoders of a loss and of the losses inside it, by attribute name."""
     result: dict[str, nn.Module] = {}
     for name, child in loss.named_children():
-        if isinstance(child, SentenceTransformer):
-            result[name] = child
-        else:
-            result = {**_encoders(child), **result}
+        is_encoder = isinstance(child, SentenceTransformer)
+        result = result | {name: child} if is_encoder else _encoders(child) | result
     return result
 
 
@@ -190,13 +194,6 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
     return None
 
 
-def _problem_compiled(loss: nn.Module, encoder: nn.Module) -> str | None:
-    """Return why the loss does not work with a compiled encoder, in words; None if it does."""
-    if not isinstance(encoder, SentenceTransformer) and any(isinstance(x, AdaptiveLayerLoss) for x in loss.modules()):
-        return "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
-    return None
-
-
 def _core(model: nn.Module) -> nn.Module:
     """Return the encoder inside of DDP or FSDP, whose layers some losses read; a compiled module is returned as it is."""
     while not isinstance(model, SentenceTransformer) and not hasattr(model, "_orig_mod") and hasattr(model, "module"):
@@ -221,12 +218,11 @@ def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[
 @contextmanager
 def _patched_forward(model: nn.Module, patch: Callable[..., Any]) -> Iterator[None]:
     """Run the body with ``model(…)`` replaced by ``patch(forward, …)``."""
-    forward, is_instance_attribute = model.forward, "forward" in vars(model)
+    forward, of_instance = model.forward, vars(model).get("forward")
     model.forward = lambda *args, **kwargs: patch(forward, *args, **kwargs)
     try:
         yield
     finally:
-        if is_instance_attribute:
-            model.forward = forward
-        else:
-            del model.forward
+        del model.forward
+        if of_instance is not None:
+            model.forward = of_instance

@@ -27,12 +27,10 @@ from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indice
 
 
 def of_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Evaluate a loss of pairs."""
     return _computed(loss, batch, batch.pairs(indices), enough=2)
 
 
 def of_triplets(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Evaluate a loss of triplets."""
     return _computed(loss, batch, batch.triplets(indices), enough=1)
 
 
@@ -101,9 +99,8 @@ def lifted_structure(loss: Any, batch: AnchorBatch, indices: Indices | None) -> 
     if 0 in (totals := batch.totals(len(a), len(a2))) or max(totals) < 2:
         return {}
     distance = loss.distance(batch.anchors, batch.candidates)
-    times = torch.zeros_like(distance).index_put(
-        (a2, n), distance.new_ones(()), accumulate=True
-    )  # triplets repeat pairs
+    # triplets repeat pairs
+    times = torch.zeros_like(distance).index_put((a2, n), distance.new_ones(()), accumulate=True)
     margins = loss.distance.margin(loss.neg_margin, distance) + times.clamp(min=1).log()
     negatives = masked_log_sum_exp(margins, times > 0)
     all_negatives = all_gather(negatives, shards=batch.shards, process_group=batch.world)
@@ -223,9 +220,8 @@ def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[
         (1 - loss.imbalance, loss.Tp, distance - (loss.alpha - loss.margin), positive),
         (loss.imbalance, loss.Tn, loss.alpha - distance, negative),
     ):
-        violates = (
-            pairs & (margin > 0) & (distance > 0)
-        )  # the library takes no pair of equal embeddings for a violation
+        # the library takes no pair of equal embeddings for a violation
+        violates = pairs & (margin > 0) & (distance > 0)
         weights = (t * margin).exp().where(violates, 0)
         values = values + share * (weights * margin).sum(1) / (weights + EPSILON).sum(1)
     return _of_anchors(values, batch.anchor_indices())

@@ -60,13 +60,7 @@ REFUSED: dict[type[nn.Module], str] = {
 
 
 def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | None:
-    """Return why a loss cannot be evaluated in shards with its miner, in words; None if it can.
-
-    Examples:
-        >>> refusal(losses.ContrastiveLoss())
-        >>> refusal(losses.VICRegLoss())
-        'its variances and covariances are of all rows.'
-    """
+    """Return why a loss cannot be evaluated in shards with its miner, in words; None if it can."""
     kind = type(loss)
     if problem := _user_code_problem(loss, miner):
         return problem
@@ -124,12 +118,8 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
         return (
             "ClassWeightedReducer multiplies its column of losses with a row of weights: each anchor's loss with all."
         )
-    if reduction == "each anchor":
-        return _per_anchor_refusal(reducer, kind)
-    return None
-
-
-def _per_anchor_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
+    if reduction != "each anchor":
+        return None
     if kind in TRIPLET_LOSSES:
         return "PerAnchorReducer takes no triplets."
     if reducer.aggregation_func is not reducers.per_anchor_reducer.aggregation_func:

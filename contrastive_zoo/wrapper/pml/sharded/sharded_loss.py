@@ -28,20 +28,10 @@ def sharded(
 
     Equal to ``loss(Z, labels, miner(Z, labels))`` with the samples of all ranks: the value on every rank, ∂L/∂z of the
     local embeddings (other ranks' anchors included), and ∂L/∂φ of the loss's parameters. If no anchor counts, the value
-    is 0.
-
-    Args:
-        loss: one for which :func:`refusals.refusal` returns None.
-        miner: called on the local anchors and all candidates if it treats each anchor separately (TripletMarginMiner,
-            BatchHardMiner, MultiSimilarityMiner, PairMarginMiner, AngularMiner); otherwise on all samples, on every rank.
-        arguments: the local ``embeddings`` and ``labels``, optionally ``ref_emb`` and ``ref_labels``, as agreed by the
-            handshake; an ``indices_tuple`` refers to all samples and is equal on all ranks.
-        shards: the shard sizes of each argument.
-        world: the ranks of the process group.
+    is 0. An ``indices_tuple`` refers to all samples and is equal on all ranks; ``shards`` are the sizes of each argument.
 
     Raises:
-        ValueError: on every rank alike: what :func:`refusals.refusal` says, missing labels, reference embeddings or
-            indices for a loss that takes none.
+        ValueError: on every rank alike, what :func:`call_problem` says.
     """
     if problem := call_problem(loss, miner, arguments):
         raise ValueError(f"{type(loss).__name__}: {problem}")
@@ -85,13 +75,10 @@ def _labelled_views(
 ) -> tuple[dict[str, Any], dict[str, Shards]]:
     """Return two views of the same samples as embeddings whose labels are the samples' numbers."""
     view1, view2, shard = arguments["embeddings"], arguments["ref_emb"], shards["embeddings"]
-    if symmetric:
-        labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device).repeat(2)
-        return {"embeddings": torch.cat([view1, view2]), "labels": labels}, dict.fromkeys(
-            ("embeddings", "labels"), shard.times(2)
-        )
     labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
     result = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
+    if symmetric:
+        result, shard = {"embeddings": torch.cat([view1, view2]), "labels": labels.repeat(2)}, shard.times(2)
     return result, dict.fromkeys(result, shard)
 
 
