@@ -115,10 +115,8 @@ class DistributedSentenceLoss(LossAttributes):
         """Return the loss on all ranks' embeddings and labels; every rank computes the same."""
         name, encoder = type(self.loss).__name__, _core(self.model)
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
-        problem = None
-        if not isinstance(encoder, SentenceTransformer) and any(
-            isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules()
-        ):
+        problem, is_of_layers = None, any(isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules())
+        if is_of_layers and not isinstance(encoder, SentenceTransformer):
             problem = (
                 "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
             )

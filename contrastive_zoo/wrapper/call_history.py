@@ -51,8 +51,8 @@ class CallHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        fresh = {"made": next(_made), "wrapper": 0, "_value": None, "_sums": None, "_some": None, "_checks": []}
-        return vars(self) | fresh
+        pending = {"_value": None, "_sums": None, "_some": None, "_checks": []}
+        return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
 
     def remember_value(self, value: Any) -> None:
         """Keep the returned value for the next handshake."""

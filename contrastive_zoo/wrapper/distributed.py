@@ -35,8 +35,8 @@ from contrastive_zoo.wrapper.options import (
     ring_in_group,
     shown,
 )
-from contrastive_zoo.wrapper.step import ASKED, Observer, OwnStep, ThirdPartyStep
-from contrastive_zoo.wrapper.wrapped import unwrapped_loss, unwrapped_miner
+from contrastive_zoo.wrapper.step import ASKED, OwnStep, ThirdPartyStep
+from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -197,7 +197,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
         flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
         refuse_bad_options(grad_reduction, mode, **flags, static_shapes=static_shapes)
-        loss = unwrapped_loss("DistributedLoss", loss)
+        loss = unwrapped("DistributedLoss", "loss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         refuse_bad_loss(loss)
         if isinstance(without_ddp(loss), DistributedLoss):
@@ -219,7 +219,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.ring = machines_of(ring)
         self.pad_dims = padded_dims(loss, mode, pad_dims) or None
         self._history = CallHistory()
-        self._observer: Observer | None = None
+        self._observer: Any = None
         self.loss = loss
         for module in self.modules():
             if isinstance(module, Loss):
@@ -331,8 +331,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             self.pad_dims or {},
         )
 
-    def observe_with(self, observer: Observer | None) -> None:
-        """Tell an observer, such as :class:`Monitor`, of every call in training mode; None: no longer. Do so on every rank.
+    def observe_with(self, observer: Any) -> None:
+        """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank.
 
         Raises:
             ValueError: there is another observer.

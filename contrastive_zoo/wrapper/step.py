@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +35,6 @@ from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.options import WrapperOptions
 
-
-class Observer(Protocol):
-    """What is told of every call of a wrapper in training mode, after the loss; :class:`contrastive_zoo.Monitor` is one."""
-
-    def compared(self) -> str:
-        """Return what must be equal on every rank, so that all send the same messages in ``observe``."""
-
-    def problem(self, rows: Mapping[str, Tensor]) -> str | None:
-        """Return why these tensors of a call cannot be observed, in words; None if they can."""
-
-    def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
-        """Look at the bare loss and this rank's tensors by name, given the split of each over the ranks."""
-
-
 ASKED = object()
 """In place of a value: this call begins again, after parameters and buffers have been set to rank 0's."""
 
@@ -70,7 +56,8 @@ class DistributedStep:
     options: WrapperOptions
     history: CallHistory
     session: Session
-    observer: Observer | None
+    observer: Any
+    """A :class:`contrastive_zoo.Monitor`, which looks at the rows after the loss; None if there is none."""
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -281,8 +268,12 @@ class ThirdPartyStep(DistributedStep):
             # imported here: pytorch-metric-learning is an optional dependency
             from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
 
+            def scaled(x: Any) -> Any:  # a single number is a parameter, whose gradient is complete
+                return scale_gradient(x, session.size) if isinstance(x, Tensor) and x.ndim else x
+
             shards = dict(zip(self.arguments.rows, agreed.shards, strict=True))
-            return sharded(call.loss, call.miner, _scaled(call.bound.arguments, session), shards, session)
+            arguments = tree_map(scaled, dict(call.bound.arguments))
+            return sharded(call.loss, call.miner, arguments, shards, session)
         call.bound.arguments = self.arguments.gathered(agreed, session, call.row_indices())
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(call.mine_and_compute)
@@ -320,14 +311,6 @@ def _is_small(rows: Sequence[Tensor], shards: Sequence[Shards]) -> bool:
         if x.is_floating_point():
             total, width = total + of.total, max(width, x.shape[1:].numel())
     return total**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
-
-
-def _scaled(arguments: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Rows whose gradients come out W times as large; a single number is a parameter, whose gradient is complete."""
-    result: dict[str, Any] = tree_map(
-        lambda x: scale_gradient(x, world.size) if isinstance(x, Tensor) and x.ndim else x, dict(arguments)
-    )
-    return result
 
 
 SMALL_BATCH = 2**28

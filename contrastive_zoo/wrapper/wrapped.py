@@ -2,13 +2,11 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
-
-F = TypeVar("F", bound=Callable[..., Any] | None)
 
 _LIBRARY = "pytorch_metric_learning"
 _LOSSES = {("contrastive_zoo", "DistributedLoss"), (_LIBRARY, "DistributedLossWrapper")}
@@ -17,21 +15,11 @@ _ATTRIBUTES = {"loss": {(_LIBRARY, "DistributedLossWrapper")}, "miner": _MINERS}
 """Outermost wrappers that are taken off, by the name of the attribute that holds the wrapped object."""
 
 
-def unwrapped_loss(caller: str, loss: F) -> F:
-    """Return the loss inside of pytorch-metric-learning's DistributedLossWrapper; any other loss unchanged.
-
-    Raises:
-        ValueError: a class in place of an instance; a wrapper somewhere inside of the loss.
-    """
-    return _unwrapped(caller, "loss", loss)
-
-
-def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
+def unwrapped_miner(caller: str, miner: Any, *, process_group: Any = None) -> Any:
     """Return the miner inside of a DistributedMiner or of pytorch-metric-learning's wrapper; any other miner unchanged.
 
     Raises:
-        ValueError: a class in place of an instance; a wrapper somewhere inside of the miner; a DistributedMiner of another
-            process group than the caller's.
+        ValueError: what :func:`unwrapped` refuses, and a DistributedMiner of another process group than the caller's.
     """
     own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None
     if own_group is not None and own_group is not process_group:
@@ -39,11 +27,15 @@ def unwrapped_miner(caller: str, miner: F, *, process_group: Any = None) -> F:
             f"{caller}: the DistributedMiner has a process group of its own, with other rows than this loss. Pass the bare "
             "miner, or give both the same process_group."
         )
-    return _unwrapped(caller, "miner", miner)
+    return unwrapped(caller, "miner", miner)
 
 
-def _unwrapped(caller: str, role: str, x: Any) -> Any:
-    """Return x without its outermost wrapper; refuse a class, and a wrapper anywhere inside."""
+def unwrapped(caller: str, role: str, x: Any) -> Any:
+    """Return a loss or a miner without its outermost wrapper, as ``role`` says.
+
+    Raises:
+        ValueError: a class in place of an instance; a wrapper somewhere inside.
+    """
     if isinstance(x, type):
         raise ValueError(
             f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."
