@@ -51,7 +51,7 @@ class CallHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        pending = {"_value": None, "_sums": None, "_some": None, "_checks": []}
+        pending: dict[str, Any] = {"_value": None, "_sums": None, "_some": None, "_checks": []}
         return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
 
     def remember_value(self, value: Any) -> None:
