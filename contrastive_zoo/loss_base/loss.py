@@ -94,7 +94,7 @@ class Loss(Settings, GraphModule):
     Args:
         normalize: of losses with this setting: normalise embeddings to unit length first.
         reduction: of losses with this setting: ``"mean"`` over the samples of all ranks, ``"sum"``, or ``"none"`` for the
-            local samples, [n].
+            local samples, [n], or for all of their views, [views · n], view after view.
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -68,12 +69,10 @@ class CoSENT(Loss):
 class AnglE(CoSENT):
     r"""Compute the angle term of AnglE: :class:`CoSENT` that compares complex angles, ``similarity="angle"``, by default.
 
+    Called as ``loss(queries, keys, scores)``, as :class:`CoSENT`, with the same settings.
     AnglE's paper adds this loss to CoSENT and to InfoNCE, each with a weight.
 
-    Called as ``loss(queries, keys, scores)``, as :class:`CoSENT`.
-
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         similarity: ``"cosine"`` or ``"angle"``.
 
     Examples:
@@ -92,9 +91,7 @@ def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tens
     cosine = (q * k).sum(1)
     if similarity == "cosine":
         return cosine
-    (q_real, q_imaginary), (k_real, k_imaginary) = (
-        torch.nn.functional.pad(x, (0, x.shape[1] % 2)).chunk(2, 1) for x in (q, k)
-    )
+    (q_real, q_imaginary), (k_real, k_imaginary) = (F.pad(x, (0, x.shape[1] % 2)).chunk(2, 1) for x in (q, k))
     return (cosine + (q_imaginary * k_real - q_real * k_imaginary).sum(1)).abs()
 
 
@@ -144,7 +141,11 @@ class OnlineContrastive(Loss):
         problem = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
         problem = problem or labels_problem("labels", labels, len(queries))
         rows = {"queries": queries, "keys": keys, "labels": labels}
-        return Inputs(rows, problem, values=[range_rule(labels, 0, 1, _other_labels)])
+
+        def other_labels(least: int, most: int) -> str:
+            return f"labels are 1 for a positive pair and 0 for a negative one, got {least} … {most}."
+
+        return Inputs(rows, problem, values=[range_rule(labels, 0, 1, other_labels)])
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
@@ -163,12 +164,7 @@ def _thresholds(batch: Batch, distance: Tensor, positive: Tensor) -> tuple[Tenso
     local = torch.stack([torch.cat([x, lowest]).max() for x in ends])
     farthest, nearest = batch.maximum(local).unbind()
     nearest = -nearest
-    total, count = batch.sum(
-        torch.stack([distance.sum(), distance.new_full((), len(distance))]), gradient="complete"
-    ).unbind()
+    sums = torch.stack([distance.sum(), distance.new_full((), len(distance))])
+    total, count = batch.sum(sums, gradient="complete").unbind()
     mean = total / count
     return farthest.where(farthest.isfinite(), mean), nearest.where(nearest.isfinite(), mean)
-
-
-def _other_labels(least: int, most: int) -> str:
-    return f"labels are 1 for a positive pair and 0 for a negative one, got {least} … {most}."

@@ -20,13 +20,12 @@ from contrastive_zoo.ranks.row_checks import labelled_problem, towers_problem
 class NormalizedSoftmax(ShardableClassLoss):
     r"""Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
     With z the unit rows, w the unit weights and y the labels,
 
         loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
 
     Dense: ``cross_entropy(z @ w.T / t, labels)``.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
@@ -52,14 +51,13 @@ class NormalizedSoftmax(ShardableClassLoss):
 class ProxyNCA(ShardableClassLoss):
     r"""Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
     With z the unit rows, p the unit proxies and y the labels,
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
     As ‖z − p‖² = 2 − 2 z·p, this is :class:`NormalizedSoftmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
     The default is ProxyNCA++, with t = 1/9. The original ProxyNCA has t = 1 and leaves the own proxy out of the denominator.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
 
     Args:
         temperature: t > 0, in units of squared distance; a tensor or a module is learnable.
@@ -85,11 +83,10 @@ class ProxyNCA(ShardableClassLoss):
 class CosFace(ShardableClassLoss):
     r"""Compute the large-margin cosine loss.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
     Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
 
         loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
 
     Args:
         margin: m, in units of the cosine.
@@ -117,13 +114,12 @@ class CosFace(ShardableClassLoss):
 class ArcFace(ShardableClassLoss):
     r"""Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
     With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
 
         loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
     For θ > π − m, where cos(θ + m) increases again, cos θ − m sin m replaces it, as in the authors' code.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
 
     Args:
         margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
@@ -161,14 +157,13 @@ class ArcFace(ShardableClassLoss):
 class SoftTriple(ClassLoss):
     r"""Compute the cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the centres are ``weights``, [C, K, d], or [C, d] if K is 1.
     With z the unit rows, w the unit centres and y the labels,
 
         S_ij   = Σ_k softmax_k(z_i·w_jk / γ) z_i·w_jk
         loss_i = −log σ( λ (S_{i y_i} − δ)  −  log Σ_{j≠y_i} exp(λ S_ij) )  +  τ R
 
     and R = Σ_j Σ_{k<l} ‖w_jk − w_jl‖ / (C K (K − 1)) over the K centres of each class, which merges redundant ones.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the centres are ``weights``, [C, K, d], or [C, d] if K is 1.
 
     Args:
         la: λ > 0, dimensionless.
@@ -221,6 +216,7 @@ _MOST_MARGIN = 100
 class LargeMarginSoftmax(ClassLoss):
     r"""Compute the softmax over classes with the target logit ‖x‖ ‖w‖ ψ(θ); embeddings are not normalised.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the norms of ``weights``, [C, d], count, too.
     With θ the angle between row x_i and the weights w of its class, and m the margin,
 
         ψ(θ) = (−1)^k cos(m θ) − 2k   for θ in [kπ/m, (k + 1)π/m]
@@ -229,8 +225,6 @@ class LargeMarginSoftmax(ClassLoss):
     With ``normalize_weights`` all w have unit length, and the loss is SphereFace (A-Softmax). The papers mix ψ(θ) with
     cos θ and anneal the share of cos θ to 0 in training; this is the loss without that share, as
     pytorch-metric-learning's LargeMarginSoftmaxLoss and SphereFaceLoss.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the norms of ``weights``, [C, d], count, too.
 
     Args:
         margin: m, an integer of at least 1.
@@ -256,10 +250,8 @@ class LargeMarginSoftmax(ClassLoss):
     reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
-        scale, pairs = (
-            batch.settings.scale,
-            self.pairs(batch, normalize=False, normalize_weights=self.normalize_weights),
-        )
+        scale = batch.settings.scale
+        pairs = self.pairs(batch, normalize=False, normalize_weights=self.normalize_weights)
         target, negatives = pairs.target_and_negatives(scale)
         of_weights = batch.shared(vector_norm(pairs.centers, dim=2)[:, 0])
         norms = vector_norm(pairs.embeddings, dim=1) * of_weights.index_select(0, pairs.targets)
@@ -271,13 +263,10 @@ class LargeMarginSoftmax(ClassLoss):
 class SphereFace(LargeMarginSoftmax):
     """Compute :class:`LargeMarginSoftmax` with ``normalize_weights=True``, this class's default.
 
-    Called as ``loss(embeddings, labels)``, as there.
+    Called as ``loss(embeddings, labels)``, as there, with the same settings.
 
     Args:
         normalize_weights: whether weights are normalised to unit length first.
-        margin: m, an integer of at least 1.
-        scale: s > 0.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = SphereFace(2, 2, margin=2)

@@ -35,7 +35,7 @@ def memory_input(loss: Any) -> MemoryInput:
     """Return how the loss takes a memory.
 
     Raises:
-        ValueError: it is no instance, cannot be called, or takes none.
+        ValueError: it takes none.
     """
     if problem := instance_problem(loss):
         raise ValueError(f"CrossBatchMemory: {problem}")
@@ -211,21 +211,16 @@ class CrossBatchMemory(Loss):
         return "negatives" if has_hooks else self.memory_input
 
     def _is_own(self) -> bool:
-        """Return whether the loss is computed by its formula, rather than called."""
         return self._way() in ("candidates", "sharded negatives")
 
     def _problem(
         self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, names: tuple[str, str]
     ) -> str | None:
-        """Return why this batch cannot be compared with the memory or enter it, in words; None if it can."""
         if names[1] == "labels":
             problem, entering, name = labelled_problem(rows, partners), rows, names[0]
         else:
-            problem, entering, name = (
-                rows_problem(names[0], rows) or rows_problem(names[1], partners),
-                partners,
-                names[1],
-            )
+            problem, entering, name = rows_problem(names[0], rows), partners, names[1]
+            problem = problem or rows_problem(name, partners)
             if not problem and len(partners) != len(rows):
                 problem = f"row i of queries belongs to row i of keys, got {described(rows)} and {described(partners)}."
         problem = problem or self.memory.problem(entering, enqueue_mask=enqueue_mask, name=name)
@@ -235,7 +230,7 @@ class CrossBatchMemory(Loss):
         return problem
 
     def _inner_settings(self) -> dict[str, Any]:
-        """Return the settings of the loss that ranks compare: those that are plain values."""
+        """Return the settings of the loss that ranks compare."""
         if not isinstance(self.loss, Loss):
             return {}
         values = {name: getattr(self.loss, name) for name in self.loss.fields if name not in self.fields}
@@ -248,11 +243,9 @@ class CrossBatchMemory(Loss):
         return torch.full((batch.total,), -1, device=self.memory.ids.device)
 
     def _stored(self, like: Tensor, share: slice = slice(None)) -> Tensor:
-        """Return a copy of the embeddings in the memory, or a share of them, in the dtype and on the device of ``like``."""
         return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)
 
     def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
-        """Compare all ranks' queries with their keys and the memory on every rank alike."""
         split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
         gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
@@ -265,24 +258,22 @@ class CrossBatchMemory(Loss):
         share = self.memory.shards(batch.world)
         inputs: Inputs = loss.inputs(queries, keys, negatives=self._stored(keys, share.local))
         shards = {name: batch.samples if index < 2 else share for index, name in enumerate(inputs.rows)}
-        value: Tensor = loss.compute(self._of_loss(replace(batch, rows=inputs.rows, shards=shards, host=inputs.host)))
-        return value
+        return loss.compute(self._of_loss(replace(batch, rows=inputs.rows, shards=shards, host=inputs.host)))
 
     def _of_loss(self, batch: Batch) -> Batch:
         return replace(batch, settings=batch.settings.members[0], name=loss_name(self.loss))
 
     def _against_candidates(self, batch: Batch, slots: Tensor) -> Tensor:
-        """Compare the local anchors with the memory; each rank provides its shard of the memory as candidates."""
         loss: Any = self.loss
         rows, labels = batch.rows.values()
         share = self.memory.shards(batch.world)
-        columns = self._stored(rows, share.local)
+        stored = self._stored(rows, share.local)
         return reduce_rows(
             batch,
             loss.block_loss(self._of_loss(batch)),
             batch.prepared(rows, normalize=loss.normalizes),
             labels,
-            candidates=batch.prepared(columns, normalize=loss.normalizes),
+            candidates=batch.prepared(stored, normalize=loss.normalizes),
             candidate_ids=self.memory.labels.to(labels)[share.local],
             candidate_shards=share,
             own_candidates=slots[batch.samples.local].to(rows.device),  # candidates stand in the order of slots
@@ -292,11 +283,10 @@ class CrossBatchMemory(Loss):
 
     def _against_references(self, batch: Batch, slots: Tensor) -> Tensor:
         """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
+        split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
         rows, labels = batch.rows.values()
-        rows = all_gather(rows, gradient="complete", shards=batch.samples, process_group=batch.world)
-        labels = all_gather(labels, shards=batch.samples, process_group=batch.world)
-        slots = slots.to(rows.device)
-        references, ref_labels = self._stored(rows), self.memory.labels.to(labels)
+        rows, labels = all_gather(rows, gradient="complete", **split), all_gather(labels, **split)
+        references, ref_labels, slots = self._stored(rows), self.memory.labels.to(labels), slots.to(rows.device)
 
         def compute() -> Tensor:
             if self.miner is None:
@@ -311,7 +301,7 @@ class CrossBatchMemory(Loss):
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
-    """Return (anchors, positives, anchors, negatives), as pytorch-metric-learning enumerates them."""
+    """Return all pairs as pytorch-metric-learning enumerates them."""
     same = labels[:, None] == ref_labels
     return *same.nonzero(as_tuple=True), *(~same).nonzero(as_tuple=True)
 

@@ -91,9 +91,8 @@ def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: flo
     of_teacher = teacher_anchors @ teacher_candidates.T / teacher_temperature
     every = torch.ones_like(block.positive)
     total, of_teachers = yield LogSumExp(logits, every), LogSumExp(of_teacher, every)
-    targets = weight * (of_teacher - of_teachers[:, None]).exp().to(logits.dtype) + (1 - weight) * block.positive.to(
-        logits.dtype
-    )
+    shares = (of_teacher - of_teachers[:, None]).exp().to(logits.dtype)
+    targets = weight * shares + (1 - weight) * block.positive.to(logits.dtype)
     (expected,) = yield (Sum((targets * logits).sum(1)),)
     return total - expected, torch.ones_like(block.ids, dtype=torch.bool)
 
@@ -146,7 +145,8 @@ class MarginMSE(Loss):
         margins: Float[Tensor, "n k"],
     ) -> Inputs:
         rows = {"queries": queries, "positives": positives, "negatives": negatives, "margins": margins}
-        return Inputs(rows, _margins_problem(queries, positives, negatives, margins))
+        problem = towers_problem("row i is one query's", queries=queries, positives=positives)
+        return Inputs(rows, problem or _candidates_problem(queries, 1, negatives=negatives, margins=margins))
 
     def compute(self, batch: Batch) -> Tensor:
         *rows, margins = batch.rows.values()
@@ -158,19 +158,6 @@ class MarginMSE(Loss):
 def _squared_errors(q: Tensor, p: Tensor, n: Tensor, margins: Tensor) -> Tensor:
     differences = (q[:, None] * (p[:, None] - n)).sum(2)
     return (differences - margins.to(q.dtype)).square().mean(1)
-
-
-def _margins_problem(queries: Tensor, positives: Tensor, negatives: Tensor, margins: Tensor) -> str | None:
-    result = towers_problem("row i is one query's", queries=queries, positives=positives)
-    fits = negatives.ndim == 3 and negatives.shape[::2] == queries.shape and negatives.shape[1] >= 1
-    if result is None and not (fits and negatives.dtype == queries.dtype):
-        return (
-            f"negatives are k >= 1 rows per query, [n, k, d], got "
-            f"{described(negatives)} for queries {described(queries)}."
-        )
-    if result is None and not (margins.shape == negatives.shape[:2] and margins.is_floating_point()):
-        return f"margins are one number per negative, got {described(margins)} for negatives {described(negatives)}."
-    return result
 
 
 class ScoreDistillation(Loss):
@@ -212,7 +199,8 @@ class ScoreDistillation(Loss):
         self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]
     ) -> Inputs:
         rows = {"queries": queries, "candidates": candidates, "scores": scores}
-        return Inputs(rows, _scores_problem(queries, candidates, scores))
+        problem = rows_problem("queries", queries)
+        return Inputs(rows, problem or _candidates_problem(queries, 2, candidates=candidates, scores=scores))
 
     def compute(self, batch: Batch) -> Tensor:
         *rows, scores = batch.rows.values()
@@ -229,15 +217,14 @@ def _divergences(q: Tensor, c: Tensor, targets: Tensor, scale: float | Tensor) -
     return F.kl_div(logits.log_softmax(1), targets, reduction="none", log_target=True).sum(1)
 
 
-def _scores_problem(queries: Tensor, candidates: Tensor, scores: Tensor) -> str | None:
-    if result := rows_problem("queries", queries):
-        return result
-    fits = candidates.ndim == 3 and candidates.shape[::2] == queries.shape and candidates.shape[1] >= 2
-    if not fits or candidates.dtype != queries.dtype:
-        return (
-            f"candidates are k >= 2 rows per query, [n, k, d], got "
-            f"{described(candidates)} for queries {described(queries)}."
-        )
-    if scores.shape != candidates.shape[:2] or not scores.is_floating_point():
-        return f"scores are one number per candidate, got {described(scores)} for candidates {described(candidates)}."
+def _candidates_problem(queries: Tensor, least: int, **arguments: Tensor) -> str | None:
+    """Return what is wrong with several rows of each query and a number of each of these, or None."""
+    (name, rows), (of_numbers, numbers) = arguments.items()
+    fits = rows.ndim == 3 and rows.shape[::2] == queries.shape and rows.shape[1] >= least
+    if not fits or rows.dtype != queries.dtype:
+        got = f"got {described(rows)} for queries {described(queries)}"
+        return f"{name} are k >= {least} rows per query, [n, k, d], {got}."
+    if numbers.shape != rows.shape[:2] or not numbers.is_floating_point():
+        got = f"got {described(numbers)} for {name} {described(rows)}"
+        return f"{of_numbers} are one number per {name.removesuffix('s')}, {got}."
     return None

@@ -18,13 +18,12 @@ from contrastive_zoo.ranks.row_checks import described, views_problem
 class MegaBatchMargin(Loss):
     r"""Compute hinges on each query's own key and on the most similar other key of all ranks.
 
+    Called as ``loss(queries, keys)``, [n, d] each.
     With s_ij = q_i·k_j of unit rows,
 
         loss_i = max(0, m⁺ − s_ii)  +  max(0, max_{j≠i} s_ij − m⁻)
 
     A single pair has no second term. Equal maxima share the gradient.
-
-    Called as ``loss(queries, keys)``, [n, d] each.
 
     Args:
         positive_margin: m⁺, the similarity from which on a pair has no loss.
@@ -65,6 +64,7 @@ def _margin_hinges(block: AnchorBlock, positive_margin: float, negative_margin: 
 class DynamicSoftMargin(Loss):
     r"""Compute the difference of distances in each hardest triplet times the share of triplets that are easier.
 
+    Called as ``loss(anchors, positives)``, a and p, [n, d] each.
     With a, p the unit rows of all ranks, the distance D, and h the moving histogram of past differences,
 
         δ_i    = D(a_i, p_i) − min( min_{j≠i} D(a_i, p_j), min_{j≠i} D(a_j, p_i) )
@@ -77,8 +77,6 @@ class DynamicSoftMargin(Loss):
 
     h is the buffer ``histogram``, at equal steps from −2 to 2, which starts at 0. In training mode each call stores h' in
     it: it is equal on every rank, and equal to that of one process.
-
-    Called as ``loss(anchors, positives)``, a and p, [n, d] each.
 
     Args:
         num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.

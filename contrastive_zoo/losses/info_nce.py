@@ -85,6 +85,7 @@ _OWN_KEY_ONLY = (
 class Clip(ImageTextLoss, LogitScale):
     r"""Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :class:`InfoNCE`.
 
+    Called as ``loss(images, texts)``, [n, d] each.
     With x, y the unit rows of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
@@ -92,8 +93,6 @@ class Clip(ImageTextLoss, LogitScale):
     Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
     does not change a softmax; :class:`SigLIP` has one. The temperature is learnable by default; ``loss.logit_scale`` is
     its parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
-
-    Called as ``loss(images, texts)``, [n, d] each.
 
     Args:
         temperature: t > 0, dimensionless; ``LearnableTemperature(0.07)`` by default. A number is constant.
@@ -120,6 +119,7 @@ class Clip(ImageTextLoss, LogitScale):
 class MILNCE(Loss):
     r"""Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
 
+    Called as ``loss(videos, texts)``, [n, d] and [n, k, d], the same k everywhere.
     With v the videos and y_i1 … y_ik the candidate texts of video i, of all ranks,
 
         P_i = Σ_k exp(v_i·y_ik / t)
@@ -128,8 +128,6 @@ class MILNCE(Loss):
 
     which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
     either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
-
-    Called as ``loss(videos, texts)``, [n, d] and [n, k, d], the same k everywhere.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable. The paper has none.

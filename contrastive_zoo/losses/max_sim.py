@@ -87,6 +87,7 @@ def _log_sum_exp_over_ranks(x: Tensor, batch: Batch) -> Tensor:
 class MaxSimPairwise(LateInteractionLoss):
     r"""Compute the softplus of the hardest document's score minus that of the query's own.
 
+    Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``, as :class:`MaxSim`.
     With S the scores of :class:`MaxSim`, of the documents and negatives D of all ranks,
 
         loss = mean_i log(1 + exp( (max_{j∈D, j≠i} S_ij − S_ii) / t ))
@@ -94,8 +95,6 @@ class MaxSimPairwise(LateInteractionLoss):
     Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
     normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
     score share the gradient of the maximum.
-
-    Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``, as :class:`MaxSim`.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.

@@ -22,22 +22,7 @@ class MemoryLoss(Loss):
     """A loss of a batch and of the embeddings of earlier batches, in the module ``queue``, a :class:`MemoryQueue`.
 
     In training mode unit embeddings of all ranks enter it after each call, in rank order: it is equal on every rank, and
-    equal to that of one process. It is part of the state dict.
-
-    Args:
-        size: number of embeddings in the memory.
-        embedding_size: d.
-
-    Raises:
-        ValueError: at the call, embeddings of another width than those of the memory.
-
-    Examples:
-        >>> from contrastive_zoo.losses.memory_loss import ReSSL
-        >>> loss = ReSSL(3, embedding_size=2)
-        >>> _ = loss(torch.eye(2), torch.eye(2))
-        >>> loss.queue.rows
-        tensor([[1., 0.],
-                [0., 1.]])
+    equal to that of one process. It is part of the state dict. Embeddings of another width raise a ValueError.
     """
 
     size: Size = field(kw_only=False)
@@ -50,7 +35,7 @@ class MemoryLoss(Loss):
         self.queue = MemoryQueue(self.size, self.embedding_size)
 
     def stated_rows(self, rule: str, **rows: Tensor) -> Inputs:
-        """Return the inputs of a call whose tensors have one shape, that of rows of the memory."""
+        """Return the inputs of a call whose tensors have one shape, as wide as the memory."""
         problem, (first, *_) = towers_problem(rule, "Pass as many of each.", **rows), rows.values()
         if problem is None and first.shape[1] != self.queue.embeddings.shape[1]:
             width, memory = first.shape[1], described(self.queue.embeddings)
@@ -75,12 +60,7 @@ class MemoryLoss(Loss):
 
 
 def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
-    """Return which rows of a memory do not count, [m]; None if all do.
-
-    Examples:
-        >>> unfilled(torch.ones(3, 1), torch.tensor(2))
-        tensor([False, False,  True])
-    """
+    """Return which rows of a memory do not count, [m]; None if all do."""
     return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
 
 
@@ -141,7 +121,6 @@ class NNCLR(MemoryLoss):
         return (losses[0] + losses[1]) / 2
 
     def _info_nce(self, batch: Batch, projections: Tensor, predictions: Tensor) -> Tensor:
-        """Return InfoNCE of the neighbours of one view's projections and the other view's predictions."""
         nearest = _neighbours(batch.prepared(projections.detach(), normalize=True), *self.earlier())
         towers = {"neighbours": nearest, "predictions": batch.prepared(predictions, normalize=False)}
         pairs = replace(batch, rows=towers, shards=dict.fromkeys(towers, batch.samples))
@@ -167,6 +146,7 @@ def _neighbours(
 class ReSSL(MemoryLoss):
     r"""Compute the cross-entropy of the student's distribution over the memory, with the teacher's as target.
 
+    Called as ``loss(student, teacher)``, q and k, [n, d] each; k are a momentum encoder's, of weakly augmented views.
     With q and k the unit rows of student and teacher and x_j the unit rows of the memory,
 
         loss_i = − Σ_j softmax_j(k_i·x_j / t') log softmax_j(q_i·x_j / t)
@@ -175,8 +155,6 @@ class ReSSL(MemoryLoss):
     only. Without a memory there is no loss.
 
     The memory holds the teacher's rows of earlier calls; :class:`MemoryLoss` documents it.
-
-    Called as ``loss(student, teacher)``, q and k, [n, d] each; k are a momentum encoder's, of weakly augmented views.
 
     Args:
         size: number of embeddings in the memory.

@@ -74,18 +74,17 @@ class MemoryQueue(nn.Module):
         local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: list[str],
     ) -> None:
         """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
         own = own_tensors(self)
         if missing := [prefix + name for name in own if prefix + name not in state_dict]:
             missing_keys.extend(missing)
         elif problem := loading_problem(own, state_dict, prefix) or self._ring_problem(state_dict, prefix):
-            error_msgs.append(f"MemoryQueue: {problem} It stays as it was.")
+            _, error_messages = lists
+            error_messages.append(f"MemoryQueue: {problem} It stays as it was.")
         else:
-            rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-            super()._load_from_state_dict(state_dict, prefix, *rest)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *lists)
 
     def _ring_problem(self, state_dict: Mapping[str, Tensor], prefix: str) -> str | None:
         """Return which saved numbers are those of no ring, in words; None if none are, or if they are on the meta device."""
@@ -121,14 +120,7 @@ class MemoryQueue(nn.Module):
         return self.ids[: len(self)].clone()
 
     def shards(self, world: World) -> Shards:
-        """Return a split of :attr:`rows` over the ranks, as even as possible.
-
-        Examples:
-            >>> memory = MemoryQueue(5, embedding_size=1)
-            >>> _ = memory.enqueue(torch.ones(5, 1))
-            >>> memory.shards(World(rank=1, size=2)).local
-            slice(3, 5, None)
-        """
+        """Return a split of :attr:`rows` over the ranks, as even as possible."""
         return Shards(tuple((len(self) + rank) // world.size for rank in reversed(range(world.size))), world.rank)
 
     @uncompiled
@@ -159,11 +151,10 @@ class MemoryQueue(nn.Module):
         if problem := values_problem(self) or tensor_problem("rows", rows):
             refuse("MemoryQueue", problem, world=world)
         rows = rows.detach()
-        named = {"rows": rows} | present(labels=labels, enqueue_mask=enqueue_mask)
-        problem = self.problem(rows, labels, enqueue_mask)
-        (shards, *_) = agree_on_shards(
-            "MemoryQueue", named, world=world, problem=problem, settings=self.compared_state()
-        )
+        arguments = {"rows": rows, "labels": labels, "enqueue_mask": enqueue_mask}
+        present = {name: x for name, x in arguments.items() if x is not None}
+        problem, state = self.problem(rows, labels, enqueue_mask), self.compared_state()
+        (shards, *_) = agree_on_shards("MemoryQueue", present, world=world, problem=problem, settings=state)
         return self.write(rows, labels, enqueue_mask, shards, world)[shards.local]
 
     @torch.no_grad()
@@ -222,8 +213,3 @@ class MemoryQueue(nn.Module):
 
 _MIXER = 2654435761
 """Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²."""
-
-
-def present(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Return the tensors that are not None."""
-    return {name: x for name, x in tensors.items() if x is not None}

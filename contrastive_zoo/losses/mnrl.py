@@ -17,14 +17,7 @@ from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import (
-    ValueRule,
-    described,
-    labels_problem,
-    range_rule,
-    rows_problem,
-    towers_problem,
-)
+from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, rows_problem, towers_problem
 
 PartitionMode = Literal["joint", "per_direction"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
@@ -112,7 +105,11 @@ class MNRL(Loss):
     ) -> Inputs:
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
         problem = _mnrl_problem(queries, documents, negatives, owners)
-        values = [] if problem or owners is None else [_owners_rule(owners, len(queries))]
+
+        def owners_problem(least: int, most: int) -> str:
+            return f"owners are rows of this rank's {len(queries)} queries, or -1, got {least} … {most}."
+
+        values = [] if problem or owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
         compared = {"directions": tuple(self.directions)}  # which may also be a list
         return Inputs.of(rows, problem, values=values, compared=compared, local=owners is not None)
 
@@ -126,8 +123,8 @@ class MNRL(Loss):
             losses = _losses(others, positive, self.partition_mode)
             return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
 
-        arguments = [batch.rows[name] for name in ("queries", "documents")]
-        arguments.append(batch.rows.get("negatives", arguments[0][:0]))
+        queries, documents = (batch.rows[name] for name in ("queries", "documents"))
+        arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
         loss = BlockLoss(
             _ranked, temperature=batch.settings.temperature, directions=directions,
             partition_mode=self.partition_mode, hardness_mode=self.hardness_mode,
@@ -188,13 +185,6 @@ def _mnrl_problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, 
     if problem is None and owners is not None and negatives is not None:
         return labels_problem("owners", owners, len(negatives))
     return problem
-
-
-def _owners_rule(owners: Tensor, queries: int) -> ValueRule:
-    def problem(least: int, most: int) -> str:
-        return f"owners are rows of this rank's {queries} queries, or -1, got {least} … {most}."
-
-    return range_rule(owners, -1, queries - 1, problem)
 
 
 Strategy = Literal["absolute", "relative"]
@@ -300,14 +290,12 @@ def _guided(
 
     logits = x.first @ x.documents.T / temperature
     sums = [masked_log_sum_exp(logits, (guide.first @ guide.documents.T <= threshold) & ~own)]
-    blocks = []
     if contrast_anchors:
-        blocks.append((x.first, x.candidate_first, guide.first, guide.candidate_first))
+        mask = (guide.first @ guide.candidate_first.T <= threshold) & x.is_pair & ~own
+        sums.append(masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, mask))
     if contrast_positives:
-        blocks.append((x.second, x.documents, guide.second, guide.documents))
-    for rows, columns, guide_of_rows, guide_of_columns in blocks:
-        mask = (guide_of_rows @ guide_of_columns.T <= threshold) & x.is_pair & ~own
-        sums.append(masked_log_sum_exp(rows @ columns.T / temperature, mask))
+        mask = (guide.second @ guide.documents.T <= threshold) & x.is_pair & ~own
+        sums.append(masked_log_sum_exp(x.second @ x.documents.T / temperature, mask))
     positive = logits.where(own & x.is_pair, 0).sum(1)
     return cross_entropy(positive, log_sum_exp(torch.stack(sums), 0)), torch.ones_like(block.ids, dtype=torch.bool)
 

@@ -1,7 +1,6 @@
 """The momentum encoder, which computes the keys of a memory."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,6 @@ from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 from contrastive_zoo.ranks.row_checks import described
 
 Buffers = Literal["own", "copy"]
-"""Where the buffers of the copy come from."""
 
 
 class MomentumEncoder(nn.Module):
@@ -56,11 +54,7 @@ class MomentumEncoder(nn.Module):
         self.buffers_from = buffers
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Check the whole encoder before any part of it is loaded.
-
-        Raises:
-            RuntimeError: saved tensors of other shapes, or with NaN or infinite values; the encoder stays as it was.
-        """
+        """Check the whole encoder before any part of it is loaded."""
         for path, module in self.encoder.named_modules(prefix="encoder"):
             if problem := loading_problem(own_tensors(module), state_dict, f"{prefix}{path}."):
                 raise RuntimeError(f"MomentumEncoder: {path}: {problem} It stays as it was.")
@@ -73,10 +67,7 @@ class MomentumEncoder(nn.Module):
 
     @torch.no_grad()
     def update(self, encoder: nn.Module) -> None:
-        """Move the parameters towards those of ``encoder``; call it after each optimizer step.
-
-        Args:
-            encoder: the encoder that was copied.
+        """Move the parameters towards those of ``encoder``, which was copied; call it after each optimizer step.
 
         Raises:
             ValueError: a momentum outside [0, 1], or an encoder with other parameters or buffers; nothing is moved then.
@@ -84,8 +75,8 @@ class MomentumEncoder(nn.Module):
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
         new, old = self._tensors(without_ddp(encoder)), self._tensors(self.encoder)
-        differ = [name for name in old.keys() | new.keys() if _shape(old, name) != _shape(new, name)]
-        if differ:
+        shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (old, new)]
+        if differ := [name for name in old.keys() | new.keys() if shapes[0].get(name) != shapes[1].get(name)]:
             raise ValueError(
                 f"MomentumEncoder: update takes the encoder that was copied, got one that differs in {min(differ)!r}."
             )
@@ -108,7 +99,3 @@ class MomentumEncoder(nn.Module):
 
 def _momentum_problem(momentum: object) -> str | None:
     return number_problem("momentum is in [0, 1]", "MoCo's is 0.999.", low=0, high=1, momentum=momentum)
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None

@@ -93,9 +93,7 @@ class MultiPositive(Loss):
         ids, weights = batch.rows["ids"], batch.rows.get("weights")
         ids_of_keys = batch.rows.get("key_ids", ids)
         targets = ids[:, None] if ids.ndim == 1 else ids
-        target_weights = (
-            q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype).view(targets.shape)
-        )
+        weights = q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype).view(targets.shape)
         loss = BlockLoss(
             _block_losses, temperature=batch.settings.temperature, paired="key_ids" not in batch.rows,
             duplicates=self.duplicates,
@@ -105,7 +103,7 @@ class MultiPositive(Loss):
             return reduce_rows(
                 batch, loss, anchors, batch.indices(), candidates=candidates, candidate_ids=batch.indices("keys"),
                 candidate_shards=batch.shards["keys"], reduction=self.reduction,
-                companions=[(targets, ids_of_keys), (target_weights, ids_of_keys)],
+                companions=[(targets, ids_of_keys), (weights, ids_of_keys)],
             )  # fmt: skip
 
         return (direction(q, k) + direction(k, q)) / 2 if self.symmetric else direction(q, k)
@@ -161,6 +159,7 @@ def _weights_rule(weights: Tensor) -> ValueRule:
 class NPairs(LabelledLoss):
     r"""Compute the multi-class N-pair loss: classify, for each class's first row, its second row among those of all classes.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With x_c, y_c the first two rows, in rank order, of the C classes that have two,
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
@@ -168,8 +167,6 @@ class NPairs(LabelledLoss):
     Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's
     NPairsLoss, which selects the same rows. Its ``embedding_regularizer`` is a mean over all rows; the paper's and this
     one are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         temperature: t > 0, in units of dot products; a tensor or a module is learnable. The paper has none.

@@ -18,6 +18,7 @@ from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 class NTXent(ViewLoss):
     r"""Compute the normalised-temperature cross-entropy over two or more views.
 
+    Called as ``loss(view1, view2, …)``, two or more of [n, d].
     With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
 
         loss = mean_i [ log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t ]
@@ -25,12 +26,9 @@ class NTXent(ViewLoss):
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
     SimCLR trains with t = 0.1 on ImageNet and 0.5 on CIFAR-10; lightly's default is 0.5.
 
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
-
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        reduction: the mean is over all ranks' anchors, in nats; ``"none"`` is for the local anchors, view after view,
-            [views · n].
+        reduction: the mean is over all ranks' anchors, in nats.
 
     Raises:
         ValueError: fewer than two views.
@@ -60,6 +58,7 @@ Sigma = Annotated[float, _SIGMA] | None
 class DCL(TwoViewLoss):
     r"""Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
     w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
@@ -69,14 +68,11 @@ class DCL(TwoViewLoss):
     batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
     ``denominators="per_view"``.
 
-    Called as ``loss(view1, view2)``, [n, d] each.
-
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
-        reduction: the mean is over all ranks' rows, in nats, 0 for one sample; ``"none"`` is for the local rows, view
-            after view, [2n].
+        reduction: the mean is over all ranks' rows, in nats, 0 for one sample.
 
     Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
@@ -140,6 +136,7 @@ TauPlus = Annotated[float, _SHARE]
 class HCL(TwoViewLoss):
     r"""Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
 
         H_i = Σ_{k∈N(i)} w_ik exp(x_ik),       w_ik = M exp(β x_ik) / Σ_{l∈N(i)} exp(β x_il)
@@ -148,14 +145,11 @@ class HCL(TwoViewLoss):
 
     β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
 
-    Called as ``loss(view1, view2)``, [n, d] each.
-
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0; a larger β weights hard negatives more.
-        reduction: the mean is over all ranks' rows, in nats, 0 for one sample; ``"none"`` is for the local rows, view
-            after view, [2n].
+        reduction: the mean is over all ranks' rows, in nats, 0 for one sample.
 
     Examples:
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)
@@ -178,18 +172,16 @@ class HCL(TwoViewLoss):
 class Debiased(TwoViewLoss):
     r"""Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :class:`HCL` with β = 0.
 
-    With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
+    Called as ``loss(view1, view2)``, [n, d] each.
+    With x, p, M and N(i) of :class:`HCL`,
 
         G_i = max( (Σ_{k∈N(i)} exp(x_ik) − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
         loss = mean_i log(1 + G_i / exp(x_ip))
 
-    Called as ``loss(view1, view2)``, [n, d] each.
-
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: the mean is over all ranks' rows, in nats, 0 for one sample; ``"none"`` is for the local rows, view
-            after view, [2n].
+        reduction: the mean is over all ranks' rows, in nats, 0 for one sample.
 
     Examples:
         >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)

@@ -149,14 +149,13 @@ class ThresholdConsistentMargin(RowLoss):
 class IntraPairVariance(LabelledLoss):
     r"""Compute squared hinges of similarities around the mean of all positives, and of all negatives.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With μ⁺, μ⁻ the means of s_ij = z_i·z_j over the positive and over the negative pairs of all ranks,
 
         loss = mean_{i, p∈P(i)} max(0, (1 − ε⁺) μ⁺ − s_ip)²  +  mean_{i, n∈N(i)} max(0, s_in − (1 + ε⁻) μ⁻)²
 
     over ordered pairs; an empty mean is 0. The means have gradients, too. They come from sums over classes, without a
     further pass over the pairs. Equal to pytorch-metric-learning's IntraPairVarianceLoss. It regularises another loss.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         pos_eps: ε⁺.

@@ -11,13 +11,12 @@ from contrastive_zoo.loss_base.settings import Number, Positive, Reduction
 class ProxyAnchor(ClassLoss):
     r"""Compute a loss whose anchors are proxies, and whose positives and negatives are the rows of the global batch.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the proxies are ``weights``, [C, d], of :class:`ClassLoss`.
     With s the cosines of rows x and proxies p, X⁺(p) the rows of p's class and P⁺ the proxies that have some,
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
     in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; the proxies are ``weights``, [C, d], of :class:`ClassLoss`.
 
     Args:
         margin: δ, in units of the cosine.
@@ -44,6 +43,7 @@ class ProxyAnchor(ClassLoss):
 class P2SGrad(ClassLoss):
     r"""Compute the mean squared error of cosines to all C classes, whose gradient is the probability-to-similarity gradient.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d].
     Dense: ``mse_loss(z @ w.T, one_hot(y))``, with z the unit rows, w the unit weights, y the labels.
 
         loss_i = 1/C Σ_j (z_i·w_j − [j = y_i])²
@@ -51,8 +51,6 @@ class P2SGrad(ClassLoss):
     The sum over classes is z_i·G z_i with G = Σ_j w_j w_jᵀ, a d × d matrix, so no N × C matrix exists. The value and the
     gradient of embeddings are those of pytorch-metric-learning's P2SGradLoss. That class overwrites its weights by
     their unit vectors at each call; here the gradient passes through their normalisation instead.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d].
 
     Examples:
         >>> loss = P2SGrad(2, 2)

@@ -175,6 +175,7 @@ class FastAP(RowLoss):
 class Histogram(LabelledLoss):
     r"""Compute the overlap of the histograms of positive and of negative similarities of unit rows.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With h⁺ and h⁻ the histograms of s_ij = z_i·z_j over all positive and all negative pairs of all ranks, at R + 1 nodes
     from −1 to 1, where a pair is shared linearly between its two nearest nodes,
 
@@ -183,8 +184,6 @@ class Histogram(LabelledLoss):
     which is 0 without a positive or a negative pair. Two passes over the pairs: the first sums histograms over ranks,
     the second takes the gradient, with memory linear in N. pytorch-metric-learning's HistogramLoss leaves out negative pairs
     of two rows that both have no positive.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         num_bins: R, the number of steps; the paper finds little effect between 100 and 200.

@@ -18,6 +18,7 @@ from contrastive_zoo.ranks.row_checks import described, views_problem
 class BarlowTwins(TwoViewLoss):
     r"""Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
@@ -25,8 +26,6 @@ class BarlowTwins(TwoViewLoss):
     ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
     multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
     are 0. The loss has no unit.
-
-    Called as ``loss(view1, view2)``, [n, d] each.
 
     Args:
         lambda_: λ ≥ 0.
@@ -56,6 +55,7 @@ class BarlowTwins(TwoViewLoss):
 class VICReg(TwoViewLoss):
     r"""Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     With Cov the covariance (over N − 1) of the rows of all ranks,
 
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ/2 · mean_k max(0, γ − √(Cov(z)_kk + ε))
@@ -64,8 +64,6 @@ class VICReg(TwoViewLoss):
     as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
     halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single row counts as 0.
     The terms have the units of features to the powers 2, 1 and 4.
-
-    Called as ``loss(view1, view2)``, [n, d] each.
 
     Args:
         invariance: λ.
@@ -95,21 +93,26 @@ class VICReg(TwoViewLoss):
         return max(1, count - 1)
 
     def compute(self, batch: Batch) -> Tensor:
-        settings = batch.settings
         a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
-        loss = settings.invariance * batch.reduce((a - b).square().mean(1))
+        loss = batch.settings.invariance * batch.reduce((a - b).square().mean(1))
         for z in (a, b):
-            x = centered(batch, z)
-            cov = second_moments(batch, x, x) / self.degrees(batch.total)
-            deviation = (cov.diagonal() + settings.eps).sqrt()
-            loss = loss + settings.variance / 2 * (settings.gamma - deviation).relu().mean()
-            loss = loss + settings.covariance * off_diagonal(cov).square().sum() / len(cov)
+            of_variances, of_covariances = self._terms(batch, centered(batch, z))
+            loss = loss + of_variances + of_covariances
         return loss
 
+    def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the terms of the variances and of the covariances of centred features."""
+        settings = batch.settings
+        cov = second_moments(batch, x, x) / self.degrees(batch.total)
+        deviation = (cov.diagonal() + settings.eps).sqrt()
+        of_variances = settings.variance / 2 * (settings.gamma - deviation).relu().mean()
+        return of_variances, settings.covariance * off_diagonal(cov).square().sum() / len(cov)
 
-class VIbCReg(TwoViewLoss):
+
+class VIbCReg(VICReg):
     r"""Compute the variance-invariance-better-covariance regularisation; embeddings are not normalised.
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     With Cov the covariance (over N − 1) and R the correlation matrix of the features over the rows of all ranks,
 
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ mean_k max(0, γ − √(Cov(z)_kk + ε))
@@ -118,14 +121,8 @@ class VIbCReg(TwoViewLoss):
     as solo-learn's vibcreg_loss_func. Correlations of a constant feature, and of a single row, are 0. The paper also
     whitens features by IterNorm at the end of the projector, which is a layer of the model.
 
-    Called as ``loss(view1, view2)``, [n, d] each.
-
     Args:
-        invariance: λ.
-        variance: μ.
-        covariance: ν.
-        gamma: γ, the target standard deviation.
-        eps: ε > 0.
+        covariance: ν; the other settings are those of :class:`VICReg`.
 
     Examples:
         >>> a = torch.tensor([[0.0, 0.0], [0.6, 0.6]])   # variances 0.18; both correlations are 1
@@ -135,30 +132,23 @@ class VIbCReg(TwoViewLoss):
     Source: Lee & Aune 2021, https://arxiv.org/abs/2109.00783
     """
 
-    invariance: Number = 25.0
-    variance: Number = 25.0
     covariance: Number = 200.0
-    gamma: Number = 1.0
-    eps: Annotated[float, Bounds("eps must be positive", above=0)] = 1e-4
 
-    def compute(self, batch: Batch) -> Tensor:
-        settings = batch.settings
-        a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
-        loss = settings.invariance * batch.reduce((a - b).square().mean(1))
-        for z in (a, b):
-            x = centered(batch, z)
-            squares = squared_sums(batch, x)
-            deviation = (squares / max(1, batch.total - 1) + settings.eps).sqrt()
-            norms = squares.clamp(min=LEAST_SQUARE).sqrt()
-            correlation = second_moments(batch, x, x) / norms[:, None] / norms
-            loss = loss + settings.variance * (settings.gamma - deviation).relu().mean()
-            loss = loss + settings.covariance * off_diagonal(correlation).square().mean()
-        return loss
+    ring_refusal = TwoViewLoss.ring_refusal
+
+    def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+        settings, squares = batch.settings, squared_sums(batch, x)
+        deviation = (squares / self.degrees(batch.total) + settings.eps).sqrt()
+        norms = squares.clamp(min=LEAST_SQUARE).sqrt()
+        correlation = second_moments(batch, x, x) / norms[:, None] / norms
+        of_variances = settings.variance * (settings.gamma - deviation).relu().mean()
+        return of_variances, settings.covariance * off_diagonal(correlation).square().mean()
 
 
 class TiCo(TwoViewLoss):
     r"""Compute transformation invariance and covariance contrast.
 
+    Called as ``loss(view1, view2)``, [n, d] each; the second is usually a momentum encoder's.
     With a, b the unit rows of the two views of all ranks and M the moving average of past second moments,
 
         C = β M + (1 − β)/N Σ_i a_i a_iᵀ
@@ -168,8 +158,6 @@ class TiCo(TwoViewLoss):
 
     M is the buffer ``covariance``, which starts at 0. In training mode each call uses the buffer and then stores C in it:
     it is equal on every rank, and equal to that of one process.
-
-    Called as ``loss(view1, view2)``, [n, d] each; the second is usually a momentum encoder's.
 
     Args:
         embedding_size: d.

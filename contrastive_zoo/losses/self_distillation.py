@@ -119,7 +119,6 @@ class DINO(Loss):
 
     @torch.no_grad()
     def _move_centre(self, batch: Batch, teacher: Tensor) -> None:
-        """Move the centre by one step towards the mean of the teacher's rows of all ranks."""
         rows = teacher.flatten(0, -2).to(self.centre.dtype)
         total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
         move_towards(self.centre, total[:-1] / total[-1], 1 - batch.settings.centre_momentum)

@@ -27,6 +27,7 @@ def negative_bias() -> nn.Parameter:
 class SigLIP(ImageTextLoss, LogitScale):
     r"""Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
+    Called as ``loss(images, texts)``, [n, d] each.
     With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_j log σ( z_ij · (x_i·y_j / t + b) )
@@ -34,8 +35,6 @@ class SigLIP(ImageTextLoss, LogitScale):
     Dense: ``-logsigmoid((2 * eye(N) - 1) * (x @ y.T / t + b)).sum() / N``. Equal to open_clip's ``SigLipLoss`` on one
     process, with logit_scale = 1/t. Temperature and bias are learnable by default; ``loss.logit_scale``, log(1/t) without a
     bound, and ``loss.logit_bias`` are then open_clip's parameters of these names.
-
-    Called as ``loss(images, texts)``, [n, d] each.
 
     Args:
         temperature: t > 0, dimensionless; by default it is learnable and begins at 0.1. A number is constant.
@@ -64,13 +63,12 @@ class SigLIP(ImageTextLoss, LogitScale):
 class SupSigmoid(AnchorLoss, LogitScale):
     r"""Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
 
     Temperature and bias are learnable by default, as those of :class:`SigLIP`.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         temperature: t > 0, dimensionless; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default. A number is

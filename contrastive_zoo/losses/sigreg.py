@@ -27,6 +27,7 @@ _MOST_POINTS = 10_000
 class SIGReg(EmbeddingLoss):
     r"""Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
+    Called as ``loss(embeddings)``, [n, d].
     With x_ij = z_i·a_j of the N rows of all ranks and the unit directions a, and φ_j(t) = 1/N Σ_i exp(√−1 t x_ij),
 
         loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
@@ -38,8 +39,6 @@ class SIGReg(EmbeddingLoss):
     accelerator draws other ones than a CPU, without reading the step. Move the loss to the device of its embeddings. In
     evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed training
     draws what an uninterrupted one does.
-
-    Called as ``loss(embeddings)``, [n, d].
 
     Args:
         embedding_size: d.
@@ -82,16 +81,11 @@ class SIGReg(EmbeddingLoss):
         return loss
 
     def directions(self) -> Float[Tensor, "d m"]:
-        """Return the directions of the current step, standard normal numbers.
-
-        Raises:
-            ValueError: they are more than memory holds.
-        """
+        """Return the directions of the current step, standard normal numbers."""
         sizes = {"embedding_size": int(self.embedding_size), "num_slices": int(self.num_slices)}
         return of_size(type(self).__name__, partial(_drawn, self.step, *sizes.values()), **sizes)
 
     def directions_problem(self, name: str, rows: Tensor) -> str | None:
-        """Return why embeddings do not fit the directions, or None."""
         if rows.shape[1] != int(self.embedding_size):
             drawn = f"float32 {[int(self.embedding_size), int(self.num_slices)]}"
             return f"directions are [d, m], got {drawn} for {name} {described(rows)}."
@@ -130,14 +124,13 @@ def _wave(x: Tensor, point: Tensor) -> Tensor:
 class LeJEPA(SIGReg):
     r"""Compute SIGReg of each view plus the distance of views from the mean of the global views.
 
+    Called as ``loss(view1, view2, …)``, two or more of [n, d], the global ones first.
     With z_v the rows of all ranks in view v of V, of d features, and m_i the mean of sample i over the first g views,
 
         loss = λ mean_v SIGReg(z_v)  +  (1 − λ) mean_{v,i} ‖z_vi − m_i‖² / d
 
     where :class:`SIGReg` takes the same directions in each view. In training mode each call draws other directions, as
     there. Embeddings are not normalised. Equal to lightly's LeJEPALoss on all views.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d], the global ones first.
 
     Args:
         embedding_size: d.

@@ -100,13 +100,12 @@ class MultiSimilarity(RowLoss):
 class LiftedStructure(LabelledLoss):
     r"""Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
     Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         pos_margin: distance.

@@ -19,14 +19,13 @@ from contrastive_zoo.ranks import devices
 class FroSSL(ViewLoss):
     r"""Compute the log of the squared Frobenius norm of each view's second moments plus the distance of views.
 
+    Called as ``loss(view1, view2, …)``, two or more of [n, d].
     With ẑ_v the V views, each feature divided by its norm over the rows of all ranks, d features and m = mean_v ẑ_v,
 
         loss = Σ_v [ log ‖ẑ_vᵀ ẑ_v / tr(ẑ_vᵀ ẑ_v)‖_F²  +  λ V/N Σ_i ‖ẑ_vi − m_i‖² ]
 
     The traces, which are d unless a feature is 0 everywhere, have no gradient. Equal to lightly's FroSSLLoss. The
     first term is at least −log d. Only d × d matrices exist, also for N < d. A view of zeros has no first term.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
 
     Args:
         invariance: λ.
@@ -55,6 +54,7 @@ class FroSSL(ViewLoss):
 class MMCR(ViewLoss):
     r"""Compute minus the nuclear norm of the samples' centroids plus the mean nuclear norm of each sample's views.
 
+    Called as ``loss(view1, view2, …)``, two or more of [n, d].
     With Z_i the matrix [V, d] of unit rows of the V views of sample i, c_i their mean, C the centroids of all ranks,
     [N, d], and σ_k(·) the singular values of a matrix,
 
@@ -67,8 +67,6 @@ class MMCR(ViewLoss):
     The squares of σ(C) are the eigenvalues of CᵀC, so ranks exchange d × d numbers, also for N < d. Rounding CᵀC, by u N
     for numbers of precision u, moves the value by at most u N/√ε per singular value of 0, and the gradient by as much:
     in float64 different splits agree to 1e-10 up to N = 1,000 with the default ε. In float32 choose a larger ε.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
 
     Args:
         lambda_: λ; 0 leaves the views' norms out. lightly's default is 0.005.
@@ -105,6 +103,7 @@ def _smooth_nuclear_norm(squares: Float[Tensor, "... k k"], eps: float) -> Float
 class WMSE(ViewLoss):
     r"""Compute the squared distance of views that are whitened by the covariance of all ranks and then normalised.
 
+    Called as ``loss(view1, view2, …)``, two or more of [n, d].
     With C_v the covariance of view v over the rows of all ranks and m_v their mean, of d features,
 
         L_v L_vᵀ = (1 − ε) C_v + ε tr(C_v)/d I        u_vi = L_v⁻¹ (z_vi − m_v), divided by its length
@@ -116,8 +115,6 @@ class WMSE(ViewLoss):
     The paper whitens random sub-batches of the process's own samples, several times, and ε is 0. Its loss therefore
     depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
     conditioned; ε, relative to the mean variance, makes it so for any N and scale.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d].
 
     Args:
         eps: ε, above 0, at most 1.

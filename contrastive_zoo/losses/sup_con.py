@@ -153,11 +153,10 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
 class SINCERE(AnchorLoss):
     r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
 
         loss_i = mean_{p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((z_i·z_n − z_i·z_p) / t) )
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
@@ -194,14 +193,13 @@ Degrees = Annotated[float, Bounds(_ANGLE, "The paper's 0.1 rad is 5.73.", low=0,
 class TupletMargin(AnchorLoss):
     r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
     Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
     is infinite and this one zero.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         temperature: t > 0, dimensionless, the paper's 1/s; a tensor or a module is learnable.
@@ -240,14 +238,13 @@ def _tuplets(block: AnchorBlock, temperature: Tensor, margin: float, average: Av
 class NCA(AnchorLoss):
     r"""Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
+    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With z the rows of all ranks, P(i) the other rows with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
     averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
     pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
-
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
 
     Args:
         temperature: t > 0, in units of squared distance; a tensor or a module is learnable.

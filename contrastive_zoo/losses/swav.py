@@ -27,6 +27,7 @@ _Size = Annotated[int, Bounds("there are prototypes and features", low=1, whole=
 class SwAV(ViewLoss):
     r"""Compute the loss of swapped predictions of cluster assignments.
 
+    Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
     With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
 
         loss_i = − mean over u ≤ code_views and v ≠ u of Σ_k q^u_ik log softmax_k(z^v_i·c / t)
@@ -35,8 +36,6 @@ class SwAV(ViewLoss):
 
     ``loss.prototypes``, [K, d], is the parameter, drawn standard normal. The authors and lightly normalise the parameter
     itself before a step; here the loss normalises it, so its gradient is orthogonal to it.
-
-    Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
 
     Args:
         num_prototypes: K.

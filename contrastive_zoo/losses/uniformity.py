@@ -22,6 +22,7 @@ _RULE = "alpha is at least 1 and t positive"
 class AlignUniform(TwoViewLoss):
     r"""Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     With a, b the unit rows of the two views of all ranks,
 
         loss = mean_i ‖a_i − b_i‖^α  +  λ/2 Σ_{z∈{a,b}} log mean_{i≠j} exp(−t ‖z_i − z_j‖²)
@@ -29,8 +30,6 @@ class AlignUniform(TwoViewLoss):
     On the sphere ‖z_i − z_j‖² = 2 − 2 z_i·z_j, so the second term is a log-sum-exp of similarities, 0 without a pair.
     A zero row counts there as a point at right angles to all others.
     α = t = 2 and λ = 1 are the paper's defaults; lightly's HypersphereLoss has t = 1.
-
-    Called as ``loss(view1, view2)``, [n, d] each.
 
     Args:
         alpha: α ≥ 1.
@@ -63,14 +62,13 @@ class AlignUniform(TwoViewLoss):
 class SpectralContrastive(TwoViewLoss):
     r"""Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
+    Called as ``loss(view1, view2)``, [n, d] each.
     Rows with norms above √μ are scaled to √μ; then, with a, b the rows of all ranks,
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
     The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
     loss has no unit if rows have none.
-
-    Called as ``loss(view1, view2)``, [n, d] each.
 
     Args:
         mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
@@ -103,6 +101,7 @@ def _clip_norms(z: Tensor, max_norm: float) -> Tensor:
 class OrthogonalRegularization(EmbeddingLoss):
     r"""Compute the squared mean similarity, and the excess of the mean squared similarity over 1/d.
 
+    Called as ``loss(embeddings)``, [n, d].
     With M₁ and M₂ the means of z_i·z_j and (z_i·z_j)² over all i ≠ j, z the unit rows of all ranks,
 
         loss = λ₁ M₁²  +  λ₂ max(0, M₂ − 1/d)
@@ -110,8 +109,6 @@ class OrthogonalRegularization(EmbeddingLoss):
     Random unit vectors have M₁ = 0 and M₂ = 1/d. The means follow from Σ z_i and Σ z_i z_iᵀ, so no pair is computed. A
     single row has no pair: both are 0. sentence-transformers' GlobalOrthogonalRegularizationLoss averages it over its
     input columns; add one of each column. The paper takes pairs of different classes, and adds it to another loss.
-
-    Called as ``loss(embeddings)``, [n, d].
 
     Args:
         mean_weight: λ₁.
@@ -153,6 +150,7 @@ _ROUNDING_UNITS = 8
 class KoLeo(EmbeddingLoss):
     r"""Compute minus the log of the distance to the nearest neighbour, Kozachenko & Leonenko's estimate of the entropy.
 
+    Called as ``loss(embeddings)``, [n, d].
     With z the unit rows of all ranks,
 
         loss_i = −log(min_{j≠i} ‖z_i − z_j‖ + ε)
@@ -160,8 +158,6 @@ class KoLeo(EmbeddingLoss):
     A single row has no neighbour and no loss; of neighbours at equal distances the first gets the gradient; equal rows have
     none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2
     and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
-
-    Called as ``loss(embeddings)``, [n, d].
 
     Args:
         eps: ε > 0.
