@@ -222,9 +222,8 @@ def _candidates_problem(queries: Tensor, least: int, **arguments: Tensor) -> str
     (name, rows), (of_numbers, numbers) = arguments.items()
     fits = rows.ndim == 3 and rows.shape[::2] == queries.shape and rows.shape[1] >= least
     if not fits or rows.dtype != queries.dtype:
-        got = f"got {described(rows)} for queries {described(queries)}"
-        return f"{name} are k >= {least} rows per query, [n, k, d], {got}."
+        return f"{name} are k >= {least} rows per query, [n, k, d], got {described(rows)} for queries {described(queries)}."
     if numbers.shape != rows.shape[:2] or not numbers.is_floating_point():
-        got = f"got {described(numbers)} for {name} {described(rows)}"
-        return f"{of_numbers} are one number per {name.removesuffix('s')}, {got}."
+        one = name.removesuffix("s")
+        return f"{of_numbers} are one number per {one}, got {described(numbers)} for {name} {described(rows)}."
     return None

@@ -64,10 +64,10 @@ class MaxSim(LateInteractionLoss):
 
 
 @without_autocast
-def _losses(found: Scores, scale: float | Tensor, batch: Batch | None) -> Tensor:
+def _losses(result: Scores, scale: float | Tensor, batch: Batch | None) -> Tensor:
     """Return the losses of the local queries, with the direction from documents to queries if there is a batch."""
-    positive = scale * found.positive
-    others = (scale * found.scores).masked_fill(found.own, -torch.inf)
+    positive = scale * result.positive
+    others = (scale * result.scores).masked_fill(result.own, -torch.inf)
     losses = cross_entropy(positive, log_sum_exp(others, 1))
     if batch is None:
         return losses
@@ -120,7 +120,7 @@ class MaxSimPairwise(LateInteractionLoss):
 
 
 @without_autocast
-def _pairwise_losses(found: Scores, scale: float | Tensor) -> Tensor:
-    others = found.scores.masked_fill(found.own, -torch.inf)
-    hardest = others.amax(1) if found.scores.shape[1] > 1 else torch.zeros_like(found.positive)
-    return F.softplus(scale * (hardest - found.positive), threshold=40)
+def _pairwise_losses(result: Scores, scale: float | Tensor) -> Tensor:
+    others = result.scores.masked_fill(result.own, -torch.inf)
+    hardest = others.amax(1) if result.scores.shape[1] > 1 else torch.zeros_like(result.positive)
+    return F.softplus(scale * (hardest - result.positive), threshold=40)

@@ -281,10 +281,8 @@ def _guided(
 ) -> tuple[Tensor, Tensor]:
     (_, single), (guide_rows, guide_columns) = block.companions
     own = block.positive
-    x, guide = (
-        split_pairs(rows, columns, single)
-        for rows, columns in ((block.anchors, block.candidates), (guide_rows, guide_columns))
-    )
+    x = split_pairs(block.anchors, block.candidates, single)
+    guide = split_pairs(guide_rows, guide_columns, single)
     similarity = (guide.first * guide.second).sum(1, keepdim=True)
     threshold = similarity - margin * (similarity.abs() if relative else 1)
 

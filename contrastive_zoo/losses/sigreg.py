@@ -43,7 +43,7 @@ class SIGReg(EmbeddingLoss):
     Args:
         embedding_size: d.
         num_slices: m, the number of directions.
-        num_points: points of the integral from 0 to T; the integrand is even.
+        num_points: two or more points of the integral from 0 to T; the integrand is even.
         limit: T > 0.
 
     Raises:

@@ -141,13 +141,15 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
     else:
         labelled = mask is None or labels is not None
         result = labelled_problem(embeddings, labels) if labelled else rows_problem("embeddings", embeddings)
-    if result is None and mask is not None and labels is not None:
+    if result is not None or mask is None:
+        return result
+    if labels is not None:
         return "positives are given by labels or by a mask, got both. Leave one out."
-    if result is None and mask is not None and (mask.ndim != 2 or len(mask) != len(embeddings)):
+    if mask.ndim != 2 or len(mask) != len(embeddings):
         return (
             f"the mask has a row for each local sample, got {described(mask)} for embeddings {described(embeddings)}."
         )
-    return result
+    return None
 
 
 class SINCERE(AnchorLoss):

@@ -174,10 +174,8 @@ class KoLeo(EmbeddingLoss):
     reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
-        z, loss = (
-            batch.prepared(batch.first, normalize=self.normalize),
-            BlockLoss(_log_distances, eps=batch.settings.eps),
-        )
+        z = batch.prepared(batch.first, normalize=self.normalize)
+        loss = BlockLoss(_log_distances, eps=batch.settings.eps)
         return reduce_rows(batch, loss, z, batch.indices(), reduction=self.reduction)
 
 
