@@ -16,7 +16,6 @@ from contrastive_zoo.metrics.local_search import Gallery
 from contrastive_zoo.metrics.task import first_of_each
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.invariant import Broken
-from tests.evaluation import invariants as invariants
 from tests.evaluation.by_hand import few_scores
 from tests.helpers import common_error, local_shard, numbers
 
@@ -37,8 +36,44 @@ def rows_of(kind, seed=0):
 LABELS = torch.randint(6, (47,), generator=torch.Generator().manual_seed(1))
 
 
-def measure(ties):
-    return lambda rows, labels, ids: cz.metrics.evaluate(rows, labels=labels, ids=ids, metrics=NAMES, ties=ties)
+# ------------------------------------------------------------------------------------------------------------ invariants
+
+
+def on_ranks(measure, rows, labels, ids, split, worlds):
+    """Return the metrics that each rank finds; ``measure`` gets its embeddings, labels and ids."""
+    each = list(zip(*(x.split(list(split)) for x in (rows, labels, ids)), strict=True))
+    return worlds.run(len(split), measure, each=each)
+
+
+def compare(found, expected, what):
+    for name, value in expected.items():
+        if found[name] != value and not (math.isnan(found[name]) and math.isnan(value)):
+            raise Broken(f"{name} of {what} is {found[name]!r}; expected: {value!r}")
+
+
+def same_for_every_split(measure, rows, worlds, splits=SPLITS):
+    """Metrics are the same bits on every rank, for every split of the rows over ranks, empty ranks included."""
+    expected = None
+    for split in splits:
+        for rank, found in enumerate(on_ranks(measure, rows, LABELS, torch.arange(47), split, worlds)):
+            expected = expected or found
+            compare(found, expected, f"rank {rank} of shards {split}")
+
+
+def invariant_to_row_order(measure, rows, worlds):
+    """Metrics do not depend on the order of rows, not even where scores are equal."""
+    orders = torch.arange(47), torch.randperm(47, generator=torch.Generator().manual_seed(99))
+    first, second = (on_ranks(measure, rows[x], LABELS[x], x, (17, 30), worlds)[0] for x in orders)
+    compare(second, first, "shuffled rows")
+
+
+def repeated_samples_count_once(measure, rows, worlds):
+    """Rows that repeat the id of another row change nothing, as a padded sampler repeats samples on other ranks."""
+    whole = torch.arange(47)
+    padded = torch.cat([torch.cat([part, torch.zeros(1, dtype=torch.int64)]) for part in whole.split([17, 30])])
+    expected = on_ranks(measure, rows, LABELS, whole, (17, 30), worlds)[0]
+    found = on_ranks(measure, rows[padded], LABELS[padded], padded, (18, 31), worlds)[0]
+    compare(found, expected, "repeated samples")
 
 
 @pytest.mark.parametrize(
@@ -46,10 +81,11 @@ def measure(ties):
     [("random", "pessimistic"), ("ties", "expected"), ("near ties", "optimistic"), ("ties", "pessimistic")],
 )
 def test_metrics_obey_the_invariants(kind, ties, worlds):
-    rows = rows_of(kind)
-    invariants.same_for_every_split(measure(ties), rows, LABELS, splits=SPLITS, worlds=worlds)
-    invariants.invariant_to_row_order(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
-    invariants.repeated_samples_count_once(measure(ties), rows, LABELS, split=(17, 30), worlds=worlds)
+    def measure(rows, labels, ids):
+        return cz.metrics.evaluate(rows, labels=labels, ids=ids, metrics=NAMES, ties=ties)
+
+    for invariant in (same_for_every_split, invariant_to_row_order, repeated_samples_count_once):
+        invariant(measure, rows_of(kind), worlds)
 
 
 # -------------------------------------------------------------------------------------------------------- mutants
@@ -85,20 +121,18 @@ def without_ids(rows, labels, ids):
     return cz.metrics.evaluate(rows, labels=labels, metrics=["hit_rate@1"])
 
 
-@pytest.mark.parametrize("mutant", [local_queries, mean_of_means])
-def test_the_split_invariant_catches(mutant, worlds):
+@pytest.mark.parametrize(
+    ("mutant", "invariant", "rows"),
+    [
+        (local_queries, same_for_every_split, rows_of("random")),
+        (mean_of_means, same_for_every_split, rows_of("random")),
+        (first_of_ties, invariant_to_row_order, torch.ones(47, 3)),
+        (without_ids, repeated_samples_count_once, rows_of("random")),
+    ],
+)
+def test_each_invariant_catches_its_mistakes(mutant, invariant, rows, worlds):
     with pytest.raises(Broken):
-        invariants.same_for_every_split(mutant, rows_of("random"), LABELS, splits=[(47,), (20, 27)], worlds=worlds)
-
-
-def test_the_order_invariant_catches_the_first_of_ties(worlds):
-    with pytest.raises(Broken, match="shuffled rows"):
-        invariants.invariant_to_row_order(first_of_ties, torch.ones(47, 3), LABELS, split=(17, 30), worlds=worlds)
-
-
-def test_the_repetition_invariant_catches_rows_without_ids(worlds):
-    with pytest.raises(Broken, match="repeated samples"):
-        invariants.repeated_samples_count_once(without_ids, rows_of("random"), LABELS, split=(17, 30), worlds=worlds)
+        invariant(mutant, rows, worlds)
 
 
 # ---------------------------------------------------------------------------------------------------------- search
@@ -209,10 +243,7 @@ def test_an_index_is_an_approximation_whose_recall_is_measured(worlds):
 
     def job():
         shard = local_shard(rows, (1500, 500))
-        exact, some = (
-            cz.metrics.ApproximateIndex("IVF16,Flat", "nprobe=16"),
-            cz.metrics.ApproximateIndex("IVF16,Flat", "nprobe=4"),
-        )
+        exact, some = (cz.metrics.ApproximateIndex("IVF16,Flat", f"nprobe={number}") for number in (16, 4))
         recalls = [cz.metrics.index_recall(shard[:50], shard, k=5, index=index) for index in (exact, some)]
         labels = torch.arange(len(shard)) % 7
         found = cz.metrics.evaluate(shard, labels=labels, metrics=["precision@5"], index=exact)
@@ -228,27 +259,18 @@ def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
     rows, labels = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 7
 
     def job(shards, factory, measure):
-        index, shard, of_shard = (
-            cz.metrics.ApproximateIndex(factory),
-            local_shard(rows, shards),
-            local_shard(labels, shards),
-        )
+        index, shard = cz.metrics.ApproximateIndex(factory), local_shard(rows, shards)
         if measure:
-            return cz.metrics.evaluate(shard, labels=of_shard, metrics=["precision@1"], index=index)
+            return cz.metrics.evaluate(shard, labels=local_shard(labels, shards), metrics=["precision@1"], index=index)
         return cz.metrics.top_k(shard, k=1, index=index).indices.shape
 
+    few = "rank 1: faiss cannot build the index 'IVF16,Flat' with parameters '' of 10 rows"
     for shards, factory, measure, says in (
-        (
-            (290, 10),
-            "IVF16,Flat",
-            False,
-            "rank 1: faiss cannot build the index 'IVF16,Flat' with parameters '' of 10 rows",
-        ),
+        ((290, 10), "IVF16,Flat", False, few),
         ((300, 0), "IVF16,What", True, "rank 0: faiss cannot build the index 'IVF16,What'"),
     ):
-        text, good = common_error(
-            worlds, 2, lambda x=(shards, factory, measure): job(*x), lambda: job((200, 100), "HNSW16", False)
-        )
+        bad = (shards, factory, measure)
+        text, good = common_error(worlds, 2, lambda x=bad: job(*x), lambda: job((200, 100), "HNSW16", False))
         assert says in text
         assert "pass index=None" in text
         assert good == [(200, 1), (100, 1)]
@@ -278,63 +300,56 @@ def without(module, function):
 
 ONES = torch.ones(3, 2)
 IDS = torch.arange(3)
+JUDGED = {"ids": IDS, "judgements": (IDS * 0, IDS * 0, torch.ones(3))}
+
+
+def evaluate_judgements():
+    ids, item = IDS + 3 * rank(), IDS[:1] + 9
+    return cz.metrics.evaluate(ONES, ids=ids, judgements=(ids[:1], item, torch.ones(1)))
+
+
+evaluate, top_k, recall_at_k = cz.metrics.evaluate, cz.metrics.top_k, cz.metrics.recall_at_k
 MISTAKES = {
-    "k beyond the gallery": (
-        lambda: cz.metrics.evaluate(ONES, ONES, metrics=["recall@7"]),
-        ("1 and the 6 rows", "got 7"),
-    ),
-    "k of a search": (lambda: cz.metrics.top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
+    "k beyond the gallery": (lambda: evaluate(ONES, ONES, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
+    "k of a search": (lambda: top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
+    "k of leave one out": (lambda: recall_at_k(ONES, labels=IDS, k=6), ("1 and the 5 rows",)),
     "no faiss on one rank": (
-        lambda: without("faiss", lambda: cz.metrics.top_k(ONES, ONES, k=1)),
-        ("rank 1", "pip install"),
+        lambda: without("faiss", lambda: top_k(ONES, ONES, k=1)),
+        ("rank 1", "pip install contrastive_zoo[faiss]"),
     ),
-    "k is zero": (lambda: cz.metrics.recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
-    "k differs": (lambda: cz.metrics.evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
-    "NaN on one rank": (lambda: cz.metrics.evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
-    "NaN in a search": (lambda: cz.metrics.top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
-    "widths of queries": (
-        lambda: cz.metrics.evaluate(torch.ones(3, 2 + rank()), labels=IDS),
-        ("width of queries", "d=3"),
-    ),
-    "widths of the gallery": (lambda: cz.metrics.evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
+    "k is zero": (lambda: recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
+    "k differs": (lambda: evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
+    "NaN on one rank": (lambda: evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
+    "NaN in a search": (lambda: top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
+    "widths of queries": (lambda: evaluate(torch.ones(3, 2 + rank()), labels=IDS), ("width of queries", "d=3")),
+    "widths of the gallery": (lambda: evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
     "no labels on one rank": (
-        lambda: cz.metrics.evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
+        lambda: evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
         ("labels",),
     ),
+    "labels of the queries alone": (lambda: recall_at_k(ONES, ONES, labels=IDS), ("come together",)),
+    "too many labels": (lambda: recall_at_k(ONES, labels=torch.arange(4)), ("one per row, got 4 for 3 rows",)),
     "unmatched query": (
-        lambda: cz.metrics.evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
+        lambda: evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
         ("rank 1", "query 3"),
     ),
-    "unmatched item": (
-        lambda: cz.metrics.evaluate(
-            ONES, ids=IDS + 3 * rank(), judgements=(IDS[:1] + 3 * rank(), IDS[:1] + 9, torch.ones(1))
-        ),
-        ("2 of ", "gallery_ids"),
-    ),
-    "unequal partners": (lambda: cz.metrics.evaluate(ONES, ONES[rank() :]), ("6 queries", "5 rows")),
-    "unknown metric": (
-        lambda: cz.metrics.evaluate(ONES, labels=IDS, metrics=["recall"]),
-        ("no metric recall", "recall@k"),
-    ),
-    "unknown ties": (lambda: cz.metrics.evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
+    "unmatched item": (evaluate_judgements, ("2 of ", "gallery_ids")),
+    "unequal partners": (lambda: evaluate(ONES, ONES[rank() :]), ("6 queries", "5 rows")),
+    "unknown metric": (lambda: evaluate(ONES, labels=IDS, metrics=["recall"]), ("no metric recall", "recall@k")),
+    "unknown ties": (lambda: evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
     "whole ranking of an index": (
-        lambda: cz.metrics.evaluate(ONES, labels=IDS, metrics=["map"], index=cz.metrics.ApproximateIndex("HNSW8")),
+        lambda: evaluate(ONES, labels=IDS, metrics=["map"], index=cz.metrics.ApproximateIndex("HNSW8")),
         ("map needs all positions",),
     ),
-    "a pair twice": (
-        lambda: cz.metrics.evaluate(ONES, ids=IDS, judgements=(IDS * 0, IDS * 0, torch.ones(3))),
-        ("a pair twice",),
-    ),
-    "excluded of another length": (lambda: cz.metrics.top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
-    "an empty gallery": (lambda: cz.metrics.top_k(ONES, ONES[:0], k=1), ("0 rows",)),
+    "a pair twice": (lambda: evaluate(ONES, **JUDGED), ("a pair twice",)),
+    "excluded of another length": (lambda: top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
+    "an empty gallery": (lambda: top_k(ONES, ONES[:0], k=1), ("0 rows",)),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_error_on_every_rank(mistake, worlds):
     bad, words = MISTAKES[mistake]
-    text, after = common_error(
-        worlds, 2, bad, lambda: cz.metrics.recall_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]])
-    )
+    text, after = common_error(worlds, 2, bad, lambda: recall_at_k(torch.eye(3)[[rank()]], torch.eye(3)[[rank()]]))
     assert all(word in text for word in words), text
     assert after == [1.0, 1.0]
