@@ -17,8 +17,10 @@ import contrastive_zoo as cz
 from contrastive_zoo.data import mining
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, numbers
+from tests.mining.test_invariants import same_columns_for_every_split
 
 N, M, D = 37, 90, 6
+BASIC = ("queries", "corpus", "positives")
 COLUMNS = ("query", "positive", "negative", "positive_score", "negative_score")
 
 
@@ -39,6 +41,11 @@ def data(seed: int = 0, ties: bool = False) -> dict[str, Tensor]:
         "corpus_labels": torch.arange(M) % 5,
         "corpus_ids": torch.arange(M) // 2,
     }
+
+
+def basic() -> dict[str, Tensor]:
+    """Return what every mining needs."""
+    return {name: data()[name] for name in BASIC}
 
 
 def by_hand(given: dict[str, Tensor], guide: Tensor | None = None, **settings: Any) -> list[list[int]]:
@@ -93,10 +100,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "relative margin": ({"relative_margin": 0.3, "range_max": 90}, ()),
     "labels": ({"num_negatives": 5}, ("query_labels", "corpus_labels")),
     "ids": ({"num_negatives": 4}, ("corpus_ids",)),
-    "labels and ids, all ranks": (
-        {"num_negatives": 7, "range_max": 200},
-        ("query_labels", "corpus_labels", "corpus_ids"),
-    ),
+    "labels and ids": ({"num_negatives": 7, "range_max": 200}, ("query_labels", "corpus_labels", "corpus_ids")),
 }
 
 
@@ -104,22 +108,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_one_process_finds_what_a_plain_search_finds(name: str, ties: bool) -> None:
     settings, used = SETTINGS[name]
-    everything = data(ties=ties)
     if ties and name not in ("plain", "range", "labels", "ids"):
         pytest.skip("thresholds between equal scores are a matter of the last bit")
-    rows = {x: everything[x] for x in ("queries", "corpus", "positives", *used)}
+    rows = {x: data(ties=ties)[x] for x in (*BASIC, *used)}
     assert negatives(cz.data.mine_hard_negatives(**rows, **settings)) == by_hand(rows, **settings)
 
 
 def test_a_guide_refuses_false_negatives() -> None:
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     scores = numbers(N, M, seed=9)
     found = cz.data.mine_hard_negatives(**rows, guide=lambda query, corpus: scores[query, corpus], range_max=M)
     assert negatives(found) == by_hand(rows, guide=scores)
 
 
 def test_columns_of_both_forms() -> None:
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     triplets = cz.data.mine_hard_negatives(**rows, num_negatives=2)
     tuples = cz.data.mine_hard_negatives(**rows, num_negatives=2, output="n-tuple")
     assert tuple(triplets) == tuple(tuples) == COLUMNS
@@ -132,7 +135,7 @@ def test_columns_of_both_forms() -> None:
 
 
 def test_n_tuples_are_complete_and_triplets_are_not() -> None:
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     settings = {"absolute_margin": 0.4, "range_max": 90, "num_negatives": 40}
     complete = {i for i, x in enumerate(by_hand(rows, **settings)) if len(x) == 40}
     assert 0 < len(complete) < N
@@ -140,7 +143,7 @@ def test_n_tuples_are_complete_and_triplets_are_not() -> None:
 
 
 def test_random_negatives_are_a_function_of_the_seed() -> None:
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     first, again, other = (
         cz.data.mine_hard_negatives(**rows, sampling="random", seed=seed, range_max=20)["negative"].tolist()
         for seed in (0, 0, 1)
@@ -154,7 +157,7 @@ def test_random_negatives_are_a_function_of_the_seed() -> None:
 
 
 def test_the_steps_do_not_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     expected = cz.data.mine_hard_negatives(**rows, sampling="random")
     monkeypatch.setattr(mining, "QUERIES_OF_A_STEP", 8)
     found = cz.data.mine_hard_negatives(**rows, sampling="random", progress=True)
@@ -163,7 +166,7 @@ def test_the_steps_do_not_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_the_corpus_may_be_a_memory_map(tmp_path: Any) -> None:
-    rows = {x: data()[x].numpy() for x in ("queries", "corpus", "positives")}
+    rows = {name: x.numpy() for name, x in basic().items()}
     np.save(tmp_path / "corpus.npy", rows["corpus"])
     expected = cz.data.mine_hard_negatives(**rows)
     rows["corpus"] = np.load(tmp_path / "corpus.npy", mmap_mode="r")
@@ -172,7 +175,7 @@ def test_the_corpus_may_be_a_memory_map(tmp_path: Any) -> None:
 
 def test_columns_are_a_dataset() -> None:
     datasets = pytest.importorskip("datasets")
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     found = datasets.Dataset.from_dict(cz.data.mine_hard_negatives(**rows, output="n-tuple"))
     assert found.column_names == list(COLUMNS)
     assert len(found[0]["negative"]) == 3
@@ -181,14 +184,10 @@ def test_columns_are_a_dataset() -> None:
 # ----------------------------------------------------------------------------------------------------- several ranks
 
 
-def mined(rows: dict[str, Tensor], shards: tuple[list[int], list[int]], settings: dict[str, Any]) -> Any:
-    """Return what this rank mines of its part of queries and corpus."""
-    of = {name: shards[name.startswith("corpus")] for name in rows}
-    part = {name: x.split(of[name])[dist.get_rank()] for name, x in rows.items()}
-    settings = dict(settings)
-    if settings.pop("guided", False):
-        settings["guide"] = lambda query, corpus: ((query * 31 + corpus * 17) % 101).float()
-    return cz.data.mine_hard_negatives(**part, **settings)
+def guided(**arguments: Any) -> Any:
+    return cz.data.mine_hard_negatives(
+        **arguments, guide=lambda query, corpus: ((query * 31 + corpus * 17) % 101).float()
+    )
 
 
 @st.composite
@@ -207,26 +206,21 @@ def splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     shards=splits(),
     name=st.sampled_from([*SETTINGS]),
     ties=st.booleans(),
-    more=st.sampled_from([{}, {"sampling": "random"}, {"guided": True}, {"output": "n-tuple"}]),
+    mine=st.sampled_from([cz.data.mine_hard_negatives, guided]),
+    more=st.sampled_from([{}, {"sampling": "random"}, {"output": "n-tuple"}]),
 )
 def test_every_split_mines_the_same_bits(
-    shards: tuple[list[int], list[int]], name: str, ties: bool, more: dict[str, Any], worlds: Worlds
+    shards: tuple[list[int], list[int]], name: str, ties: bool, mine: Any, more: dict[str, Any], worlds: Worlds
 ) -> None:
     settings, used = SETTINGS[name]
-    everything = data(ties=ties)
-    rows = {x: everything[x] for x in ("queries", "corpus", "positives", *used)}
-    (expected,) = worlds.run(1, mined, rows, ([N], [M]), settings | more)
-    found = worlds.run(len(shards[0]), mined, rows, shards, settings | more)
-    for column in COLUMNS:
-        whole = np.concatenate([of_rank[column] for of_rank in found])
-        assert whole.dtype == expected[column].dtype
-        assert whole.tobytes() == expected[column].tobytes()
+    rows = {x: data(ties=ties)[x] for x in (*BASIC, *used)}
+    same_columns_for_every_split(mine, worlds, rows, settings | more, shards)
 
 
 def test_sentence_transformers_mines_the_same() -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers")
     datasets = pytest.importorskip("datasets")
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+    rows = basic()
     rows["positives"] = rows["positives"][:, 0]
     unit = {name: F.normalize(rows[name], dim=1) for name in ("queries", "corpus")}
     pairs = datasets.Dataset.from_dict(
@@ -259,14 +253,8 @@ def test_sentence_transformers_mines_the_same() -> None:
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "width": (
-        {"corpus": torch.ones(M, D + 1)},
-        r"rows of one width and dtype, got float32 \[37, 6\] and float32 \[90, 7\]",
-    ),
-    "integers": (
-        {x: torch.ones(n, D, dtype=torch.int64) for x, n in (("queries", N), ("corpus", M))},
-        "floating-point rows",
-    ),
+    "width": ({"corpus": torch.ones(M, D + 1)}, r"one width and dtype, got float32 \[37, 6\] and float32 \[90, 7\]"),
+    "integers": ({"queries": torch.ones(N, D).long(), "corpus": torch.ones(M, D).long()}, "floating-point rows"),
     "nan": ({"corpus": torch.full((M, D), torch.nan)}, "NaN or infinite"),
     "outside": ({"positives": torch.full((N,), M)}, "indices into the 90 rows of the corpus, or -1, got 90"),
     "length": ({"positives": torch.zeros(3, dtype=torch.int64)}, r"for each of 37 rows, got int64 \[3\]"),
@@ -285,24 +273,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input(name: str) -> None:
     change, says = BAD[name]
     with pytest.raises(ValueError, match=says):
-        cz.data.mine_hard_negatives(**{**{x: data()[x] for x in ("queries", "corpus", "positives")}, **change})
+        cz.data.mine_hard_negatives(**{**basic(), **change})
 
 
 def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
     def job(name: str | None) -> Any:
-        rows: dict[str, Any] = {x: data()[x] for x in ("queries", "corpus", "positives")}
-        change = BAD[name][0] if name and dist.get_rank() == 1 else {}
-        return cz.data.mine_hard_negatives(**{**rows, "guide": lambda query, corpus: corpus, **change})[
-            "negative"
-        ].tolist()
+        rows: dict[str, Any] = {**basic(), "guide": lambda query, corpus: corpus}
+        rows |= BAD[name][0] if name and dist.get_rank() == 1 else {}
+        return cz.data.mine_hard_negatives(**rows)["negative"].tolist()
 
     for name in ("width", "nan", "outside", "length", "number", "guide"):
         text, _ = common_error(worlds, 2, lambda name=name: job(name), lambda: job(None))
         assert text.startswith(("mine_hard_negatives: ", "top_k: ")), text
 
 
-def test_the_error_of_a_guide_is_the_cause(worlds: Worlds) -> None:
-    rows = {x: data()[x] for x in ("queries", "corpus", "positives")}
+def test_the_error_of_a_guide_is_the_cause() -> None:
+    rows = basic()
     with pytest.raises(ValueError, match="the guide raised KeyError: 'model'") as raised:
         cz.data.mine_hard_negatives(**rows, guide=lambda query, corpus: {}["model"])
     assert isinstance(raised.value.__cause__, KeyError)

@@ -1,27 +1,78 @@
-"""Mining keeps its invariants, and each of them catches its mistake."""
+"""Mining keeps its invariants on several ranks, and each of them catches its mistakes."""
 
+import numpy as np
 import pytest
 import torch
 
-import contrastive_zoo as cz
-from contrastive_zoo.testing.invariant import Broken, Invariant
-from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.data import mine_hard_negatives
+from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.world import ONE_PROCESS, World
+from contrastive_zoo.testing.invariant import Broken
 from tests.helpers import numbers
-from tests.mining.invariants import MINING_INVARIANTS, MISTAKES, Mine, MiningTrial
+
+ROWS = {"queries": numbers(20, 4, seed=0), "corpus": numbers(40, 4, seed=1), "positives": torch.arange(20)}
+SETTINGS = {"num_negatives": 2, "range_max": 8, "sampling": "random"}
 
 
-def trial(mine: Mine, worlds: Worlds) -> MiningTrial:
-    rows = {
-        "queries": numbers(20, 4, seed=0),
-        "corpus": numbers(40, 4, seed=1),
-        "positives": torch.arange(20),
-    }
-    settings = {"num_negatives": 2, "range_max": 8, "sampling": "random"}
-    return MiningTrial(mine, rows, (9, 11), (17, 23), settings, worlds)
+def columns(mine, worlds, rows=ROWS, settings=SETTINGS, shards=((9, 11), (17, 23))):
+    """Return the columns of all ranks in rank order, given the split of the queries and of the corpus."""
+
+    def on_rank(rows):
+        return mine(**rows, **settings)
+
+    parts = {name: x.split(list(shards[name.startswith("corpus")])) for name, x in rows.items()}
+    each = [({name: x[rank].clone() for name, x in parts.items()},) for rank in range(len(shards[0]))]
+    found = worlds.run(len(each), on_rank, each=each)
+    return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize("invariant", MINING_INVARIANTS, ids=str)
-def test_each_invariant_catches_its_mistake(invariant: Invariant[MiningTrial], worlds: Worlds) -> None:
-    assert invariant(trial(cz.data.mine_hard_negatives, worlds))
+def same_columns_for_every_split(mine, worlds, rows=ROWS, settings=SETTINGS, shards=((9, 11), (17, 23))):
+    """The columns of all ranks are the same bits as on one process; random choices too."""
+    expected = columns(mine, worlds, rows, settings, [[sum(x)] for x in shards])
+    for name, column in columns(mine, worlds, rows, settings, shards).items():
+        same_kind = (column.shape, column.dtype) == (expected[name].shape, expected[name].dtype)
+        if not same_kind or column.tobytes() != expected[name].tobytes():
+            raise Broken(f"column {name} differs from one process")
+
+
+def no_positive_among_negatives(mine, worlds):
+    """No negative of a query is one of its positives, and every positive is the query's."""
+    found, positives = columns(mine, worlds), ROWS["positives"].numpy()
+    if (found["positive"] != positives[found["query"]]).any() or (found["negative"] == found["positive"]).any():
+        raise Broken("a query has a negative that is its positive, or the positive of another query")
+
+
+def own_corpus(queries, corpus, positives, **settings):
+    """Each rank searches in its own part of the corpus; positives elsewhere are forgotten."""
+    world = World.of()
+    queries_start, corpus_start = world.shards(len(queries)).start, world.shards(len(corpus)).start
+    local = positives - corpus_start
+    local[(local < 0) | (local >= len(corpus))] = -1
+    found = mine_hard_negatives(queries, corpus, local, **settings, process_group=ONE_PROCESS)
+    offsets = {"query": queries_start, "positive": corpus_start, "negative": corpus_start}
+    return {name: column + offsets.get(name, 0) for name, column in found.items()}
+
+
+def positions_in_the_shard(queries, corpus, positives, **settings):
+    """Positives are taken for positions in the part of rank 0."""
+    return mine_hard_negatives(queries, corpus, positives % World.of().shards(len(corpus)).sizes[0], **settings)
+
+
+def drawn_by_local_index(queries, corpus, positives, **settings):
+    """Each rank gathers the corpus and mines on its own, so that queries count from 0 on every rank."""
+    found = mine_hard_negatives(queries, all_gather(corpus), positives, **settings, process_group=ONE_PROCESS)
+    return {**found, "query": found["query"] + World.of().shards(len(queries)).start}
+
+
+@pytest.mark.parametrize(
+    ("invariant", "mistake"),
+    [
+        (same_columns_for_every_split, own_corpus),
+        (same_columns_for_every_split, drawn_by_local_index),
+        (no_positive_among_negatives, positions_in_the_shard),
+    ],
+)
+def test_each_invariant_catches_its_mistake(invariant, mistake, worlds):
+    invariant(mine_hard_negatives, worlds)
     with pytest.raises(Broken):
-        invariant(trial(MISTAKES[invariant.catches], worlds))
+        invariant(mistake, worlds)

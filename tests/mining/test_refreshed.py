@@ -96,19 +96,15 @@ def test_an_encoder_that_fails_on_one_rank_is_every_ranks_error(name: str, world
 
 def test_bad_input(worlds: Worlds) -> None:
     rows = numbers(N, 4, seed=0)
-    for positives in (
-        [0, 1],
-        torch.zeros(3),
-        torch.zeros(2, 1, 1, dtype=torch.int64),
-        torch.zeros(0, dtype=torch.int64),
-    ):
-        with pytest.raises(ValueError, match="RefreshedNegatives: positives "):
-            RefreshedNegatives(rows.__getitem__, rows.__getitem__, positives, corpus_size=N, every=2)
 
-    def make(**settings: Any) -> RefreshedNegatives:
+    def make(positives: Any = None, **settings: Any) -> RefreshedNegatives:
         settings = {"corpus_size": N, "every": 2, **settings}
-        return RefreshedNegatives(rows.__getitem__, rows.__getitem__, torch.arange(N), **settings)
+        positives = torch.arange(N) if positives is None else positives
+        return RefreshedNegatives(rows.__getitem__, rows.__getitem__, positives, **settings)
 
+    for positives in ([0, 1], torch.zeros(3), torch.zeros(2, 1, 1).long(), torch.zeros(0).long()):
+        with pytest.raises(ValueError, match="RefreshedNegatives: positives "):
+            make(positives)
     with pytest.raises(ValueError, match="every is an integer of at least 1, got 0"):
         make(every=0)
     with pytest.raises(ValueError, match="'top' or 'random'"):
@@ -117,8 +113,7 @@ def test_bad_input(worlds: Worlds) -> None:
         make(num_negatives=2).load_state_dict(make().state_dict())
     text, _ = common_error(worlds, 2, lambda: make().update(dist.get_rank()), lambda: make().update(0))
     assert "step" in text
-    other = lambda: RefreshedNegatives(  # noqa: E731 - it raises on ranks only
-        rows.__getitem__, rows.__getitem__, torch.arange(N) * (1 - dist.get_rank()), corpus_size=N, every=2
-    ).update(0)
-    text, _ = common_error(worlds, 2, other, lambda: make().update(0))
+    text, _ = common_error(
+        worlds, 2, lambda: make(torch.arange(N) * (1 - dist.get_rank())).update(0), lambda: make().update(0)
+    )
     assert "positives" in text
