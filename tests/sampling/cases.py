@@ -14,7 +14,7 @@ from contrastive_zoo.data import (
     NoDuplicatesBatchSampler,
 )
 from contrastive_zoo.ranks.world import World
-from tests.sampling.trial import SamplerTrial
+from tests.sampling.invariants import SamplerTrial
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,9 @@ class Maker:
 
 
 def random_trial(seed: int, kinds: Sequence[type[BaseBatchSampler]] = ()) -> SamplerTrial:
-    """Return a random sampler, dataset, batch size, world size and position.
+    """Return a random sampler, one of these or of all kinds, dataset, batch size, world size and position.
 
     Datasets have 1 to 120 samples; labels and values are skewed, so that classes have between one and most of the samples.
-
-    Args:
-        seed: the case; equal seeds give equal cases.
-        kinds: samplers to choose from: subclasses of the library's; all of the library's by default.
-
-    Examples:
-        >>> random_trial(3).world_size == random_trial(3).world_size
-        True
     """
     rng = np.random.default_rng(seed)
     kind = (kinds or KINDS)[int(rng.integers(len(kinds or KINDS)))]
@@ -85,11 +77,8 @@ def _by_class(rng: np.random.Generator, size: int, settings: dict[str, Any]) -> 
     used = counts > (settings["singletons"] == "drop")
     settings |= {"m": int(rng.integers(2, 7)), "classes_per_batch": int(rng.integers(1, used.sum() + 1))}
     samples = np.flatnonzero(np.isin(labels, values[used])).tolist()
-    return (labels,), {
-        "samples": samples,
-        "labels": labels,
-        "group": (settings["m"], settings["classes_per_batch"]),
-    }
+    group = settings["m"], settings["classes_per_batch"]
+    return (labels,), {"samples": samples, "labels": labels, "group": group}
 
 
 def _skewed(rng: np.random.Generator, high: int, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -5,9 +5,8 @@ import pytest
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler
 from contrastive_zoo.testing.invariant import Broken, Invariant
 from tests.sampling.cases import KINDS, random_trial
-from tests.sampling.invariants import SAMPLER_INVARIANTS
+from tests.sampling.invariants import SAMPLER_INVARIANTS, SamplerTrial
 from tests.sampling.mistakes import MISTAKES
-from tests.sampling.trial import SamplerTrial
 
 CASES = 25
 """Cases of each sampler; ``benchmarks/samplers.py --search`` runs as many as one asks for."""

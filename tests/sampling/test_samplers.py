@@ -94,35 +94,11 @@ def test_workers_and_batches_without_samples() -> None:
 # ----------------------------------------------------------------------------------------------------------- samplers
 
 
-def test_weights_split_each_batch() -> None:
-    parts = [
-        [len(x) for x in GlobalBatchSampler(
-            25, batch_size=10, rank_weights=[1, 1, 0.5], process_group=cz.World(rank, 3))] for rank in range(3)
-    ]  # fmt: skip
-    assert parts == [[4, 4, 2], [4, 4, 2], [2, 2, 1]]
-
-
-def test_each_class_has_m_samples_in_a_batch() -> None:
-    sampler = MPerClassBatchSampler(np.arange(60) % 6, m=5, classes_per_batch=3, process_group=ONE_PROCESS)
-    for batch in sampler:
-        _, counts = np.unique(np.array(batch) % 6, return_counts=True)
-        assert counts.tolist() == [5, 5, 5]
-    assert len(sampler) == 4
-
-
 @pytest.mark.parametrize(("singletons", "expected"), [("keep", 9), ("drop", 8)])
 def test_singletons_are_kept_or_dropped(singletons: Any, expected: int) -> None:
     labels = ["a", "a", "b", "b", "c", "a", "a", "b", "b"]
     sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, singletons=singletons, process_group=ONE_PROCESS)
     assert len({x for batch in sampler for x in batch}) == expected
-
-
-def test_one_large_class_spreads_over_all_batches() -> None:
-    labels = torch.tensor([0] * 40 + [1] * 4 + [2] * 4)
-    sampler = MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=ONE_PROCESS)
-    classes = [len(labels[batch].unique()) for batch in sampler]
-    assert len(classes) == 10
-    assert max(classes) == 2
 
 
 def test_values_of_all_columns_are_different() -> None:
