@@ -1,11 +1,9 @@
 """Invariants of monitored figures, their direct formulas, and monitors with mistakes that the invariants catch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,25 +19,11 @@ _RESOLUTION = 2**-11
 """Largest difference of a quantile: half the width of a bin."""
 
 
-class Watched(NamedTuple):
-    """What one rank finds in one call."""
-
-    figures: dict[str, float]
-    value: Tensor
-    gradients: list[Tensor]
-    random: Tensor
-
-
 @dataclass(frozen=True)
 class MonitorTrial:
     """A loss on one global batch, watched by the monitor under test.
 
-    Args:
-        attach: returns the monitor of a DistributedLoss.
-        make_loss: returns the DistributedLoss.
-        rows: the arguments of the loss on all ranks; floating-point ones get a gradient.
-        shards: how many rows of each argument a rank holds.
-        worlds: the process groups to run on.
+    ``attach`` returns the monitor of a DistributedLoss, ``make_loss`` the loss; ``rows`` are the arguments of all ranks.
     """
 
     attach: Callable[[Any], Any]
@@ -48,14 +32,16 @@ class MonitorTrial:
     shards: Sequence[int]
     worlds: Worlds
 
-    def watched(self, *, shards: Sequence[int] | None = None, attach: bool = True) -> list[Watched]:
-        """Return what the ranks find, in rank order."""
+    def watched(self, *, shards: Sequence[int] | None = None, attach: bool = True) -> list[Any]:
+        """Return each rank's figures, and its value, next random numbers and gradients."""
         shards = list(self.shards if shards is None else shards)
         each = list(zip(*(x.split(shards) for x in self.rows), strict=True))
         return self.worlds.run(len(shards), _watched, self.attach if attach else None, self.make_loss, each=each)
 
 
-def _watched(attach: Callable[[Any], Any] | None, make_loss: Callable[[], Any], *rows: Tensor) -> Watched:
+def _watched(
+    attach: Callable[[Any], Any] | None, make_loss: Callable[[], Any], *rows: Tensor
+) -> tuple[dict[str, float], list[Tensor]]:
     torch.manual_seed(0)
     torch.set_default_dtype(next(x.dtype for x in rows if x.is_floating_point()))
     loss_fn = make_loss()
@@ -65,42 +51,31 @@ def _watched(attach: Callable[[Any], Any] | None, make_loss: Callable[[], Any], 
     random = torch.rand(3)
     value.backward()
     gradients = [x.grad for x in leaves if x.grad is not None]
-    return Watched({} if monitor is None else monitor.latest, value, gradients, random)
+    return {} if monitor is None else monitor.latest, [value.detach(), random, *gradients]
 
 
 @invariant(catches="local batch")
 def monitor_same_for_every_split(trial: MonitorTrial) -> None:
-    """Every rank finds the figures that one process finds: counts and quantiles the same bits, others up to rounding.
-
-    When it fails, a curve changes with the number of GPUs, or shows one rank's embeddings only.
-    """
-    expected = trial.watched(shards=[sum(trial.shards)])[0].figures
-    for rank, found in enumerate(trial.watched()):
-        _compare(found.figures, expected, f"on rank {rank}", "one process", resolution=0.0)
+    """Every rank finds the figures that one process finds: counts and quantiles the same bits, others up to rounding."""
+    ((expected, _),) = trial.watched(shards=[sum(trial.shards)])
+    for rank, (figures, _) in enumerate(trial.watched()):
+        _compare(figures, expected, f"on rank {rank}", "one process", resolution=0.0)
 
 
 @invariant(catches="mean of ranks")
 def monitor_equals_direct_formulas(trial: MonitorTrial) -> None:
-    """The figures are those of plain formulas on the global batch; quantiles up to half a bin.
-
-    When it fails, a figure is not what its name says.
-    """
+    """The figures are those of plain formulas on the global batch; quantiles up to half a bin."""
     expected = direct_figures(*trial.rows)
-    for rank, found in enumerate(trial.watched()):
-        of_direct = {name: found.figures.get(name, math.nan) for name in expected}
+    for rank, (figures, _) in enumerate(trial.watched()):
+        of_direct = {name: figures.get(name, math.nan) for name in expected}
         _compare(of_direct, expected, f"on rank {rank}", "direct formula", resolution=_RESOLUTION)
 
 
 @invariant(catches="draws random numbers")
 def monitor_leaves_the_loss_unchanged(trial: MonitorTrial) -> None:
-    """Value, gradients and the next random numbers are the same bits with and without the monitor.
-
-    When it fails, a run that is watched is another run.
-    """
-    for rank, (found, expected) in enumerate(zip(trial.watched(), trial.watched(attach=False), strict=True)):
-        pairs = [(found.value, expected.value), (found.random, expected.random)]
-        pairs += zip(found.gradients, expected.gradients, strict=True)
-        if not all(torch.equal(x, y) for x, y in pairs):
+    """Value, gradients and the next random numbers are the same bits with and without the monitor."""
+    for rank, ((_, found), (_, expected)) in enumerate(zip(trial.watched(), trial.watched(attach=False), strict=True)):
+        if not all(map(torch.equal, found, expected)):
             raise Broken(f"value, gradients or random numbers of rank {rank} differ from those without a monitor")
 
 
@@ -123,17 +98,7 @@ def _compare(
 def direct_figures(
     first: Tensor, second: Tensor, *, quantiles: Sequence[float] = (0.05, 0.5, 0.95)
 ) -> dict[str, float]:
-    """Return figures of a global batch by plain formulas, with the matrix of all similarities.
-
-    Args:
-        first: embeddings [N, d] in float64.
-        second: labels [N], or the other view or encoder [N, d].
-        quantiles: of the similarities.
-
-    Examples:
-        >>> direct_figures(torch.eye(3), torch.eye(3))["top1_forward"]
-        1.0
-    """
+    """Return figures by plain formulas of embeddings [N, d], and of labels [N] or the other view or encoder [N, d]."""
     a = F.normalize(first.double(), dim=1)
     itself = torch.eye(len(a), dtype=torch.bool)
     if second.is_floating_point():
@@ -162,7 +127,6 @@ class LocalBatch(Monitor):
     """Measures each rank's own embeddings."""
 
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
-        """Measure without the other ranks."""
         super().observe(loss, rows, [Shards((len(x),)) for x in rows.values()], ONE_PROCESS)
 
 
@@ -170,15 +134,12 @@ class MeanOfRanks(LocalBatch):
     """Averages the figures that each rank finds among its own embeddings."""
 
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
-        """Measure without the other ranks, and average."""
         super().observe(loss, rows, shards, world)
-        self.mean = dict(
-            zip(self.latest, mean_over_ranks(torch.tensor([*super().latest.values()]), world), strict=True)
-        )
+        means = mean_over_ranks(torch.tensor([*super().latest.values()]), world)
+        self.mean = dict(zip(super().latest, means, strict=True))
 
     @property
     def latest(self) -> dict[str, float]:
-        """The averaged figures."""
         found: Mapping[str, Any] = getattr(self, "mean", super().latest)
         return {name: float(x) for name, x in found.items()}
 
@@ -187,7 +148,6 @@ class DrawsRandomNumbers(Monitor):
     """Draws the signs of its sketches from torch's global generator."""
 
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
-        """Measure, and draw."""
         super().observe(loss, rows, shards, world)
         torch.randint(0, 2, (64,))
 

@@ -1,7 +1,5 @@
 """Monitor: its figures, its invariants with the mistakes that they catch, and what ranks must agree on."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -9,15 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.monitor import sums
 from contrastive_zoo.metrics.monitor.figures import effective_rank
 from contrastive_zoo.metrics.monitor.sums import sketch
 from contrastive_zoo.testing.invariant import Broken
-from tests.helpers import common_error, learnt, numbers
+from tests.helpers import Largest, common_error, learnt, numbers
 from tests.monitor_invariants import MISTAKES, MONITOR_INVARIANTS, MonitorTrial
 
 N, D = 13, 5
@@ -80,34 +76,21 @@ def test_blocks_and_rounds_change_no_bit(monkeypatch):
         monkeypatch.setattr(sums, "_BLOCK", block)
         for make, rows in ((cz.SupCon, LABELLED), (cz.Clip, PAIRED)):
             found.append(measured(make(), *rows))
-    for name, value in found[0].items():
-        assert math.isclose(found[2][name], value, rel_tol=1e-12), name
-    for name, value in found[1].items():
-        assert math.isclose(found[3][name], value, rel_tol=1e-12), name
+    for whole, in_blocks in zip(found[:2], found[2:], strict=True):
+        assert in_blocks == pytest.approx(whole, rel=1e-12, abs=0)
 
 
 def test_the_path_of_large_batches_is_monitored_alike(worlds):
     rows = numbers(700, 16, seed=4), numbers(700, 16, seed=5)
     for make in (ntxent, lambda: cz.DistributedLoss(cz.Clip(**learnt(0.1)), ring=True)):
         one, two = (MonitorTrial(cz.Monitor, make, rows, s, worlds).watched() for s in ((700,), (300, 400)))
-        for name, value in one[0].figures.items():
-            assert all(math.isclose(x.figures[name], value, rel_tol=1e-9, abs_tol=1e-12) for x in two), name
+        for name, value in one[0][0].items():
+            assert all(math.isclose(x[name], value, rel_tol=1e-9, abs_tol=1e-12) for x, _ in two), name
 
 
 def test_no_tensor_grows_with_the_square_of_the_batch(monkeypatch):
     monkeypatch.setattr(sums, "CANDIDATES", 128)
     monkeypatch.setattr(sums, "_BLOCK", 2**13)
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            sizes = [
-                x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(found) if isinstance(x, torch.Tensor)
-            ]
-            self.elements = max(self.elements, *sizes, 0)
-            return found
 
     n, d = 600, 8
     loss_fn = cz.DistributedLoss(of_pairs)
@@ -266,27 +249,18 @@ def test_ranks_that_disagree_on_the_monitor_raise_alike(worlds):
     def embeddings(seed):
         return numbers(3, D, seed=seed + dist.get_rank())
 
-    def on_one_rank():
-        loss_fn = cz.DistributedLoss(cz.NTXent())
-        if dist.get_rank() == 1:
-            cz.Monitor(loss_fn)
-        loss_fn(embeddings(0), embeddings(2))
-
-    def other_counts():
-        loss_fn = cz.DistributedLoss(cz.NTXent())
-        cz.Monitor(loss_fn).load_state_dict({"calls": dist.get_rank()})
-        loss_fn(embeddings(0), embeddings(2))
-
-    def good():
-        loss_fn = cz.DistributedLoss(cz.NTXent())
-        monitor = cz.Monitor(loss_fn)
+    def call(on_all=True, count_on_rank_1=0):
+        loss_fn = ntxent()
+        monitor = cz.Monitor(loss_fn) if on_all or dist.get_rank() == 1 else None
+        if count_on_rank_1:
+            monitor.load_state_dict({"calls": dist.get_rank()})
         loss_fn(embeddings(0), embeddings(2))
         return monitor.latest
 
-    message, found = common_error(worlds, 2, on_one_rank, good)
+    message, found = common_error(worlds, 2, lambda: call(on_all=False), call)
     assert "rank 1 brought the monitor, rank 0 brought none" in message
     assert found[0] == found[1] != {}
-    message, _ = common_error(worlds, 2, other_counts, good)
+    message, _ = common_error(worlds, 2, lambda: call(count_on_rank_1=1), call)
     assert "ranks disagree on the monitor: rank 0 has Monitor(every=50" in message
 
 

@@ -106,12 +106,14 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         if problem is None and not is_integer(seed, at_least=0):
             problem = f"seed is an integer of at least 0, got {seed!r}."
         problem = problem or weights_problem(rank_weights, world.size)
-        words = {name: _in_words(value) for name, value in {**settings, "seed": seed}.items()}
+        words = {
+            name: array_in_one_line(value) if isinstance(value, np.ndarray) else in_one_line(value)
+            for name, value in {**settings, "seed": seed}.items()
+        }
         self._digest = hashlib.blake2b(repr((type(self).__name__, words)).encode(), digest_size=8).hexdigest()
         if not isinstance(process_group, World):
-            statement = Statement(type(self).__name__, {**words, "rank_weights": _in_words(rank_weights)})
-            statement.problem = problem
-            shake_hands(statement, world)
+            compared = {**words, "rank_weights": in_one_line(rank_weights)}
+            shake_hands(Statement(type(self).__name__, compared, problem=problem), world)
         elif problem is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")
         self._batches: tuple[int, Batches] | None = None
@@ -211,20 +213,10 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
 
 def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
-    """Return the samples of each batch in the order of their keys, given each sample's batch; −1 is in none.
-
-    Examples:
-        >>> grouped(np.array([1, 0, -1, 1]), np.array([8, 3, 0, 5], dtype=np.uint64))
-        [array([1]), array([3, 0])]
-    """
+    """Return the samples of each batch in the order of their keys, given each sample's batch; −1 is in none."""
     order = np.lexsort((keys, batch_of))
     counts = np.bincount(batch_of + 1)
     return np.split(order[counts[0] :], np.cumsum(counts[1:])[:-1])
-
-
-def _in_words(value: object) -> str:
-    """Return a setting as text that ranks compare."""
-    return array_in_one_line(value) if isinstance(value, np.ndarray) else in_one_line(value)
 
 
 class GlobalBatchSampler(BaseBatchSampler):

@@ -158,7 +158,7 @@ class RefreshedNegatives:
                 f"RefreshedNegatives: saved negatives are -1 … {self.corpus_size - 1}, the rows of the corpus, got "
                 f"{int(negatives.min())} … {int(negatives.max())}."
             )
-        if not (mined_at is None or (is_integer(mined_at, at_least=0))):
+        if not (mined_at is None or is_integer(mined_at, at_least=0)):
             raise ValueError(f"RefreshedNegatives: mined_at is a step or None, got {described(mined_at)}.")
         self.mined_at, self.negatives = mined_at, negatives.clone()
 

@@ -6,6 +6,7 @@ b bits each, x = 2^e (high + low), so few that every sum of d products has at mo
 any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
 """
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
@@ -29,7 +30,6 @@ class ExactMean:
         self.sums = dict.fromkeys(names, (0, 0, 0))
 
     def add(self, name: str, values: Floats) -> None:
-        """Add numbers under a name."""
         units = np.rint(values * _UNIT).astype(np.int64)
         high, low, count = self.sums[name]
         self.sums[name] = high + int((units // _HALF).sum()), low + int((units % _HALF).sum()), count + len(units)
@@ -39,11 +39,10 @@ class ExactMean:
         by_rank = world.exchange([x for sums in self.sums.values() for x in sums])
         totals = [sum(x) for x in zip(*by_rank, strict=True)]
         columns = zip(self.sums, totals[0::3], totals[1::3], totals[2::3], strict=True)
-        return {name: _mean(high * _HALF + low, count) for name, high, low, count in columns}
-
-
-def _mean(units: int, count: int) -> float:
-    return float(Fraction(units, count * _UNIT)) if count else float("nan")
+        return {
+            name: float(Fraction(high * _HALF + low, count * _UNIT)) if count else math.nan
+            for name, high, low, count in columns
+        }
 
 
 class Slices(NamedTuple):
@@ -55,7 +54,6 @@ class Slices(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor) -> "Slices":
-        """Cut rows [..., d] into slices."""
         bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
         exponent = torch.frexp(largest.double()).exponent.clamp(-1000, 1022)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import Gallery
-from contrastive_zoo.metrics.ranking import Floats, Groups, Ints, Levels, Ranking, Relevant, changes, levels_of
+from contrastive_zoo.metrics.ranking import Floats, Groups, Ints, Levels, Ranking, changes, levels_of
 from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -135,15 +135,12 @@ class Judgements:
         return grades.view(torch.int64)
 
     def grades(self, block: Round, query: Tensor, values: Tensor) -> Float[Tensor, " p"]:
-        """Return the grades of rows with these values."""
         return values.view(torch.float64)
 
     def pairs(self, question: Question) -> Pairs:
-        """Return all relevant pairs of a round with this rank's rows."""
         return question.judged
 
     def totals(self, question: Question) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many rows of which grade are relevant: query, grade and count."""
         return question.judged.query, question.judged.grade, torch.ones_like(question.judged.query)
 
 
@@ -191,7 +188,7 @@ def nearest_ranking(
     groups = Groups.joined([Groups(*(x.numpy() for x in part)) for part in parts])
     grade = relevance.grades(block, torch.from_numpy(groups.query), torch.from_numpy(groups.value)).numpy()
     kept = grade > 0
-    relevant = Relevant(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
+    relevant = Groups(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
     return groups, Ranking.of(levels_of(groups), relevant, _of_round(totals, block), block.shards.size)
 
 
@@ -250,7 +247,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     by_rank = exchanged(counts, shards.sizes, [shards.size] * block.world.size, block.world)
     higher, tied = by_rank.view(block.world.size, shards.size, 2).sum(0).numpy().T
     levels = Levels(query[first], score[first], higher, tied)
-    relevant = Relevant(query, score, grade, np.ones(len(query), dtype=np.int64))
+    relevant = Groups(query, score, grade, np.ones(len(query), dtype=np.int64))
     return Ranking.of(levels, relevant, _of_round(totals, block), block.shards.size)
 
 

@@ -26,18 +26,12 @@ PALE, DARK = "#77AADD", "#0B2545"
 RIGHT, WRONG = "#009988", "#CC3311"
 TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC6677", "#882255", "#AA4499", "#777777")
 INK = "#333333"
-STYLE: Any = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
+STYLE: Any = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK)
+STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
+STYLE |= {
     "axes.titlelocation": "left",
     "axes.titlesize": 12,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "font.size": 11,
-    "legend.frameon": False,
     "legend.handlelength": 3,
     "figure.dpi": 160,
 }
@@ -240,9 +234,8 @@ def _pair_counts(
         problem = f"bins is at least 1, got {bins}."
     arguments = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
     settings = {"bins": bins, "among the queries": gallery is None}
-    shards, of_gallery, _ = agree_on_shards(
-        "similarity_histogram", arguments, world=world, problem=problem, settings=settings
-    )
+    name = "similarity_histogram"
+    shards, of_gallery, _ = agree_on_shards(name, arguments, world=world, problem=problem, settings=settings)
     assert of_rows is not None  # the problem has been raised
     compared, own_labels = prepared(queries, normalize=True), labels.cpu().long()
     own = torch.arange(shards.start, shards.start + shards.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,21 +13,21 @@ Floats = NDArray[np.float64]
 
 
 class Groups(NamedTuple):
-    """Items of a query with equal score and value, counted; one array each."""
+    """Items of a query with equal score and value, such as a label or a grade, counted; one array each."""
 
     query: Ints
     score: Floats
-    value: Ints
+    value: NDArray[Any]
     size: Ints
 
     @classmethod
     def joined(cls, parts: list[Groups]) -> Groups:
         """Return the groups of several ranks, merged and ordered by query, falling score, and value."""
-        query, score, value, count = (np.concatenate(x) for x in zip(*parts, strict=True))
-        order = np.lexsort((value, -score, query))
-        query, score, value = query[order], score[order], value[order]
+        columns = [np.concatenate(x) for x in zip(*parts, strict=True)]
+        order = np.lexsort((columns[2], -columns[1], columns[0]))
+        query, score, value, count = (x[order] for x in columns)
         first = changes(query, score, value)
-        return cls(query[first], score[first], value[first], sums_between(count[order], first))
+        return cls(query[first], score[first], value[first], sums_between(count, first))
 
 
 class Levels(NamedTuple):
@@ -37,15 +37,6 @@ class Levels(NamedTuple):
     score: Floats
     higher: Ints
     tied: Ints
-
-
-class Relevant(NamedTuple):
-    """Relevant items of a query with equal score and grade, counted."""
-
-    query: Ints
-    score: Floats
-    grade: Floats
-    size: Ints
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class Ranking:
     ideal_count: Ints
 
     @classmethod
-    def of(cls, levels: Levels, relevant: Relevant, ideal: tuple[Ints, Floats, Ints], queries: int) -> Ranking:
+    def of(cls, levels: Levels, relevant: Groups, ideal: tuple[Ints, Floats, Ints], queries: int) -> Ranking:
         """Return the ranking of n queries, given levels, groups of relevant items at some of them, and ideal groups.
 
         Levels and groups are ordered by query and falling score.
@@ -81,7 +72,7 @@ class Ranking:
         at = _places_of(levels, relevant.query[first], relevant.score[first])
         of_levels = levels.query[at], levels.higher[at], levels.tied[at]
         total = whole_sums(ideal[0], ideal[2], queries)
-        return cls(total, *of_levels, begins.cumsum() - 1, relevant.grade, relevant.size, *ideal)
+        return cls(total, *of_levels, begins.cumsum() - 1, relevant.value, relevant.size, *ideal)
 
     @classmethod
     def of_items(cls, scores: ArrayLike, grades: ArrayLike) -> Ranking:
@@ -97,8 +88,8 @@ class Ranking:
         groups = Groups.joined([Groups(0 * one, score, items, one)])
         grade = grade[groups.value]
         kept = grade > 0
-        relevant = Relevant(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
-        return cls.of(levels_of(groups), relevant, (relevant.query, relevant.grade, relevant.size), queries=1)
+        relevant = Groups(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
+        return cls.of(levels_of(groups), relevant, (relevant.query, relevant.value, relevant.size), queries=1)
 
     @property
     def queries(self) -> int:

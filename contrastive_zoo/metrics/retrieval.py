@@ -1,7 +1,5 @@
 """Retrieval metrics that collect embeddings batch by batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -116,7 +114,7 @@ class RetrievalMetrics(nn.Module):
         """Call :meth:`update`."""
         self.update(queries, labels, **more)
 
-    def merge_state(self, other: RetrievalMetrics) -> None:
+    def merge_state(self, other: "RetrievalMetrics") -> None:
         """Add what another object of this process has collected.
 
         Raises:
@@ -146,11 +144,9 @@ class RetrievalMetrics(nn.Module):
         if problem := next(filter(None, (_problem(name, x, batch) for name, x in batch.items())), None):
             raise ValueError(f"RetrievalMetrics: {problem}")
         self._refuse_other_widths(batch)
-        copies = {}
-        for name, x in batch.items():
-            # of one dtype on every rank, also on one that has collected nothing
-            dtype = x.dtype if name in _ROWS else torch.float64 if name == "grades" else torch.int64
-            copies[name] = x.detach().to("cpu", dtype, copy=True)
+        # of one dtype on every rank, also on one that has collected nothing
+        dtypes = {**{name: x.dtype for name, x in batch.items() if name in _ROWS}, "grades": torch.float64}
+        copies = {name: x.detach().to("cpu", dtypes.get(name, torch.int64), copy=True) for name, x in batch.items()}
         for name, copied in copies.items():
             self.batches.setdefault(name, []).append(copied)
 
@@ -159,8 +155,7 @@ class RetrievalMetrics(nn.Module):
             if name in self.batches and (before := self.batches[name][0]).shape[1:] != x.shape[1:]:
                 raise ValueError(
                     f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before)}, got "
-                    f"{described(x)}. Call "
-                    "reset() between evaluations."
+                    f"{described(x)}. Call reset() between evaluations."
                 )
 
     def _collected(self, world: World) -> dict[str, Tensor]:

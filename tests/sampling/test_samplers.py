@@ -101,15 +101,6 @@ def test_singletons_are_kept_or_dropped(singletons: Any, expected: int) -> None:
     assert len({x for batch in sampler for x in batch}) == expected
 
 
-def test_values_of_all_columns_are_different() -> None:
-    queries, documents = ["q0", "q0", "q1", "q2", "q3"], ["d0", "d1", "d1", "q0", "d9"]
-    sampler = NoDuplicatesBatchSampler(queries, documents, batch_size=3, process_group=ONE_PROCESS)
-    for batch in sampler:
-        values = [x for index in batch for x in (queries[index], documents[index])]
-        assert len(set(values)) == len(values)
-    assert len(sampler) == 3  # "q0" belongs to three samples
-
-
 def test_duplicates_do_not_leave_small_batches() -> None:
     values = [0] * 10 + list(range(1, 51))
     sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ONE_PROCESS)]

@@ -101,10 +101,8 @@ class Measurement:
         result = {} if math.isnan(temperature) else {"temperature": temperature}
         for name, x in self.totals.items():
             if name.endswith(" sketch") and bool((sketches := x.cpu()).any()):
-                distance = vector_norm(sketches - sketches[0], dim=1).max().item()
-                result[f"{name.removesuffix(' sketch')}_drift"] = (
-                    distance / vector_norm(sketches[0]).clamp(min=1e-300).item()
-                )
+                distance, norm = vector_norm(sketches - sketches[0], dim=1).max(), vector_norm(sketches[0])
+                result[f"{name.removesuffix(' sketch')}_drift"] = distance.item() / norm.clamp(min=1e-300).item()
         return result
 
 

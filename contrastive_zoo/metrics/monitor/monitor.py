@@ -87,7 +87,16 @@ class Monitor:
         quantiles: Sequence[float] = (0.05, 0.5, 0.95),
         false_negative_quantile: float = 0.5,
     ) -> None:
-        _refuse_bad_settings(loss_fn, every, [*quantiles, false_negative_quantile])
+        if not isinstance(loss_fn, DistributedLoss):
+            raise ValueError(
+                f"Monitor: a DistributedLoss is monitored, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also "
+                "for one process."
+            )
+        if not is_integer(every, at_least=1):
+            raise ValueError(f"Monitor: every is a number of calls, at least 1, got {every!r}.")
+        for q in (*quantiles, false_negative_quantile):
+            if not (isinstance(q, (int, float)) and 0 < q <= 1):
+                raise ValueError(f"Monitor: quantiles are above 0 and at most 1, got {q!r}. For 5 % pass 0.05.")
         self.every, self.encoder = every, encoder
         self.quantiles, self.false_negative_quantile = tuple(quantiles), false_negative_quantile
         self.measurement: Measurement | None = None
@@ -176,19 +185,6 @@ class Monitor:
         from contrastive_zoo.metrics.monitor.views import table  # rich is an optional dependency
 
         return repr(self) if self.measurement is None else table(self.measurement)
-
-
-def _refuse_bad_settings(loss_fn: object, every: int, quantiles: Sequence[float]) -> None:
-    if not isinstance(loss_fn, DistributedLoss):
-        raise ValueError(
-            f"Monitor: a DistributedLoss is monitored, got {type(loss_fn).__name__}. Write DistributedLoss(loss), also for "
-            "one process."
-        )
-    if not is_integer(every, at_least=1):
-        raise ValueError(f"Monitor: every is a number of calls, at least 1, got {every!r}.")
-    bad = [q for q in quantiles if not (isinstance(q, (int, float)) and 0 < q <= 1)]
-    if bad:
-        raise ValueError(f"Monitor: quantiles are above 0 and at most 1, got {bad[0]!r}. For 5 % pass 0.05.")
 
 
 def _temperature(loss: Any) -> float:
