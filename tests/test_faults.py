@@ -17,7 +17,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.ranks import messages
-from contrastive_zoo.ranks.adjoints import Reduce
+from contrastive_zoo.ranks.adjoints import reduced_to
 from contrastive_zoo.ranks.messages import CommunicationError, _note
 from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
 from contrastive_zoo.ranks.world import World
@@ -198,7 +198,7 @@ def left_waiting() -> list[str | None]:
     found = []
     for wait in (
         lambda world: broadcast_in_place(torch.ones(1), 1, world),
-        lambda world: Reduce.apply(torch.ones(1), 0, "sum", world),
+        lambda world: reduced_to(torch.ones(1), 0, "sum", world),
         lambda world: exchange_rows(torch.ones(2, 1), [1, 1], [1, 1], world),
     ):
         world = World.of(dist.new_group([0, 1]))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.numbers import is_number
+from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, common_error
 

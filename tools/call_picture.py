@@ -45,7 +45,7 @@ LANDMARKS: dict[str, Event] = {
     "_LogSumExp.forward": Event("engine", "log-sum-exps of local anchors, tile by tile"),
     "_start_uncached_gather": Event(MESSAGE, "gather of embeddings, or of statistics"),
     "exchange_rows": Event(MESSAGE, "results go to the ranks that own the rows"),
-    "AllReduce.forward": Event(MESSAGE, "all-reduce of sum and count"),
+    "all_reduced": Event(MESSAGE, "all-reduce of sum and count"),
     "_SmallBatch.backward": Event("engine", "backward(): gradients of this rank's rows"),
     "_Gathered.backward": Event("ranks", "this rank's slice, times 2 for DDP"),
     "_LogSumExp.backward": Event("engine", "backward(): tiles once more"),

@@ -18,7 +18,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import inner_graph
 from contrastive_zoo.ranks.devices import read_later
-from contrastive_zoo.ranks.gather_cache import unchanged
+from contrastive_zoo.ranks.session import unchanged
 from contrastive_zoo.ranks.transport import reduce_scatter_rows
 from contrastive_zoo.ranks.world import Shards, World
 

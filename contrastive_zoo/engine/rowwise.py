@@ -30,9 +30,8 @@ from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum, complete
 from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
-from contrastive_zoo.ranks.gather_cache import unchanged
 from contrastive_zoo.ranks.randomness import StateWatch, one_stream
-from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.session import Session, unchanged
 from contrastive_zoo.ranks.transport import gather_rows, narrowest
 from contrastive_zoo.ranks.world import Shards, World
 

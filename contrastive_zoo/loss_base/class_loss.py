@@ -77,13 +77,7 @@ class ClassLoss(LabelledLoss):
         return self.with_weights(rows, labelled_problem(embeddings, labels), embeddings)
 
     def with_weights(self, rows: dict[str, Tensor | None], problem: str | None, embeddings: Tensor) -> Inputs:
-        """Return the inputs of a call, and what ranks must know of the weights.
-
-        Args:
-            rows: the tensors of the call, with ``labels``.
-            problem: what is wrong with them.
-            embeddings: one of them, which are as wide as the weights.
-        """
+        """Return the inputs of a call, and what ranks must know of the weights."""
         labels, weights = rows["labels"], self.weights
         problem = problem or self._weights_problem(embeddings)
         if problem is not None or labels is None:
@@ -112,10 +106,6 @@ class ClassLoss(LabelledLoss):
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         """Return the similarities of the batch's embeddings to the weights.
-
-        Args:
-            batch: of this call.
-            how: further arguments of :class:`ClassPairs`.
 
         Raises:
             ValueError: the ranks that share the batch do not hold the weights of all classes.

@@ -13,7 +13,8 @@ from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.loss_base.numbers import instance_problem, is_number
+from contrastive_zoo.loss_base.numbers import instance_problem
+from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
@@ -34,10 +35,6 @@ class Composition(Loss):
     Raises:
         ValueError: no losses, a third-party loss, a class in place of its instance, a wrong number of weights, or
             weights that are not finite.
-
-    Examples:
-        >>> Composition([Loss()], 2, None).weights
-        (1.0, 1.0)
     """
 
     shown: ClassVar[tuple[str, ...]] = ("weights",)
@@ -127,15 +124,7 @@ def _distinct(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[A
 
 
 def merged(name: str, members: Sequence[Stated]) -> Stated:
-    """Return the statement of a sum of losses: each tensor once, and how each member finds its own.
-
-    Examples:
-        >>> from contrastive_zoo.losses.nt_xent import NTXent
-        >>> views = torch.eye(2), torch.eye(2)
-        >>> members = [NTXent().stated(views, {}), NTXent(temperature=0.5).stated(views, {})]
-        >>> list(merged("WeightedSum", members).inputs.rows)
-        ['view 0', 'view 1']
-    """
+    """Return the statement of a sum of losses: each tensor once, and how each member finds its own."""
     rows: dict[str, Tensor] = {}
     parts: list[Part] = []
     compared: dict[str, object] = {}

@@ -36,12 +36,6 @@ class GraphModule(nn.Module):
 
     Attributes other than parameters are read when the operator runs, so that a changed one needs no other graph. Buffers
     may change then; the value is a number of dtype float32, or float64 for float64 rows.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> loss = cz.Triplet(margin=0.5)
-        >>> loss.traced_forward(torch.eye(3)[[0, 0, 1]], torch.tensor([0, 0, 1]))
-        tensor(0.)
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -109,13 +103,7 @@ _ARGUMENTS = "Tensor[] tensors, str call, bool[] learns"  # torch 2.6 reads no l
     "contrastive_zoo::loss_and_gradients", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]", **_TAGS
 )
 def loss_and_gradients(tensors: list[Tensor], call: str, learns: list[bool]) -> list[Tensor]:
-    """Return the value of a loss, and its gradients unless :func:`_postponed`.
-
-    Args:
-        tensors: rows, then the module's parameters.
-        call: a :class:`_Call` as a Python literal.
-        learns: whether each tensor needs a gradient.
-    """
+    """Return the value of a loss, and its gradients unless :func:`_postponed`."""
     value, gradients = _computed(tensors, call, [x and not _postponed(tensors, learns) for x in learns])
     return [value, *gradients]
 

@@ -12,32 +12,19 @@ from contrastive_zoo.ranks.row_checks import ValueRule
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a loss states of a call before anything is sent or computed.
+    """What a loss states of a call before anything is sent or computed."""
 
-    Args:
-        rows: the tensors by name, whose dimension 0 counts samples; arguments that are None are left out.
-        problem: what is wrong with them on this rank, in words; None if nothing is.
-        values: what their values must be, such as classes; read after ``problem``.
-        compared: further values that must be equal on every rank, such as the shape of class weights.
-        local: whether only this rank can interpret them, as it can indices of its own rows: no rank can then compute all.
-        whole: whether every rank has to compute all of the loss, from the rows of all ranks.
-        parts: the views of the members of a sum of losses.
-        host: what the host has read of the tensors, for ``compute``.
-
-    Examples:
-        >>> import torch
-        >>> Inputs.of({"queries": torch.ones(2, 3), "negatives": None}).rows.keys()
-        dict_keys(['queries'])
-    """
-
+    # the tensors by name, whose dimension 0 counts samples; arguments that are None are left out
     rows: Mapping[str, Tensor]
-    problem: str | None = None
-    values: Sequence[ValueRule] = ()
+    problem: str | None = None  # what is wrong with them on this rank, in words; None if nothing is
+    values: Sequence[ValueRule] = ()  # what their values must be, such as classes; read after ``problem``
+    # further values that must be equal on every rank, such as the shape of class weights
     compared: Mapping[str, object] = field(default_factory=dict)
+    # whether only this rank can interpret them, as it can indices of its own rows: no rank can then compute all
     local: bool = False
-    whole: bool = False
-    parts: Sequence[Part] = ()
-    host: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False  # whether every rank has to compute all of the loss, from the rows of all ranks
+    parts: Sequence[Part] = ()  # the views of the members of a sum of losses
+    host: Mapping[str, Any] = field(default_factory=dict)  # what the host has read of the tensors, for ``compute``
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor | None], problem: str | None = None, **more: Any) -> "Inputs":

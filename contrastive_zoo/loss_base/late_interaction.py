@@ -24,15 +24,11 @@ MASKS = {"queries": "query_mask", "documents": "document_mask", "negatives": "ne
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of the local queries and the documents of all ranks.
+    """The scores of the local queries and the documents of all ranks."""
 
-    Args:
-        scores: [n, N + K], those of the N documents that queries belong to, then those of K negatives.
-        shards: the split of queries, and of the documents that belong to them, over the ranks.
-    """
-
+    # [n, N + K], those of the N documents that queries belong to, then those of K negatives
     scores: Float[Tensor, "n c"]
-    shards: Shards
+    shards: Shards  # the split of queries, and of the documents that belong to them, over the ranks
 
     @property
     def own(self) -> Tensor:
@@ -52,21 +48,11 @@ class LateInteractionLoss(Loss):
 
     Every number of tokens L may differ between ranks, and from call to call. A rank computes the scores of its own queries;
     documents are gathered, without padding, or pass from rank to rank with ``ring=True``.
-
-    Args:
-        token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``.
-        normalize: normalise each token to unit length first.
-        reduction: ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n].
-
-    Examples:
-        >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)
-        >>> stated = LateInteractionLoss.inputs(tokens, tokens, torch.tensor([[1, 0, 0], [1, 1, 1]]))
-        >>> stated.rows["queries"].tolist(), list(stated.rows["tokens of queries"].shape)
-        ([1, 3], [4, 2])
     """
 
-    token_reduction: TokenReduction = "sum"
-    normalize: bool = True
+    token_reduction: TokenReduction = "sum"  # ``"sum"`` over the query's tokens, or ``"mean"``
+    normalize: bool = True  # normalise each token to unit length first
+    # ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n]
     reduction: Reduction = "mean"
 
     supports_ring = True
@@ -111,12 +97,7 @@ class LateInteractionLoss(Loss):
 
 
 def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
-    """Return what is wrong with token embeddings and their masks, or None.
-
-    Examples:
-        >>> tokens_problem({"queries": torch.ones(2, 3), "documents": torch.ones(2, 3)})
-        'queries are floating-point tokens [n, L, d], got float32 [2, 3].'
-    """
+    """Return what is wrong with token embeddings and their masks, or None."""
     queries, documents, negatives = (rows.get(name) for name in MASKS)
     assert queries is not None  # losses require both
     assert documents is not None
@@ -147,12 +128,7 @@ def _mask_problem(name: str, x: Tensor | None, of: str, mask: Tensor | None) -> 
 
 
 def lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
-    """Return which sets have no valid token, in words, or None.
-
-    Examples:
-        >>> lengths_problem({"queries": [2, 0]})
-        'queries have one valid token or more each, got none in row 1. Drop the row, or correct its mask.'
-    """
+    """Return which sets have no valid token, in words, or None."""
     for name, of_sets in lengths.items():
         empty = [str(row) for row, length in enumerate(of_sets) if length == 0]
         if empty:

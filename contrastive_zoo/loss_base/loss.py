@@ -21,7 +21,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import first_non_finite, tensor_problem, values_problem
-from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
 
 SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
@@ -33,23 +33,15 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Stated:
-    """What one rank states of a call of a loss.
+    """What one rank states of a call of a loss."""
 
-    Args:
-        name: of the loss, the first word of its errors.
-        inputs: the tensors and what must be equal on every rank.
-        settings: the values of the loss's settings in this step.
-        compared: what must be equal on every rank, besides the tensors and the attributes of the loss.
-        problem: what is wrong with any of these on this rank, in words; None if nothing is.
-        kernels: whether Triton kernels can compute the loss on this rank.
-    """
-
-    name: str
-    inputs: Inputs
-    settings: SimpleNamespace
+    name: str  # of the loss, the first word of its errors
+    inputs: Inputs  # the tensors and what must be equal on every rank
+    settings: SimpleNamespace  # the values of the loss's settings in this step
+    # what must be equal on every rank, besides the tensors and the attributes of the loss
     compared: Mapping[str, object]
-    problem: str | None
-    kernels: Kernels
+    problem: str | None  # what is wrong with any of these on this rank, in words; None if nothing is
+    kernels: Kernels  # whether Triton kernels can compute the loss on this rank
 
     def batch(
         self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, own: slice | None = None
@@ -61,12 +53,7 @@ class Stated:
 
 
 def has_user_code(module: nn.Module) -> bool:
-    """Whether a call of this module runs hooks, or a ``forward`` that was set on it alone.
-
-    Examples:
-        >>> has_user_code(nn.Identity())
-        False
-    """
+    """Whether a call of this module runs hooks, or a ``forward`` that was set on it alone."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return "forward" in vars(module) or any(hooks)
 
@@ -186,12 +173,6 @@ class Loss(Settings, GraphModule):
     ) -> Stated:
         """Return what this rank states of a call; nothing is sent.
 
-        Args:
-            args: as :meth:`inputs` takes them.
-            named: likewise, by name.
-            known: of losses with the same arguments, by what has returned it. An :meth:`inputs` that is a static method is
-                called once for all of them.
-
         Raises:
             TypeError: the loss does not take these arguments.
         """
@@ -219,11 +200,6 @@ class Loss(Settings, GraphModule):
     def agreed(self, stated: Stated, session: Session, *, waits: bool = True) -> Batch:
         """Return the batch of a call without ``DistributedLoss``, after a handshake if there are several ranks.
 
-        Args:
-            stated: of this rank.
-            session: the ranks.
-            waits: whether values on an accelerator are read at once.
-
         Raises:
             ValueError: what this class documents.
         """
@@ -239,7 +215,7 @@ class Loss(Settings, GraphModule):
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
             settings = {**vars(stated.settings), **stated.compared, "implementation": stated.kernels}
             compared = {key: x for key, x in settings.items() if not isinstance(x, unlike)}
-            shards = session.agree_on_shards(name, rows, problem, compared)
+            shards = agree_on_shards(name, rows, world=session, problem=problem, settings=compared)
         refuse_empty(name, shards[0])
         return stated.batch(rows, shards, session)
 
@@ -301,21 +277,13 @@ class Loss(Settings, GraphModule):
 
 
 class CallForm(NamedTuple):
-    """The arguments that a loss's :meth:`Loss.inputs` takes.
+    """The arguments that a loss's :meth:`Loss.inputs` takes."""
 
-    Args:
-        signature: without ``self``.
-        names: those that may be passed by position.
-        required: how many of them must be passed.
-        optional: those that may be None.
-        views: whether any number follows.
-    """
-
-    signature: inspect.Signature
-    names: tuple[str, ...]
-    required: int
-    optional: frozenset[str]
-    views: bool
+    signature: inspect.Signature  # without ``self``
+    names: tuple[str, ...]  # those that may be passed by position
+    required: int  # how many of them must be passed
+    optional: frozenset[str]  # those that may be None
+    views: bool  # whether any number follows
 
 
 @functools.cache

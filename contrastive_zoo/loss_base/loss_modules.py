@@ -1,31 +1,33 @@
-"""A loss in words and numbers: its class tree with all settings, and its parameters and buffers, for ranks to compare."""
+"""A loss in words and numbers, for ranks to compare: its class tree with all that it holds, its parameters and buffers."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from operator import itemgetter
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
 from contrastive_zoo.engine.precision import has_float64, sum_dtype
-from contrastive_zoo.loss_base.held_values import (
-    NUMBERS,
-    OF_RANKS,
-    constructed_with,
-    held_by_function,
-    tensor_kind,
-    tensors_of,
-    text_of,
-)
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.devices import read_later
+from contrastive_zoo.ranks.row_checks import in_one_line
 
-_TEXTS = (*NUMBERS, str)
+_NUMBERS = (float, bool, int, type(None))
+"""Types of most settings, whose text is one line."""
+
+_OF_RANKS = frozenset({"rank", "local_rank", "global_rank", "is_main", "is_main_process", "device", "world"})
+"""Names under which code keeps what tells ranks apart on purpose."""
+
 _OF_MODULES = frozenset({*vars(nn.Module()), "_is_wrapped"}) - {"training"}
 
 _CHUNK = 2**20
@@ -37,14 +39,6 @@ class LossModules:
 
     Args:
         loss: a module, or a function, which has none.
-
-    Examples:
-        >>> LossModules(nn.Dropout(0.5)).settings()
-        {'the loss': 'Dropout', 'p': '0.5', 'inplace': 'False', 'training': 'True'}
-        >>> LossModules(nn.Dropout(0.5)).runs_third_party_code
-        True
-        >>> [name for name, _ in LossModules(nn.Linear(1, 1)).shared_state()]
-        ['weight', 'bias']
     """
 
     def __init__(self, loss: Any) -> None:
@@ -56,28 +50,22 @@ class LossModules:
 
         Of a third-party module, these are the attributes named like parameters of its constructor: others may be results
         that a copy on one rank does not have. Of a function, it is what its closure holds.
-
-        Args:
-            third_party: whether settings of third-party modules and functions are included.
         """
         lines: dict[str, str] = {}
         if not self.by_path:
             lines["the loss"] = loss_name(self.loss)
         for path, module in self.by_path.items():
             is_plain = not isinstance(module, Loss) or module.is_plain
-            lines[path or "the loss"] = type(module).__name__ + (
-                "" if is_plain else " with hooks or a forward of its own"
-            )
+            own_code = "" if is_plain else " with hooks or a forward of its own"
+            lines[path or "the loss"] = f"{type(module).__name__}{own_code}"
         for name, value in self._held(third_party=third_party):
-            if type(value) in NUMBERS or (type(value) is str and value.isidentifier()):
-                lines[name] = str(value)
-            else:
-                lines[name] = text_of(value)
+            is_short = type(value) in _NUMBERS or (type(value) is str and value.isidentifier())
+            lines[name] = str(value) if is_short else _text_of(value)
         for path, module in self.by_path.items():
             is_split = getattr(module, "sharded", False)
             for tensors in (module._parameters, module._buffers):
                 for name, x in tensors.items():
-                    kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else tensor_kind(x)
+                    kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else _tensor_kind(x)
                     if x is not None and x.is_cpu and x.numel() == 1 and not x.is_floating_point():
                         kind += f" {x.item()}"  # a count
                     lines[f"{path}.{name}" if path else name] = kind
@@ -86,15 +74,15 @@ class LossModules:
     def _held(self, *, third_party: bool) -> Iterator[tuple[str, Any]]:
         """Attributes of the modules, or what a function holds, by name."""
         if not self.by_path and third_party:
-            for name, value in held_by_function(self.loss).items():
+            for name, value in _held_by_function(self.loss).items():
                 yield f"the loss's {name}", value
         for path, module in self.by_path.items():
             kind: Any = type(module)
             held: dict[str, Any] = vars(module)
             if _extends_this_library(kind):
-                names = [name for name in held if name not in _OF_MODULES and name not in OF_RANKS]
+                names = [name for name in held if name not in _OF_MODULES and name not in _OF_RANKS]
             else:
-                names = [x for x in (*(constructed_with(kind) if third_party else ()), "training") if x in held]
+                names = [x for x in (*(_constructed_with(kind) if third_party else ()), "training") if x in held]
             for name in names:
                 yield f"{path}.{name}" if path else name, held[name]
 
@@ -121,8 +109,8 @@ class LossModules:
         """Everything numeric that must be equal on every rank and is no text: the shared state, tensors in attributes."""
         yield from self.shared_state()
         for name, value in self._held(third_party=third_party):
-            if type(value) not in _TEXTS:
-                yield from tensors_of(value, name)
+            if type(value) not in (*_NUMBERS, str):
+                yield from _tensors_of(value, name)
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
@@ -155,26 +143,18 @@ def _extends_this_library(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class StateSums:
-    """Any number of tensors as one number or two, for ranks to compare.
+    """Any number of tensors as one number or two, for ranks to compare."""
 
-    Args:
-        level: Σ log(0.001 + size) over the tensors, in the order of their names, with weights between 1 and 2. The size of a
-            tensor x is 1.5 · |x| + x·v for a fixed unit vector v, so that a sign counts, too; of a large tensor, x·v is that
-            of some of its numbers. A tensor that grows by a share changes the level by about that share.
-        projection: Σ x·w with a fixed vector w for all numbers, as a share of the sizes, at calls that look closely.
-    """
-
+    # Σ log(0.001 + size) over the tensors, in the order of their names, with weights between 1 and 2. The size of a
+    # tensor x is 1.5 · |x| + x·v for a fixed unit vector v, so that a sign counts, too; of a large tensor, x·v is
+    # that of some of its numbers. A tensor that grows by a share changes the level by about that share.
     level: float = 0.0
+    # Σ x·w with a fixed vector w for all numbers, as a share of the sizes, at calls that look closely
     projection: float | None = None
 
     @classmethod
     def of(cls, numbers: Mapping[str, Tensor], *, closely: bool) -> "Callable[[], StateSums]":
-        """Start to sum up; the result returns the sums.
-
-        Examples:
-            >>> StateSums.of({"scale": torch.tensor([0.0])}, closely=False)()
-            StateSums(level=-6.907755278982137, projection=None)
-        """
+        """Start to sum up; the result returns the sums."""
         tensors = [x.detach() for _, x in sorted(numbers.items(), key=itemgetter(0)) if x.numel()]
         if all(x.is_cpu for x in tensors) and not closely:
             sizes = [_size_of_one(x.item()) if x.numel() == 1 else _size(x).item() for x in tensors]
@@ -210,9 +190,8 @@ def _size_of_one(x: float) -> float:
 def _size(x: Tensor) -> Tensor:
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     sample = x.flatten()[:: x.numel() // _SAMPLE + 1]
-    return (
-        1.5 * vector_norm(x) + (sample * _unit_vector(len(sample), x.dtype, x.device)).sum()
-    )  # `@` rounds in autocast
+    # not `@`, which rounds in autocast
+    return 1.5 * vector_norm(x) + (sample * _unit_vector(len(sample), x.dtype, x.device)).sum()
 
 
 @functools.lru_cache(maxsize=64)
@@ -236,20 +215,109 @@ def is_lazy(x: Tensor) -> bool:
 
 
 def without_ddp(loss: Any) -> Any:
-    """The loss inside of DDP, or the loss itself.
-
-    Examples:
-        >>> without_ddp(abs)
-        <built-in function abs>
-    """
+    """The loss inside of DDP, or the loss itself."""
     return loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
 
 
 def loss_name(loss: Any) -> str:
-    """The name of a function, or of a module's class.
-
-    Examples:
-        >>> loss_name(abs), loss_name(nn.MSELoss())
-        ('abs', 'MSELoss')
-    """
+    """The name of a function, or of a module's class."""
     return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
+
+
+_DEPTH = 5
+"""How deep containers are looked into: they may hold themselves."""
+
+
+def _text_of(value: Any, depth: int = _DEPTH) -> str:
+    """Return a value as one line: its class where it can be read no further; a tensor's dtype and shape."""
+    if isinstance(value, Tensor):
+        return _tensor_kind(value)
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, torch.dtype, np.generic)):
+        return in_one_line(repr(value) if isinstance(value, (str, Enum)) else value)
+    if isinstance(value, (type, FunctionType, MethodType)):
+        return value.__qualname__
+    parts = _parts(value) if depth else None
+    if parts is None:
+        return type(value).__name__
+    texts = {name: _text_of(x, depth - 1) for name, x in parts.items()}
+    if isinstance(value, Sequence):
+        return f"({', '.join(texts.values())})"
+    return "{" + ", ".join(f"{name!r}: {text}" for name, text in texts.items()) + "}"
+
+
+def _tensors_of(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and arrays of numbers in a value, by path."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biuf":
+            yield name, torch.from_numpy(np.ascontiguousarray(value))
+    elif depth and not isinstance(value, (*_NUMBERS, str)):
+        for key, x in (_parts(value) or {}).items():
+            yield from _tensors_of(x, f"{name}[{key!r}]", depth - 1)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """What a container holds; keys of a dict in one order on every rank, however it was filled."""
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in sorted(value, key=repr)}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, AbstractSet):
+        return dict(enumerate(sorted(value, key=repr)))
+    if isinstance(value, SimpleNamespace) or is_dataclass(value):
+        return {name: x for name, x in getattr(value, "__dict__", {}).items() if name not in _OF_RANKS}
+    return None
+
+
+def _tensor_kind(x: Tensor) -> str:
+    """Return the dtype, the shape and whether a tensor is learnt, in words."""
+    return _kind(x.dtype, tuple(x.shape), x.requires_grad)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(dtype: torch.dtype, shape: tuple[int, ...], learnt: bool) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{', learnt' if learnt else ''}"
+
+
+def _held_by_function(function: Any) -> dict[str, Any]:
+    """Return what a function computes with besides its arguments: its closure, its defaults, what is bound to it.
+
+    Of an object that is called, these are the attributes named like parameters of its constructor. What tells ranks apart
+    by its name, such as ``rank``, is left out.
+    """
+    held: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        held = {**{str(i): x for i, x in enumerate(function.args)}, **function.keywords, **held}
+        function = function.func
+    if isinstance(function, FunctionType):
+        code, defaults = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        held = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {}), **held}
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        held = {name: _content(cell) for name, cell in cells} | held
+    elif not isinstance(function, nn.Module) and hasattr(function, "__dict__") and not isinstance(function, type):
+        attributes = vars(function)
+        kind: Any = type(function)
+        held |= {name: attributes[name] for name in _constructed_with(kind) if name in attributes}
+    return {name: x for name, x in held.items() if name not in _OF_RANKS}
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the function that defines the variable still runs
+        return None
+
+
+@functools.cache
+def _constructed_with(kind: type) -> tuple[str, ...]:
+    """Return the names of the parameters of a class's constructor and its bases'."""
+    names: dict[str, None] = {}
+    for base in kind.__mro__:
+        constructor: Any = vars(base).get("__init__")
+        if inspect.isfunction(constructor):
+            names |= dict.fromkeys(inspect.signature(constructor).parameters)
+    return tuple(names)

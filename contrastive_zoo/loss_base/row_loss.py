@@ -164,12 +164,7 @@ class RowLoss(AnchorLoss):
 
 
 class DissimilarityLoss(RowLoss):
-    """A row loss whose user chooses the metric.
-
-    Examples:
-        >>> DissimilarityLoss(metric="similarity").sign
-        -1
-    """
+    """A row loss whose user chooses the metric."""
 
     metric: Metric = "distance"
 

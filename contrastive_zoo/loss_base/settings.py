@@ -2,6 +2,7 @@
 # No `from __future__ import annotations` here or in the losses: annotations are read as objects.
 
 import inspect
+import math
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
@@ -10,52 +11,122 @@ from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from contrastive_zoo.loss_base.numbers import flag_problem, is_number, number_problem, real, word_problem
+from contrastive_zoo.loss_base.numbers import flag_problem, real, word_problem
+from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_FLOAT32 = f"within the range of float32, {_SMALLEST:.2g} … {_LARGEST:.2g}"
 
 
 class Bounds(NamedTuple):
     """The bounds of a number, and how an error says them; a setting with bounds may also be a tensor or a module.
-
-    Args:
-        rule: what the number must be, in words; None lists the bounds.
-        fix: what to pass instead.
-        above: exclusive lower bound.
-        below: exclusive upper bound.
-        low: inclusive lower bound.
-        high: inclusive upper bound.
-        finite: whether infinities are refused.
-        whole: whether it is an integer.
-        several: whether a tensor may hold any number of them.
-        constant: whether the loss has no derivative by it; a tensor that requires a gradient is then refused.
 
     Examples:
         >>> Bounds("momentum is in [0, 1]", low=0, high=1).problem("momentum", 2.0)
         'momentum is in [0, 1], got 2.0.'
     """
 
-    rule: str | None = None
-    fix: str = ""
-    above: float | None = None
-    below: float | None = None
-    low: float | None = None
-    high: float | None = None
-    finite: bool = True
-    whole: bool = False
-    several: bool = False
-    constant: bool = False
+    rule: str | None = None  # what the number must be, in words; None lists the bounds
+    fix: str = ""  # what to pass instead
+    above: float | None = None  # exclusive
+    below: float | None = None  # exclusive
+    low: float | None = None  # inclusive
+    high: float | None = None  # inclusive
+    finite: bool = True  # whether infinities are refused
+    whole: bool = False  # whether it is an integer
+    several: bool = False  # whether a tensor may hold any number of them
+    constant: bool = (
+        False  # whether the loss has no derivative by it; a tensor that requires a gradient is then refused
+    )
 
     def problem(self, name: str, value: object) -> str | None:
         """Return what is wrong with a value, in words; None if it is within the bounds."""
-        rule, fix, above, below, low, high, finite, whole, several, constant = self
-        if constant and isinstance(value, Tensor) and value.requires_grad:
+        if self.constant and isinstance(value, Tensor) and value.requires_grad:
             return f"{name} is a constant, got a tensor that requires a gradient. Pass {name}.detach()."
-        if is_number(value, above=above, below=below, low=low, high=high, finite=finite, whole=whole, several=several):
+        if self.hold(value):
             return None
-        limits = dict(zip(self._fields[2:-1], self[2:-1], strict=True))
-        return number_problem(rule, fix, **limits, **{name: value})
+        if isinstance(value, Tensor) and (problem := tensor_problem(name, value)) is not None:
+            return problem
+        plain = isinstance(value, (float, np.floating)) and math.isfinite(value)
+        if plain and not _fits(value, positive=self.above == 0 and value > 0):
+            expected = f"{name} must be {_FLOAT32}"
+        else:
+            expected = self.rule or f"{name} must be {self._in_words()}"
+        return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
+
+    def hold(self, x: object) -> bool:
+        """Return whether x is a number within the bounds: Python's, NumPy's, or that of a tensor. NaN never is.
+
+        Losses are computed in float32 or wider, which holds a number, and the inverse of a positive one. A parameter
+        on the meta device holds no numbers yet and passes; no other tensor there ever will hold any. A tensor on an
+        accelerator passes, too: reading it would wait for all that is queued there.
+        """
+        values = [x]
+        if isinstance(x, Tensor):
+            if x.is_meta:
+                return not self.whole and isinstance(x, nn.Parameter)
+            if x.numel() != 1 and not self.several:
+                return False
+            values = _values(x) if devices.on_cpu(x) else []
+        return all(map(self._hold_for_number, values))
+
+    def _hold_for_number(self, x: Any) -> bool:
+        kinds = (int, np.integer) if self.whole else (int, float, np.integer, np.floating)
+        return (
+            isinstance(x, kinds)
+            and not isinstance(x, bool)
+            and not math.isnan(x)
+            and _fits(x, positive=self.above == 0)
+            and (math.isfinite(x) or not self.finite)
+            and (self.above is None or x > self.above)
+            and (self.below is None or x < self.below)
+            and (self.low is None or x >= self.low)
+            and (self.high is None or x <= self.high)
+        )
+
+    def _in_words(self) -> str:
+        if self.low is not None and self.high is not None:
+            return f"from {self.low} to {self.high}"
+        size = ["positive"] if self.above == 0 else [] if self.low is None else [f"at least {self.low}"]
+        return " and ".join([*size, "an integer" if self.whole else "finite" if self.finite else "a number"])
+
+
+def is_number(x: object, **bounds: Any) -> bool:
+    """Return whether x is a number within :class:`Bounds`."""
+    return Bounds(**bounds).hold(x)
+
+
+def _fits(x: Any, *, positive: bool) -> bool:
+    """Return whether 64 bits hold an integer, and float32 holds any other number and the inverse of a positive one."""
+    if isinstance(x, int):
+        return -(2**63) < x < 2**63
+    x = float(x)  # NumPy compares in x's own precision
+    return not math.isfinite(x) or (abs(x) <= _LARGEST and not (positive and x < _SMALLEST))
+
+
+def _holds_numbers(x: Tensor) -> bool:
+    """Return whether a tensor's values may be settings: real, dense, and of 16 bits or more: −3 is 253 in uint8."""
+    return tensor_problem("", x) is None and not x.is_complex() and x.dtype.itemsize > 1
+
+
+def _values(x: Tensor) -> list[object]:
+    """Return the least and the largest number of a tensor; where it holds none, the tensor itself, which is no number."""
+    if not _holds_numbers(x):
+        return [x]
+    # bounds hold for all numbers if they hold for the least and the largest, which are NaN if any number is
+    return [x.item()] if x.numel() == 1 else [y.item() for y in x.detach().aminmax()] if x.numel() else []
+
+
+def _shown(x: object) -> str:
+    """Return a number, or the numbers of a small tensor, as errors write them."""
+    if isinstance(x, Tensor) and x.numel() <= 8 and _holds_numbers(x):
+        return str(x.tolist())
+    return str(x) if isinstance(x, float) else described(x)
 
 
 Number = Annotated[float, Bounds()]
@@ -74,36 +145,23 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class Evaluated(NamedTuple):
-    """The values of a loss's settings in one step.
+    """The values of a loss's settings in one step."""
 
-    Args:
-        values: by name.
-        computed: those that modules have returned.
-        problem: what is wrong with these, in words; None if nothing is.
-    """
-
-    values: SimpleNamespace
-    computed: dict[str, Any]
-    problem: str | None
+    values: SimpleNamespace  # by name
+    computed: dict[str, Any]  # those that modules have returned
+    problem: str | None  # what is wrong with these, in words; None if nothing is
 
 
 _MISSING: Any = inspect.Parameter.empty
 
 
 class Field(NamedTuple):
-    """How a setting reaches the constructor.
+    """How a setting reaches the constructor."""
 
-    Args:
-        default: its value if it is not passed; missing for a required one.
-        factory: returns the default, if each loss needs its own.
-        init: whether the constructor takes it; otherwise ``__post_init__`` makes it.
-        kw_only: whether it is passed by name only.
-    """
-
-    default: Any = _MISSING
-    factory: Callable[[], Any] | None = None
-    init: bool = True
-    kw_only: bool = True
+    default: Any = _MISSING  # its value if it is not passed; missing for a required one
+    factory: Callable[[], Any] | None = None  # returns the default, if each loss needs its own
+    init: bool = True  # whether the constructor takes it; otherwise ``__post_init__`` makes it
+    kw_only: bool = True  # whether it is passed by name only
 
     def value(self) -> Any:
         """Return the default."""
@@ -113,14 +171,7 @@ class Field(NamedTuple):
 def field(
     *, default: Any = _MISSING, factory: Callable[[], Any] | None = None, init: bool = True, kw_only: bool = True
 ) -> Any:
-    """Declare a setting that is required, positional, made by the constructor, or has a default of its own for each loss.
-
-    Examples:
-        >>> class Scaled(Settings):
-        ...     size: Size = field(kw_only=False)
-        >>> Scaled(3)
-        Scaled(size=3)
-    """
+    """Declare a setting that is required, positional, made by the constructor, or has a default of its own for each loss."""
     return Field(default, factory, init, kw_only)
 
 

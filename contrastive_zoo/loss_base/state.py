@@ -11,30 +11,13 @@ from contrastive_zoo.ranks.row_checks import described
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a module, by name, without those of its submodules.
-
-    Examples:
-        >>> list(own_tensors(nn.BatchNorm1d(2)))
-        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
-    """
+    """The parameters and persistent buffers of a module, by name, without those of its submodules."""
     buffers = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
     return {name: x for name, x in {**module._parameters, **buffers}.items() if x is not None}
 
 
 def loading_problem(own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
-    """What is wrong with the saved tensors of these names, in words; None if nothing is. Missing ones are torch's matter.
-
-    Args:
-        own: the present tensors.
-        state_dict: the saved ones.
-        prefix: of their names in ``state_dict``.
-
-    Examples:
-        >>> loading_problem({"centre": torch.zeros(2)}, {"centre": torch.zeros(3)})
-        'centre is float32 [2] here, the state dict holds float32 [3]. Construct it with the same sizes.'
-        >>> loading_problem({"centre": torch.zeros(2)}, {"centre": torch.tensor([0.0, torch.nan])})
-        'centre holds NaN or infinite values in the state dict. Take an earlier checkpoint.'
-    """
+    """What is wrong with the saved tensors of these names, in words; None if nothing is. Missing ones are torch's matter."""
     for name, present in own.items():
         saved = state_dict.get(prefix + name, present)
         same_kind = isinstance(saved, Tensor) and saved.is_floating_point() == present.is_floating_point()
@@ -56,19 +39,6 @@ def state_kept_on_error(module: nn.Module) -> Iterator[None]:
     Most losses need no copy of their state, since they move it at the end of a call, after everything that may raise. This
     is for calls that continue after a state has moved: a batch that is stored before it is compared, a sum of losses. It
     copies the buffers, and writes only those back that have changed: autograd may have saved the others.
-
-    Args:
-        module: the loss, with its submodules.
-
-    Examples:
-        >>> norm = nn.BatchNorm1d(1)
-        >>> with state_kept_on_error(norm):
-        ...     norm(torch.ones(2, 1)), 1 / 0
-        Traceback (most recent call last):
-        ...
-        ZeroDivisionError: division by zero
-        >>> norm.running_mean
-        tensor([0.])
     """
     places = [(x._buffers, name) for x in module.modules() for name in x._buffers]
     before = [(of, name, x, x.clone()) for of, name in places if (x := of[name]) is not None]

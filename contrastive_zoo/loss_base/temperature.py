@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import is_number, real, widen_numbers
+from contrastive_zoo.loss_base.numbers import real, widen_numbers
+from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 
 

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.loss_base.numbers import is_number, of_size
+from contrastive_zoo.loss_base.numbers import of_size
+from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem

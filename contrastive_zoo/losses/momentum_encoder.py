@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import without_ddp
-from contrastive_zoo.loss_base.numbers import move_towards, number_problem, word_problem
+from contrastive_zoo.loss_base.numbers import move_towards, word_problem
+from contrastive_zoo.loss_base.settings import Bounds
 from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 from contrastive_zoo.ranks.row_checks import described
 
@@ -98,4 +99,4 @@ class MomentumEncoder(nn.Module):
 
 
 def _momentum_problem(momentum: object) -> str | None:
-    return number_problem("momentum is in [0, 1]", "MoCo's is 0.999.", low=0, high=1, momentum=momentum)
+    return Bounds("momentum is in [0, 1]", "MoCo's is 0.999.", low=0, high=1).problem("momentum", momentum)

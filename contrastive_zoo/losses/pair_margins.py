@@ -13,7 +13,7 @@ from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.numbers import number_problem, of_size
+from contrastive_zoo.loss_base.numbers import of_size
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
@@ -306,7 +306,7 @@ class Margin(RowLoss):
 
     def __post_init__(self) -> None:
         arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
-        if problem := number_problem(beta=arguments):
+        if problem := Bounds().problem("beta", arguments):
             raise ValueError(f"{type(self).__name__}: {problem}")
         initial, self.num_classes = float(arguments), None if self.num_classes is None else int(self.num_classes)
         size = self.num_classes or 1  # one number as [1]: FSDP shards no parameter of shape []

@@ -11,7 +11,6 @@ from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.masked import log1p_sum_exp
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
-from contrastive_zoo.loss_base.numbers import number_problem
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number
 
@@ -65,7 +64,7 @@ class Triplet(DissimilarityLoss):
         rule = "semi-hard negatives lie within a positive margin"
         if (problem := super().settings_problem()) or self.mining != "semi-hard" or isinstance(self.margin, nn.Module):
             return problem
-        return number_problem(rule, above=0, margin=self.margin)
+        return Bounds(rule, above=0).problem("margin", self.margin)
 
     def can_ring(self) -> bool:
         return super().can_ring() and self.mining == "hard" and not self.first_of_equals

@@ -1,8 +1,9 @@
 """The collectives as autograd functions: each forward pass and its adjoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,81 +26,130 @@ from contrastive_zoo.ranks.transport import (
 from contrastive_zoo.ranks.world import Shards, World
 
 Gradient = Literal["partial", "complete"]
+Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class AllReduce(Function):
-    """y_r = Σ_s x_s on every rank r;  dx_s = Σ_r dy_r."""
+class _Linear(Function):
+    """A linear map of all ranks' tensors; its backward pass is the adjoint map, which can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: Reduction, gradient: Gradient, world: World) -> Tensor:
-        ctx.op, ctx.gradient, ctx.world = op, gradient, world
-        y = reduced_everywhere(x, op, world)
-        if op in ("max", "min"):
-            ctx.save_for_backward(extreme_shares(x, y, world))
-        return y
+    def forward(ctx: Any, x: Tensor, run: Map, adjoint: Map, world: World) -> Tensor:
+        ctx.adjoint, ctx.world = adjoint, world
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradient == "partial":
-            dy = AllReduce.apply(dy, "sum", "partial", ctx.world)
-        else:  # every rank holds the same complete dy
-            dy = Replicated.apply(dy, ctx.world)
-        return _to_sources(dy, ctx), None, None, None
+        return ctx.adjoint(dy), None, None, None
 
 
-class Reduce(Function):
+def all_reduced(x: Tensor, op: Reduction, gradient: Gradient, world: World) -> Tensor:
+    """y_r = Σ_s x_s on every rank r;  dx_s = Σ_r dy_r, or dy_s if every rank holds the same complete dy."""
+
+    def adjoint(dy: Tensor) -> Tensor:
+        dy = all_reduced(dy, "sum", "partial", world) if gradient == "partial" else replicated(dy, world)
+        return _to_sources(dy, op, shares, world)
+
+    y: Tensor = _Linear.apply(x, lambda x: reduced_everywhere(x, op, world), adjoint, world)
+    shares = extreme_shares(x, y, world) if op in ("max", "min") else None
+    return y
+
+
+def reduced_to(x: Tensor, dst: int, op: Reduction, world: World) -> Tensor:
     """y_dst = Σ_s x_s, zero elsewhere;  dx_s = dy_dst."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dst: int, op: Reduction, world: World) -> Tensor:
-        ctx.dst, ctx.op, ctx.world = dst, op, world
+    def start(wide: Tensor) -> None:
+        begin = partial(dist.reduce, wide, op=OPS[op], group=world.group, group_dst=dst, async_op=wide.is_cpu)
+        world.start("a reduction to one rank", begin, polled=wide.is_cpu)()
 
-        def run(wide: Tensor) -> None:
-            background = wide.device.type == "cpu"
-            where: dict[str, Any] = {"group": world.group, "group_dst": dst, "async_op": background}
-            world.start("a reduction to one rank", lambda: dist.reduce(wide, op=OPS[op], **where), polled=background)()
+    def run(x: Tensor) -> Tensor:
+        y = reduced(x, op, world, start)
+        return y if world.rank == dst else torch.zeros_like(y)  # torch leaves a partial sum in it
 
-        y = reduced(x, op, world, run)
-        if world.rank != dst:
-            y = torch.zeros_like(y)  # torch leaves a partial sum in it
-        if op in ("max", "min"):
-            extreme = Broadcast.apply(y, dst, world)
-            ctx.save_for_backward(extreme_shares(x, extreme, world))
-        return y
+    def adjoint(dy: Tensor) -> Tensor:
+        return _to_sources(broadcasted(dy, dst, world), op, shares, world)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_sources(Broadcast.apply(dy, ctx.dst, ctx.world), ctx), None, None, None
+    y: Tensor = _Linear.apply(x, run, adjoint, world)
+    shares = extreme_shares(x, broadcasted(y.detach(), dst, world), world) if op in ("max", "min") else None
+    return y
 
 
-class Broadcast(Function):
+def broadcasted(x: Tensor, src: int, world: World) -> Tensor:
     """y_r = x_src on every rank r;  dx_src = Σ_r dy_r, zero elsewhere."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int, world: World) -> Tensor:
-        ctx.src, ctx.world = src, world
-        y = as_bytes(x.detach().reshape(1, *x.shape)).clone()
+    def run(x: Tensor) -> Tensor:
+        one = x.detach().reshape(1, *x.shape)
+        y = as_bytes(one).clone()
         broadcast_in_place(y, src, world)
-        return from_bytes(y, x.reshape(1, *x.shape)).reshape(x.shape)
+        return from_bytes(y, one).reshape(x.shape)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return Reduce.apply(dy, ctx.src, "sum", ctx.world), None, None
+    return _Linear.apply(x, run, lambda dy: reduced_to(dy, src, "sum", world), world)
 
 
-class AllGather(Function):
-    """Y_r = [x_0; …; x_{W−1}] on every rank r;  dx_s = Σ_r (slice s of dY_r)."""
+def all_gathered(rows: Tensor, shards: Shards, gradient: Gradient, world: World) -> Tensor:
+    """Y_r = [x_0; …; x_{W−1}] on every rank r;  dx_s = Σ_r (slice s of dY_r), or this rank's slice of a complete dY."""
+    adjoint = _own_slice if gradient == "complete" else reduce_scattered
+    return _Linear.apply(
+        rows, lambda x: gather_rows(x.detach(), shards, world), lambda dy: adjoint(dy, shards, world), world
+    )
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shards: Shards, gradient: Gradient, world: World) -> Tensor:
-        ctx.shards, ctx.gradient, ctx.world = shards, gradient, world
-        return gather_rows(rows.detach(), shards, world)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradient == "complete":
-            return _OwnSlice.apply(dy, ctx.shards, ctx.world), None, None, None
-        return ReduceScatter.apply(dy, ctx.shards, ctx.world), None, None, None
+def _own_slice(rows: Tensor, shards: Shards, world: World) -> Tensor:
+    """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
+    return _Linear.apply(rows, lambda x: x[shards.local], lambda dy: all_gathered(dy, shards, "complete", world), world)
+
+
+def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) -> Tensor:
+    """y_r = Σ_s (slice r of X_s) / over;  dX_s = [dy_0; …; dy_{W−1}] / over."""
+
+    def adjoint(dy: Tensor) -> Tensor:
+        dx = all_gathered(dy, shards, "partial", world)
+        return dx if over == 1 else dx / over
+
+    return _Linear.apply(rows, lambda x: reduce_scatter_rows(x.detach(), shards, world, over=over), adjoint, world)
+
+
+def gathered_to(rows: Tensor, dst: int, shards: Shards, world: World) -> Tensor:
+    """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
+    send = [shards.size if rank == dst else 0 for rank in range(world.size)]
+    receive = shards.sizes if world.rank == dst else [0] * world.size
+    return _Linear.apply(
+        rows,
+        lambda x: exchange_rows(x.detach(), send, receive, world),
+        lambda dy: scattered(dy, dst, shards, world),
+        world,
+    )
+
+
+def scattered(rows: Tensor, src: int, shards: Shards, world: World) -> Tensor:
+    """y_r = slice r of X_src;  dX_src = [dy_0; …; dy_{W−1}], zero elsewhere."""
+    send = shards.sizes if world.rank == src else [0] * world.size
+    receive = [shards.size if rank == src else 0 for rank in range(world.size)]
+    count = len(rows)
+
+    def adjoint(dy: Tensor) -> Tensor:
+        dx = gathered_to(dy, src, shards, world)
+        # rows of other ranks than src only declare the width
+        return dx if world.rank == src else torch.cat([dx, dx.new_zeros(count, *dx.shape[1:])])
+
+    return _Linear.apply(rows, lambda x: exchange_rows(x.detach()[: sum(send)], send, receive, world), adjoint, world)
+
+
+def replicated(x: Tensor, world: World) -> Tensor:
+    """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
+    return _Linear.apply(x, lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
+
+
+def extreme_shares(x: Tensor, extreme: Tensor, world: World) -> Tensor:
+    """Return this rank's share in an elementwise extreme: 1 if it alone holds it, 1/k if k ranks tie, 0 otherwise."""
+    holds = (x.detach() == extreme.detach()).to(x.dtype if x.is_floating_point() else torch.float32)
+    return holds / reduced_everywhere(holds, "sum", world)
+
+
+def _to_sources(dy: Tensor, op: Reduction, shares: Tensor | None, world: World) -> Tensor:
+    """Return this rank's part of the gradient: divided for a mean, multiplied by its share for an extreme."""
+    if op == "mean":
+        return dy / world.size
+    return dy if shares is None else dy * shares
 
 
 class _Gathered(Function):
@@ -119,7 +169,7 @@ class _Gathered(Function):
             refuse_second_derivative()
         # a slice is differentiated again only under create_graph; a node for each costs more than a small slice
         if torch.is_grad_enabled():
-            local = [_OwnSlice.apply(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
+            local = [_own_slice(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
         else:
             local = [dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
         return None, None, None, None, *(ctx.factor * dx for dx in local)
@@ -131,17 +181,6 @@ def gather_together(
     """Gather several tensors at once, each as :func:`all_gather` with ``gradient="complete"`` does.
 
     Tensors with equal shard sizes share a message. If :func:`packed` rows were the handshake's payload, there is none.
-
-    Args:
-        rows: this rank's tensors.
-        shards: the shard sizes of each of them.
-        world: the ranks.
-        payload: [W, bytes], the :func:`packed` rows of every rank; None if they were not sent.
-        factor: multiplies the gradient of this rank's rows.
-
-    Examples:
-        >>> gather_together([torch.ones(1, 2), torch.tensor([7])], [Shards((1,))] * 2, World())
-        [tensor([[1., 1.]]), tensor([7])]
     """
     if world.size == 1:
         return list(rows)
@@ -155,92 +194,6 @@ def gather_together(
         for index, part in zip(indices, gathered, strict=True):
             result[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
     return list(_Gathered.apply(shards, world, factor, result, *rows))
-
-
-class _OwnSlice(Function):
-    """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shards: Shards, world: World) -> Tensor:
-        ctx.shards, ctx.world = shards, world
-        return rows[shards.local]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return AllGather.apply(dy, ctx.shards, "complete", ctx.world), None, None
-
-
-class ReduceScatter(Function):
-    """y_r = Σ_s (slice r of X_s) / over;  dX_s = [dy_0; …; dy_{W−1}] / over."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shards: Shards, world: World, over: int = 1) -> Tensor:
-        ctx.shards, ctx.world, ctx.over = shards, world, over
-        return reduce_scatter_rows(rows.detach(), shards, world, over=over)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = AllGather.apply(dy, ctx.shards, "partial", ctx.world)
-        return dx if ctx.over == 1 else dx / ctx.over, None, None, None
-
-
-class Gather(Function):
-    """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, dst: int, shards: Shards, world: World) -> Tensor:
-        ctx.dst, ctx.shards, ctx.world = dst, shards, world
-        send = [shards.size if rank == dst else 0 for rank in range(world.size)]
-        receive = shards.sizes if world.rank == dst else [0] * world.size
-        return exchange_rows(rows.detach(), send, receive, world)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return Scatter.apply(dy, ctx.dst, ctx.shards, ctx.world), None, None, None
-
-
-class Scatter(Function):
-    """y_r = slice r of X_src;  dX_src = [dy_0; …; dy_{W−1}], zero elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, src: int, shards: Shards, world: World) -> Tensor:
-        ctx.src, ctx.shards, ctx.world, ctx.count = src, shards, world, len(rows)
-        send = shards.sizes if world.rank == src else [0] * world.size
-        receive = [shards.size if rank == src else 0 for rank in range(world.size)]
-        return exchange_rows(rows.detach()[: sum(send)], send, receive, world)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = Gather.apply(dy, ctx.src, ctx.shards, ctx.world)
-        if ctx.world.rank != ctx.src:
-            dx = torch.cat([dx, dx.new_zeros(ctx.count, *dx.shape[1:])])  # rows that only declared the width
-        return dx, None, None, None
-
-
-class Replicated(Function):
-    """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return AllReduce.apply(dy, "sum", "complete", ctx.world), None
-
-
-def extreme_shares(x: Tensor, extreme: Tensor, world: World) -> Tensor:
-    """Return this rank's share in an elementwise extreme: 1 if it alone holds it, 1/k if k ranks tie, 0 otherwise."""
-    holds = (x.detach() == extreme).to(x.dtype if x.is_floating_point() else torch.float32)
-    return holds / reduced_everywhere(holds, "sum", world)
-
-
-def _to_sources(dy: Tensor, ctx: Any) -> Tensor:
-    """Return this rank's part of the gradient: divided for a mean, multiplied by its share for an extreme."""
-    if ctx.op == "mean":
-        return dy / ctx.world.size
-    return dy * ctx.saved_tensors[0] if ctx.op in ("max", "min") else dy
 
 
 class _ScaleGradient(Function):
@@ -262,10 +215,6 @@ def refuse_second_derivative() -> None:
 
     Raises:
         ValueError: the backward pass runs under ``create_graph=True``.
-
-    Examples:
-        >>> with torch.no_grad():
-        ...     refuse_second_derivative()
     """
     if torch.is_grad_enabled():
         raise ValueError(

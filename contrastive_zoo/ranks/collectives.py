@@ -29,17 +29,8 @@ from collections.abc import Sequence
 import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
-from contrastive_zoo.ranks.adjoints import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    Gather,
-    Gradient,
-    Reduce,
-    ReduceScatter,
-    Replicated,
-    Scatter,
-)
+from contrastive_zoo.ranks import adjoints
+from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
@@ -52,12 +43,7 @@ NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape
 
 
 def sent_problem(x: object) -> str | None:
-    """What is wrong with a tensor that is sent as its bytes, in words; 8-bit floats can be.
-
-    Examples:
-        >>> sent_problem([1.0])
-        'x must be a tensor, got list.'
-    """
+    """What is wrong with a tensor that is sent as its bytes, in words; 8-bit floats can be."""
     is_short_float = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1 and not x.is_meta
     return None if is_short_float else tensor_problem("x", x)
 
@@ -67,9 +53,6 @@ def agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **s
 
     Raises:
         ValueError: on every rank alike, they are not.
-
-    Examples:
-        >>> agree("all_reduce", torch.ones(()), World(), op="sum")
     """
     if wrong := sent_problem(x):
         refuse(name, wrong, world=world)
@@ -81,10 +64,6 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
 
     Raises:
         ValueError: on every rank alike, they are not.
-
-    Examples:
-        >>> agree_on_rows("all_gather", torch.ones(2, 3), World())
-        Shards(sizes=(2,), rank=0)
     """
     if wrong := sent_problem(rows):
         refuse(name, wrong, world=world)
@@ -103,23 +82,13 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
 
 
 def mean_over_ranks(x: Tensor, world: World) -> Tensor:
-    """Return the mean of all ranks' x without gradient, checks or handshake; the division has at least 32 bits.
-
-    Examples:
-        >>> mean_over_ranks(torch.tensor(2.0), World())
-        tensor(2.)
-    """
+    """Return the mean of all ranks' x without gradient, checks or handshake; the division has at least 32 bits."""
     return x if world.size == 1 else reduced_everywhere(x, "mean", world)
 
 
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
-    """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake.
-
-    Examples:
-        >>> sum_over_ranks(torch.tensor(2.0), gradient="complete", world=World())
-        tensor(2.)
-    """
-    return x if world.size == 1 else AllReduce.apply(x, "sum", gradient, world)
+    """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake."""
+    return x if world.size == 1 else adjoints.all_reduced(x, "sum", gradient, world)
 
 
 @uncompiled
@@ -145,7 +114,7 @@ def all_reduce(
     world = World.of(process_group, "all_reduce")
     agree("all_reduce", x, world, op=op, gradient=gradient)
     x = _averageable(x, op)
-    return x if world.size == 1 else AllReduce.apply(x, op, gradient, world)
+    return x if world.size == 1 else adjoints.all_reduced(x, op, gradient, world)
 
 
 @uncompiled
@@ -171,7 +140,7 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
     world = World.of(process_group, "reduce")
     agree("reduce", x, world, op=op, dst=dst)
     x = _averageable(x, op)
-    return x if world.size == 1 else Reduce.apply(x, dst, op, world)
+    return x if world.size == 1 else adjoints.reduced_to(x, dst, op, world)
 
 
 def _averageable(x: Tensor, op: Reduction) -> Tensor:
@@ -197,7 +166,7 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
     """
     world = World.of(process_group, "broadcast")
     agree("broadcast", x, world, src=src)
-    return x if world.size == 1 else Broadcast.apply(x, src, world)
+    return x if world.size == 1 else adjoints.broadcasted(x, src, world)
 
 
 @uncompiled
@@ -228,7 +197,7 @@ def all_gather(
     world = World.of(process_group, "all_gather")
     if shards is None:
         shards = agree_on_rows("all_gather", rows, world, gradient=gradient)
-    return rows if world.size == 1 else AllGather.apply(rows, shards, gradient, world)
+    return rows if world.size == 1 else adjoints.all_gathered(rows, shards, gradient, world)
 
 
 @uncompiled
@@ -268,7 +237,9 @@ def reduce_scatter(
         problem = NO_ROWS
     agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
     rows = _averageable(rows, op)
-    return rows if world.size == 1 else ReduceScatter.apply(rows, shards, world, world.size if op == "mean" else 1)
+    return (
+        rows if world.size == 1 else adjoints.reduce_scattered(rows, shards, world, world.size if op == "mean" else 1)
+    )
 
 
 @uncompiled
@@ -291,7 +262,7 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
     """
     world = World.of(process_group, "gather")
     shards = agree_on_rows("gather", rows, world, dst=dst)
-    return rows if world.size == 1 else Gather.apply(rows, dst, shards, world)
+    return rows if world.size == 1 else adjoints.gathered_to(rows, dst, shards, world)
 
 
 @uncompiled
@@ -333,7 +304,7 @@ def scatter(
     agree_on_rows("scatter", rows, world, problem=problem, src=src)
     padded = (wanted + [0] * world.size)[: world.size]
     shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
-    return rows if world.size == 1 else Scatter.apply(rows, src, shards, world)
+    return rows if world.size == 1 else adjoints.scattered(rows, src, shards, world)
 
 
 @uncompiled
@@ -357,7 +328,7 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     world = World.of(process_group, "replicated")
     if problem := tensor_problem("x", x):
         raise ValueError(f"replicated: {problem}")
-    return x if world.size == 1 else Replicated.apply(x, world)
+    return x if world.size == 1 else adjoints.replicated(x, world)
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:

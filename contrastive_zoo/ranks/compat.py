@@ -45,36 +45,19 @@ def every_size_a_symbol() -> AbstractContextManager[None]:
 
 
 def eager_autograd() -> AbstractContextManager[None]:
-    """Within it ``torch.autograd.grad`` runs as written, also where compiled autograd would compile it.
-
-    Examples:
-        >>> x = torch.ones(1, requires_grad=True)
-        >>> with eager_autograd():
-        ...     torch.autograd.grad(3 * x, x)
-        (tensor([3.]),)
-    """
+    """Within it ``torch.autograd.grad`` runs as written, also where compiled autograd would compile it."""
     from torch._dynamo import compiled_autograd  # loads the compiler, which called the operator that asks for this
 
     return compiled_autograd._disable()
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that autograd runs in this thread; −1 outside of one.
-
-    Examples:
-        >>> backward_pass()
-        -1
-    """
+    """The number of the backward pass that autograd runs in this thread; −1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread, within which a checkpoint calls modules again.
-
-    Examples:
-        >>> in_backward()
-        False
-    """
+    """Whether autograd runs a backward pass in this thread, within which a checkpoint calls modules again."""
     return backward_pass() != -1
 
 

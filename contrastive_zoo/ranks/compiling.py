@@ -28,13 +28,6 @@ def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = 
 
     Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
     loads the compiler, for more than a second, also for those who never compile.
-
-    Examples:
-        >>> @uncompiled
-        ... def doubled(x):
-        ...     return 2 * x
-        >>> doubled(torch.ones(1))
-        tensor([2.])
     """
 
     @functools.wraps(function)
@@ -55,13 +48,6 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable
     """Return a decorator by which compiled code calls ``traced`` in place of a function.
 
     Where ``traced`` returns a text, the graph breaks off as at :func:`uncompiled`.
-
-    Examples:
-        >>> @traced_as(lambda x: x + x)
-        ... def doubled(x):
-        ...     return 2 * x
-        >>> doubled(torch.ones(1))
-        tensor([2.])
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -84,15 +70,7 @@ def gradients_in_forward(are: bool) -> Iterator[None]:
 
 
 def gradients_are_computed() -> str:
-    """Return when a loss computes its gradients, in words that ranks compare: their messages must come in one order.
-
-    Examples:
-        >>> gradients_are_computed()
-        'in the backward pass'
-        >>> with gradients_in_forward(True):
-        ...     gradients_are_computed()
-        'in the forward pass, by a compiled graph'
-    """
+    """Return when a loss computes its gradients, in words that ranks compare: their messages must come in one order."""
     return "in the forward pass, by a compiled graph" if _in_forward.get() else "in the backward pass"
 
 
@@ -100,17 +78,6 @@ class Function(torch.autograd.Function):
     """A function with a backward pass of its own, at which a graph that is being compiled breaks off, too.
 
     A step that calls ``backward()`` inside of what is compiled is traced through it, wherever the forward pass ran.
-
-    Examples:
-        >>> class Doubled(Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return 2 * x
-        ...     @staticmethod
-        ...     def backward(ctx, dy):
-        ...         return 2 * dy
-        >>> Doubled.apply(torch.ones(1))
-        tensor([2.])
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -138,10 +105,6 @@ def saved_tensors_are_hooked() -> bool:
     """Return whether an activation checkpoint, or another hook, intercepts the tensors saved for the backward pass.
 
     True with a torch that cannot tell, such as 2.6: logits are then recomputed, never cached.
-
-    Examples:
-        >>> saved_tensors_are_hooked()
-        False
     """
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("hooked"):  # refused if there are any
@@ -155,11 +118,6 @@ def inner_graph() -> Iterator[None]:
     """Record a graph that is differentiated at once, hidden from outer hooks on saved tensors.
 
     Without this, an activation checkpoint around a loss computes the whole loss again for the gradient of every block.
-
-    Examples:
-        >>> with torch.no_grad(), inner_graph():
-        ...     torch.is_grad_enabled()
-        True
     """
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())

@@ -16,11 +16,6 @@ def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[An
 
     A data loader leaves labels on the CPU. They are moved before ranks agree on anything, so that the rows of all ranks are
     on one device each, whatever device their labels came from.
-
-    Examples:
-        >>> rows, labels = torch.ones(2, 3), torch.arange(2)
-        >>> beside_rows((rows, labels), {})[0][1] is labels
-        True
     """
     arguments = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
     if len({x.device for x in arguments}) < 2:  # the usual case, at every call
@@ -37,12 +32,7 @@ def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[An
 
 
 def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return which embeddings are not on one device, in words, or None.
-
-    Examples:
-        >>> device_problem({"queries": torch.ones(2, 3), "keys": torch.ones(2, 3, device="meta")})
-        'embeddings are on one device, got queries on cpu and keys on meta. Move them with .to(...).'
-    """
+    """Return which embeddings are not on one device, in words, or None."""
     floating = [(name, x) for name, x in tensors.items() if x.is_floating_point()]
     for name, x in floating[1:]:
         if x.device != floating[0][1].device:
@@ -54,12 +44,7 @@ def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
-    """Return why a parameter or buffer of a loss is on another device than embeddings, in words, or None.
-
-    Examples:
-        >>> state_problem("weights", torch.ones(2, 3), torch.ones(2, 3, device="meta"))
-        "weights are on cpu and embeddings on meta. Move the loss, too: loss.to('meta')."
-    """
+    """Return why a parameter or buffer of a loss is on another device than embeddings, in words, or None."""
     if state.device == rows.device:
         return None
     return (
@@ -68,12 +53,7 @@ def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
 
 
 def values_problem(module: nn.Module) -> str | None:
-    """Return which parameter or buffer of a loss, or of a part of it, is on the meta device, in words; None if none is.
-
-    Examples:
-        >>> values_problem(nn.Linear(2, 1, device="meta"))
-        "weight is on the meta device and has no value. Call to_empty(device='cpu'), then load_state_dict(...)."
-    """
+    """Return which parameter or buffer of a loss, or of a part of it, is on the meta device, in words; None if none is."""
     for part in (module, *module._modules.values()):
         for name, x in (*part._parameters.items(), *part._buffers.items()) if part is not None else ():
             if x is not None and x.is_meta:
@@ -83,13 +63,7 @@ def values_problem(module: nn.Module) -> str | None:
 
 
 class ValueCheck(NamedTuple):
-    """A check of values on a device, of which the host reads a few integers or bools.
-
-    Examples:
-        >>> check = ValueCheck(torch.tensor([3, 9]), lambda numbers: f"got {numbers[1]}" if numbers[1] > 5 else None)
-        >>> check.problem(check.numbers.tolist())
-        'got 9'
-    """
+    """A check of values on a device, of which the host reads a few integers or bools."""
 
     numbers: Tensor
     problem: Callable[[Sequence[float]], str | None]
@@ -100,10 +74,6 @@ def read_later(x: Tensor) -> Callable[[], list[float]]:
     """Start to copy a small tensor to the host, and return a function that returns ``x.flatten().tolist()``.
 
     Call the function a step later, when the copy is complete. ``x.tolist()`` would wait for all kernels launched before it.
-
-    Examples:
-        >>> read_later(torch.tensor([1.0, 2.0]))()
-        [1.0, 2.0]
     """
     flat = x.detach().flatten()
     if flat.device.type == "cpu":

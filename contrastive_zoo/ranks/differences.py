@@ -134,18 +134,9 @@ def failing_together(caller: str, function: Callable[[], R], world: World) -> R:
 
     A state may move afterwards: it moves on all ranks or on none. The function sends no messages.
 
-    Args:
-        caller: the first word of the error.
-        function: runs on every rank.
-        world: the ranks.
-
     Raises:
         ValueError: on every rank alike, the function raised on some ranks only; there its error is ``__cause__``. What
             it raises on every rank is raised as it is.
-
-    Examples:
-        >>> failing_together("Loss", lambda: 3, World())
-        3
     """
     if world.size == 1:
         return function()

@@ -9,15 +9,10 @@ import torch.distributed as dist
 
 @dataclass
 class ReservedBytes:
-    """Bytes that a group's next handshake reserves for the payload.
+    """Bytes that a group's next handshake reserves for the payload."""
 
-    Args:
-        size: the number; equal on all ranks, since a handshake involves all of them.
-        idle: how many handshakes in a row had no payload that fits.
-    """
-
-    size: int = 0
-    idle: int = 0
+    size: int = 0  # the number; equal on all ranks, since a handshake involves all of them
+    idle: int = 0  # how many handshakes in a row had no payload that fits
 
     def learn(self, needed: int, *, limit: int, patience: int) -> None:
         """Update the size, given the largest payload of this handshake in bytes; 0 if there was none."""
@@ -30,33 +25,24 @@ class ReservedBytes:
 
 @dataclass
 class GroupState:
-    """What this process knows of one process group.
+    """What this process knows of one process group."""
 
-    Args:
-        has_sent: whether a message of this library has been sent.
-        handshakes: how many have been begun; equal on all ranks, since a handshake involves all of them.
-        failed_at: the number of handshakes at which this rank itself failed last.
-        lost: why the group cannot be used any more.
-        conversation: the handshake that opened the step whose messages are sent, and the backward pass that sends them.
-        wrappers: by the number of the handshake of its first call, how many wrappers each rank had made until this one.
-        alive: wrappers that this rank holds, by the same number.
-        reserved: what the next handshake reserves for a payload.
-        on_accelerators: whether its backend sends tensors on accelerators only; None until it is first read.
-        host_group: the same ranks in a group that sends from the CPU; None if there is none.
-        has_looked_for_host_group: whether it is known if there is one.
-    """
-
-    has_sent: bool = False
-    handshakes: int = 0
-    failed_at: int = -1
-    lost: str | None = None
+    has_sent: bool = False  # whether a message of this library has been sent
+    handshakes: int = 0  # how many have been begun; equal on all ranks, since a handshake involves all of them
+    failed_at: int = -1  # the number of handshakes at which this rank itself failed last
+    lost: str | None = None  # why the group cannot be used any more
+    # the handshake that opened the step whose messages are sent, and the backward pass that sends them
     conversation: tuple[int, int] = (0, -1)
+    # by the number of the handshake of its first call, how many wrappers each rank had made until this one
     wrappers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # wrappers that this rank holds, by the same number
     alive: "WeakValueDictionary[int, Any]" = field(default_factory=WeakValueDictionary)
-    reserved: ReservedBytes = field(default_factory=ReservedBytes)
+    reserved: ReservedBytes = field(default_factory=ReservedBytes)  # what the next handshake reserves for a payload
+    # whether its backend sends tensors on accelerators only; None until it is first read
     on_accelerators: bool | None = None
+    # the same ranks in a group that sends from the CPU; None if there is none
     host_group: dist.ProcessGroup | None = None
-    has_looked_for_host_group: bool = False
+    has_looked_for_host_group: bool = False  # whether it is known if there is one
 
 
 _states: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()

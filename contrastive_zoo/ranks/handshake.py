@@ -30,10 +30,9 @@ from contrastive_zoo.ranks.differences import (
     values_difference,
 )
 from contrastive_zoo.ranks.group_state import state_of
-from contrastive_zoo.ranks.header import FIELDS, SIZES, exchange_headers, refuse_out_of_step
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.row_checks import tolerance
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import FIELDS, SIZES, Shards, World, exchange_headers, refuse_out_of_step
 
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
@@ -49,71 +48,43 @@ _BYTES: Callable[[Tensor], int] = attrgetter("nbytes")
 
 @dataclass
 class Statement:
-    """What one rank states in a handshake.
+    """What one rank states in a handshake."""
 
-    Args:
-        caller: name of the loss, first word of any error.
-        compared: by name, text that must be equal on every rank.
-        sizes: numbers of samples; ranks with equal ``compared`` state equally many.
-        problem: an error in this rank's input; None if there is none.
-        last_value: the value of an earlier step, if it must be equal on every rank.
-        level: a number of everything numeric that the loss computes with; None if it is not compared.
-        projection: of the same on a fixed direction, at calls that look closely.
-        numbers: the tensors that these were made of, for the error.
-        fingerprint: a digest of some numbers of the rows, if these must differ between ranks; otherwise 0.
-        digest: returns that of all numbers, where those of some are equal on all ranks.
-        same: which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell.
-        tolerance: the relative tolerance of values and parameters.
-        replicable: whether this rank can compute the loss from the rows of all ranks.
-        draws: whether this rank knows that the loss draws random numbers or changes its buffers when it is computed.
-        small: whether all of the loss takes every rank less time than its part and the messages, given the shards.
-        payload: rows that may follow the header, as bytes; None where they cannot.
-        wrapper: the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper.
-        made: how many wrappers this process has made until this one.
-        asks: whether this rank asks for rank 0's parameters: 0 where nobody may, 1 for no, 2 for yes.
-    """
-
-    caller: str
-    compared: Mapping[str, str] = field(default_factory=dict)
-    sizes: Sequence[int] = ()
-    problem: str | None = None
-    last_value: float | None = None
-    level: float | None = None
-    projection: float | None = None
-    numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    fingerprint: int = 0
-    digest: Callable[[], int] = lambda: 0
-    same: int = 0
-    tolerance: float = torch.finfo(torch.float32).eps
-    replicable: bool = False
+    caller: str  # name of the loss, first word of any error
+    compared: Mapping[str, str] = field(default_factory=dict)  # by name, text that must be equal on every rank
+    sizes: Sequence[int] = ()  # numbers of samples; ranks with equal ``compared`` state equally many
+    problem: str | None = None  # an error in this rank's input; None if there is none
+    last_value: float | None = None  # the value of an earlier step, if it must be equal on every rank
+    level: float | None = None  # a number of everything numeric that the loss computes with; None if it is not compared
+    projection: float | None = None  # of the same on a fixed direction, at calls that look closely
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that these were made of, for the error
+    fingerprint: int = 0  # a digest of some numbers of the rows, if these must differ between ranks; otherwise 0
+    digest: Callable[[], int] = lambda: 0  # returns that of all numbers, where those of some are equal on all ranks
+    same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
+    tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
+    replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
+    # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
     draws: bool = False
+    # whether all of the loss takes every rank less time than its part and the messages, given the shards
     small: Callable[[Sequence[Shards]], bool] = lambda shards: False
-    payload: Sequence[Tensor] | None = None
-    wrapper: int = -1
-    made: int = 0
-    asks: int = 0
+    payload: Sequence[Tensor] | None = None  # rows that may follow the header, as bytes; None where they cannot
+    wrapper: int = -1  # the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper
+    made: int = 0  # how many wrappers this process has made until this one
+    asks: int = 0  # whether this rank asks for rank 0's parameters: 0 where nobody may, 1 for no, 2 for yes
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks have agreed on, from what each of them has received.
+    """What all ranks have agreed on, from what each of them has received."""
 
-    Args:
-        shards: the split of each of the statement's sizes over the ranks.
-        replicate: whether every rank computes the loss from the rows of all ranks.
-        same: which arguments are one tensor; 0 if no rank can tell.
-        payload: [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes.
-        number: of this handshake among the group's.
-        wrapper: the number of the handshake of the wrapper's first call; −1 without a wrapper.
-        asked: whether some ranks, but not all, ask for rank 0's parameters: nothing else is agreed on then.
-    """
-
-    shards: list[Shards]
-    replicate: bool = False
-    same: int = 0
-    payload: Tensor | None = None
-    number: int = field(default=0, repr=False)
+    shards: list[Shards]  # the split of each of the statement's sizes over the ranks
+    replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
+    same: int = 0  # which arguments are one tensor; 0 if no rank can tell
+    payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
+    number: int = field(default=0, repr=False)  # of this handshake among the group's
+    # the number of the handshake of the wrapper's first call; −1 without a wrapper
     wrapper: int = field(default=-1, repr=False)
+    # whether some ranks, but not all, ask for rank 0's parameters: nothing else is agreed on then
     asked: bool = field(default=False, repr=False)
 
 
@@ -124,10 +95,6 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         ValueError: on every rank alike, if any rank states a problem; if what they compare differs; if a value or the
             parameters differ by more than half the digits of their dtype; or if all ranks hold the same rows.
         CommunicationError: another rank failed, died or is late, or calls another wrapper.
-
-    Examples:
-        >>> shake_hands(Statement("Loss", sizes=[3]), World())
-        Agreed(shards=[Shards(sizes=(3,), rank=0)], replicate=False, same=0, payload=None)
     """
     if world.size == 1:
         if statement.problem is not None:
@@ -211,12 +178,7 @@ NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
 
 
 def to_bits(value: float | None) -> int:
-    """A number's bits as an int64 of the header.
-
-    Examples:
-        >>> from_bits([to_bits(0.5), to_bits(-1.0), to_bits(None)])
-        [0.5, -1.0, -0.0]
-    """
+    """A number's bits as an int64 of the header."""
     return NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
 
 
@@ -283,9 +245,6 @@ def refuse_empty(caller: str, shards: Shards) -> None:
 
     Raises:
         ValueError: the global batch is empty.
-
-    Examples:
-        >>> refuse_empty("Loss", Shards((0, 3)))
     """
     if shards.total == 0:
         raise ValueError(

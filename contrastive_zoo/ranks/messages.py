@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -73,15 +73,11 @@ class Member(Protocol):
     def caller(self) -> str: ...
 
 
-def started(message: str, begin: Callable[[], Sequence[Any]], member: Member, *, polled: bool) -> Callable[[], None]:
-    """Start a message; the returned function waits for it.
+def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
+    """Start a message by ``begin``, which returns one or several works or None; the returned function waits for them.
 
-    Args:
-        message: its name in an error, such as ``"the handshake"``.
-        begin: starts it, and returns the works to wait for.
-        member: this rank.
-        polled: whether a note is looked for while the message does not arrive. Works on an accelerator are not waited
-            for by the host, and a transfer between two ranks cannot be waited for in parts.
+    While a ``polled`` message does not arrive, a note is looked for. Works on an accelerator are not waited for by the host,
+    and a transfer between two ranks cannot be waited for in parts.
 
     Raises:
         CommunicationError: another rank failed, died or is late, or this process is a fork of a rank. The returned
@@ -93,9 +89,11 @@ def started(message: str, begin: Callable[[], Sequence[Any]], member: Member, *,
     if status.lost is not None:
         raise CommunicationError(f"{_who(member)}: the process group failed earlier. {status.lost}")
     try:
-        works = begin()
+        begun = begin()
     except RuntimeError as error:
         raise _failed(message, member, error, since) from error
+
+    works = begun if isinstance(begun, list) else [] if begun is None else [begun]
 
     def wait() -> None:
         try:

@@ -17,15 +17,6 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
 
     Afterwards rank 0's generators have advanced, as on one process. The other ranks' generators are restored, so that
     dropout and augmentation stay different between ranks.
-
-    Args:
-        world: the ranks.
-        device: the accelerator whose generator the body uses, if any.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> with one_stream(ONE_PROCESS):
-        ...     x = torch.rand(3)
     """
     if world.size == 1:
         yield
@@ -48,12 +39,6 @@ class StateWatch:
 
     Attributes:
         found_on_any_rank: whether ranks have told each other of a change.
-
-    Examples:
-        >>> watch = StateWatch(torch.nn.Identity())
-        >>> _ = torch.rand(1)
-        >>> watch.has_changed(), watch.undo(), watch.has_changed()
-        (True, None, False)
     """
 
     def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
@@ -84,13 +69,7 @@ def _plain(module: torch.nn.Module) -> dict[str, float | str]:
 
 
 def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
-    """Return rank 0's generator states, by one message; each has the same length on every rank.
-
-    Examples:
-        >>> from contrastive_zoo.ranks.world import ONE_PROCESS
-        >>> broadcast_states([torch.tensor([3]), torch.tensor([0.5])], ONE_PROCESS)
-        [tensor([3]), tensor([0.5000])]
-    """
+    """Return rank 0's generator states, by one message; each has the same length on every rank."""
     packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
     if world.size > 1:
         broadcast_in_place(packed, 0, world)

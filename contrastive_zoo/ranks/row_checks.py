@@ -16,17 +16,7 @@ from contrastive_zoo.ranks.devices import ValueCheck
 
 
 def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
-    """The dtype, the shape of a row and whether it carries a gradient, as text.
-
-    Args:
-        tensor: dimension 0 counts rows.
-        ragged: dimensions whose size is not part of it.
-        device: whether the accelerator is, if the tensor is on one.
-
-    Examples:
-        >>> row_kind(torch.ones(2, 3)), row_kind(torch.ones(2, 3, 4), ragged=[1])
-        ('float32|[3]|', 'float32|[*, 4]|')
-    """
+    """The dtype, the shape of a row and whether it carries a gradient, as text."""
     shape = (
         tensor.shape[1:] if not ragged else tuple("*" if i in ragged else x for i, x in enumerate(tensor.shape) if i)
     )
@@ -35,12 +25,7 @@ def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False
 
 
 def described(x: object) -> str:
-    """What came in place of something else, in words.
-
-    Examples:
-        >>> described(torch.ones(2, 3)), described([1]), described(len)
-        ('float32 [2, 3]', '[1]', 'a builtin_function_or_method')
-    """
+    """What came in place of something else, in words."""
     if isinstance(x, Tensor):
         layout = "" if x.layout is torch.strided else f"{str(x.layout).removeprefix('torch.')} "
         device = " on the meta device" if x.is_meta else ""
@@ -51,24 +36,12 @@ def described(x: object) -> str:
 
 
 def is_integer(x: object, *, at_least: float = -math.inf, at_most: float = math.inf) -> bool:
-    """Return whether x is an integer, Python's or NumPy's, and within bounds.
-
-    Examples:
-        >>> is_integer(2, at_least=1), is_integer(True), is_integer(2.0), is_integer(2, at_most=1)
-        (True, False, False, False)
-    """
+    """Return whether x is an integer, Python's or NumPy's, and within bounds."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(at_least <= x <= at_most)
 
 
 def tensor_problem(name: str, x: object) -> str | None:
-    """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is.
-
-    Examples:
-        >>> tensor_problem("labels", [0, 1])
-        'labels must be a tensor, got list.'
-        >>> tensor_problem("keys", torch.eye(2).to_sparse())
-        'keys must be a dense tensor, got sparse_coo float32 [2, 2]. Pass keys.to_dense().'
-    """
+    """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is."""
     if not isinstance(x, Tensor):
         return f"{name} must be a tensor, got {type(x).__name__}."
     if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not x.is_meta:  # the usual case, at every call
@@ -97,33 +70,18 @@ def _kind(dtype: torch.dtype, shape: tuple[int | str, ...], has_gradient: bool) 
 
 
 def in_one_line(value: object) -> str:
-    """A setting as one line of text, without the separator ``|``.
-
-    Examples:
-        >>> in_one_line((1, "a|b"))
-        "(1, 'a/b')"
-    """
+    """A setting as one line of text, without the separator ``|``."""
     return str(value).replace("|", "/").replace("\n", " ")
 
 
 def array_in_one_line(array: NDArray[np.generic]) -> str:
-    """Return the dtype, the shape and a digest of an array that ranks compare without sending it.
-
-    Examples:
-        >>> array_in_one_line(np.zeros((2, 3)))
-        'float64 [2, 3], digest 01c88af0015f7556'
-    """
+    """Return the dtype, the shape and a digest of an array that ranks compare without sending it."""
     digest = blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
     return f"{array.dtype} {list(array.shape)}, digest {digest}"
 
 
 def tolerance(rows: Iterable[Tensor]) -> float:
-    """The largest epsilon of the rows' floating-point dtypes; that of float32 if there are none.
-
-    Examples:
-        >>> tolerance([torch.ones(1), torch.ones(1, dtype=torch.float64)]) == torch.finfo(torch.float32).eps
-        True
-    """
+    """The largest epsilon of the rows' floating-point dtypes; that of float32 if there are none."""
     largest = 0.0
     for x in rows:
         if x.is_floating_point():
@@ -132,11 +90,7 @@ def tolerance(rows: Iterable[Tensor]) -> float:
 
 
 def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
-    """Which rows hold NaN or infinite values, in words; None if no row does.
-
-    Examples:
-        >>> first_non_finite({"embeddings": torch.ones(2, 3)})
-    """
+    """Which rows hold NaN or infinite values, in words; None if no row does."""
     for name, tensor in rows.items():
         if tensor.is_floating_point() and not _all_finite(tensor.detach()):
             bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
@@ -156,14 +110,7 @@ def _all_finite(x: Tensor) -> bool:
 
 
 def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:
-    """The problem of these labels, in words; None if there is none.
-
-    Examples:
-        >>> labels_problem("labels", torch.tensor([0.5]))
-        'labels are one integer per row, got float32 [1]. Use labels.long() if they are whole numbers.'
-        >>> labels_problem("labels", torch.tensor([[0], [1]]), 2)
-        'labels are one integer per row, got int64 [2, 1]. Use labels.flatten().'
-    """
+    """The problem of these labels, in words; None if there is none."""
     if problem := tensor_problem(name, labels):
         return problem
     if labels.is_floating_point() or labels.is_complex() or labels.ndim != 1:
@@ -186,12 +133,7 @@ def _labels_fix(name: str, labels: Tensor, rows: int | None) -> str:
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
-    """Return what is wrong with embeddings, or None.
-
-    Examples:
-        >>> rows_problem("queries", torch.ones(3))
-        'queries are floating-point rows [n, d], got float32 [3].'
-    """
+    """Return what is wrong with embeddings, or None."""
     return tensor_problem(name, rows) or _shape_problem(name, rows)
 
 
@@ -202,12 +144,7 @@ def _shape_problem(name: str, rows: Tensor) -> str | None:
 
 
 def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
-    """Return what is wrong with tensors whose rows form pairs, or None.
-
-    Examples:
-        >>> towers_problem("row i is one pair", "Pass as many.", queries=torch.ones(2, 3), keys=torch.ones(4, 3))
-        'row i is one pair, got queries float32 [2, 3] and keys float32 [4, 3]. Pass as many.'
-    """
+    """Return what is wrong with tensors whose rows form pairs, or None."""
     for name, x in towers.items():
         if problem := tensor_problem(name, x):
             return problem
@@ -219,12 +156,7 @@ def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
 
 
 def views_problem(views: Sequence[Tensor]) -> str | None:
-    """Return what is wrong with views of the same samples, or None.
-
-    Examples:
-        >>> views_problem([torch.ones(2, 3)])
-        'two or more views are compared, got 1. Call loss(view1, view2).'
-    """
+    """Return what is wrong with views of the same samples, or None."""
     if len(views) < 2:
         return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
     for index, view in enumerate(views):
@@ -239,12 +171,7 @@ def views_problem(views: Sequence[Tensor]) -> str | None:
 
 
 def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
-    """Return what is wrong with labelled embeddings, or None.
-
-    Examples:
-        >>> labelled_problem(torch.ones(2, 3))
-        'labels are missing: call loss(embeddings, labels) with one integer per row.'
-    """
+    """Return what is wrong with labelled embeddings, or None."""
     if embeddings is None or more:
         return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
     if labels is None:
@@ -253,21 +180,11 @@ def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = N
 
 
 class ValueRule(NamedTuple):
-    """What the values of labels, weights or the like must be, stated without reading them.
+    """What the values of labels, weights or the like must be, stated without reading them."""
 
-    Args:
-        x: the tensor. Nothing is wrong with an empty one.
-        numbers: returns a few integers or bools from x, on its device.
-        problem: returns what is wrong, given these numbers; None if nothing is. It holds no tensor until the next call.
-
-    Examples:
-        >>> negative = lambda numbers: f"{numbers[0]} are negative." if numbers[0] else None
-        >>> values_problem([ValueRule(torch.tensor([0.5, -1.0]), lambda x: (x < 0).sum(), negative)], None)
-        '1 are negative.'
-    """
-
-    x: Tensor
-    numbers: Callable[[Tensor], Tensor]
+    x: Tensor  # the tensor. Nothing is wrong with an empty one.
+    numbers: Callable[[Tensor], Tensor]  # returns a few integers or bools from x, on its device
+    # returns what is wrong, given these numbers; None if nothing is. It holds no tensor until the next call.
     problem: Callable[[Sequence[float]], str | None]
 
 
@@ -275,12 +192,6 @@ def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *
     """Return what is wrong with values, in words; None if nothing is, or if it turns out in the next call.
 
     Values on a CPU are read at once. Compute with values that are not in a way that is safe for any.
-
-    Args:
-        rules: for the values of a call.
-        later: takes the checks of values on an accelerator, which are copied without waiting; None where these are not
-            checked.
-        waits: whether values on an accelerator are read at once, too.
     """
     for rule in rules:
         if not rule.x.numel():
@@ -294,19 +205,7 @@ def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *
 
 
 def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str]) -> ValueRule:
-    """Return the rule that integers are in low … high.
-
-    Args:
-        x: integers.
-        low: the smallest that is allowed.
-        high: the largest.
-        problem: returns what is wrong, given the smallest and the largest of x.
-
-    Examples:
-        >>> rule = range_rule(torch.tensor([1, 7]), 0, 1, lambda least, most: f"got {least} … {most}.")
-        >>> values_problem([rule], None)
-        'got 1 … 7.'
-    """
+    """Return the rule that integers are in low … high."""
 
     def of_numbers(numbers: Sequence[float]) -> str | None:
         least, most = map(int, numbers)
@@ -319,10 +218,6 @@ def safe_index(index: Tensor, stop: int) -> Tensor:
     """Return indices into ``stop`` rows; on an accelerator, where they may be checked later, those outside are moved inside.
 
     CUDA ends the process at an index out of range. On a CPU they have been checked.
-
-    Examples:
-        >>> safe_index(torch.tensor([0, 7]), 5)
-        tensor([0, 7])
     """
     return index if devices.on_cpu(index) else index.clamp(0, stop - 1)
 

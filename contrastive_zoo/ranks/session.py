@@ -1,33 +1,116 @@
-"""The session of one step: what all ranks have agreed on, passed from the wrapper through the loss to the engines."""
+"""The session of one step: what all ranks have agreed on and gathered, passed from the wrapper to the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from contrastive_zoo.ranks.devices import ValueCheck
-from contrastive_zoo.ranks.gather_cache import Derivations, GatherCache
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
 from contrastive_zoo.ranks.world import Machines, Shards, World
 
+Function = Callable[..., Tensor]
+"""Computes rows from one or several tensors of rows of equal length, row by row, or concatenates them."""
+
+
+@dataclass
+class Derivations:
+    """Records of each derived tensor the function and its arguments, as long as the tensor exists."""
+
+    _found: WeakTensorKeyDictionary | None = None
+    """None as long as nothing is derived that may be sent, as in most steps."""
+
+    def derive(self, function: Function, *rows: Tensor) -> Tensor:
+        """Return ``function(*rows)``, and record it unless it is one of ``rows``."""
+        result = function(*rows)
+        if all(result is not x for x in rows):
+            self._found = WeakTensorKeyDictionary() if self._found is None else self._found
+            self._found[result] = function, rows
+        return result
+
+    def of(self, rows: Tensor) -> tuple[Function, tuple[Tensor, ...]] | None:
+        """Return the function and the arguments that ``rows`` were derived from, None if they were not."""
+        results: tuple[Function, tuple[Tensor, ...]] | None = None if self._found is None else self._found.get(rows)
+        return results
+
+    def narrowest(self, rows: Tensor) -> tuple[Tensor, Function]:
+        """Return the rows of 16 bits that ``rows`` were derived from, and the function; ``rows`` if there are none.
+
+        Sources that were concatenated are concatenated here, too. The function holds no tensor.
+        """
+        results = self.of(rows)
+        if results is None:
+            return rows, unchanged
+        function, sources = results
+        narrow, functions = zip(*map(self.narrowest, sources), strict=True)
+        if any(x.dtype.itemsize != 2 for x in narrow):
+            return rows, unchanged
+
+        def restore(received: Tensor) -> Tensor:
+            count = len(received) // len(functions)
+            parts = (received[i * count : (i + 1) * count] for i in range(len(functions)))
+            return function(*(of_source(x) for of_source, x in zip(functions, parts, strict=True)))
+
+        return (narrow[0] if len(narrow) == 1 else torch.cat(narrow)), restore
+
+
+def unchanged(rows: Tensor) -> Tensor:
+    """Return ``rows``, which were derived from no others."""
+    return rows
+
+
+Fetch = Callable[[Tensor, Shards], Tensor]
+"""Gathers: from this rank's rows and their shard sizes to the rows of all ranks."""
+
+
+class GatherCache:
+    """Stores gathered rows; rows that are derived from gathered ones are computed.
+
+    Keys are the ids of this rank's tensors: equal tensors are not the same entry, and a comparison would cost a pass over
+    them. Each entry holds its tensor, so that no other tensor gets its id.
+    """
+
+    def __init__(self, derivations: Derivations) -> None:
+        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._derivations = derivations
+
+    def gather(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
+        """Return the rows of all ranks: stored, derived from stored rows, or fetched. Do not write to them."""
+        if id(rows) not in self._gathered:
+            self._gathered[id(rows)] = rows, self._computed(rows, shards, fetch)
+        return self._gathered[id(rows)][1]
+
+    def clear(self) -> None:
+        """Drop all tensors: a graph that waits for its backward pass may hold the cache."""
+        self._gathered.clear()
+
+    def _computed(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
+        """Return the rows of all ranks, derived if possible, otherwise fetched."""
+        results = self._derivations.of(rows)
+        if results is None:
+            return fetch(rows, shards)
+        function, sources = results
+        of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
+        parts = (self.gather(source, of_source, fetch).split(list(of_source.sizes)) for source in sources)
+        with torch.no_grad():
+            return torch.cat([function(*of_rank) for of_rank in zip(*parts, strict=True)])
+
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a step, equal on every rank.
+    """Options of a step, equal on every rank."""
 
-    Args:
-        check_finite: whether NaN and infinite rows are refused.
-        ring: whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks
-            of each machine, so that shards pass first inside a machine and then between machines.
-        sharded_factor: the factor of the gradient of sharded parameters, of which each rank holds another part.
-    """
-
-    check_finite: bool = True
+    check_finite: bool = True  # whether NaN and infinite rows are refused
+    # whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks of each
+    # machine, so that shards pass first inside a machine and then between machines
     ring: bool | Machines = False
+    # the factor of the gradient of sharded parameters, of which each rank holds another part
     sharded_factor: float = 1.0
 
 
@@ -37,26 +120,18 @@ UNCHECKED = Options(check_finite=False)
 
 @dataclass
 class Findings:
-    """What turns out while a step is computed.
+    """What turns out while a step is computed."""
 
-    Args:
-        later: checks of values on an accelerator, which the wrapper reads in the next call; None where values are checked at
-            once, or not at all.
-        draws: whether a user's loss has drawn random numbers or changed a buffer while ranks computed it in parts.
-    """
-
+    # checks of values on an accelerator, which the wrapper reads in the next call; None where values are checked at
+    # once, or not at all
     later: list[ValueCheck] | None = None
+    # whether a user's loss has drawn random numbers or changed a buffer while ranks computed it in parts
     draws: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Session(World):
-    """A world and what its ranks have agreed on in one step.
-
-    Examples:
-        >>> Session.of(World(), check_finite=False).options
-        Options(check_finite=False, ring=False, sharded_factor=1.0)
-    """
+    """A world and what its ranks have agreed on in one step."""
 
     options: Options = field(default_factory=Options)
     cache: GatherCache | None = field(default=None, repr=False)
@@ -78,24 +153,6 @@ class Session(World):
             return self
         return replace(self, cache=GatherCache(self.derivations))
 
-    def agree_on_shards(
-        self, caller: str, rows: Mapping[str, Tensor], problem: str | None, settings: Mapping[str, object]
-    ) -> list[Shards]:
-        """:func:`agree_on_shards` within this session.
-
-        Raises:
-            ValueError: what :func:`agree_on_shards` raises.
-        """
-        if problem is not None:  # what is no tensor has no size
-            rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
-        elif self.options.check_finite:
-            problem = first_non_finite(rows)
-        # losses of embeddings on an accelerator choose other sums than on a CPU
-        compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
-        compared |= {name: in_one_line(value) for name, value in settings.items()}
-        sizes = [len(x) if x.ndim else 1 for x in rows.values()]
-        return shake_hands(Statement(caller, compared, sizes, problem, tolerance=tolerance(rows.values())), self).shards
-
 
 def agree_on_shards(
     caller: str,
@@ -107,26 +164,19 @@ def agree_on_shards(
 ) -> list[Shards]:
     """Agree with all ranks on rows and settings, and return how many rows each rank holds.
 
-    Args:
-        caller: name of the loss, first word of any error.
-        rows: this rank's rows, by name; dimension 0 counts rows.
-        world: the ranks.
-        problem: an error in this rank's input.
-        settings: values that must be equal on every rank.
-
-    Returns:
-        For each entry of ``rows``, its split over the ranks.
-
     Raises:
         ValueError: on every rank alike, if any rank has a problem, brings NaN or infinite rows (unless the session's
             ``check_finite`` is off), or if ranks bring different kinds of rows or settings.
-
-    Examples:
-        >>> import torch
-        >>> agree_on_shards("Loss", {"embeddings": torch.ones(3, 2)}, world=World())
-        [Shards(sizes=(3,), rank=0)]
     """
-    return Session.of(world).agree_on_shards(caller, rows, problem, settings or {})
+    if problem is not None:  # what is no tensor has no size
+        rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
+    elif Session.of(world).options.check_finite:
+        problem = first_non_finite(rows)
+    # losses of embeddings on an accelerator choose other sums than on a CPU
+    compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
+    compared |= {name: in_one_line(value) for name, value in (settings or {}).items()}
+    sizes = [len(x) if x.ndim else 1 for x in rows.values()]
+    return shake_hands(Statement(caller, compared, sizes, problem, tolerance=tolerance(rows.values())), world).shards
 
 
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
@@ -134,12 +184,6 @@ def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
 
     Raises:
         ValueError: always, on every rank.
-
-    Examples:
-        >>> refuse("Loss", "labels are missing.", world=World())
-        Traceback (most recent call last):
-        ...
-        ValueError: Loss: labels are missing.
     """
     agree_on_shards(caller, {}, world=world, problem=problem)
     raise AssertionError("a problem was met without an error")

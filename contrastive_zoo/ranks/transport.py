@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import reduce_scatter_single
-from contrastive_zoo.ranks.gather_cache import unchanged
-from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.session import Session, unchanged
 from contrastive_zoo.ranks.world import Shards, World
 
 Reduction = Literal["sum", "mean", "max", "min"]
@@ -28,9 +27,7 @@ _ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def flat_bytes(rows: Tensor) -> Tensor:
     """The bytes of a tensor of any dtype, [bytes]: what every backend can send."""
     flat = rows.resolve_neg().reshape(-1)
-    if flat.stride() != (
-        1,
-    ):  # reshape() keeps the stride of a column, and 0 of a single expanded number; view() refuses it
+    if flat.stride() != (1,):  # reshape() keeps that of a column, and 0 of one expanded number; view() refuses it
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
@@ -50,13 +47,7 @@ def from_bytes(data: Tensor, like: Tensor) -> Tensor:
 
 
 def sendable(x: Tensor, world: World) -> Tensor:
-    """Return x where the backend sends it from: labels and temperatures may have been left on the CPU, which NCCL does not.
-
-    Examples:
-        >>> x = torch.ones(2)
-        >>> sendable(x, World()) is x
-        True
-    """
+    """Return x where the backend sends it from: NCCL does not send labels and temperatures that were left on the CPU."""
     return x.to(world.device) if world.on_accelerators and x.is_cpu else x
 
 
@@ -97,10 +88,6 @@ def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Ten
 
     A cache that has gathered ``rows``, and a ring that sends ``rows`` of 16 bits, apply the function to the other ranks'
     rows. All of ``rows`` have the same length, and the result is as long as all of them together.
-
-    Examples:
-        >>> derived(lambda x: x[:, :1], torch.tensor([[1, 2], [3, 4]]), world=World()).tolist()
-        [[1], [3]]
     """
     if isinstance(world, Session) and (world.cache is not None or world.options.ring):
         return world.derivations.derive(function, *rows)
@@ -108,12 +95,7 @@ def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Ten
 
 
 def narrowest(rows: Tensor, world: World) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return rows of 16 bits from which ``rows`` were :func:`derived`, and the function, or ``rows`` if there are none.
-
-    Examples:
-        >>> narrowest(torch.ones(1), World())[0]
-        tensor([1.])
-    """
+    """Return rows of 16 bits from which ``rows`` were :func:`derived`, and the function, or ``rows`` if there are none."""
     return world.derivations.narrowest(rows) if isinstance(world, Session) else (rows, unchanged)
 
 
@@ -137,14 +119,12 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
     if scatters_sums(shards, world):
         wide_rows = sendable(rows, world).to(wide).contiguous()
         total = wide_rows.new_empty(shards.size, *rows.shape[1:])
-        world.start(
-            "a reduce-scatter", lambda: reduce_scatter_single(total, wide_rows, group=world.group), polled=total.is_cpu
-        )()
-        return (total if over == 1 else total / over).to(rows)
-    parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
-    parts = parts.view(world.size, shards.size, *rows.shape[1:])
-    total = parts.sum(0, dtype=wide)
-    return (total if over == 1 else total / over).to(rows.dtype)
+        begin = functools.partial(reduce_scatter_single, total, wide_rows, group=world.group)
+        world.start("a reduce-scatter", begin, polled=total.is_cpu)()
+    else:
+        parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
+        total = parts.view(world.size, shards.size, *rows.shape[1:]).sum(0, dtype=wide)
+    return (total if over == 1 else total / over).to(rows)
 
 
 def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
@@ -156,21 +136,16 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], wor
     """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, in rank order."""
     local = as_bytes(sendable(rows, world))
     received = local.new_empty(sum(receive), local.shape[1])
-    sizes, background = (list(receive), list(send)), local.device.type == "cpu"
-    world.start(
-        "an exchange of rows",
-        lambda: dist.all_to_all_single(received, local, *sizes, group=world.group, async_op=background),
-        polled=background,
-    )()
+    begin = functools.partial(dist.all_to_all_single, received, local, list(receive), list(send), world.group)
+    world.start("an exchange of rows", functools.partial(begin, async_op=local.is_cpu), polled=local.is_cpu)()
     return from_bytes(received, rows).to(rows.device)
 
 
 def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
     """Overwrite x by rank ``src``'s."""
     sent = sendable(x, world)
-    background = sent.device.type == "cpu"
-    begin = functools.partial(dist.broadcast, sent, group=world.group, group_src=src, async_op=background)
-    world.start("a broadcast", begin, polled=background)()
+    begin = functools.partial(dist.broadcast, sent, group=world.group, group_src=src, async_op=sent.is_cpu)
+    world.start("a broadcast", begin, polled=sent.is_cpu)()
     if sent is not x:
         x.copy_(sent)
 
@@ -192,20 +167,14 @@ def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
         if world.sends_directly(y):
             y.copy_(_ACROSS[op](world.start_gather(y, "an all-reduce")(), 0))
         else:
-            background = y.device.type == "cpu"
-            begin = functools.partial(dist.all_reduce, y, OPS[op], world.group, async_op=background)
-            world.start("an all-reduce", begin, polled=background)()
+            begin = functools.partial(dist.all_reduce, y, OPS[op], world.group, async_op=y.is_cpu)
+            world.start("an all-reduce", begin, polled=y.is_cpu)()
 
     return reduced(x, op, world, run)
 
 
 def packed(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as the bytes of a handshake's payload.
-
-    Examples:
-        >>> packed([torch.tensor([[1], [2]], dtype=torch.uint8)])
-        [tensor([1, 2], dtype=torch.uint8)]
-    """
+    """Return tensors as the bytes of a handshake's payload."""
     return [flat_bytes(x.detach()) for x in rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.ranks.compat import all_gather_single
+from contrastive_zoo.ranks.compat import all_gather_single, backward_pass
 from contrastive_zoo.ranks.group_state import state_of
-from contrastive_zoo.ranks.header import open_backward
-from contrastive_zoo.ranks.messages import started
+from contrastive_zoo.ranks.messages import lost, started
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,21 +65,11 @@ class Shards:
         return Shards(tuple(factor * size for size in self.sizes), self.rank)
 
     def plus(self, others: Shards) -> Shards:
-        """The split of these rows and, after those of each rank, of others.
-
-        Examples:
-            >>> Shards((2, 0)).plus(Shards((1, 3)))
-            Shards(sizes=(3, 3), rank=0)
-        """
+        """The split of these rows and, after those of each rank, of others."""
         return Shards(tuple(n + m for n, m in zip(self.sizes, others.sizes, strict=True)), self.rank)
 
     def selected(self, which: Tensor) -> Shards:
-        """The split of some of the rows, given which rows of all ranks these are.
-
-        Examples:
-            >>> Shards((2, 1)).selected(torch.tensor([True, False, True]))
-            Shards(sizes=(1, 1), rank=0)
-        """
+        """The split of some of the rows, given which rows of all ranks these are."""
         return Shards(tuple(int(part.sum()) for part in which.split(list(self.sizes))), self.rank)
 
 
@@ -173,22 +163,12 @@ class World:
     def start_host_gather(
         self, x: Tensor, message: str = "an exchange of numbers", *, opens: bool = False
     ) -> Callable[[], Tensor]:
-        """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for.
-
-        Examples:
-            >>> ONE_PROCESS.start_host_gather(torch.tensor([3, 4]))()
-            tensor([[3, 4]])
-        """
+        """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for."""
         group = self._host_group if self.size > 1 and self.on_accelerators else None
         return self.start_gather(x, message, group or self.group, opens=opens)
 
     def sends_directly(self, x: Tensor) -> bool:
-        """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring.
-
-        Examples:
-            >>> ONE_PROCESS.sends_directly(torch.zeros(1))
-            False
-        """
+        """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring."""
         small = x.nbytes * self.size <= _SMALL
         return small and self.size > 1 and x.device.type == "cpu" and not self.on_accelerators
 
@@ -200,18 +180,7 @@ class World:
         *,
         opens: bool = False,
     ) -> Callable[[], Tensor]:
-        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
-
-        Args:
-            x: this rank's.
-            message: its name in an error.
-            group: another group of the same ranks.
-            opens: whether it opens a step, or a backward pass.
-
-        Examples:
-            >>> ONE_PROCESS.start_gather(torch.tensor([3, 4]))()
-            tensor([[3, 4]])
-        """
+        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x]."""
         if self.size == 1:
             return lambda: x[None]
         gathered, group = x.new_empty(self.size, *x.shape), group or self.group
@@ -232,28 +201,17 @@ class World:
         return arrived
 
     def start(self, message: str, begin: Callable[[], Any], *, polled: bool, opens: bool = False) -> Callable[[], None]:
-        """Start a message of all ranks; the returned function waits for it.
+        """Start a message of all ranks, by ``begin``; the returned function waits for it.
 
-        In a backward pass, the first message of a loss follows a header: ranks that run another one's are refused.
-
-        Args:
-            message: its name in an error.
-            begin: starts it, and returns the work or works to wait for; None if there is none.
-            polled: whether a note of a rank that has failed is looked for while the message does not arrive.
-            opens: whether it opens a step, or a backward pass, itself.
+        In a backward pass, the first message of a loss follows a header, unless it ``opens`` the pass itself: ranks that run
+        another one's are refused. While a message that is ``polled`` does not arrive, a note of a failed rank is looked for.
 
         Raises:
             CommunicationError: another rank failed, died or is late; the returned function raises it, too.
         """
-
         if self.size > 1 and not opens:
-            open_backward(self)
-
-        def works() -> Sequence[Any]:
-            work = begin()
-            return () if work is None else work if isinstance(work, list) else (work,)
-
-        return started(message, works, self, polled=polled)
+            _open_backward(self)
+        return started(message, begin, self, polled=polled)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The ``numbers`` of all ranks, by rank; every rank passes equally many.
@@ -321,10 +279,71 @@ def _group_problem(process_group: object) -> str | None:
 
 
 def alone() -> bool:
-    """Return whether this process is the only one.
-
-    Examples:
-        >>> alone()
-        True
-    """
+    """Return whether this process is the only one."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+# What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
+# a rank in one meets a rank in the other, and all of them hear it.
+FIELDS = (
+    "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "fingerprint",
+    "same", "replicable", "draws", "bytes",
+)  # fmt: skip
+"""Header fields before the sizes, one int64 each. ``number`` counts the group's handshakes: it names a step."""
+
+SIZES = 16
+"""Sizes that fit into a header; further ones take a message of their own."""
+
+_HEADER = struct.Struct(f"{len(FIELDS) + SIZES}q")
+
+_OUT_OF_STEP = (
+    "Every rank calls the same losses, and runs their backward passes, in the same order. Usually a rank has left out a "
+    "step after an error or an interruption, calls two losses in another order, or runs backward on another loss first."
+)
+
+
+def exchange_headers(
+    numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
+) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Return all ranks' headers, and from the same message their payloads, [W, size]: zeros for one that does not fit.
+
+    Raises:
+        CommunicationError: on every rank alike, they are in different steps, or some in a backward pass.
+    """
+    header = torch.frombuffer(bytearray(_HEADER.pack(*numbers)), dtype=torch.uint8)
+    header = header.to(world.host_device) if world.on_accelerators else header
+    length = sum([x.numel() for x in payload])
+    parts = [header, *payload] if length <= size else [header]
+    if (unused := size - (length if length <= size else 0)) > 0:
+        parts.append(header.new_zeros(unused))
+    received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header, "the handshake", opens=True)()
+    on_host = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
+    headers = [_HEADER.unpack_from(x) for x in on_host]
+    if any(x[:2] != headers[0][:2] for x in headers):
+        refuse_out_of_step(f"{'the backward pass of ' if numbers[0] else ''}{world.caller}", world)
+    return headers, received[:, _HEADER.size :]
+
+
+def refuse_out_of_step(place: str, world: World) -> None:
+    """Raise on all ranks, which are not in one and the same call.
+
+    Raises:
+        CommunicationError: always; it says where each rank is.
+    """
+    places = world.exchange_text(place)
+    by_rank = "; ".join(f"rank {rank} is in {where or 'another message'}" for rank, where in enumerate(places))
+    raise lost(f"ranks are out of step: {by_rank}. {_OUT_OF_STEP}", world)
+
+
+def _open_backward(world: World) -> None:
+    """Meet the other ranks before the first message of a loss in a backward pass; the next ones of the same loss do not.
+
+    Raises:
+        CommunicationError: on every rank alike, they run the backward passes of different losses or steps.
+    """
+    state, conversation = state_of(world.process_group), (world.opened, backward_pass())
+    if conversation[1] == -1 or state.conversation == conversation:
+        return
+    state.conversation = conversation
+    numbers = [1, world.opened, *[0] * (len(FIELDS) + SIZES - 2)]
+    exchange_headers(numbers, (), state.reserved.size, world)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange
-from contrastive_zoo.ranks.gather_cache import Derivations
+from contrastive_zoo.ranks.session import Derivations
 from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_ring import GENERAL_PATH, replaced
 from tests.helpers import EVERY_CASE, local_shard, numbers

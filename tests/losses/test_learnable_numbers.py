@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import is_number
-from contrastive_zoo.loss_base.settings import Bounds, _checks
+from contrastive_zoo.loss_base.settings import Bounds, _checks, is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, split
 from tests.losses.test_settings import CASES, SUBJECTS, kind_of, said_by

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import is_number, number_problem
-from contrastive_zoo.loss_base.settings import _checks
+from contrastive_zoo.loss_base.settings import Bounds, _checks, is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, common_error, numbers
@@ -231,11 +230,11 @@ def test_what_a_setting_may_be_is_left() -> None:
 
 
 def test_bounds_in_words() -> None:
-    assert number_problem(margin=NAN) == "margin must be finite, got nan."
-    assert number_problem(low=0, tau=-1) == "tau must be at least 0 and finite, got -1."
-    assert number_problem(low=1, whole=True, k=1.5) == "k must be at least 1 and an integer, got 1.5."
-    assert number_problem(beta=torch.tensor([1.0, NAN])) == "beta must be finite, got [1.0, nan]."
-    assert number_problem(finite=False, mu=math.inf) is None
+    assert Bounds().problem("margin", NAN) == "margin must be finite, got nan."
+    assert Bounds(low=0).problem("tau", -1) == "tau must be at least 0 and finite, got -1."
+    assert Bounds(low=1, whole=True).problem("k", 1.5) == "k must be at least 1 and an integer, got 1.5."
+    assert Bounds().problem("beta", torch.tensor([1.0, NAN])) == "beta must be finite, got [1.0, nan]."
+    assert Bounds(finite=False).problem("mu", math.inf) is None
     assert is_number(torch.nn.Parameter(torch.empty(3, device="meta")))
     assert not is_number(1, above=1)
     assert not is_number(1, below=1)

@@ -101,12 +101,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns → "
         "derived(lambda x: x.to(dtype), columns, world=world) if True else columns",
     ): "A wider dtype of the input is that of the columns, which nothing converts.",
-    (
-        "ranks/header.py",
-        "exchange_headers",
-        "header.to(world.host_device) if world.on_accelerators else header → "
-        "header.to(world.host_device) if True else header",
-    ): "The header of a group on CPUs is there already.",
     ("ranks/group_state.py", "ReservedBytes.learn", "0 → 1 (3)"): _TUNING,
     (
         "wrapper/step.py",
