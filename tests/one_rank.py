@@ -32,6 +32,18 @@ class Annealed(nn.Module):
         return 0.1 + 0.1 * self.calls
 
 
+class Cooling(nn.Module):
+    """A temperature that counts its calls in a plain attribute, and returns a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
 class Held(cz.RowLoss):
     """A row loss that computes with everything that an attribute can be."""
 
@@ -202,6 +214,9 @@ STATEFUL_PAIRS: dict[str, Callable[[], Any]] = {
     "NTXent, annealed": lambda: cz.NTXent(temperature=Annealed()),
     "MNRL, annealed": lambda: cz.MNRL(temperature=Annealed()),
     "Clip, annealed": lambda: cz.Clip(temperature=Annealed()),
+    "a sum, cooling": lambda: cz.WeightedSum(
+        [cz.InfoNCE(temperature=Cooling()), cz.Matryoshka(cz.InfoNCE(temperature=Cooling()), (1, WIDTH))]
+    ),
 }
 LABELLED |= STATEFUL
 LOSSES = LABELLED | PAIRED | STATEFUL_PAIRS

@@ -217,19 +217,6 @@ def test_wrappers_in_another_order_are_named(called: bool) -> None:
     assert all(f"which is wrapper number {number} of this process" in first[1] for number in (1, 2))
 
 
-def test_a_wrapper_may_be_made_anew_on_one_rank(worlds: Worlds) -> None:
-    def job() -> list[float]:
-        loss_fn, values = cz.DistributedLoss(cz.NTXent()), []
-        for step in range(3):
-            if step == 1 and dist.get_rank() == 1:
-                loss_fn = cz.DistributedLoss(cz.NTXent())
-            values.append(loss_fn(rows_of(step), rows_of(step + 1)).item())
-        return values
-
-    first, second = worlds.run(2, job)
-    assert first == second
-
-
 # ------------------------------------------------------------------------------------- a rank that raises and goes on
 
 
@@ -292,17 +279,6 @@ def test_a_rank_that_raises_and_goes_on_closes_the_group(name: str, splits: bool
             assert how == "CommunicationError"
             assert f"Rank 1 failed in {text.partition(',')[0]}, call 2: {kind.__name__}" in text
             assert "in the middle" in text
-
-
-def test_all_ranks_may_raise_and_go_on(worlds: Worlds) -> None:
-    def job() -> list[tuple[str, str]]:
-        def broken(z: Tensor) -> Tensor:
-            raise KeyError("a column")
-
-        losses = [cz.DistributedLoss(broken), cz.DistributedLoss(cz.SupCon())]
-        return [ended(lambda: losses[0](rows_of(0))), ended(lambda: losses[1](rows_of(1), LABELS))] * 2
-
-    assert worlds.run(2, job) == [[("KeyError", "'a column'"), ("", "")] * 2] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- smaller

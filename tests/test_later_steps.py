@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -112,23 +113,6 @@ def labelled(step: int, sizes: Sequence[int]) -> Any:
     return parts, {}, whole, {}
 
 
-def with_owners(step: int, sizes: Sequence[int]) -> Any:
-    """Queries, documents, a hard negative for each, and whose it is among this rank's queries."""
-    args, _, whole, _ = two_towers(step, sizes)
-    hard = numbers(sum(sizes), D, seed=10 * step + 3).requires_grad_()
-    args.append(local_shard(hard, sizes).requires_grad_())
-    whole.append(hard)
-    return args, {"owners": torch.arange(sizes[rank()])}, whole, {"owners": torch.arange(sum(sizes))}
-
-
-def test_rank_local_arguments_inside_a_composition(worlds: Worlds) -> None:
-    def make() -> nn.Module:
-        return cz.WeightedSum([cz.MNRL(directions=("query_to_doc", "doc_to_doc"))])
-
-    for errors in worlds.run(2, a_training, make, with_owners, STEPS):
-        assert max(errors) < 1e-10, errors
-
-
 class BothOrders(cz.NTXent):
     """Two losses in one call, by a forward of its own."""
 
@@ -166,70 +150,10 @@ TOWERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 }
 
 
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(("name", "trainer"), drawn(TOWERS, ["mean", "sum"], one_in=2))
 def test_towers_at_every_step(name: str, trainer: str, worlds: Worlds) -> None:
     for errors in worlds.run(2, a_training, *TOWERS[name], LONG, trainer):
         assert max(errors) < 1e-10, errors
-
-
-class Cooling(nn.Module):
-    """A temperature that falls with each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self) -> float:
-        self.calls += 1
-        return 0.9**self.calls
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: cz.NTXent(temperature=Cooling()),
-        lambda: cz.WeightedSum(
-            [cz.InfoNCE(temperature=Cooling()), cz.Matryoshka(cz.InfoNCE(temperature=Cooling()), (1, D))]
-        ),
-    ],
-    ids=["one", "nested"],
-)
-def test_a_setting_that_changes_is_evaluated_as_often_as_on_one_process(
-    make: Callable[[], nn.Module], worlds: Worlds
-) -> None:
-    """A loss declares itself before it is computed, with the same value."""
-    for errors in worlds.run(2, a_training, make, two_towers, LONG[:8]):
-        assert max(errors) < 1e-10, errors
-
-
-# ------------------------------------------------------------------------------------- parameters that ranks share out
-
-
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_sharded_class_weights(trainer: str, nested: bool, worlds: Worlds) -> None:
-    def job() -> list[float]:
-        torch.set_default_dtype(torch.float64)
-        norms = []
-        torch.manual_seed(0)
-        sharded = cz.ArcFace(5, D, shard_over=World.of())
-        torch.manual_seed(0)
-        whole = cz.ArcFace(5, D)
-        loss = cz.WeightedSum([sharded]) if nested else sharded
-        for trainers in ((trainer,) * 2, ("mean", "sum")):  # also one loss under two wrappers
-            wrapped = [cz.DistributedLoss(loss, grad_reduction=x, check_distinct=False) for x in trainers]
-            for step, sizes in enumerate([(2, 3), (1, 4), (0, 5)]):
-                args, _, everything, _ = labelled(step, sizes)
-                wrapped[step % 2](*args).backward()
-                whole(*everything).backward()
-                classes = slice(0, 3) if rank() == 0 else slice(3, 5)
-                norms.append((sharded.weights.grad - whole.weights.grad[classes]).abs().max().item())
-                sharded.weights.grad = whole.weights.grad = None
-        return norms
-
-    for found in worlds.run(2, job):
-        assert max(found) < 1e-10, found
 
 
 # ---------------------------------------------------------------------------------------------- what ranks disagree on
@@ -266,67 +190,6 @@ class DrawingOnRank1(Drawing):
         return super().rows(similarity, positive, negative)
 
 
-def disagreeing(name: str, at: int) -> Callable[[], None]:
-    """A training in which one rank is set up, or called, in another way at call ``at``, counted from 0."""
-
-    def job() -> None:
-        other = rank() == dist.get_world_size() - 1
-        torch.manual_seed(0)
-        losses: dict[str, Callable[[], Any]] = {
-            "row setting": lambda: cz.Triplet(margin=0.1),
-            "own setting": lambda: MyMargin(0.1),
-            "rows' normalize": lambda: MyMargin(0.1),
-            "class": lambda: cz.Circle() if other and at == 0 else cz.Triplet(),
-            "nested setting": lambda: cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.1)]),
-            "temperature": lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
-            "proxies": lambda: cz.ProxyAnchor(4, D),
-            "memory": lambda: cz.CrossBatchMemory(cz.InfoNCE(), 8, D),
-        }
-        loss = losses.get(name, cz.InfoNCE)()
-        if name == "proxies" and other:
-            torch.manual_seed(1)
-            loss = cz.ProxyAnchor(4, D)
-        if name == "temperature" and other:
-            loss.temperature.log_scale.data.add_(0.01)
-        wrapped = cz.DistributedLoss(loss)
-        by_label = name in ("row setting", "own setting", "rows' normalize", "class", "nested setting", "proxies")
-        for call in range(at + 1):
-            args: list[Any] = [z(seed=call), y() if by_label else z(seed=50 + call)]
-            now = call == at and other
-            if now:
-                match name:
-                    case "row setting" | "own setting":
-                        loss.margin = 0.9
-                    case "nested setting":
-                        loss.losses[1].margin = 0.9
-                    case "argument":
-                        args.append(z(seed=9))
-                    case "reduction":
-                        loss.reduction = "none"
-                    case "symmetric":
-                        loss.symmetric = True
-                    case "normalize" | "rows' normalize":
-                        loss.normalize = False
-                    case "ring":
-                        wrapped = cz.DistributedLoss(loss, ring=True)
-                    case "static shapes":
-                        wrapped = cz.DistributedLoss(loss, static_shapes=True)
-                    case "trainer":
-                        wrapped = cz.DistributedLoss(loss, grad_reduction="sum")
-                    case "memory":
-                        loss.eval()
-            if now and name == "dense":
-                with cz.engine.plain_formulas():
-                    wrapped(*args)
-            elif now and name == "no grad":
-                with torch.no_grad():
-                    wrapped(*args)
-            else:
-                wrapped(*args)
-
-    return job
-
-
 class MyMargin(cz.RowLoss):
     def __init__(self, margin: float) -> None:
         super().__init__()
@@ -336,50 +199,107 @@ class MyMargin(cz.RowLoss):
         return ((similarity + self.margin) * negative).sum(1), negative.any(1)
 
 
-WORDS = {
-    "row setting": "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
-    "own setting": "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
-    "rows' normalize": "ranks disagree on normalize: rank 0 has True, rank {other} has False.",
-    "class": "ranks disagree on the loss: rank 0 has Triplet, rank {other} has Circle.",
-    "nested setting": "ranks disagree on losses.1.margin: rank 0 has 0.1, rank {other} has 0.9.",
-    "temperature": "parameters, buffers or settings differ between ranks: temperature.log_scale has norm",
-    "proxies": "parameters, buffers or settings differ between ranks: weights has norm",
-    "argument": "ranks disagree on what they bring: rank {other} brought negatives, rank 0 brought none.",
-    "reduction": "ranks disagree on reduction: rank 0 has mean, rank {other} has none.",
-    "symmetric": "ranks disagree on symmetric: rank 0 has False, rank {other} has True.",
-    "normalize": "ranks disagree on normalize: rank 0 has True, rank {other} has False.",
-    "ring": "ranks disagree on ring: rank 0 has False, rank {other} has True.",
-    "static shapes": "ranks disagree on static_shapes: rank 0 has False, rank {other} has True.",
-    "trainer": "ranks disagree on grad_reduction: rank 0 has mean, rank {other} has sum.",
-    "memory": "ranks disagree on loss.training: rank 0 has True, rank {other} has False.",
-    "dense": "ranks disagree on plain_formulas(): rank 0 has False, rank {other} has True.",
-    "no grad": "brought rows with gradient, rank {other} rows without gradient.",
+Change = Callable[[cz.DistributedLoss, list[Any], ExitStack], Any]
+"""What one rank does before a call: of its wrapper, of its arguments, and of what surrounds the call."""
+
+
+def attribute(path: str, value: Any) -> Change:
+    owner, _, name = path.rpartition(".")
+    return lambda wrapped, args, stack: setattr(wrapped.get_submodule(owner), name, value)
+
+
+def proxies() -> nn.Module:
+    torch.manual_seed(rank() == dist.get_world_size() - 1)
+    return cz.ProxyAnchor(4, D)
+
+
+FROM_THE_FIRST_CALL: dict[str, tuple[Callable[[], Any], Change, str]] = {
+    "class": (
+        lambda: cz.Circle() if rank() == dist.get_world_size() - 1 else cz.Triplet(),
+        lambda wrapped, args, stack: None,
+        "ranks disagree on the loss: rank 0 has Triplet, rank {other} has Circle.",
+    ),
+    "proxies": (
+        proxies,
+        lambda wrapped, args, stack: None,
+        "parameters, buffers or settings differ between ranks: weights has norm",
+    ),
+}
+DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Change, str]] = {
+    "own setting": (
+        lambda: MyMargin(0.1),
+        attribute("loss.margin", 0.9),
+        "ranks disagree on margin: rank 0 has 0.1, rank {other} has 0.9.",
+    ),
+    "nested setting": (
+        lambda: cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.1)]),
+        attribute("loss.losses.1.margin", 0.9),
+        "ranks disagree on losses.1.margin: rank 0 has 0.1, rank {other} has 0.9.",
+    ),
+    "argument": (
+        cz.InfoNCE,
+        lambda wrapped, args, stack: args.append(z(seed=9)),
+        "ranks disagree on what they bring: rank {other} brought negatives, rank 0 brought none. "
+        "Pass negatives on every rank or on none.",
+    ),
+    "memory": (
+        lambda: cz.CrossBatchMemory(cz.InfoNCE(), 8, D),
+        lambda wrapped, args, stack: wrapped.loss.eval(),
+        "ranks disagree on loss.training: rank 0 has True, rank {other} has False.",
+    ),
+    "dense": (
+        cz.InfoNCE,
+        lambda wrapped, args, stack: stack.enter_context(cz.engine.plain_formulas()),
+        "ranks disagree on plain_formulas(): rank 0 has False, rank {other} has True.",
+    ),
+} | {
+    path: (
+        cz.InfoNCE,
+        attribute(path, value),
+        f"ranks disagree on {path.rpartition('.')[2]}: rank 0 has {before}, rank {{other}} has {value}.",
+    )
+    for path, before, value in (
+        ("loss.reduction", "mean", "none"),
+        ("loss.symmetric", False, True),
+        ("ring", False, True),
+        ("static_shapes", False, True),
+        ("grad_reduction", "mean", "sum"),
+    )
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
-@pytest.mark.parametrize(("at", "world_size"), [(0, 3), (2, 2)])
+def disagreeing(name: str, at: int) -> None:
+    """A training in which the last rank is set up, or called, in another way at call ``at``, counted from 0."""
+    make, change, _ = (FROM_THE_FIRST_CALL | DISAGREEMENTS)[name]
+    loss = make()
+    wrapped = cz.DistributedLoss(loss)
+    for call in range(at + 1):
+        of_pairs = isinstance(loss, (cz.InfoNCE, cz.CrossBatchMemory))
+        args: list[Any] = [z(seed=call), z(seed=50 + call) if of_pairs else y()]
+        with ExitStack() as stack:
+            if call == at and rank() == dist.get_world_size() - 1:
+                change(wrapped, args, stack)
+            wrapped(*args)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "world_size"),
+    [(name, 0, 3) for name in FROM_THE_FIRST_CALL | DISAGREEMENTS] + [(name, 2, 2) for name in DISAGREEMENTS],
+)
 def test_a_disagreement_is_one_error_on_every_rank(name: str, at: int, world_size: int, worlds: Worlds) -> None:
-    if at and name in ("class", "temperature", "proxies"):
-        pytest.skip("these differ from the first call on")
-    text, _ = common_error(worlds, world_size, disagreeing(name, at), good)
-    assert WORDS[name].format(other=world_size - 1) in text
+    text, _ = common_error(worlds, world_size, partial(disagreeing, name, at), good)
+    assert (FROM_THE_FIRST_CALL | DISAGREEMENTS)[name][2].format(other=world_size - 1) in text
 
 
-def test_an_argument_with_a_default_is_missing_on_one_rank(worlds: Worlds) -> None:
-    """A rank without owners would compute as if no negative had one."""
-
-    def job() -> None:
-        wrapped = cz.DistributedLoss(cz.MNRL())
-        rows = [torch.randn(3, 4, generator=torch.Generator().manual_seed(3 * dist.get_rank() + k)) for k in range(3)]
-        owners = [] if dist.get_rank() else [torch.tensor([0, 1, 2])]
-        wrapped(*rows, *owners)
-
-    text, _ = common_error(worlds, 2, job, good)
-    assert "rank 0 brought owners, rank 1 brought none. Pass owners on every rank or on none." in text
+def made_again(wrapper: cz.DistributedLoss) -> cz.DistributedLoss:
+    return cz.DistributedLoss(wrapper.loss)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), made_again],
+    ids=["copied", "pickled", "made again"],
+)
 def test_a_wrapper_that_one_rank_copied_in_mid_training(again: Callable[[Any], Any], worlds: Worlds) -> None:
     def job() -> list[Tensor]:
         wrapped = cz.DistributedLoss(cz.Clip(**learnt(0.3)))
@@ -392,37 +312,6 @@ def test_a_wrapper_that_one_rank_copied_in_mid_training(again: Callable[[Any], A
     first, second = worlds.run(2, job)
     for a, b in zip(first, second, strict=True):
         close(a, b)
-
-
-def test_a_wrapper_that_one_rank_made_again_is_as_good_as_the_old_one(worlds: Worlds) -> None:
-    def job() -> list[Tensor]:
-        values = []
-        wrapped = cz.DistributedLoss(cz.NTXent(), check_distinct=False)
-        for step in range(6):
-            if rank() == 1 and step in (2, 4):
-                wrapped = cz.DistributedLoss(cz.NTXent(), check_distinct=False)
-            values.append(wrapped(z(4, step), z(4, step + 50)))
-        return [x.detach() for x in values]
-
-    first, second = worlds.run(2, job)
-    for a, b in zip(first, second, strict=True):
-        close(a, b)
-
-
-def test_rank_0s_parameters_if_asked(worlds: Worlds) -> None:
-    def job() -> tuple[Tensor, Tensor]:
-        torch.manual_seed(rank())
-        loss = cz.ProxyAnchor(4, D)
-        wrapped = cz.DistributedLoss(loss, broadcast_parameters=True)
-        value = wrapped(z().float(), y())
-        wrapped(z().float(), y())
-        return value.detach(), loss.weights.detach()
-
-    (a, p), (b, q) = worlds.run(2, job)
-    close(a, b)
-    close(p, q)
-    torch.manual_seed(0)
-    close(p, cz.ProxyAnchor(4, D).weights.detach())
 
 
 def test_embeddings_that_were_gathered_before(worlds: Worlds) -> None:
@@ -591,14 +480,6 @@ def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
 def test_what_names_no_processes(group: Any) -> None:
     with pytest.raises(ValueError, match="process_group: a process group, a 1-d DeviceMesh, a World or None"):
         World.of(group)
-
-
-def test_a_process_outside_the_group(worlds: Worlds) -> None:
-    def job() -> str | None:
-        loss = cz.DistributedLoss(cz.InfoNCE(), process_group=dist.GroupMember.NON_GROUP_MEMBER)
-        return error_message(lambda: loss(z(), z(seed=1)))
-
-    assert all("is not in the group it was given" in (text or "") for text in worlds.run(2, job))
 
 
 def test_arguments_that_are_one_tensor_on_some_rank_only(worlds: Worlds) -> None:

@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
         False  # whether the loss has no derivative by it; a tensor that requires a gradient is then refused
     )
 
-    def problem(self, name: str, value: object) -> str | None:
+    def problem(self, name: str, value: Any) -> str | None:
         """Return what is wrong with a value, in words; None if it is within the bounds."""
         if self.constant and isinstance(value, Tensor) and value.requires_grad:
             return f"{name} is a constant, got a tensor that requires a gradient. Pass {name}.detach()."
@@ -52,11 +52,9 @@ class Bounds(NamedTuple):
             return None
         if isinstance(value, Tensor) and (problem := tensor_problem(name, value)) is not None:
             return problem
-        plain = isinstance(value, (float, np.floating)) and math.isfinite(value)
-        if plain and not _fits(value, positive=self.above == 0 and value > 0):
-            expected = f"{name} must be {_FLOAT32}"
-        else:
-            expected = self.rule or f"{name} must be {self._in_words()}"
+        is_plain = isinstance(value, (float, np.floating)) and math.isfinite(value)
+        fits = not is_plain or _fits(value, positive=self.above == 0 and value > 0)
+        expected = (self.rule or f"{name} must be {self._in_words()}") if fits else f"{name} must be {_FLOAT32}"
         return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
 
     def hold(self, x: object) -> bool:
@@ -77,7 +75,7 @@ class Bounds(NamedTuple):
 
     def _hold_for_number(self, x: Any) -> bool:
         kinds = (int, np.integer) if self.whole else (int, float, np.integer, np.floating)
-        return (
+        return bool(
             isinstance(x, kinds)
             and not isinstance(x, bool)
             and not math.isnan(x)
