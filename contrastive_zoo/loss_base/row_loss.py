@@ -4,35 +4,27 @@ import copy
 import inspect
 from typing import Literal
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, reduce_rows
+from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.ranks.row_checks import labelled_problem, views_problem
+from contrastive_zoo.ranks.row_checks import views_problem
 
 CountedTerms = Literal["nonzero", "all"]
 """The terms that a mean counts: those with a loss, or all."""
 
 
-class AnchorLoss(Loss):
-    """A loss of labelled embeddings that is a sum over anchors; they may also be compared with a memory's embeddings.
-
-    - embeddings: [n, d]; n may differ between ranks.
-    - labels: [n] integers, one per embedding.
-    """
+class AnchorLoss(LabelledLoss):
+    """A loss of labelled embeddings that is a sum over anchors; they may also be compared with a memory's embeddings."""
 
     reduction: Reduction = "mean"
-
-    def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
-        problem = labelled_problem(embeddings, labels)
-        return Inputs({} if labels is None else {"embeddings": embeddings, "labels": labels}, problem)
 
     def block_loss(self, batch: Batch) -> nn.Module:
         """Return the loss of a block of anchors, with the settings of this step.

@@ -89,13 +89,8 @@ def statements_difference(signatures: list[str]) -> str:
             )
         for what, a, b in zip(("dtype", "width", "gradient"), first.split("|"), second.split("|"), strict=True):
             if a != b:
-                text = {
-                    "name": name,
-                    "first": _in_words(a),
-                    "second": _in_words(b),
-                    "padding": _padding_advice(name, a, b),
-                }
-                return _DIFFERENCES[what].format(other=other, **text)
+                words = {"first": _in_words(a), "second": _in_words(b), "padding": _padding_advice(name, a, b)}
+                return _DIFFERENCES[what].format(name=name, other=other, **words)
     raise AssertionError(f"digests differ, signatures do not: {signatures}")
 
 

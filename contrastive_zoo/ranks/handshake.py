@@ -13,8 +13,6 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -42,8 +40,6 @@ ASKS = 2
 
 _IDLE = 8
 """Handshakes without a payload after which the group no longer reserves bytes for one."""
-
-_BYTES: Callable[[Tensor], int] = attrgetter("nbytes")
 
 
 @dataclass
@@ -109,12 +105,17 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     headers, payload = exchange_headers(header, statement.payload or (), reserved.size, world)
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
     if any(received["problem"]):
-        _refuse_problems(statement, world)
+        callers, problems = _exchange_text(
+            statement.caller if statement.problem else "", statement.problem or "", world
+        )
+        raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
     if -1 in received["wrapper"] and max(received["wrapper"]) > -1:  # another function than the loss of a wrapper
         refuse_out_of_step(world.caller, world)
     if max(received["asks"]) == ASKS > min(received["asks"]) > 0:
         return Agreed([], number=number, asked=True)
-    _refuse_other_texts(statement, received, lines, world)
+    if len(set(received["digest"])) > 1:  # only then the texts themselves are exchanged
+        callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
+        raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
     identity = _identity(statement, number, received, world)
     by_rank = [header[len(FIELDS) : len(FIELDS) + len(statement.sizes)] for header in headers]
     if len(statement.sizes) > SIZES:
@@ -154,7 +155,7 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
 
 def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
     sizes = [*statement.sizes[:SIZES]]
-    payload = -1 if statement.payload is None else sum(map(_BYTES, statement.payload))
+    payload = -1 if statement.payload is None else sum(x.nbytes for x in statement.payload)
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
         statement.problem is not None,
@@ -162,7 +163,7 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.wrapper,
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
-        *map(to_bits, (statement.last_value, statement.level, statement.projection)),
+        *map(_to_bits, (statement.last_value, statement.level, statement.projection)),
         statement.fingerprint,
         statement.same,
         statement.replicable,
@@ -173,56 +174,34 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
     ]
 
 
-NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
+_NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
 """The bits of a missing number: no sum is -0.0 once 0.0 is added."""
 
 
-def to_bits(value: float | None) -> int:
+def _to_bits(value: float | None) -> int:
     """A number's bits as an int64 of the header."""
-    return NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
+    return _NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
 
 
-def from_bits(bits: Sequence[int]) -> list[float]:
+def _from_bits(bits: Sequence[int]) -> list[float]:
     """The numbers that ranks have sent."""
     return [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
 
 
 def _differ(bits: Sequence[int]) -> bool:
     """Whether all ranks have sent a number, and not all the same one."""
-    return NO_VALUE not in bits and len(set(bits)) > 1
-
-
-def _refuse_problems(statement: Statement, world: World) -> NoReturn:
-    """Raise what any rank has stated to be wrong.
-
-    Raises:
-        ValueError: always, on every rank alike.
-    """
-    caller, problem = (statement.caller, statement.problem) if statement.problem else ("", "")
-    callers, problems = _exchange_text(caller, problem, world)
-    raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
-
-
-def _refuse_other_texts(
-    statement: Statement, received: Mapping[str, Sequence[int]], lines: Sequence[str], world: World
-) -> None:
-    """Raise if the compared texts differ; only then they are exchanged."""
-    if len(set(received["digest"])) > 1:
-        callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
-        raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
+    return _NO_VALUE not in bits and len(set(bits)) > 1
 
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if values, parameters or identical arguments differ between ranks, or if rows do not."""
     values, levels, projections = (received[name] for name in ("last value", "level", "projection"))
-    if _differ(values) and (difference := values_difference(from_bits(values), statement.tolerance)):
+    if _differ(values) and (difference := values_difference(_from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
     most = max(statement.tolerance, tolerance(statement.numbers.values())) ** 0.5
     of_level = most * max(1, len(statement.numbers)) ** 0.5
-    if any(
-        _differ(bits) and numbers_differ(from_bits(bits), bound)
-        for bits, bound in ((levels, of_level), (projections, most))
-    ):
+    bounded = (levels, of_level), (projections, most)
+    if any(_differ(bits) and numbers_differ(_from_bits(bits), bound) for bits, bound in bounded):
         norms = {name: float(x.detach().double().norm()) for name, x in statement.numbers.items()}
         texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
         raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
