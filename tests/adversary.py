@@ -28,19 +28,12 @@ class Change(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A training in which the last rank changes something before a step.
+    """A training in which the last rank changes something before a step."""
 
-    Args:
-        name: of the loss.
-        splits: whether ranks split the loss of every batch.
-        at: the step.
-        seed: draws the change.
-    """
-
-    name: str
-    splits: bool
-    at: int
-    seed: int
+    name: str  # of the loss
+    splits: bool  # whether ranks split the loss of every batch
+    at: int  # the step
+    seed: int  # draws the change
 
 
 def changes_of(wrapper: cz.DistributedLoss, stack: contextlib.ExitStack) -> list[Change]:

@@ -22,27 +22,17 @@ mined for."""
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of the search.
+    """A loss of the search."""
 
-    Args:
-        make: returns the loss; with a process group, of that group.
-        compares: what it is called with.
-        setting: path of an attribute that may change, and its values.
-        wrapper: further arguments of DistributedLoss.
-        ring: whether candidates may pass from rank to rank in a ring.
-        third_party: from another library.
-        remembers: whether it keeps embeddings from step to step.
-        sharded: whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all.
-    """
-
-    make: Callable[..., Any]
-    compares: Compares = "views"
+    make: Callable[..., Any]  # returns the loss; with a process group, of that group
+    compares: Compares = "views"  # what it is called with
+    # path of an attribute that may change, and its values
     setting: tuple[str, tuple[Any, ...]] = ("temperature", (0.5, 0.3, 0.02))
-    wrapper: Callable[[], dict[str, Any]] = dict
-    ring: bool = False
-    third_party: bool = False
-    remembers: bool = False
-    sharded: bool = False
+    wrapper: Callable[[], dict[str, Any]] = dict  # further arguments of DistributedLoss
+    ring: bool = False  # whether candidates may pass from rank to rank in a ring
+    third_party: bool = False  # from another library
+    remembers: bool = False  # whether it keeps embeddings from step to step
+    sharded: bool = False  # whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all
 
     @property
     def in_shards(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, distance, error_message, groups, numbers
+from tests.helpers import EXACT, close, common_error, distance, error_message, groups, numbers
 
 DTYPES = [torch.int64, torch.int32, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
@@ -31,21 +32,17 @@ ROOTS = st.integers(0, 3)
 
 # ------------------------------------------------------------------------------------------------- a table of them all
 
+Run = Callable[[Tensor, "At"], Tensor]
+
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective in one mode, on this rank's x.
+    """One collective in one mode, on this rank's x."""
 
-    Args:
-        run: ``run(x, at)``.
-        expected: computes every rank's result from all ranks' x.
-        wrong_adjoint: ``wrong_adjoint(dy, x, at)``, a mistake that people make.
-        brings: how many rows each rank brings: its ``"own"``, as many as ``"all"``, or all on the root, one elsewhere.
-    """
-
-    run: Callable[[Tensor, "At"], Tensor]
-    expected: Callable[[list[Tensor], "At"], list[Tensor]]
-    wrong_adjoint: Callable[[Tensor, Tensor, "At"], Tensor]
+    run: Callable[[Tensor, "At"], Tensor]  # ``run(x, at)``
+    expected: Callable[[list[Tensor], "At"], list[Tensor]]  # computes every rank's result from all ranks' x
+    wrong_adjoint: Callable[[Tensor, Tensor, "At"], Tensor]  # ``wrong_adjoint(dy, x, at)``, a mistake that people make
+    # how many rows each rank brings: its ``"own"``, as many as ``"all"``, or all on the root, one elsewhere
     brings: str = "own"
 
 
@@ -180,20 +177,21 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
     def brought(rank: int, dtype: torch.dtype) -> Tensor:
         return numbers(place(sizes, root, rank).rows(collective.brings), *trailing, seed=seed + rank, dtype=dtype)
 
-    def job() -> list[Tensor]:
+    def job(directly_below: int) -> list[Tensor]:
         at = place(sizes, root, dist.get_rank())
         xs = [brought(at.rank, dtype) for dtype in dtypes]
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(world_module, "_SMALL", directly_below):
             warnings.simplefilter("error")
             results = [collective.run(x, at) for x in xs]
         assert all(torch.equal(x, brought(at.rank, dtype)) for x, dtype in zip(xs, dtypes, strict=True)), "changed"
         return results
 
-    found = worlds.run(len(sizes), job)
-    for index, dtype in enumerate(dtypes):
-        expected = collective.expected([brought(rank, dtype) for rank in range(len(sizes))], place(sizes, root))
-        for rank, value in enumerate(expected):
-            close(found[rank][index], value, 1e-6 if dtype == torch.float32 else 1e-12)
+    for directly_below in (2**30, -1):  # every message goes to each other rank directly, or none does
+        found = worlds.run(len(sizes), job, directly_below)
+        for index, dtype in enumerate(dtypes):
+            expected = collective.expected([brought(rank, dtype) for rank in range(len(sizes))], place(sizes, root))
+            for rank, value in enumerate(expected):
+                close(found[rank][index], value, 1e-6 if dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
@@ -324,38 +322,6 @@ class Mutant(torch.autograd.Function):
         return ctx.adjoint(dy), None, None
 
 
-def dot_products(run: Callable[[Tensor, At], Tensor], brings: str, sizes: Sequence[int], root: int) -> tuple:
-    """This rank's ⟨y, F(x')⟩ and ⟨F*(y), x'⟩ for independent x, x', y: on a rank."""
-    at = place(sizes, root, dist.get_rank())
-    x, other = (numbers(at.rows(brings), 2, seed=seed + at.rank) for seed in (10, 20))
-    z = run(x.requires_grad_(), at)
-    y = numbers(*z.shape, seed=30 + at.rank)
-    (z * y).sum().backward()
-    return float((run(other, at) * y).sum()), float((x.grad * other).sum())
-
-
-def imbalance(worlds: Worlds, run: Callable[[Tensor, At], Tensor], brings: str, sizes: Sequence[int], root: int):
-    sides = torch.tensor(worlds.run(len(sizes), dot_products, run, brings, sizes, root), dtype=torch.float64).sum(0)
-    return abs(sides[0] - sides[1]).item()
-
-
-@pytest.mark.parametrize("name", LINEAR)
-@given(sizes=SHARDS, root=ROOTS)
-def test_the_backward_pass_is_the_adjoint(name: str, sizes, root, worlds: Worlds) -> None:
-    collective = LINEAR[name]
-    assert imbalance(worlds, collective.run, collective.brings, sizes, root) < 1e-10
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_a_wrong_adjoint_is_detected(name: str, worlds: Worlds) -> None:
-    collective = LINEAR[name]
-
-    def mutant(x: Tensor, at: At) -> Tensor:
-        return Mutant.apply(x, lambda x: collective.run(x, at), lambda dy: collective.wrong_adjoint(dy, x, at))
-
-    assert imbalance(worlds, mutant, collective.brings, (2, 1, 3), 1) > 1e-3
-
-
 @given(sizes=st.integers(1, 4).map(lambda size: (1,) * size))
 def test_a_replicated_parameter_gets_the_sum_of_all_ranks_gradients(sizes, worlds: Worlds) -> None:
     def job() -> Tensor:
@@ -392,83 +358,66 @@ def partial_loss(value: Tensor, rank: int) -> Tensor:
     return (numbers(*value.shape, seed=40 + rank) * value**2).sum() + value.sin().sum()
 
 
-def one_process(name: str, xs: list[Tensor], at: At, seen_by: Sequence[int]) -> Tensor:
-    """Return L of all ranks' x, on one process; ``seen_by`` counts each rank's part, or one if all are the same."""
-    outputs = ALL[name].expected(xs, at)
-    return sum((partial_loss(outputs[rank], rank if len(seen_by) > 1 else 0) for rank in seen_by), torch.zeros(()))
-
-
 def ties(rank: int, at: At, brings: str, seed: int) -> Tensor:
     """Small whole numbers, so that ranks often hold the same maximum."""
     generator = torch.Generator().manual_seed(seed + rank)
     return torch.randint(0, 3, (at.rows(brings), 2), generator=generator).double()
 
 
-@by_name
-@given(sizes=SHARDS, root=ROOTS, seed=st.integers(0, 99))
-def test_gradients_are_those_of_one_process_also_at_ties(name: str, sizes, root, seed, worlds: Worlds) -> None:
-    collective = ALL[name]
+def error(
+    worlds: Worlds, name: str, run: Run, sizes: Sequence[int], root: int, seed: int, complete: bool = False
+) -> float:
+    """The largest error of any rank's gradient of L, of which each rank computes a part, or all of it if ``complete``."""
+    brings = ALL[name].brings
 
     def job() -> Tensor:
         at = place(sizes, root, dist.get_rank())
-        x = ties(at.rank, at, collective.brings, seed).requires_grad_()
-        (gradient,) = torch.autograd.grad(partial_loss(collective.run(x, at), at.rank), x)
-        return gradient
+        x = ties(at.rank, at, brings, seed).requires_grad_()
+        return torch.autograd.grad(partial_loss(run(x, at), 0 if complete else at.rank), x)[0]
 
-    ranks = range(len(sizes))
-    xs = [ties(r, place(sizes, root, r), collective.brings, seed).requires_grad_() for r in ranks]
-    total = one_process(name, xs, place(sizes, root), ranks)
+    xs = [ties(rank, place(sizes, root, rank), brings, seed).requires_grad_() for rank in range(len(sizes))]
+    outputs = ALL[name].expected(xs, place(sizes, root))[: 1 if complete else None]
+    total = sum((partial_loss(y, rank) for rank, y in enumerate(outputs)), torch.zeros(()))
     expected = torch.autograd.grad(total, xs, allow_unused=True, materialize_grads=True)
-    for found, wanted in zip(worlds.run(len(sizes), job), expected, strict=True):
-        close(found, wanted)
+    return max(distance(*pair) for pair in zip(worlds.run(len(sizes), job), expected, strict=True))
 
 
-COMPLETE = {
-    **{f"all_reduce {op}": lambda x, op=op: cz.collectives.all_reduce(x, op, gradient="complete") for op in REDUCED},
-    "all_gather": lambda x: cz.collectives.all_gather(x, gradient="complete"),
+@by_name
+@given(sizes=SHARDS, root=ROOTS, seed=st.integers(0, 99))
+def test_gradients_are_those_of_one_process_also_at_ties(name: str, sizes, root, seed, worlds: Worlds) -> None:
+    assert error(worlds, name, ALL[name].run, sizes, root, seed) <= EXACT
+
+
+COMPLETE: dict[str, Run] = {
+    **{
+        f"all_reduce {op}": lambda x, at, op=op: cz.collectives.all_reduce(x, op, gradient="complete") for op in REDUCED
+    },
+    "all_gather": lambda x, at: cz.collectives.all_gather(x, gradient="complete"),
 }
 
 
 @pytest.mark.parametrize("name", COMPLETE)
 @given(sizes=SHARDS, seed=st.integers(0, 99))
 def test_complete_means_that_every_rank_computes_the_same_from_the_result(name, sizes, seed, worlds: Worlds) -> None:
-    brings, run = ALL[name].brings, COMPLETE[name]
-
-    def job() -> Tensor:
-        at = place(sizes, 0, dist.get_rank())
-        x = ties(at.rank, at, brings, seed).requires_grad_()
-        partial_loss(run(x), 0).backward()
-        return x.grad
-
-    xs = [ties(r, place(sizes, 0, r), brings, seed).requires_grad_() for r in range(len(sizes))]
-    expected = torch.autograd.grad(one_process(name, xs, place(sizes, 0), [0]), xs)
-    for found, wanted in zip(worlds.run(len(sizes), job), expected, strict=True):
-        close(found, wanted)
+    assert error(worlds, name, COMPLETE[name], sizes, 0, seed, complete=True) <= EXACT
 
 
-def test_a_maximum_whose_adjoint_is_a_maximum_is_detected(worlds: Worlds) -> None:
-    """The backward pass uses the forward pass's op, and ties do not share the gradient."""
+def maximum(x: Tensor) -> Tensor:
+    return cz.collectives.all_reduce(x.detach(), "max")
 
-    def job() -> list[Tensor]:
-        world = World.of()
-        x = torch.tensor([[1.0, 2.0], [2.0, 2.0], [2.0, 0.0]][world.rank]).requires_grad_()
-        won = (x.detach() == 2.0).float()
-        mutants = [
-            lambda dy: (
-                cz.collectives.all_reduce(dy, "max")
-                * extreme_shares(x, cz.collectives.all_reduce(x.detach(), "max"), world)
-            ),
-            lambda dy: cz.collectives.all_reduce(dy) * won,
-        ]
-        results = [cz.collectives.all_reduce(x, "max")]
-        results += [Mutant.apply(x, lambda x: cz.collectives.all_reduce(x, "max"), adjoint) for adjoint in mutants]
-        return [torch.autograd.grad((y * (1.0 + world.rank)).sum(), x)[0] for y in results]
 
-    xs = [torch.tensor(x).requires_grad_() for x in ([1.0, 2.0], [2.0, 2.0], [2.0, 0.0])]
-    expected = torch.cat(torch.autograd.grad(6.0 * torch.stack(xs).amax(0).sum(), xs))
-    ours, *mutants = (torch.cat(list(of)) for of in zip(*worlds.run(3, job), strict=True))
-    close(ours, expected)
-    assert all(distance(mutant, expected) > 1e-3 for mutant in mutants)
+WRONG = [(name, collective.wrong_adjoint) for name, collective in LINEAR.items()] + [
+    ("all_reduce max", lambda dy, x, at: maximum(dy) * extreme_shares(x, maximum(x), World.of())),
+    ("all_reduce max", lambda dy, x, at: cz.collectives.all_reduce(dy) * (x == maximum(x))),  # ties do not share
+]
+
+
+@pytest.mark.parametrize(("name", "adjoint"), WRONG)
+def test_a_wrong_adjoint_is_detected(name: str, adjoint: Callable[..., Tensor], worlds: Worlds) -> None:
+    def mutant(x: Tensor, at: At) -> Tensor:
+        return Mutant.apply(x, lambda x: ALL[name].run(x, at), lambda dy: adjoint(dy, x, at))
+
+    assert error(worlds, name, mutant, (2, 1, 3), 1, seed=0) > 1e-3
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -571,47 +520,6 @@ def test_a_process_outside_the_group_raises(worlds: Worlds) -> None:
 def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> None:
     found = worlds.run(len(texts), lambda text: World.of().exchange_text(text), each=[(text,) for text in texts])
     assert found == [texts] * len(texts)
-
-
-WAYS = {
-    "sum": (lambda x: cz.collectives.all_reduce(x), lambda xs: sum(xs)),
-    "mean": (lambda x: cz.collectives.all_reduce(x, "mean"), lambda xs: sum(xs) / len(xs)),
-    "max": (lambda x: cz.collectives.all_reduce(x, "max"), lambda xs: torch.stack(xs).amax(0)),
-    "min": (lambda x: cz.collectives.all_reduce(x, "min"), lambda xs: torch.stack(xs).amin(0)),
-    "all_gather": (
-        lambda x: cz.collectives.all_gather(x[: dist.get_rank()]),
-        lambda xs: torch.cat([xs[1][:1], xs[2][:2]]),
-    ),
-    "exchange": (
-        lambda x: torch.tensor(World.of().exchange([dist.get_rank(), 7])),
-        lambda xs: torch.tensor([[rank, 7] for rank in range(3)]),
-    ),
-}
-
-
-def both_ways(job: Callable[[], Any]) -> list[tuple[Any, int]]:
-    """Return the results with direct messages only, and with none; and the number of other messages."""
-    found, before = [], (world_module._SMALL, world_module.all_gather_single, dist.all_reduce)
-    try:
-        for small in (2**30, -1):
-            calls: list[Any] = []
-            world_module._SMALL = small
-            world_module.all_gather_single = lambda *x, **k: (calls.append(x), before[1](*x, **k))[1]  # noqa: B023 - restored before the next round
-            dist.all_reduce = lambda *x, **k: (calls.append(x), before[2](*x, **k))[1]  # noqa: B023 - restored before the next round
-            found.append((job(), len(calls)))
-    finally:
-        world_module._SMALL, world_module.all_gather_single, dist.all_reduce = before
-    return found
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_small_and_large_messages_give_the_same_result(name: str, worlds: Worlds) -> None:
-    run, expected = WAYS[name]
-    of_ranks = worlds.run(3, lambda: both_ways(lambda: run(numbers(4, 2, seed=dist.get_rank()))))
-    for (direct, few), (round_the_ring, many) in of_ranks:
-        assert few == 0 < many
-        for found in (direct, round_the_ring):
-            close(found, expected([numbers(4, 2, seed=rank) for rank in range(3)]))
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -36,21 +36,13 @@ State = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class FailedCall:
-    """A loss that is called once, and then fails.
+    """A loss that is called once, and then fails."""
 
-    Args:
-        case: the loss and its arguments.
-        worlds: the process groups to run on.
-        split: whether ranks compute parts of the loss.
-        damage: changes the loss into one with a mistake.
-        mistake: names of functions that are replaced by a context that does nothing.
-    """
-
-    case: OwnLoss
-    worlds: Worlds
-    split: bool
-    damage: Callable[[Any], None] = lambda loss: None
-    mistake: tuple[str, ...] = ()
+    case: OwnLoss  # the loss and its arguments
+    worlds: Worlds  # the process groups to run on
+    split: bool  # whether ranks compute parts of the loss
+    damage: Callable[[Any], None] = lambda loss: None  # changes the loss into one with a mistake
+    mistake: tuple[str, ...] = ()  # names of functions that are replaced by a context that does nothing
 
     def states(self, world_size: int, fail: Callable[[Any, dict[str, Tensor]], Any]) -> list[tuple[State, State]]:
         """Return each rank's state before and after ``fail``, which is given the loss and its arguments."""

@@ -98,11 +98,6 @@ SUMS = {"level": 1.0, "projection": 0.5}
 ONE, TWO = ({"w": torch.full((1,), x)} for x in (1.0, 2.0))
 
 ERRORS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "a problem": ([{}, {"problem": "it is bad."}], "Loss: rank 1: it is bad."),
-    "a difference": (
-        [{"compared": {"margin": "1"}}, {"compared": {"margin": "2"}}],
-        "Loss: ranks disagree on margin: rank 0 has 1, rank 1 has 2.",
-    ),
     "a value": ([{"last_value": 1.0}, {"last_value": 1.01}], "rank 0 found 1, rank 1 found 1.01"),
     "a norm": (
         [{**SUMS, "numbers": ONE}, {**SUMS, "level": 2.0, "numbers": TWO}],
@@ -112,8 +107,6 @@ ERRORS: dict[str, tuple[list[dict[str, Any]], str]] = {
         [SUMS, {**SUMS, "projection": -0.5}],
         "the loss's parameters, buffers or settings differ between ranks. Build",
     ),
-    "equal rows": ([{"fingerprint": 5}, {"fingerprint": 5}], "every rank brought the very same embeddings"),
-    "one tensor": ([{"same": 1}, {"same": 2}], "ranks disagree on which arguments are one tensor"),
 }
 
 

@@ -79,12 +79,7 @@ class Training:
         self.steps = state["steps"]
 
     def run(self, until: int, before: Callable[[int], None] = lambda step: None) -> Iterator[float]:
-        """Train, and yield the loss of each step.
-
-        Args:
-            until: the number of steps since the beginning.
-            before: is called before each step.
-        """
+        """Train, and yield the loss of each step."""
         while self.steps < until:
             self.sampler.set_epoch(self.steps // len(self.sampler))
             for indices in self.sampler:
