@@ -14,10 +14,10 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
-Compares = Literal["views", "labels", "teachers", "ids", "texts", "tokens", "mined"]
-"""Two views; embeddings with labels; two towers with those of a teacher; two towers with ids; videos with two texts each;
-queries and documents of tokens, with a mask each; or queries, documents, hard negatives and the queries that these were
-mined for."""
+Compares = Literal["views", "three views", "labels", "teachers", "ids", "texts", "tokens", "mined"]
+"""Two or three views; embeddings with labels; two towers with those of a teacher; two towers with ids; videos with two texts
+each; queries and documents of tokens, with a mask each; or queries, documents, hard negatives and the queries that these
+were mined for."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,14 @@ def weighted_sum() -> nn.Module:
     return cz.WeightedSum([cz.NTXent(temperature=temperature), cz.InfoNCE(temperature=0.5)], weights=[1.0, 0.5])
 
 
-def mnrl() -> nn.Module:
-    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", "doc_to_doc"))
+def mnrl(other: str = "doc_to_doc") -> nn.Module:
+    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", other))  # type: ignore[arg-type]  # why: a direction
 
 
-def mnrl_of_pairs() -> nn.Module:
-    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", "doc_to_query"))
-
-
-def triplet() -> nn.Module:
+def pml(name: str, *args: Any, **settings: Any) -> nn.Module:
     from pytorch_metric_learning import losses
 
-    return losses.TripletMarginLoss(margin=0.2)
-
-
-def contrastive() -> nn.Module:
-    from pytorch_metric_learning import losses
-
-    return losses.ContrastiveLoss(neg_margin=0.8)
-
-
-def proxy_anchor() -> nn.Module:
-    from pytorch_metric_learning import losses
-
-    return losses.ProxyAnchorLoss(CLASSES, D, alpha=4)
+    return getattr(losses, name)(*args, **settings)
 
 
 def mined() -> dict[str, Any]:
@@ -89,7 +73,7 @@ def mined() -> dict[str, Any]:
     return {"miner": miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")}
 
 
-MARGIN, NORMALIZE = ("margin", (0.2, 0.3)), ("normalize", (True, False))
+MARGIN, ARC, NORMALIZE = ("margin", (0.2, 0.3)), ("margin", (0.5, 0.3)), ("normalize", (True, False))
 IN_A_RING = {
     "SupCon, in": Loss(lambda: cz.SupCon(temperature=0.5, variant="in"), "labels"),
     "NCA": Loss(lambda: cz.NCA(temperature=learnt()), "labels", NORMALIZE),
@@ -99,7 +83,7 @@ IN_A_RING = {
     "HCL": Loss(lambda: cz.HCL(temperature=0.5)),
     "Debiased": Loss(lambda: cz.Debiased(temperature=0.5)),
     "AlignUniform": Loss(cz.AlignUniform, setting=("t", (2.0, 1.0))),
-    "MNRL of pairs": Loss(mnrl_of_pairs, setting=("partition_mode", ("joint", "per_direction"))),
+    "MNRL of pairs": Loss(lambda: mnrl("doc_to_query"), setting=("partition_mode", ("joint", "per_direction"))),
     "MILNCE": Loss(lambda: cz.MILNCE(temperature=2.0), "texts", ("denominator", ("exact", "reference"))),
     "MaxSim": Loss(
         lambda: cz.MaxSim(temperature=learnt(), symmetric=True), "tokens", ("token_reduction", ("sum", "mean"))
@@ -121,25 +105,25 @@ IN_A_RING = {
 
 LOSSES = {
     "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), ring=True),
-    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=("normalize", (True, False)), ring=True),
+    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=NORMALIZE, ring=True),
+    "NTXent of three views": Loss(lambda: cz.NTXent(temperature=0.3), "three views", ring=True),
+    "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), "three views", NORMALIZE, ring=True),
     "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True)), ring=True),
-    "Clip": Loss(lambda: cz.Clip(temperature=learnt()), setting=("normalize", (True, False)), ring=True),
+    "Clip": Loss(lambda: cz.Clip(temperature=learnt()), setting=NORMALIZE, ring=True),
     "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels", ring=True),
-    "SigLIP": Loss(
-        lambda: cz.SigLIP(temperature=learnt(), logit_bias=bias()), setting=("normalize", (True, False)), ring=True
-    ),
+    "SigLIP": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=bias()), setting=NORMALIZE, ring=True),
     "SupSigmoid": Loss(
         lambda: cz.SupSigmoid(temperature=learnt(), logit_bias=bias()),
         "labels",
-        ("normalize", (True, False)),
+        NORMALIZE,
         ring=True,
     ),
     "Contrastive": Loss(cz.Contrastive, "labels", ("neg_margin", (1.0, 0.8)), ring=True),
     "MultiSimilarity": Loss(lambda: cz.MultiSimilarity(epsilon=0.1), "labels", ("base", (0.5, 0.3)), ring=True),
     "Triplet": Loss(lambda: cz.Triplet(mining="hard"), "labels", ("margin", (0.05, 0.3)), ring=True),
-    "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", ("normalize", (True, False)), ring=True),
+    "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", NORMALIZE, ring=True),
     "DCL": Loss(lambda: cz.DCL(temperature=0.5), ring=True),
-    "RowLoss": Loss(BatchHard, "labels", ("normalize", (True, False))),
+    "RowLoss": Loss(BatchHard, "labels", NORMALIZE),
     "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
     "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3)), ring=True),
     "WeightedSum of MNRL": Loss(
@@ -155,18 +139,26 @@ LOSSES = {
         setting=("loss.temperature", (0.5, 0.3)),
         remembers=True,
     ),
-    "ArcFace": Loss(arc_face, "labels", ("margin", (0.5, 0.3))),
-    "ArcFace, sharded": Loss(arc_face, "labels", ("margin", (0.5, 0.3)), sharded=True),
+    "ArcFace": Loss(arc_face, "labels", ARC),
+    "ArcFace, sharded": Loss(arc_face, "labels", ARC, sharded=True),
     "WeightedSum of ArcFace, sharded": Loss(
         lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]),
         "labels",
         ("losses.0.margin", (0.5, 0.3)),
         sharded=True,
     ),
-    "PML triplet with a miner": Loss(triplet, "labels", MARGIN, mined, third_party=True),
-    "PML proxies": Loss(proxy_anchor, "labels", ("margin", (0.1, 0.2)), third_party=True),
+    "PML triplet with a miner": Loss(
+        lambda: pml("TripletMarginLoss", margin=0.2), "labels", MARGIN, mined, third_party=True
+    ),
+    "PML proxies": Loss(
+        lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels", ("margin", (0.1, 0.2)), third_party=True
+    ),
     "PML in shards": Loss(
-        contrastive, "labels", ("neg_margin", (0.8, 0.7)), lambda: {"mode": "sharded"}, third_party=True
+        lambda: pml("ContrastiveLoss", neg_margin=0.8),
+        "labels",
+        ("neg_margin", (0.8, 0.7)),
+        lambda: {"mode": "sharded"},
+        third_party=True,
     ),
 }
 
@@ -197,8 +189,8 @@ def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -
     def embeddings() -> Tensor:
         return torch.randn(total, D, dtype=torch.float64, generator=generator).to(dtype)
 
-    if compares in ("views", "teachers"):
-        return [embeddings() for _ in range(2 if compares == "views" else 4)]
+    if (count := {"views": 2, "three views": 3, "teachers": 4}.get(compares)) is not None:
+        return [embeddings() for _ in range(count)]
     if compares == "texts":
         return [embeddings(), torch.stack([embeddings(), embeddings()], 1)]
     if compares == "tokens":

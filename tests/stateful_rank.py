@@ -80,15 +80,18 @@ class Rank:
         batches: Sequence[tuple[tuple[int, ...], int]],
         *,
         backward: Literal["each", "together", "twice"] = "each",
-        checkpointed: bool = False,
+        reentrant: bool | None = None,
         wrapper: Literal["own", "second", "subgroup"] = "own",
     ) -> None:
-        """Call the loss once for each batch, (shards, seed), go backward, and compare with the twin."""
+        """Call the loss once for each batch, (shards, seed), go backward, and compare with the twin.
+
+        ``reentrant`` is that of an activation checkpoint around the loss; None is no checkpoint.
+        """
         rank, size, call = self._place(wrapper)
         self._zero_grad()
         expected = self._expected(batches, backward, size)
         if expected is not None:
-            self._step(batches, backward, checkpointed, rank, size, call, expected)
+            self._step(batches, backward, reentrant, rank, size, call, expected)
         self._move()
         if wrapper == "subgroup":
             dist.barrier()
@@ -98,7 +101,7 @@ class Rank:
         self,
         batches: Sequence[Any],
         backward: str,
-        checkpointed: bool,
+        reentrant: bool | None,
         rank: int,
         size: int,
         call: Callable[..., Tensor],
@@ -108,7 +111,7 @@ class Rank:
         for shards, seed in batches:
             mine = self._local(shards, seed, rank, size)
             leaves += [x for x in mine if x.is_floating_point()]
-            values.append(self._called(call, mine, checkpointed=checkpointed))
+            values.append(self._called(call, mine, reentrant))
             if backward == "each":
                 values[-1].backward()
         if backward != "each":
@@ -244,10 +247,10 @@ class Rank:
         mine = local_rows(self.kind.compares, rows, sum(shards[:rank]), shards[rank])
         return [x.clone().requires_grad_(x.is_floating_point()) for x in mine]
 
-    def _called(self, call: Callable[..., Tensor], rows: list[Tensor], *, checkpointed: bool = False) -> Tensor:
+    def _called(self, call: Callable[..., Tensor], rows: list[Tensor], reentrant: bool | None = None) -> Tensor:
         budget = contextlib.nullcontext() if self.budget is None else cz.engine.memory_budget(self.budget)
         with budget, torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
-            value = checkpoint(call, *rows, use_reentrant=False) if checkpointed else call(*rows)
+            value = call(*rows) if reentrant is None else checkpoint(call, *rows, use_reentrant=reentrant)
         self.called |= call is self.wrapper
         assert isinstance(value, Tensor)
         return value

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,15 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
-from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, drawn, error_message, groups, learnt, local_shard, numbers
+from tests.helpers import close, common_error, error_message, groups, learnt, local_shard, numbers
 
 D = 3
-STEPS = [(2, 2), (2, 2), (3, 1), (0, 4), (4, 0), (1, 1), (5, 2)]
-LONG = [*STEPS, (1200, 900), (900, 1200), (1, 1), (2, 0)]
-"""Also across the size from which ranks share the work."""
 
 
 def rank() -> int:
@@ -38,122 +34,21 @@ def y(n: int = 4) -> Tensor:
     return torch.arange(n) % 2
 
 
-def reduced(gradient: Tensor | None, trainer: str, like: Tensor) -> Tensor:
-    """After the trainer's reduction over ranks."""
-    total = torch.zeros_like(like) if gradient is None else gradient.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size() if trainer == "mean" else total
+def labelled(step: int, total: int) -> tuple[Tensor, Tensor]:
+    return numbers(total, D, seed=10 * step + 1), torch.arange(total) % 3
 
 
-Inputs = Callable[[int, Sequence[int]], tuple[list[Tensor], dict[str, Any], list[Tensor], dict[str, Any]]]
-"""Of a step's number and shard sizes: this rank's arguments, and those of one process."""
+def test_one_tensor_as_both_arguments(worlds: Worlds) -> None:
+    def job() -> tuple[Tensor, Tensor]:
+        x, loss = z(), cz.DistributedLoss(cz.InfoNCE(temperature=0.3))
+        values = torch.stack([loss(x, x) for _ in range(3)])
+        return values.detach(), torch.autograd.grad(values.sum() / 3, x)[0] / dist.get_world_size()
 
-
-def a_training(
-    make: Callable[[], nn.Module],
-    inputs: Inputs,
-    steps: Sequence[Sequence[int]],
-    trainer: str = "mean",
-    call: Callable[..., Tensor] = lambda loss, *args, **kwargs: loss(*args, **kwargs),
-    **options: Any,
-) -> list[float]:
-    """The largest deviation from one process at each step, in value and all gradients; run on every rank."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    ours = make()
-    torch.manual_seed(0)
-    theirs = make()
-    wrapped = cz.DistributedLoss(
-        ours,
-        grad_reduction=trainer,  # type: ignore[arg-type]  # a str
-        check_distinct=False,
-        **options,
-    )
-    errors = []
-    for step, sizes in enumerate(steps):
-        args, kwargs, all_args, all_kwargs = inputs(step, sizes)
-        value = call(wrapped, *args, **kwargs)
-        value.backward()
-        alone = theirs(*all_args, **all_kwargs, world=Session.of(World()))
-        alone.backward()
-        found, expected = [value.detach()], [alone.detach()]
-        for local, whole in zip(args, all_args, strict=True):
-            if whole.requires_grad:
-                gradient = torch.zeros_like(local) if local.grad is None else local.grad
-                found.append(gradient / len(sizes) if trainer == "mean" else gradient)
-                expected.append(local_shard(whole.grad, sizes))
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            found.append(reduced(p.grad, trainer, p))
-            expected.append(torch.zeros_like(q) if q.grad is None else q.grad)
-            p.grad = q.grad = None
-        scale = max([1.0, *(x.abs().max().item() for x in expected if x.numel())])
-        errors.append(
-            max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(found, expected, strict=True))
-        )
-        errors[-1] /= scale
-    return errors
-
-
-def towers(count: int, step: int, sizes: Sequence[int]) -> Any:
-    whole = [numbers(sum(sizes), D, seed=10 * step + k).requires_grad_() for k in range(1, 1 + count)]
-    return [local_shard(x, sizes).requires_grad_() for x in whole], {}, whole, {}
-
-
-two_towers, three_towers = partial(towers, 2), partial(towers, 3)
-
-
-def one_tensor_twice(step: int, sizes: Sequence[int]) -> Any:
-    part, _, whole, _ = towers(1, step, sizes)
-    return part * 2, {}, whole * 2, {}
-
-
-def labelled(step: int, sizes: Sequence[int]) -> Any:
-    whole = [numbers(sum(sizes), D, seed=10 * step + 1).requires_grad_(), torch.arange(sum(sizes)) % 3]
-    parts = [local_shard(whole[0], sizes).requires_grad_(), local_shard(whole[1], sizes)]
-    return parts, {}, whole, {}
-
-
-class BothOrders(cz.NTXent):
-    """Two losses in one call, by a forward of its own."""
-
-    def forward(self, *views: Tensor, world: Any = None) -> Tensor:
-        return super().forward(*views, world=world) + 2 * super().forward(*views[::-1], world=world)
-
-
-def hooked() -> nn.Module:
-    """Its hook passes other tensors than the caller's."""
-    loss = cz.InfoNCE(temperature=3.0, normalize=False)
-    loss.register_forward_pre_hook(lambda module, args, kwargs: (tuple(2 * x for x in args), kwargs), with_kwargs=True)
-    return loss
-
-
-def nested() -> nn.Module:
-    return cz.WeightedSum([cz.NTXent(), cz.Clip(), cz.Matryoshka(cz.InfoNCE(), (2, D))], weights=[1, 2, 0.5])
-
-
-TOWERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "nt-xent": (lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)), two_towers),
-    "three views": (lambda: cz.NTXent(temperature=0.3), three_towers),
-    "clip": (lambda: cz.Clip(**learnt(0.3)), two_towers),
-    "siglip": (lambda: cz.SigLIP(**learnt(0.3)), two_towers),
-    "negatives": (lambda: cz.InfoNCE(temperature=0.3), three_towers),
-    "without unit rows": (lambda: cz.InfoNCE(temperature=3.0, normalize=False, symmetric=True), two_towers),
-    "one tensor twice": (lambda: cz.InfoNCE(temperature=0.3), one_tensor_twice),
-    "both orders": (lambda: BothOrders(temperature=0.3), two_towers),
-    "hook": (hooked, two_towers),
-    "matryoshka": (
-        lambda: cz.Matryoshka(cz.InfoNCE(temperature=cz.LearnableTemperature(0.4)), (1, D)),
-        two_towers,
-    ),
-    "nested": (nested, two_towers),
-    "memory": (lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.3), 5, D), two_towers),
-}
-
-
-@pytest.mark.parametrize(("name", "trainer"), drawn(TOWERS, ["mean", "sum"], one_in=2))
-def test_towers_at_every_step(name: str, trainer: str, worlds: Worlds) -> None:
-    for errors in worlds.run(2, a_training, *TOWERS[name], LONG, trainer):
-        assert max(errors) < 1e-10, errors
+    whole = torch.cat([numbers(4, D, seed=rank) for rank in range(2)]).requires_grad_()
+    value = cz.InfoNCE(temperature=0.3)(whole, whole)
+    values, gradients = zip(*worlds.run(2, job), strict=True)
+    close(torch.stack(values), value.detach().expand(2, 3))
+    close(torch.cat(gradients), torch.autograd.grad(value, whole)[0])
 
 
 # ---------------------------------------------------------------------------------------------- what ranks disagree on
@@ -353,7 +248,7 @@ def test_own_losses_that_draw_or_keep_a_state(draws: bool, counts: bool, shards:
         wrapped = cz.DistributedLoss(loss, check_distinct=False)
         found = []
         for step, sizes in enumerate(shards):
-            args, *_ = labelled(step, sizes)
+            args = (local_shard(x, sizes) for x in labelled(step, sum(sizes)))
             found.append((wrapped(*args).detach(), loss.seen.clone()))
         return found
 
@@ -361,8 +256,7 @@ def test_own_losses_that_draw_or_keep_a_state(draws: bool, counts: bool, shards:
         torch.manual_seed(3)
         loss, found = Drawing(draws, counts).double(), []
         for step, sizes in enumerate(shards):
-            *_, whole, _ = labelled(step, (sum(sizes), 0))
-            found.append((loss(*whole).detach(), loss.seen.clone()))
+            found.append((loss(*labelled(step, sum(sizes))).detach(), loss.seen.clone()))
         return found
 
     expected = worlds.run(1, alone)[0]
@@ -384,26 +278,6 @@ def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(make: Callable[[], Dr
 
 
 # ------------------------------------------------------------------------------------------------- activation checkpoints
-
-
-CHECKPOINTED: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "clip": (lambda: cz.Clip(**learnt(0.3)), two_towers),
-    "nt-xent": (lambda: cz.NTXent(temperature=0.3), two_towers),
-    "triplet": (lambda: cz.Triplet(), labelled),
-    "sup-con": (lambda: cz.SupCon(), labelled),
-    "sum": (lambda: cz.WeightedSum([cz.NTXent(), cz.SigLIP()]), two_towers),
-}
-
-
-@pytest.mark.parametrize(("name", "reentrant"), drawn(CHECKPOINTED, [False, True], one_in=2))
-def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, worlds: Worlds) -> None:
-    make, inputs = CHECKPOINTED[name]
-
-    def call(loss: nn.Module, *args: Tensor) -> Tensor:
-        return checkpoint(loss, *args, use_reentrant=reentrant)
-
-    for errors in worlds.run(2, a_training, make, inputs, LONG, "mean", call, timeout=60):
-        assert max(errors) < 1e-10, errors
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from contrastive_zoo.wrapper.arguments import Arguments
+from tests.helpers import drawn
 from tests.stateful_losses import LOSSES, Loss
 from tests.stateful_rank import Action, play
 
@@ -92,7 +93,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.loss.remembers)
     @rule(data=st.data())
     def checkpointed(self, data: st.DataObject) -> None:
-        self.then("step", batches=[self.batch(data)], checkpointed=True)
+        self.then("step", batches=[self.batch(data)], reentrant=False)
 
     @rule(data=st.data())
     def second_wrapper(self, data: st.DataObject) -> None:
@@ -205,12 +206,26 @@ def test_every_loss_that_can_ring_may_ring_here() -> None:
     assert not missing, f"{missing}: add them to IN_A_RING in tests/stateful_losses.py, with what they are called with"
 
 
+def steps(**more: Any) -> list[Action]:
+    shards = [(3, 2), (0, 4), (4, 0), (1, 1), (5, 2)]
+    return [("step", {"batches": [(sizes, 10 * seed)], **more}) for seed, sizes in enumerate(shards)]
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_first_step_of_every_loss_is_that_of_one_process(name: str, worlds: Worlds) -> None:
-    """What the search begins with, so that what it finds is a matter of several actions."""
-    step = ("step", {"batches": [((3, 2), 1)]})
+def test_steps_of_every_loss_are_those_of_one_process(name: str, worlds: Worlds) -> None:
+    """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work."""
     worlds.run(2, LOSSES[name].make)
-    assert worlds.run(2, play, name, {}, [step], timeout=TIMEOUT) == [[], []]
+    program = [*steps(), ("set_option", {"grad_reduction": "sum"}), *steps()]
+    for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
+        assert worlds.run(2, play, name, thresholds, program, timeout=TIMEOUT) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"), drawn(["Clip", "NTXent", "Triplet", "SupCon", "WeightedSum"], [False, True], one_in=2)
+)
+def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, worlds: Worlds) -> None:
+    for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
+        assert worlds.run(2, play, name, thresholds, steps(reentrant=reentrant), timeout=TIMEOUT) == [[], []]
 
 
 OF_A_HOOK: list[Action] = [("set_hook", {"on": True}), ("step", {"batches": [((3, 3), 10), ((5, 1), 11)]})]

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import groups, numbers
-from tests.test_later_steps import a_training, labelled, two_towers
+from tests.stateful_rank import play
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -110,30 +109,22 @@ def projected(embeddings: Tensor) -> Tensor:
     return (embeddings @ torch.randn(4, 3, dtype=embeddings.dtype)).square().mean()
 
 
-def contract() -> dict[str, float]:
-    """The largest deviation from one process, of several losses over several steps with uneven and empty shards."""
+def contract() -> None:
+    """Compare losses with one process over several steps with uneven and empty shards; a difference is an error."""
     from torch.distributed.device_mesh import init_device_mesh
 
     hosts = init_device_mesh("cpu", (2, 2))  # its rows are the hosts
-
-    def clip() -> nn.Module:
-        return cz.Clip(temperature=cz.LearnableTemperature(0.5))
-
-    def triplets() -> nn.Module:
-        return cz.Triplet(mining="hard")
-
-    found = {"small batches": a_training(clip, two_towers, SHARDS)}
-    with splitting(always=True):
-        found["two towers"] = a_training(clip, two_towers, SHARDS)
-        found["two towers, ring of two levels"] = a_training(clip, two_towers, SHARDS, ring=hosts)
-        found["anchors, ring of two levels"] = a_training(triplets, labelled, SHARDS, ring=hosts)
-    return {name: max(errors) for name, errors in found.items()}
+    steps = [("step", {"batches": [(sizes, 10 * seed)]}) for seed, sizes in enumerate(SHARDS)]
+    in_a_ring = [("set_option", {"ring": hosts}), *steps]
+    for name, program in {"Clip": [*steps, *in_a_ring], "Triplet": in_a_ring}.items():
+        for small_batch in (2**28, -1):
+            play(name, {"contrastive_zoo.wrapper.step:SMALL_BATCH": small_batch}, program)
 
 
 def cut_off(folder: Path) -> dict[str, Any]:
     """Check the contract; train, save a checkpoint, and go on until the link is cut."""
-    found: dict[str, Any] = {"contract": contract(), "values": []}
-    torch.set_default_dtype(torch.float32)
+    contract()
+    found: dict[str, Any] = {"values": []}
     training, began = Training(dist.new_group(timeout=timedelta(seconds=TIMEOUT))), 0.0
 
     def before(step: int) -> None:
@@ -155,7 +146,6 @@ def cut_off(folder: Path) -> dict[str, Any]:
 
 def continued(folder: Path) -> list[float]:
     """Train on from the checkpoint to the end, on the ranks of a world."""
-    torch.set_default_dtype(torch.float32)
     with groups(range(dist.get_world_size())) as group:
         training = Training(group)
         torch.manual_seed(100 + dist.get_rank())

@@ -191,9 +191,7 @@ class Loss(Settings, GraphModule):
         else:
             inputs = known[self.inputs] = known.get(self.inputs) or self.inputs(*args, **named)
         problem = inputs.problem or problem or (None if one_device else devices.device_problem(inputs.rows))
-        compared = inputs.compared
-        if computed:
-            compared = computed | dict(compared)
+        compared = {**computed, **inputs.compared}
         kernels = choose_kernels(inputs.rows.values()) if self.has_kernels else NO_KERNELS
         return Stated(name, inputs, settings, compared, problem, kernels)
 
@@ -227,9 +225,8 @@ class Loss(Settings, GraphModule):
     @property
     def is_plain(self) -> bool:
         """Whether a call is nothing but :meth:`inputs` and :meth:`compute`: no ``forward`` of a subclass, no hooks."""
-        return (
-            type(self).forward is Loss.forward and type(self).__call__ is nn.Module.__call__ and not has_user_code(self)
-        )
+        kind = type(self)
+        return kind.forward is Loss.forward and kind.__call__ is nn.Module.__call__ and not has_user_code(self)
 
     def replicable(self) -> bool:
         """Return whether every rank can compute all of the loss, from the rows of all ranks."""
@@ -295,9 +292,8 @@ def call_form(kind: Any) -> CallForm:
     names = tuple(x.name for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     required = sum(x.default is x.empty for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     optional = frozenset(x.name for x in result if x.default is None)
-    return CallForm(
-        inspect.Signature(result), names, required, optional, any(x.kind is x.VAR_POSITIONAL for x in result)
-    )
+    views = any(x.kind is x.VAR_POSITIONAL for x in result)
+    return CallForm(inspect.Signature(result), names, required, optional, views)
 
 
 def _tensors_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
@@ -312,11 +308,8 @@ def _tensors_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, 
             form.signature.bind(*args, **named)
         except TypeError as error:
             raise TypeError(f"{kind.__name__}: {error}") from None
-    for index, x in enumerate(args):
-        name = form.names[index] if index < len(form.names) else f"view {index}"
-        if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
-            return problem
-    for name, x in named.items():
+    names = (*form.names, *(f"view {index}" for index in range(len(form.names), len(args))))
+    for name, x in (*zip(names, args, strict=False), *named.items()):
         if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
             return problem
     return None
