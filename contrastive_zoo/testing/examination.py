@@ -28,18 +28,15 @@ SHRINKING = 4.0
 MOST_FAILURES = 3
 """The search stops after so many batches on which a rank raises or hangs: each may cost a timeout."""
 
+SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+"""The settings of every search: the same batches in every run."""
+
 DEFAULT_WIDTH = 3
 """Width of the embeddings in fixed batches, where the loss does not fix it."""
 
 
 class Examination:
-    """Tests all invariants of one loss and stores the first counterexample of each.
-
-    Attributes:
-        examples: number of global batches tested.
-        broken: the first finding of each broken invariant, by name.
-        tried: names of the invariants that applied to at least one batch.
-    """
+    """Tests all invariants of one loss and stores the first counterexample of each."""
 
     def __init__(
         self,
@@ -51,12 +48,12 @@ class Examination:
     ) -> None:
         self.case, self.worlds, self.world_sizes, self.width = case, worlds, world_sizes, width
         self.on_example = on_example
-        self.reference_error: RankError | None = None
-        self.failures = 0
         self.batches = partial(global_batches, world_sizes, width=width)
-        self.examples = 0
-        self.broken: dict[str, Finding] = {}
-        self.tried: set[str] = set()
+        self.reference_error: RankError | None = None
+        self.failures = 0  # number of batches on which a rank raised or hung
+        self.examples = 0  # number of global batches tested
+        self.broken: dict[str, Finding] = {}  # the first finding of each broken invariant
+        self.tried: set[str] = set()  # the invariants that applied to at least one batch
 
     def survey(self, max_examples: int) -> None:
         """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples.
@@ -70,24 +67,14 @@ class Examination:
         remaining = max(0, max_examples - len(fixed))
         for kinds, share in ((ORDINARY, remaining - remaining // 5), (ADVERSARIAL, remaining // 5)):
             if share:
-                drawn = given(batch=self.batches(kinds=kinds))(self._test_drawn)
-                settings(
-                    max_examples=share,
-                    deadline=None,
-                    database=None,
-                    derandomize=True,
-                    phases=[Phase.generate],
-                    suppress_health_check=list(HealthCheck),
-                )(drawn)()
+                drawn = given(batch=self.batches(kinds=kinds))(self._test)
+                settings(SEARCH, max_examples=share, phases=[Phase.generate])(drawn)()
         if self.examples == 0:  # no batch has a reference
             raise ValueError(
                 f"{self.case.name}: raises on one process, so there is no reference to compare with. "
                 f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; pass "
                 f"call='labels' or 'views' if that is wrong. {self.reference_error}"
             )
-
-    def _test_drawn(self, batch: GlobalBatch) -> None:  # given() needs the argument's name
-        self._test(batch)
 
     def _test(self, batch: GlobalBatch) -> None:
         unequal = len(set(batch.shards)) > 1
@@ -103,11 +90,10 @@ class Examination:
         self.on_example(self.examples)
         for invariant in STEP_INVARIANTS:
             untested = invariant.name not in self.broken or invariant is invariants.runs_on_every_split
-            if untested and _applies(invariant, batch):
-                finding = self._finding(invariant, trial)
-                if finding is not None:
-                    self.broken.setdefault(finding.invariant.name, finding)
-                if finding is not None and finding.invariant is invariants.runs_on_every_split:
+            finding = self._finding(invariant, trial) if untested and _applies(invariant, batch) else None
+            if finding is not None:
+                self.broken.setdefault(finding.invariant.name, finding)
+                if finding.invariant is invariants.runs_on_every_split:
                     self.failures += 1
                     return  # every further invariant would wait for the same rank
 
@@ -135,11 +121,8 @@ class Examination:
             return result is not None
 
         kinds = ADVERSARIAL if invariant is invariants.finite_at_extremes else ORDINARY[:1]
-        search = settings(
-            max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-        )
         with suppress(NoSuchExample, HypothesisException):  # the time limit ended the search: return the best
-            find(self.batches(kinds=kinds), fails, settings=search)
+            find(self.batches(kinds=kinds), fails, settings=settings(SEARCH, max_examples=40))
         return best
 
     def _finding(self, invariant: Invariant, trial: Trial) -> Finding | None:
@@ -156,11 +139,11 @@ class Examination:
 def _fixed_batches(world_sizes: tuple[int, ...], width: int) -> list[GlobalBatch]:
     """Return the fixed batches of a survey: for each W > 1 uneven, empty and equal shards; one process and extremes last."""
     splits: list[tuple[int, ...]] = []
-    for world_size in world_sizes:
-        if world_size > 1:
-            splits += [tuple(range(1, world_size + 1)), (*[0] * (world_size - 1), 4), (3,) * world_size]
-    splits += [(3,) for world_size in world_sizes if world_size == 1]
-    extremes = [GlobalBatch((2,) * world_size, d=width, kind="huge") for world_size in world_sizes]
+    for size in world_sizes:
+        if size > 1:
+            splits += [tuple(range(1, size + 1)), (*[0] * (size - 1), 4), (3,) * size]
+    splits += [(3,) for size in world_sizes if size == 1]
+    extremes = [GlobalBatch((2,) * size, d=width, kind="huge") for size in world_sizes]
     return [*(GlobalBatch(shards, d=width) for shards in splits), *extremes]
 
 

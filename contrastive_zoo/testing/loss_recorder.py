@@ -1,8 +1,7 @@
 """A recorder of the loss that a training step calls: its parameters, and its inputs with their gradients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,55 +14,26 @@ def remove_hook(handle: Any) -> None:
     """Remove a hook that ``register_module_forward_hook`` or another function of torch has registered.
 
     torch (2.13) keeps a note of a removed hook's keyword arguments, which ``torch.compile`` takes for a hook and warns of.
-
-    Examples:
-        >>> handle = module.register_module_forward_hook(print, with_kwargs=True, always_call=True)
-        >>> remove_hook(handle)
-        >>> module._has_any_global_hook()
-        OrderedDict()
     """
     handle.remove()
     module._global_forward_hooks_with_kwargs.pop(handle.id, None)
     module._global_forward_hooks_always_called.pop(handle.id, None)
 
 
-@dataclass
-class LossCall:
-    """One call of a loss.
+class LossCall(NamedTuple):
+    """One call of a loss."""
 
-    Attributes:
-        loss: the outermost module that received embeddings and returned a scalar.
-        embeddings: its inputs [n, ...] that require gradients.
-        gradients: their gradients, after the backward pass.
-        position: number that ``count`` returned when the loss returned.
-    """
-
-    loss: nn.Module
-    embeddings: list[Tensor]
-    position: int
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def embedding_gradients(self) -> list[Tensor]:
-        """Return the gradient of every input, zero for one that got none."""
-        return [self.gradients.get(index, torch.zeros_like(x)) for index, x in enumerate(self.embeddings)]
+    loss: nn.Module  # the outermost module that received embeddings and returned a scalar
+    embedding_gradients: list[Tensor]  # of its inputs [n, ...] that require gradients, zero before the backward pass
+    position: int  # the number that count returned when the loss returned
 
 
 class LossRecorder:
     """Records the losses called inside the context, as members of the model or not.
 
     A loss is a module that returns a scalar, or raises, and has an input that requires gradients. The encoder, and a model
-    that returns its own loss, receive features, which require none.
-
-    Args:
-        count: a counter read when a loss returns, for example of the messages sent so far.
-
-    Examples:
-        >>> linear, loss = nn.Linear(2, 2), nn.SoftMarginLoss()
-        >>> with LossRecorder() as recorder:
-        ...     value = loss(linear(torch.ones(3, 2)), torch.ones(3, 2))
-        >>> recorder.calls[0].loss is loss, len(recorder.calls)
-        (True, 1)
+    that returns its own loss, receive features, which require none. ``count`` is read when a loss returns: how many messages
+    have been sent so far.
     """
 
     def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
@@ -72,7 +42,7 @@ class LossRecorder:
 
     def __enter__(self) -> "LossRecorder":
         self._handles = [
-            register_module_forward_pre_hook(_allow_repeated_samples),
+            register_module_forward_pre_hook(allow_repeated_samples),
             register_module_forward_hook(self._record, with_kwargs=True, always_call=True),
         ]
         return self
@@ -90,9 +60,9 @@ class LossRecorder:
         members = {id(member) for member in module.modules()}
         self.calls = [call for call in self.calls if id(call.loss) not in members]  # inner modules return first
         embeddings = [x for x in inputs if x.ndim > 1]  # not a scale or a temperature
-        call = LossCall(module, [x.detach() for x in embeddings], self.count())
-        for index, x in enumerate(embeddings):
-            x.register_hook(lambda gradient, index=index: _add(call.gradients, index, gradient))
+        call = LossCall(module, [torch.zeros_like(x) for x in embeddings], self.count())
+        for x, total in zip(embeddings, call.embedding_gradients, strict=True):
+            x.register_hook(lambda gradient, total=total: _add(total, gradient))
         self.calls.append(call)
 
     @property
@@ -106,15 +76,10 @@ class LossRecorder:
         return named
 
 
-def allow_repeated_samples(loss: Any) -> Any:
-    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples; return the loss."""
+def allow_repeated_samples(loss: Any, inputs: object = None) -> None:
+    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples."""
     if hasattr(loss, "check_distinct"):
         loss.check_distinct = False
-    return loss
-
-
-def _allow_repeated_samples(module: nn.Module, inputs: Any) -> None:
-    allow_repeated_samples(module)
 
 
 def _is_scalar(output: Any) -> bool:
@@ -122,5 +87,5 @@ def _is_scalar(output: Any) -> bool:
     return bool(tensors) and tensors[0].ndim == 0 and tensors[0].requires_grad
 
 
-def _add(gradients: dict[int, Tensor], index: int, gradient: Tensor) -> None:
-    gradients[index] = gradients.get(index, torch.zeros_like(gradient)) + gradient.detach()
+def _add(total: Tensor, gradient: Tensor) -> None:  # a hook that returned a tensor would replace the gradient
+    total += gradient.detach()

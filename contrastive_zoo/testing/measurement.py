@@ -23,28 +23,18 @@ Edit = Literal["", "other labels", "other samples", "equal shards", "last shard 
 order of the samples of the last rank, or of every rank."""
 
 
-def edited(samples: Sequence[Tensor], shards: Sequence[int], edit: Edit) -> list[Tensor]:
-    """Return the samples of all ranks (one tensor per view, or samples and labels) after an edit.
-
-    Examples:
-        >>> edited([torch.tensor([1, 2, 3, 4])], (2, 2), "last shard reversed")
-        [tensor([1, 2, 4, 3])]
-    """
-    return [_edited(x, list(shards), edit) for x in samples]
-
-
-def _edited(x: Tensor, shards: list[int], edit: Edit) -> Tensor:
-    first, *others = x.split(shards)
+def edited(x: Tensor, shards: Sequence[int], edit: Edit) -> Tensor:
+    """Return the samples of all ranks, of one view or input, after an edit."""
+    parts = list(x.split(list(shards)))
     if edit == "equal shards":
-        return torch.cat([first] * len(shards))
-    if edit in ("other labels", "other samples"):
-        changes = x.is_floating_point() == (edit == "other samples")
-        return torch.cat([first, *(1 + shard for shard in others)]) if changes else x
-    if edit == "last shard reversed":
-        return torch.cat([first, *others[:-1], *(shard.flip(0) for shard in others[-1:])])
-    if edit == "all shards reversed":
-        return torch.cat([first.flip(0), *(shard.flip(0) for shard in others)])
-    return x
+        parts = parts[:1] * len(parts)
+    elif edit == ("other samples" if x.is_floating_point() else "other labels"):
+        parts[1:] = [1 + part for part in parts[1:]]
+    elif edit == "last shard reversed":
+        parts[-1] = parts[-1].flip(0)
+    elif edit == "all shards reversed":
+        parts = [part.flip(0) for part in parts]
+    return torch.cat(parts)
 
 
 Call = Literal["labels", "views"]
@@ -54,27 +44,20 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss under test: its constructor, its call form, and how the trainer reduces gradients.
+    """A loss or a training step under test.
 
-    Args:
-        make: a function without arguments that returns the loss, a callable of the local embeddings. It runs on every
-            rank, in its process group, with the same seed.
-        call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``.
-        grad_reduction: how the trainer reduces gradients over ranks.
-        views: number of views, for ``call="views"``.
-        step: whether a whole training step is under test: ``make`` returns ``(model, step)``, and ``step(model, *features)``
-            runs forward, backward and the reduction of gradients, and returns the loss. Features are [n, 3].
-        name: name of the loss in reports.
-        shared: whether to force the general path, in which ranks split the work, for small batches too.
+    ``make`` runs on every rank, in its process group, with the same seed. It returns the loss, a callable of the local
+    embeddings; of a training step ``(model, step)``, where ``step(model, *features)`` runs forward, backward and the
+    reduction of gradients, and returns the loss. Features are [n, 3].
     """
 
     make: Callable[[], Any]
-    call: Call = "labels"
-    grad_reduction: GradReduction = "mean"
-    views: int = 2
-    step: bool = False
-    name: str = "loss"
-    shared: bool = True
+    call: Call = "labels"  # "labels" for loss(embeddings, labels), "views" for loss(view1, view2)
+    grad_reduction: GradReduction = "mean"  # how the trainer reduces gradients over ranks
+    views: int = 2  # number of views, for call="views"
+    step: bool = False  # whether a whole training step is under test
+    name: str = "loss"  # in reports
+    shared: bool = True  # whether to force the general path, in which ranks split the work, for small batches too
 
     def __str__(self) -> str:
         return self.name
@@ -105,45 +88,34 @@ class Measurement:
     """The measurement of one rank."""
 
     value: float
-    encoder: Gradients
-    """The encoder's gradient after the local backward pass."""
-    parameters: Gradients
-    """The gradient of the loss's own parameters that are replicated on every rank."""
-    sharded: Gradients = field(default_factory=dict)
-    """The gradient of the local shard of the loss's sharded parameters."""
-    state: Gradients = field(default_factory=dict)
-    """The loss's buffers after the step."""
-    collectives: frozenset[str] = frozenset()
-    """The dispatcher's names of the collectives called in the forward pass, if the plan records them."""
-    backward_collectives: frozenset[str] = frozenset()
-    """The same for the backward pass of a loss; empty for a training step, whose trainer reduces gradients there."""
+    encoder: Gradients  # after the local backward pass
+    parameters: Gradients  # of the loss's own parameters that are replicated on every rank
+    sharded: Gradients = field(default_factory=dict)  # of the local shard of the loss's sharded parameters
+    state: Gradients = field(default_factory=dict)  # the loss's buffers after the step
+    collectives: frozenset[str] = frozenset()  # those of the forward pass by the dispatcher's names, if recorded
+    backward_collectives: frozenset[str] = frozenset()  # those of a loss; a training step reduces gradients there
     drew_random_numbers: bool = False
-    start: Gradients = field(default_factory=dict)
-    """The loss's own parameters before the step."""
-    embeddings: list[Tensor] = field(default_factory=list)
-    """The gradients at the inputs of the loss, before any gradient all-reduce; only for a training step."""
-    grad_reduction: str | None = None
-    """The option of this name, if the loss has one."""
+    start: Gradients = field(default_factory=dict)  # the loss's own parameters before the step
+    embeddings: list[Tensor] = field(
+        default_factory=list
+    )  # of a step, gradients at the loss's inputs before all-reduces
+    grad_reduction: str | None = None  # the option of this name, if the loss has one
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Variations of a measurement: another scale, order of ranks or samples, a second batch, recorded collectives."""
+    """Variations of a measurement."""
 
-    scale: float = 1.0
+    scale: float = 1.0  # of the loss
     shards: tuple[int, ...] | None = None
     rank_order: tuple[int, ...] | None = None
     shuffle_samples: bool = False
-    second_seed: int | None = None
-    """Seed of a second batch whose backward pass runs after both forward passes; their mean is the loss."""
-    record_collectives: bool = False
-    """Whether to record the names of collectives, which slows every operation down."""
+    second_seed: int | None = None  # of a second batch; backward runs after both forward passes, of their mean
+    record_collectives: bool = False  # whether to record their names, which slows every operation down
     edit: Edit = ""
-    """A change to the samples of some ranks."""
 
 
 UNCHANGED = Plan()
-"""The plan without variations."""
 
 
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
@@ -165,16 +137,12 @@ def set_float64_and_seed() -> None:
 
 
 class Subject:
-    """A loss and an encoder, or a training step and its model, on this rank; in float64, with the same seed on every rank.
-
-    Args:
-        case: the loss or the training step.
-        d: width of the embeddings.
-    """
+    """A loss and an encoder, or a training step and its model, in float64, with the same seed on every rank."""
 
     def __init__(self, case: Case, d: int) -> None:
         set_float64_and_seed()
-        loss = allow_repeated_samples(case.make())
+        loss = case.make()
+        allow_repeated_samples(loss)
         self.loss: Any = None if case.step else loss
         model, step = loss if case.step else (Encoder(d), None)
         self.model, self.step = model.double(), step
@@ -189,13 +157,7 @@ class Subject:
     def measure(
         self, shards: Sequence[Sequence[Tensor]], scale: float = 1.0, *, record_collectives: bool = False
     ) -> Measurement:
-        """Run forward and backward, and return the measurement.
-
-        Args:
-            shards: the samples of this rank, or those of several batches whose mean is the loss.
-            scale: factor of the loss before its backward pass.
-            record_collectives: whether to record collectives.
-        """
+        """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
         forward, backward, states = Messages(), Messages(), random_states()
         self.recorder = LossRecorder(count=lambda: len(forward.sent))
         with forward if record_collectives else nullcontext():
@@ -274,12 +236,10 @@ def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
     if plan.shuffle_samples:
         order = torch.randperm(batch.total, generator=torch.Generator().manual_seed(2))
         whole = [x[order] for x in whole]
-    whole = edited(whole, batch.shards, plan.edit) if plan.edit else whole
-    shards = plan.shards or batch.shards
     rank = World.of().rank
     shard = plan.rank_order[rank] if plan.rank_order else rank
-    first = sum(shards[:shard])
-    return [x[first : first + shards[shard]] for x in whole]
+    whole = [edited(x, batch.shards, plan.edit) for x in whole] if plan.edit else whole
+    return [x.split(list(plan.shards or batch.shards))[shard] for x in whole]
 
 
 def scalar(value: Any) -> Tensor:
@@ -299,20 +259,15 @@ def gradients(parameters: Iterable[tuple[str, Tensor]]) -> Gradients:
 
 
 def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, Gradients]:
-    """Split tensors by parameter name into those of replicated and those of sharded parameters.
-
-    A module with sharded parameters has an attribute ``sharded = True``.
-    """
+    """Split tensors by name into those of replicated and of sharded parameters, whose module has ``sharded = True``."""
     sharded = {
         f"{prefix}{'.' * bool(prefix)}{name}"
         for prefix, part in module.named_modules()
         if getattr(part, "sharded", False) is True and not hasattr(part, "grad_reduction")
         for name, _ in part.named_parameters(recurse=False)
     }
-    return (
-        {name: x for name, x in tensors.items() if name not in sharded},
-        {name: x for name, x in tensors.items() if name in sharded},
-    )
+    replicated = {name: x for name, x in tensors.items() if name not in sharded}
+    return replicated, {name: x for name, x in tensors.items() if name in sharded}
 
 
 def random_states() -> tuple[Any, ...]:

@@ -1,7 +1,5 @@
 """The evidence of a check: fixed global batches on W ranks, and interventions on their samples, measured when needed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,55 +16,50 @@ from contrastive_zoo.testing.measurement import Gradients as Tensors
 from contrastive_zoo.testing.trial import Trial, value_of
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 
-Selection = Callable[[list[Tensor], Sequence[int], int], list[Tensor]]
+Selection = Callable[[list[Tensor], list[int], int], list[Tensor]]
 """A function of the samples of all ranks (one tensor per view, or samples and labels), the shard sizes and a rank."""
 
 
-def local_samples(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
+def local_samples(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
     """Return the samples of one rank."""
-    return [x.split(list(shards))[rank] for x in samples]
+    return [x.split(shards)[rank] for x in samples]
 
 
-def local_rank_first(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
+def local_rank_first(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
     """Return all samples, those of one rank first."""
     order = [rank, *(other for other in range(len(shards)) if other != rank)]
-    return [torch.cat([x.split(list(shards))[r] for r in order]) for x in samples]
+    return [torch.cat([x.split(shards)[r] for r in order]) for x in samples]
 
 
-def local_labels(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
+def local_labels(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
     """Return all samples, with the labels of one rank repeated."""
     x, labels = samples
-    return [x, labels.split(list(shards))[rank].repeat(len(shards))]
+    return [x, labels.split(shards)[rank].repeat(len(shards))]
 
 
-def blocks_as_views(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
+def blocks_as_views(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
     """Return views that are split from one tensor of the ranks' blocks: P N P N read as P P N N."""
-    split = (x.split(list(shards)) for x in samples)
-    blocks = torch.cat([block for of_rank in zip(*split, strict=True) for block in of_rank])
+    by_rank = zip(*(x.split(shards) for x in samples), strict=True)
+    blocks = torch.cat([block for of_rank in by_rank for block in of_rank])
     return list(blocks.chunk(len(samples)))
 
 
-def interleaved(samples: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
+def interleaved(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
     """Return the views with the samples of all but the first interleaved over ranks."""
-    local_index = [index for n in shards for index in range(n)]
-    order = torch.tensor(sorted(range(len(local_index)), key=lambda sample: local_index[sample]))
+    local_index = torch.cat([torch.arange(n) for n in shards])
+    order = local_index.argsort(stable=True)
     return [samples[0], *(x[order] for x in samples[1:])]
 
 
+_OF_ANY_LOSS: dict[str, tuple[Selection, ...]] = {
+    "local negatives": (local_samples,),
+    "own rank first": (local_rank_first,),
+}
 SELECTIONS: dict[Call, dict[str, tuple[Selection, ...]]] = {
-    "labels": {
-        "local negatives": (local_samples,),
-        "own rank first": (local_rank_first,),
-        "labels not gathered": (local_labels,),
-    },
-    "views": {
-        "local negatives": (local_samples,),
-        "own rank first": (local_rank_first,),
-        "views split wrongly": (blocks_as_views, interleaved),
-    },
+    "labels": _OF_ANY_LOSS | {"labels not gathered": (local_labels,)},
+    "views": _OF_ANY_LOSS | {"views split wrongly": (blocks_as_views, interleaved)},
 }
 """By call form: the mistakes that compare the wrong samples, and the selections that they amount to."""
-
 
 EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
 """Shards of the probes: equal, unequal, and all samples on the last rank."""
@@ -86,7 +79,7 @@ class LossEvidence(Evidence):
     def __init__(
         self, case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
     ) -> None:
-        self.case, self.worlds, self.width, self.failing = case, worlds, width, failing
+        self.case, self.worlds, self.width = case, worlds, width
         self.is_step, self.trainer = case.step, case.grad_reduction
         self.broken = frozenset(broken) - {runs_on_every_split.name}
         self.ranks: list[list[Measurement]] = []
@@ -100,10 +93,10 @@ class LossEvidence(Evidence):
         if self.measured is not None:
             self.option = self.measured.grad_reduction
             self.calls_in_backward = bool(self.measured.backward_collectives)
-        self.stages = self._stages()
+        self.stages = self._stages(failing)
 
-    def _batch(self, shards: tuple[int, ...]) -> GlobalBatch:
-        return GlobalBatch(shards, d=self.width, seed=7)
+    def _trial(self, shards: tuple[int, ...]) -> Trial:
+        return Trial(self.case, GlobalBatch(shards, d=self.width, seed=7), self.worlds)
 
     def _compared(self, shards: tuple[int, ...]) -> Comparison:
         """Compare one batch with one process.
@@ -111,8 +104,8 @@ class LossEvidence(Evidence):
         Raises:
             RankError: a rank raised, died or never answered.
         """
-        trial, plan = Trial(self.case, self._batch(shards), self.worlds), Plan(record_collectives=True)
-        one, ranks = trial.on_one_process(), trial.on_ranks(plan)
+        trial = self._trial(shards)
+        one, ranks = trial.on_one_process(), trial.on_ranks(Plan(record_collectives=True))
         self.ranks.append(ranks)
 
         def gradients(of: str) -> Gradients | None:
@@ -135,7 +128,7 @@ class LossEvidence(Evidence):
             shards=shards,
         )
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self, failing: GlobalBatch | None) -> list[Stage]:
         """Return where the loss goes wrong first."""
         if self._starts_unequal():
             return ["start"]
@@ -149,18 +142,14 @@ class LossEvidence(Evidence):
             return ["uneven"]
         if not self.every(lambda x: x.equal_parameters):
             return ["gradient"]
-        self.failure = self.failure or self._failure_of_the_check()
+        if self.failure is None and failing is not None:
+            try:
+                Trial(self.case, failing, self.worlds).on_ranks()
+            except RankError as error:
+                self.failure = self._kind(error)
         if self.failure is not None:
             return ["failure"]
         return [] if self.broken & {invariant.name for invariant in CONTRACT} else ["other"]
-
-    def _failure_of_the_check(self) -> str | None:
-        try:
-            if self.failing is not None:
-                Trial(self.case, self.failing, self.worlds).on_ranks()
-        except RankError as error:
-            return self._kind(error)
-        return None
 
     def _kind(self, error: RankError) -> str:
         if isinstance(error, WorldTimeout):
@@ -172,7 +161,7 @@ class LossEvidence(Evidence):
         starts = [[x.start for x in ranks] for ranks in self.ranks]
         if not starts:
             with suppress(RankError):
-                starts = [self.worlds.run(2, starting_parameters, self.case, self._batch(EVEN[0]))]
+                starts = [self.worlds.run(2, starting_parameters, self.case, self._trial(EVEN[0]).batch)]
         return not all(map(_are_equal, starts))
 
     def calls(self, name: str) -> bool:
@@ -183,25 +172,22 @@ class LossEvidence(Evidence):
     @cached_property
     def selection(self) -> str | None:
         for mistake, selections in SELECTIONS[self.case.call].items():
-            if self.every(lambda x, s=selections: any(self._computes(x, select) for select in s)):  # type: ignore[misc]  # a default
+            if all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
                 return mistake
         return None
 
-    def _computes(self, found: Comparison, select: Selection) -> bool:
-        batch = self._batch(found.shards)
-        samples = whole_batch(self.case, batch)
+    def _computes(self, comparison: Comparison, select: Selection) -> bool:
+        batch = self._trial(comparison.shards).batch
+        samples, shards = whole_batch(self.case, batch), list(batch.shards)
         return all(
-            is_near(value_of(self.case, select(samples, batch.shards, rank), batch.d, self.worlds), float(value))
-            for rank, value in enumerate(found.values)
+            is_near(value_of(self.case, select(samples, shards, rank), batch.d, self.worlds), float(value))
+            for rank, value in enumerate(comparison.values)
         )
 
     @property
     def lacks_labels(self) -> bool:
-        return (
-            self.case.call == "labels"
-            and self._changes("other samples") is True
-            and self._changes("other labels") is False
-        )
+        is_labelled = self.case.call == "labels"
+        return is_labelled and self._changes("other samples") is True and self._changes("other labels") is False
 
     @property
     def lacks_offset(self) -> bool:
@@ -226,14 +212,13 @@ class LossEvidence(Evidence):
 
         None if a rank fails, or if the value of one process does not change although it should.
         """
-        plan = Plan(edit=edit)
+        plan, rank = Plan(edit=edit), -1 if edit == "last shard reversed" else 0
         try:
-            for result in self.comparisons:
-                trial = Trial(self.case, self._batch(result.shards), self.worlds)
-                rank = -1 if edit == "last shard reversed" else 0
-                if not is_near(trial.on_ranks(plan)[rank].value, float(result.values[rank])):
+            for x in self.comparisons:
+                trial = self._trial(x.shards)
+                if not is_near(trial.on_ranks(plan)[rank].value, float(x.values[rank])):
                     return True
-                if edit.startswith("other") and is_near(trial.on_one_process(plan).value, float(result.expected)):
+                if edit.startswith("other") and is_near(trial.on_one_process(plan).value, float(x.expected)):
                     return None
         except RankError:
             return None
@@ -243,47 +228,39 @@ class LossEvidence(Evidence):
     def _right_on_equal_samples(self) -> bool:
         plan = Plan(edit="equal shards")
         try:
-            for result in self.comparisons:
-                trial = Trial(self.case, self._batch(result.shards), self.worlds)
+            for x in self.comparisons:
+                trial = self._trial(x.shards)
                 expected = trial.on_one_process(plan).value
-                if not all(is_near(x.value, expected) for x in trial.on_ranks(plan)):
+                if not all(is_near(rank.value, expected) for rank in trial.on_ranks(plan)):
                     return False
         except RankError:
             return False
         return True
 
 
-def compare(found: Tensors, expected: Tensors) -> Ratio:
-    """Compare two gradients by name of the parameter.
-
-    Examples:
-        >>> compare({"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([1.0, 0.0])}).ratio
-        2.0
-    """
-    return _ratio([found[name] for name in expected if name in found], list(expected.values()))
+def compare(gradients: Tensors, expected: Tensors) -> Ratio:
+    """Compare two gradients by name of the parameter."""
+    return _ratio([gradients[name] for name in expected if name in gradients], list(expected.values()))
 
 
-def _ratio(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Ratio:
-    x, y = (torch.cat([part.double().flatten() for part in parts]) for parts in (found, expected))
+def _ratio(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Ratio:
+    x, y = (torch.cat([part.double().flatten() for part in parts]) for parts in (tensors, expected))
     if x.shape != y.shape:
         return Ratio(math.nan, math.nan, math.nan)
     return Ratio.between(x, y) if y.norm() > 0 else Ratio(1.0, 1.0, 0.0)
 
 
 def _compare_embeddings(ranks: Sequence[Measurement], one: Measurement) -> Ratio | None:
-    if not one.embeddings or any(len(result.embeddings) != len(one.embeddings) for result in ranks):
+    if not one.embeddings or any(len(x.embeddings) != len(one.embeddings) for x in ranks):
         return None
-    by_input = zip(*(result.embeddings for result in ranks), strict=True)
+    by_input = zip(*(x.embeddings for x in ranks), strict=True)
     return _ratio([x for shards in by_input for x in shards], one.embeddings)
 
 
-def _lengths(found: Measurement) -> list[int]:
-    return [len(x) for x in found.embeddings]
+def _lengths(x: Measurement) -> list[int]:
+    return [len(embeddings) for embeddings in x.embeddings]
 
 
 def _are_equal(by_rank: Sequence[Tensors]) -> bool:
     first, *others = by_rank
-    return all(
-        result.keys() == first.keys() and all(torch.allclose(result[name], first[name]) for name in first)
-        for result in others
-    )
+    return all(x.keys() == first.keys() and all(torch.allclose(x[name], first[name]) for name in first) for x in others)

@@ -20,26 +20,19 @@ Row = tuple[str, bool | str | None, Sequence[str]]
 
 
 class Section(NamedTuple):
-    """A part of a report, as the console prints it.
-
-    Attributes:
-        headings: of the table.
-        rows: of the table.
-        title: above the table.
-        problems: what could not be compared.
-        diagnoses: the mistakes.
-        notes: what is not a mistake, and is good to know.
-    """
+    """A part of a report, as the console prints it: a table with a title, and what is said below."""
 
     headings: tuple[str, ...]
     rows: list[Row]
-    title: str = ""
-    problems: Sequence[str] = ()
-    diagnoses: Sequence[Diagnosis] = ()
-    notes: Sequence[str] = ()
+    title: str
+    diagnoses: Sequence[Diagnosis]
+    problems: Sequence[str] = ()  # what could not be compared
+    notes: Sequence[str] = ()  # what is not a mistake, and is good to know
 
 
 class _Result:
+    """A report: ``sections`` are what the console prints, ``as_dict`` is the report in plain types, for JSON."""
+
     ok: Any
 
     @property
@@ -53,42 +46,25 @@ class _Result:
 
 @dataclass
 class Finding:
-    """An invariant that is broken, with the smallest batch found that shows it.
-
-    Args:
-        invariant: the broken invariant.
-        message: the value found and the value expected.
-        batch: the global batch.
-    """
+    """An invariant that is broken, with the smallest global batch found that shows it."""
 
     invariant: Invariant
-    message: str
+    message: str  # the value found and the value expected
     batch: GlobalBatch
 
 
 @dataclass
 class Report(_Result):
-    """The result of a check.
+    """The result of a check."""
 
-    Args:
-        name: name of the loss.
-        world_sizes: the world sizes W tested.
-        grad_reduction: whether the trainer is assumed to average or sum gradients over ranks.
-        examples: number of global batches tested.
-        findings: one for each broken invariant, the most basic first.
-        diagnosis: the mistake and its fix; None if no invariant is broken.
-        seconds: duration of the check.
-        tried: names of the invariants that applied to at least one batch.
-    """
-
-    name: str
+    name: str  # of the loss
     world_sizes: tuple[int, ...]
-    grad_reduction: GradReduction
-    examples: int = 0
-    findings: list[Finding] = field(default_factory=list)
-    diagnosis: Diagnosis | None = None
+    grad_reduction: GradReduction  # whether the trainer is assumed to average or sum gradients over ranks
+    examples: int = 0  # number of global batches tested
+    findings: list[Finding] = field(default_factory=list)  # one for each broken invariant, the most basic first
+    diagnosis: Diagnosis | None = None  # None if no invariant is broken
     seconds: float = 0.0
-    tried: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()  # names of the invariants that applied to at least one batch
 
     def holds(self, invariant: Invariant) -> bool | None:
         """Return whether an invariant held on every batch; None if it was not tried."""
@@ -121,18 +97,16 @@ class Report(_Result):
         return "\n".join([self.verdict, *diagnosis, *broken])
 
     def sections(self) -> list[Section]:
-        """Return the report as the console prints it."""
         rows: list[Row] = [
             (name, "not tried" if holds is None else holds, [f"{x.batch}\n{x.message}"] if x else [])
             for name, (holds, x) in self._by_invariant().items()
         ]
         headings = ("invariant", "holds", "smallest batch that breaks it")
-        title = f"{self.name} ({self.seconds:.1f} s)"
-        return [Section(headings, rows, title, diagnoses=[] if self.diagnosis is None else [self.diagnosis])]
+        return [
+            Section(headings, rows, f"{self.name} ({self.seconds:.1f} s)", [self.diagnosis] if self.diagnosis else [])
+        ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report in plain types, for JSON."""
-        rows = self._by_invariant().items()
         return {
             "loss": self.name,
             "ok": self.ok,
@@ -142,19 +116,14 @@ class Report(_Result):
             "seconds": round(self.seconds, 2),
             "invariants": {
                 name: {"holds": holds, **({"message": x.message, "batch": repr(x.batch)} if x else {})}
-                for name, (holds, x) in rows
+                for name, (holds, x) in self._by_invariant().items()
             },
             "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
         }
 
 
 def processes(world_sizes: Sequence[int]) -> str:
-    """Return world sizes in words.
-
-    Examples:
-        >>> processes((2,)), processes((1, 2, 4))
-        ('2 processes', '1, 2 and 4 processes')
-    """
+    """Return world sizes in words, such as ``1, 2 and 4 processes``."""
     *others, last = map(str, world_sizes)
     return f"{' and '.join([', '.join(others), last] if others else [last])} processes"
 
@@ -172,23 +141,14 @@ class NotInvariant(AssertionError):
 
 @dataclass
 class Quantity:
-    """A quantity of a training that was compared with one process.
-
-    Attributes:
-        name: of the quantity.
-        ratio: of the ranks to one process, of the rank with the largest error; None if it was not compared.
-        tolerance: largest relative error of a right training.
-        reason: why it was not compared.
-        step: the step of the largest error.
-        is_noted: whether a note explains a difference that is no mistake.
-    """
+    """A quantity of a training that was compared with one process."""
 
     name: str
-    ratio: Ratio | None = None
-    tolerance: float = 0.0
-    reason: str = ""
-    step: int = 0
-    is_noted: bool = False
+    ratio: Ratio | None = None  # of the rank with the largest error; None if it was not compared
+    tolerance: float = 0.0  # largest relative error of a right training
+    reason: str = ""  # why it was not compared
+    step: int = 0  # of the largest error
+    is_noted: bool = False  # whether a note explains a difference that is no mistake
 
     @property
     def ok(self) -> bool | None:
@@ -202,7 +162,6 @@ class Quantity:
         return f"{'same' if self.ok else 'differs'}, {numbers}, tolerance {self.tolerance:.1e}"
 
     def row(self) -> Row:
-        """Return the row of the console's table."""
         if self.ratio is None:
             return self.name, None, ()
         error = self.ratio.error
@@ -211,7 +170,6 @@ class Quantity:
         return self.name, "see note" if self.is_noted else self.ok, numbers
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the quantity in plain types, for JSON."""
         numbers = {} if self.ratio is None else self.ratio._asdict()
         finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         tail = {"tolerance": self.tolerance, "reason": self.reason, "step": self.step + 1}
@@ -220,31 +178,21 @@ class Quantity:
 
 @dataclass
 class WorldReport:
-    """The audit of a training on W processes.
-
-    Attributes:
-        world_size: number of processes W.
-        steps: number of steps that all ranks finished.
-        losses: the classes of the losses.
-        quantities: what was compared, each at the step of its largest error.
-        findings: the mistakes.
-        notes: what is not a mistake, and is good to know.
-        problem: why nothing could be compared; empty if something was.
-        peak_bytes: largest resident memory of a process before the steps were repeated, and of the one that repeats them.
-        seconds: duration.
-        factors: the factor of each loss before its backward pass.
-    """
+    """The audit of a training on W processes."""
 
     world_size: int
-    steps: int = 0
-    losses: list[str] = field(default_factory=list)
-    quantities: list[Quantity] = field(default_factory=list)
+    steps: int = 0  # number of steps that all ranks finished
+    losses: list[str] = field(default_factory=list)  # their classes
+    quantities: list[Quantity] = field(default_factory=list)  # each at the step of its largest error
     findings: list[Diagnosis] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problem: str = ""
-    peak_bytes: tuple[int, int] = (0, 0)
+    notes: list[str] = field(default_factory=list)  # what is not a mistake, and is good to know
+    problem: str = ""  # why nothing could be compared
+    peak_bytes: tuple[int, int] = (
+        0,
+        0,
+    )  # of a process before the steps were repeated, and of the one that repeats them
     seconds: float = 0.0
-    factors: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)  # of each loss before its backward pass
 
     @property
     def ok(self) -> bool | None:
@@ -255,20 +203,18 @@ class WorldReport:
         return True if complete and not self.problem else None
 
     def section(self) -> Section:
-        """Return the report as the console prints it."""
         reasons = dict.fromkeys(f"Not compared: {x.reason}." for x in self.quantities if x.ok is None)
         losses = f", {', '.join(dict.fromkeys(self.losses))}" if self.losses else ""
         return Section(
             ("compared with one process", "the same", "ratio", "cosine", "error", "tolerance"),
             [x.row() for x in self.quantities],
             f"{self.world_size} processes, {self.steps} steps{losses} ({self.seconds:.1f} s)",
-            [*reasons, *filter(None, [self.problem])],
             self.findings,
+            [*reasons, *filter(None, [self.problem])],
             self.notes,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report in plain types, for JSON."""
         return {
             "world_size": self.world_size,
             "ok": self.ok,
@@ -285,14 +231,9 @@ class WorldReport:
 
 @dataclass
 class AuditReport(_Result):
-    """The audit of a script on several numbers of processes.
+    """The audit of a script on several numbers of processes, a report for each."""
 
-    Attributes:
-        name: of the script.
-        worlds: the report of each number of processes.
-    """
-
-    name: str
+    name: str  # of the script
     worlds: list[WorldReport] = field(default_factory=list)
 
     @property
@@ -317,11 +258,9 @@ class AuditReport(_Result):
         return f"{self.name}: {words[self.ok]}."
 
     def sections(self) -> list[Section]:
-        """Return the report as the console prints it."""
         return [x.section() for x in self.worlds]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report in plain types, for JSON."""
         return {"name": self.name, "ok": self.ok, "worlds": [x.as_dict() for x in self.worlds]}
 
     def __str__(self) -> str:
