@@ -22,8 +22,7 @@ from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing import diagnosis
 from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.launch import collected, environment
-from contrastive_zoo.testing.auditing.rank import Rank
+from contrastive_zoo.testing.auditing.launch import Rank, collected, environment
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0

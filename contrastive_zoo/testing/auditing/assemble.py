@@ -11,8 +11,7 @@ from contrastive_zoo.testing.auditing.diagnosis import mistakes
 from contrastive_zoo.testing.auditing.merging import NotComparable
 from contrastive_zoo.testing.auditing.recorder import Recorder, peak_bytes
 from contrastive_zoo.testing.auditing.records import FACTOR_TOLERANCE, Record
-from contrastive_zoo.testing.auditing.replay import OneProcess
-from contrastive_zoo.testing.auditing.step_evidence import NOISE_FACTOR, ROUNDING_FACTOR, StepEvidence
+from contrastive_zoo.testing.auditing.replay import NOISE_FACTOR, ROUNDING_FACTOR, OneProcess, StepEvidence
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis
 from contrastive_zoo.testing.report import Quantity, WorldReport

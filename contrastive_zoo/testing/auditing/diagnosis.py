@@ -8,9 +8,8 @@ import torch
 
 from contrastive_zoo.testing.auditing.merging import Merge, NotComparable, Outputs
 from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.replay import Repeated
+from contrastive_zoo.testing.auditing.replay import Repeated, StepEvidence
 from contrastive_zoo.testing.auditing.samples import of_samples
-from contrastive_zoo.testing.auditing.step_evidence import StepEvidence
 from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio
 from contrastive_zoo.testing.mistakes import Diagnosis, diagnose
 

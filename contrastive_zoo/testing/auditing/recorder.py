@@ -23,10 +23,34 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.modules import ENCODERS, Kinds, is_a, loss_name
 from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
 from contrastive_zoo.testing.loss_recorder import remove_hook
+from contrastive_zoo.wrapper.distributed import DistributedLoss
+
+THIRD_PARTY_LOSSES = (
+    "pytorch_metric_learning.losses",
+    "pytorch_metric_learning.utils.distributed",
+    "sentence_transformers.losses",
+    "sentence_transformers.sentence_transformer.losses",
+    "sentence_transformers.sparse_encoder.losses",
+    "contrastive_zoo.adapters.sentence_transformers",
+)
+"""Modules whose classes are losses."""
+
+WRAPPERS = {
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+    "LightningModule",
+    "_FabricModule",
+    "DeepSpeedEngine",
+}
+"""Classes that only forward their calls to another module, or to the training step that calls it."""
+
+ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
+"""Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 """The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
@@ -37,6 +61,9 @@ LARGEST_WEIGHT = 64.0
 
 class Recorder:
     """Record the first steps of a training on this rank.
+
+    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or one of ``losses``. An encoder is
+    a module with trained parameters that contains no loss and wraps no other module.
 
     Args:
         losses: further losses, modules or classes.
@@ -53,8 +80,10 @@ class Recorder:
         on_finish: Callable[[], None] = lambda: None,
         needs_group: bool = True,
     ) -> None:
-        self.kinds, self.steps = Kinds(losses), steps
-        self.on_finish, self.needs_group = on_finish, needs_group
+        self.steps, self.on_finish, self.needs_group = steps, on_finish, needs_group
+        self._loss_classes = (Loss, DistributedLoss, *(x for x in losses if isinstance(x, type)))
+        self._loss_modules = [x for x in losses if not isinstance(x, type)]
+        self._kinds: dict[nn.Module, str] = {}
         self.record, self.step = Record(), Step()
         self.encoders: list[nn.Module] = []
         self.losses: list[nn.Module] = []
@@ -95,6 +124,21 @@ class Recorder:
         self.record.peak_bytes, self.record.seconds = peak_bytes(), time.monotonic() - self._begin
         return self.record
 
+    def _is_loss(self, module: nn.Module) -> bool:
+        if isinstance(module, self._loss_classes) or any(module is x for x in self._loss_modules):
+            return True
+        return any(cls.__module__.startswith(THIRD_PARTY_LOSSES) for cls in type(module).__mro__)
+
+    def _kind(self, module: nn.Module) -> str:
+        """Return whether a module is an ``"encoder"``, a ``"loss"`` or neither; it is looked at once."""
+        if module not in self._kinds:
+            is_encoder = not _is_a(module, WRAPPERS) and any(x.requires_grad for x in module.parameters())
+            contains_loss = any(map(self._is_loss, module.modules()))
+            self._kinds[module] = "encoder" if is_encoder and not contains_loss else ""
+            if self._is_loss(module):
+                self._kinds[module] = "loss"
+        return self._kinds[module]
+
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _has_group(self) -> bool:
@@ -112,7 +156,7 @@ class Recorder:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._active is not None or self.finished or not torch.is_grad_enabled() or in_backward():
             return
-        if not self._has_group() or (kind := self.kinds(module)) is None:
+        if not self._has_group() or not (kind := self._kind(module)):
             return
         if self._stepped:
             self._close_step()
@@ -131,9 +175,10 @@ class Recorder:
         *kwargs, output = rest
         raised = not kwargs  # torch passes keyword arguments only if the module has returned
         if not raised:
-            arguments = arguments.with_keywords(kwargs[0])
+            named = Arguments.of((), kwargs[0])
+            arguments = Arguments(arguments.args, named.kwargs, arguments.trained + named.trained)
         drew = not torch.equal(torch.get_rng_state(), random_state)
-        if self.kinds(module) == "encoder":
+        if self._kind(module) == "encoder":
             if not raised:
                 index = self.encoders.index(module)
                 call = Call(index, arguments, snapshot(output), random_state, drew, _autocast())
@@ -166,7 +211,7 @@ class Recorder:
         """Number a module at its first call, and copy its state at its first call of a step."""
         known = self.encoders if kind == "encoder" else self.losses
         if _add(known, module) and kind == "loss":
-            self.record.loss_names.append(loss_name(module))
+            self.record.loss_names.append(_loss_name(module))
             # of a loss of the embeddings that it receives None; not an attribute of the wrapped loss
             self.record.options.append(vars(module).get("grad_reduction"))
         prefix = f"{kind}{known.index(module)}"
@@ -193,7 +238,7 @@ class Recorder:
 
     def _groups(self) -> dict[str, str]:
         """Return for every trained parameter whether it is an encoder's; a loss may contain its encoder."""
-        inside = {x for loss in self.losses for y in loss.modules() if is_a(y, ENCODERS) for x in y.parameters()}
+        inside = {x for loss in self.losses for y in loss.modules() if _is_a(y, ENCODERS) for x in y.parameters()}
         return {
             name: "encoder" if name.startswith("encoder") or x in inside else "loss"
             for name, x in self.parameters().items()
@@ -327,6 +372,19 @@ def _other_leaves(roots: Sequence[Any], losses: set[Any]) -> list[Tensor]:
         else:
             pending += [x for x, _ in node.next_functions if x is not None]
     return leaves if reached else []
+
+
+def _is_a(module: nn.Module, names: set[str]) -> bool:
+    """Return whether a module is of a class with one of these names, whose library need not be installed."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def _loss_name(module: nn.Module) -> str:
+    """Return the class of a loss; of a wrapper, also that of the wrapped loss: ``DistributedLoss(NTXent)``."""
+    name, inner = type(module).__name__, getattr(module, "loss", None)
+    if inner is None or not isinstance(module, DistributedLoss):
+        return name
+    return f"{name}({getattr(inner, '__name__', type(inner).__name__)})"
 
 
 def is_sharded(x: Tensor) -> bool:

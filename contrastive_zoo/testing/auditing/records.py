@@ -6,37 +6,33 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 FACTOR_TOLERANCE = 1e-3
 """Relative difference below which a factor equals an expected one; factors of a reduced precision are powers of two."""
 
 
-@dataclass
-class Arguments:
-    """The arguments of a call, flattened, detached and copied to the CPU."""
+class Arguments(NamedTuple):
+    """The arguments of a call, detached and copied to the CPU."""
 
-    leaves: list[Any]
+    args: Any
+    kwargs: Any
     trained: list[bool]  # whether a leaf required a gradient
-    template: tuple[Any, Any]  # (args, kwargs) with the index of each leaf in its place
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> "Arguments":
         """Copy the arguments of a call."""
-        leaves, spec = tree_flatten((args, kwargs))
-        trained = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        return cls([snapshot(x) for x in leaves], trained, tree_unflatten(range(len(leaves)), spec))
+        trained = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))]
+        return cls(snapshot(args), snapshot(kwargs), trained)
 
-    def with_keywords(self, kwargs: dict[str, Any]) -> "Arguments":
-        """Add keyword arguments to positional ones."""
-        named = Arguments.of((), kwargs)
-        places = tree_map(lambda i: i + len(self.leaves), named.template[1])
-        template = (self.template[0], places)
-        return Arguments([*self.leaves, *named.leaves], [*self.trained, *named.trained], template)
+    @property
+    def leaves(self) -> list[Any]:
+        """Tensors and other values, positional ones first."""
+        return tree_leaves((self.args, self.kwargs))
 
     def rebuild(self, leaves: list[Any]) -> tuple[Any, Any]:
         """Return ``(args, kwargs)`` with other leaves."""
-        args, kwargs = tree_map(lambda i: leaves[i], self.template)
+        args, kwargs = tree_unflatten(leaves, tree_structure((self.args, self.kwargs)))
         return args, kwargs
 
 
