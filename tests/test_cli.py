@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import contrastive_zoo
-from contrastive_zoo.testing import cli, console, examination
+from contrastive_zoo.testing import check, cli, console
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.invariants import INVARIANTS
@@ -29,7 +29,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """The same in this process: its exit code, and what it prints in one line."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(examination, "SHRINKING", 0.5)
+        monkeypatch.setattr(check, "SHRINKING", 0.5)
         monkeypatch.setenv("COLUMNS", "400")  # a path that is broken into lines would not be found
         monkeypatch.setattr(sys, "argv", ["contrastive-zoo", *arguments])
         with pytest.raises(SystemExit) as end:

@@ -5,16 +5,18 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
-from contrastive_zoo.testing.loss_recorder import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.wrapper.step import splitting
 
@@ -96,9 +98,7 @@ class Measurement:
     backward_collectives: frozenset[str] = frozenset()  # those of a loss; a training step reduces gradients there
     drew_random_numbers: bool = False
     start: Gradients = field(default_factory=dict)  # the loss's own parameters before the step
-    embeddings: list[Tensor] = field(
-        default_factory=list
-    )  # of a step, gradients at the loss's inputs before all-reduces
+    embeddings: list[Tensor] = field(default_factory=list)  # of a step, the gradients at the inputs of its loss
     grad_reduction: str | None = None  # the option of this name, if the loss has one
 
 
@@ -165,12 +165,13 @@ class Subject:
         with backward if record_collectives else nullcontext():
             for value in values if self.step is None else ():
                 (scale * value / len(values)).backward()
-        calls, known = self.recorder.calls, self.recorder.parameters
+        calls, known = self.recorder.calls, set(self.recorder.parameters.values())
+        encoder = self.model.named_parameters()  # with those of a loss; names are the same with and without DDP
         first = calls[0].loss if calls else self.loss
         replicated, sharded = split_parameters(self.module, gradients(self.parameters.items()))
         return Measurement(
             sum(float(value.detach()) for value in values) / len(values),
-            gradients(encoder_parameters(self.model, known).items()),
+            gradients((name.removeprefix("module."), x) for name, x in encoder if x not in known),
             replicated,
             sharded,
             copies((self.module if self.step is None else self.model).named_buffers()),
@@ -190,8 +191,95 @@ class Subject:
             return scalar(self.step(self.model, *samples))
 
     def start(self) -> Gradients:
-        """Return copies of the loss's own parameters that are replicated on every rank."""
+        """Return copies of the loss's own replicated parameters."""
         return split_parameters(self.module, copies(self.parameters.items()))[0]
+
+
+# --- the loss that a training step calls ----------------------------------------------------------------------------------
+
+
+def remove_hook(handle: Any) -> None:
+    """Remove a hook that ``register_module_forward_hook`` or another function of torch has registered.
+
+    torch (2.13) keeps a note of a removed hook's keyword arguments, which ``torch.compile`` takes for a hook and warns of.
+    """
+    handle.remove()
+    modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
+    modules._global_forward_hooks_always_called.pop(handle.id, None)
+
+
+class LossCall(NamedTuple):
+    """One call of a loss."""
+
+    loss: nn.Module  # the outermost module that received embeddings and returned a scalar
+    embedding_gradients: list[Tensor]  # of its inputs [n, ...] that require gradients, zero before the backward pass
+    position: int  # the number that count returned when the loss returned
+
+
+class LossRecorder:
+    """Records the losses called inside the context, as members of the model or not.
+
+    A loss is a module that returns a scalar, or raises, and has an input that requires gradients. The encoder, and a model
+    that returns its own loss, receive features, which require none. ``count`` is read when a loss returns: how many messages
+    have been sent so far.
+    """
+
+    def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
+        self.count = count
+        self.calls: list[LossCall] = []
+
+    def __enter__(self) -> "LossRecorder":
+        self._handles = [
+            register_module_forward_pre_hook(allow_repeated_samples),
+            register_module_forward_hook(self._record, with_kwargs=True, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            remove_hook(handle)
+
+    def _record(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        *kwargs, output = rest
+        raised = not kwargs  # torch passes keyword arguments only if the module has returned
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        if not inputs or not (raised or _is_scalar(output)):
+            return
+        members = {id(member) for member in module.modules()}
+        self.calls = [call for call in self.calls if id(call.loss) not in members]  # inner modules return first
+        embeddings = [x for x in inputs if x.ndim > 1]  # not a scale or a temperature
+        call = LossCall(module, [torch.zeros_like(x) for x in embeddings], self.count())
+        for x, total in zip(embeddings, call.embedding_gradients, strict=True):
+            x.register_hook(lambda gradient, total=total: _add(total, gradient))
+        self.calls.append(call)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all losses by name."""
+        named: dict[str, nn.Parameter] = {}
+        for index, call in enumerate(self.calls):
+            for name, parameter in call.loss.named_parameters():
+                if all(parameter is not other for other in named.values()):
+                    named[f"loss{index or ''}.{name}"] = parameter
+        return named
+
+
+def allow_repeated_samples(loss: Any, inputs: object = None) -> None:
+    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples."""
+    if hasattr(loss, "check_distinct"):
+        loss.check_distinct = False
+
+
+def _is_scalar(output: Any) -> bool:
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return bool(tensors) and tensors[0].ndim == 0 and tensors[0].requires_grad
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:  # a hook that returned a tensor would replace the gradient
+    total += gradient.detach()
+
+
+# --- samples and tensors ---------------------------------------------------------------------------------------------------
 
 
 def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
@@ -201,12 +289,6 @@ def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
         with suppress(Exception):
             subject.value(local_shard(case, batch, UNCHANGED))
     return subject.start()
-
-
-def encoder_parameters(model: nn.Module, of_loss: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model without those of its loss. Names are the same with and without DDP."""
-    members = {id(parameter) for parameter in of_loss.values()}
-    return {name.removeprefix("module."): x for name, x in model.named_parameters() if id(x) not in members}
 
 
 class Encoder(nn.Module):
@@ -277,5 +359,4 @@ def random_states() -> tuple[Any, ...]:
 
 
 def copies(named: Iterable[tuple[str, Tensor]]) -> Gradients:
-    """Return copies of tensors by name."""
     return {name: x.detach().clone() for name, x in named}

@@ -64,16 +64,7 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Infer the mistake from the evidence of a check or of an audit.
-
-    Examples:
-        >>> from contrastive_zoo.testing.gallery import GALLERY
-        >>> from contrastive_zoo.testing.probes import LossEvidence
-        >>> from contrastive_zoo.testing.worlds import Worlds
-        >>> with Worlds() as worlds:
-        ...     diagnose(LossEvidence(GALLERY["own slice"].case, ["same_encoder_gradient"], worlds)).mistake
-        'own slice'
-    """
+    """Infer the mistake from the evidence of a check or of an audit."""
     for stage in evidence.stages:
         for name, fits in SIGNATURES[stage].items():
             if MISTAKES[name].of_training >= evidence.is_training and fits(evidence):

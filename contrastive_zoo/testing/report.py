@@ -68,9 +68,8 @@ class Report(_Result):
 
     def holds(self, invariant: Invariant) -> bool | None:
         """Return whether an invariant held on every batch; None if it was not tried."""
-        if any(finding.invariant is invariant for finding in self.findings):
-            return False
-        return True if invariant.name in self.tried else None
+        is_broken = any(finding.invariant is invariant for finding in self.findings)
+        return not is_broken if is_broken or invariant.name in self.tried else None
 
     @property
     def ok(self) -> bool:
@@ -101,10 +100,8 @@ class Report(_Result):
             (name, "not tried" if holds is None else holds, [f"{x.batch}\n{x.message}"] if x else [])
             for name, (holds, x) in self._by_invariant().items()
         ]
-        headings = ("invariant", "holds", "smallest batch that breaks it")
-        return [
-            Section(headings, rows, f"{self.name} ({self.seconds:.1f} s)", [self.diagnosis] if self.diagnosis else [])
-        ]
+        headings, title = ("invariant", "holds", "smallest batch that breaks it"), f"{self.name} ({self.seconds:.1f} s)"
+        return [Section(headings, rows, title, [self.diagnosis] if self.diagnosis else [])]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -187,10 +184,7 @@ class WorldReport:
     findings: list[Diagnosis] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what is not a mistake, and is good to know
     problem: str = ""  # why nothing could be compared
-    peak_bytes: tuple[int, int] = (
-        0,
-        0,
-    )  # of a process before the steps were repeated, and of the one that repeats them
+    peak_bytes: tuple[int, int] = (0, 0)  # of the largest process that trains, and of the one that repeats the steps
     seconds: float = 0.0
     factors: list[float] = field(default_factory=list)  # of each loss before its backward pass
 

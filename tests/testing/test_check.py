@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing import examination
+from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe, make
@@ -25,13 +25,13 @@ RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
 
 @pytest.fixture(autouse=True)
 def shrink_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "SHRINKING", 0.5)
+    monkeypatch.setattr(check, "SHRINKING", 0.5)
 
 
 @pytest.fixture
 def shrink_nothing(monkeypatch: pytest.MonkeyPatch, shrink_briefly: None) -> None:
     """The first counterexample is enough, and each further hang would be waited for."""
-    monkeypatch.setattr(examination, "SHRINKING", 0.0)
+    monkeypatch.setattr(check, "SHRINKING", 0.0)
 
 
 RECIPES = [*GALLERY.values(), *TRAINING_STEPS.values()]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from contrastive_zoo.testing import examination
+from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.gallery.recipe import GALLERY
@@ -37,7 +37,7 @@ def test_the_first_file_catches_a_loss_of_own_rows_only(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(examination, "SHRINKING", 0.5)
+    monkeypatch.setattr(check, "SHRINKING", 0.5)
     wrong = TESTS[0].replace("cz.DistributedLoss(my_loss)", "my_loss")
     assert wrong != TESTS[0]
     pytester.makepyfile(test_wrong=wrong)

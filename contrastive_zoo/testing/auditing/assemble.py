@@ -27,12 +27,7 @@ LOCAL_MEAN = "each rank returns the loss of its own anchors"
 
 
 def assemble(records: Sequence[Record], recorder: Recorder | None) -> WorldReport:
-    """Repeat the recorded steps in this process, compare and diagnose.
-
-    Args:
-        records: of all ranks, in rank order.
-        recorder: of this rank, whose modules repeat the steps; None if there is none.
-    """
+    """Repeat the steps that all ranks recorded, on copies of this rank's modules if there are any; compare and diagnose."""
     reason, one_process = "" if recorder else "no rank could repeat the steps", None
     if recorder is not None:
         try:
@@ -123,7 +118,10 @@ def _after(name: str, step: StepEvidence, group: str, names: Sequence[str]) -> Q
     names = [x for x in names if x in step.ranks[0].optimized]
     if not names:
         return Quantity(name, reason="no optimizer holds the parameters")
-    kept = _above_noise(step, names)
+    # elements with a gradient above its noise; Adam divides the others by themselves: they move at random
+    gradient = step.flat(step.truth.gradients, names)
+    noise = torch.stack([(step.flat(x.gradients, names) - gradient).abs() for x in step.repetitions]).max(0).values
+    kept = gradient.abs() > NOISE_FACTOR * (ROUNDING_FACTOR * step.eps * gradient.abs().max() + noise)
     if not kept.any():
         return Quantity(name, reason="all gradients are rounding")
     before = step.flat(step.ranks[0].state, names)[kept]
@@ -139,15 +137,6 @@ def _agreement(name: str, step: StepEvidence, group: str, names: Sequence[str]) 
     """Compare the parameters of all ranks with those of rank 0 after the step."""
     after = [step.flat(x.after, names) for x in step.ranks]
     return _judged(name, after, after[0], ROUNDING_FACTOR * step.eps)
-
-
-def _above_noise(step: StepEvidence, names: Sequence[str]) -> Tensor:
-    """Return which elements have a gradient above its noise; Adam divides the others by themselves: they move at random."""
-    assert step.truth is not None
-    gradient = step.flat(step.truth.gradients, names)
-    noise = [(step.flat(x.gradients, names) - gradient).abs() for x in step.repetitions]
-    bound = NOISE_FACTOR * (ROUNDING_FACTOR * step.eps * gradient.abs().max() + torch.stack(noise).max(0).values)
-    return gradient.abs() > bound
 
 
 def _judged(name: str, ranks: Iterable[Tensor], expected: Tensor, tolerance: float) -> Quantity:

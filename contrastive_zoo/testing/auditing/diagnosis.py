@@ -93,13 +93,7 @@ def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
 
 
 class TrainingEvidence(Evidence):
-    """The evidence of one step of a training, without stale gradients and divided by explained factors.
-
-    Args:
-        step: what ranks recorded.
-        truth: the same step in one process.
-        options: ``grad_reduction`` of each loss.
-    """
+    """The evidence of one step of a training, without stale gradients and divided by explained factors."""
 
     is_training = True
     stages = ("value", "gradient")

@@ -88,26 +88,9 @@ class Outputs:
                 return Source(torch.arange(start, start + len(x)), transform, is_local=True, leaf=leaf)
         return None
 
-    def scalar(self, x: Tensor) -> tuple[int, Transform] | None:
-        """Return the output of no dimension that equals a scalar argument, and what was done with it."""
-        for index, leaf in enumerate(self.leaves):
-            for transform in (lambda y: y, torch.exp):
-                if leaf[0].ndim == 0 and bool(torch.isclose(transform(leaf[0]).to(x.dtype), x)):
-                    return index, transform
-        return None
-
 
 class Merge:
-    """Merge the calls that all ranks made of one module.
-
-    Args:
-        calls: by rank.
-        recorded: the outputs of the encoders before these calls, as recorded.
-        repeated: the same outputs in one process.
-
-    Attributes:
-        unlinked: shapes of trained arguments that are no rows of the outputs.
-        is_gathered: whether a rank received rows of another rank.
+    """Merge the calls that all ranks made of one module, after encoders with these outputs, recorded and repeated.
 
     Raises:
         NotComparable: the ranks' arguments have different structures.
@@ -115,7 +98,7 @@ class Merge:
 
     def __init__(self, calls: Sequence[Call], recorded: Outputs, repeated: Outputs) -> None:
         self.calls, self.recorded, self.repeated = calls, recorded, repeated
-        self.unlinked: list[tuple[int, ...]] = []
+        self.unlinked: list[tuple[int, ...]] = []  # shapes of trained arguments that are no rows of the outputs
         arguments = [call.arguments for call in calls]
         if len({(len(x.leaves), tuple(x.trained)) for x in arguments}) > 1:
             raise NotComparable("ranks call the same module with different arguments")
@@ -124,6 +107,7 @@ class Merge:
         self.sources: list[list[Source] | None] = []
         for leaf, is_trained in zip(self.leaves, self.trained, strict=True):
             self.sources.append(self._source(leaf, is_trained))
+        # whether a rank received rows of another rank
         self.is_gathered = any(not x.is_local for ranks in self.sources if ranks is not None for x in ranks)
         tensors = [leaf for leaf in self.leaves if all(isinstance(x, Tensor) and x.ndim for x in leaf)]
         self.sizes = [len(x) for x in tensors[0]] if tensors else []  # each rank's number of samples
@@ -169,7 +153,11 @@ class Merge:
         per_sample = [len(x) for x in leaf] == self.sizes
         if equal and (self.is_gathered or not per_sample):
             return _to(first, device)
-        x = _to(concatenated(leaf), device)
+        is_tokens = all(x.ndim == 2 and not x.is_floating_point() for x in leaf)  # [n, length], padded with zeros
+        try:
+            x = _to(torch.cat(_padded(leaf) if is_tokens else leaf), device)
+        except RuntimeError as error:
+            raise NotComparable(f"the ranks' inputs cannot be concatenated: {error}") from error
         return x.requires_grad_() if is_trained else x
 
     def _select(self, sources: Sequence[Source], like: Tensor) -> Tensor:
@@ -180,25 +168,13 @@ class Merge:
         return selected.reshape(len(rows), *like.shape[1:]).to(like.dtype)
 
     def _scalar(self, x: Tensor, device: torch.device) -> Tensor:
-        if (result := self.recorded.scalar(x)) is None:
-            self.unlinked.append(())
-            return _to(x, device)
-        output, transform = result
-        return transform(self.repeated.leaves[output][0]).to(x.dtype)
-
-
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the ranks' samples; integer tensors [n, length] of tokens are padded with zeros to equal lengths.
-
-    Raises:
-        NotComparable: the shapes do not fit.
-    """
-    if all(x.ndim == 2 and not x.is_floating_point() for x in parts):
-        parts = _padded(parts)
-    try:
-        return torch.cat(list(parts))
-    except RuntimeError as error:
-        raise NotComparable(f"the ranks' inputs cannot be concatenated: {error}") from error
+        """Return the repeated output of no dimension whose recorded one, or its exponential, is this argument."""
+        for leaf, repeated in zip(self.recorded.leaves, self.repeated.leaves, strict=False):
+            for transform in (lambda y: y, torch.exp):
+                if leaf[0].ndim == 0 and bool(torch.isclose(transform(leaf[0]).to(x.dtype), x)):
+                    return transform(repeated[0]).to(x.dtype)
+        self.unlinked.append(())
+        return _to(x, device)
 
 
 def concatenated_outputs(outputs: Sequence[Any]) -> Any:

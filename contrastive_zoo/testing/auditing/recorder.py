@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
-from contrastive_zoo.testing.loss_recorder import remove_hook
+from contrastive_zoo.testing.measurement import remove_hook
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 THIRD_PARTY_LOSSES = (
@@ -62,7 +62,7 @@ LARGEST_WEIGHT = 64.0
 class Recorder:
     """Record the first steps of a training on this rank.
 
-    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or one of ``losses``. An encoder is
+    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses``. An encoder is
     a module with trained parameters that contains no loss and wraps no other module.
 
     Args:
