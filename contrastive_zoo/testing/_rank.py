@@ -35,16 +35,8 @@ class Answer(NamedTuple):
     """A message of a rank: any number of ``message``, then one ``returned`` or ``raised``."""
 
     kind: str  # "message", "returned" or "raised"
-    value: Any
+    value: Any  # of an exception its summary, its traceback and, if it can be pickled, its pickle
     step: int | None = None  # number of collectives begun so far; None after the process group was destroyed
-
-
-class Raised(NamedTuple):
-    """An exception sent to the parent process. The object may not be picklable; its text always is."""
-
-    summary: str
-    traceback: str
-    pickled: bytes | None
 
 
 _pipe: connection.Connection | None = None  # set in a rank, None in every other process
@@ -169,7 +161,7 @@ def _answer(work: functools.partial[Any]) -> bytes:
             sys.stderr.flush()
 
 
-def _raised(error: BaseException) -> Raised:
+def _raised(error: BaseException) -> tuple[str, str, bytes | None]:
     pickled = None
     with contextlib.suppress(Exception):
         pickled = dump_result(error)
@@ -177,7 +169,7 @@ def _raised(error: BaseException) -> Raised:
     while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
         shown = shown.tb_next  # the first frames belong to the library and say nothing about the job
     text = "".join(traceback.format_exception(type(error), error, shown))
-    return Raised(f"{type(error).__name__}: {error}".removesuffix(": "), text, pickled)
+    return f"{type(error).__name__}: {error}".removesuffix(": "), text, pickled
 
 
 def _step() -> int | None:

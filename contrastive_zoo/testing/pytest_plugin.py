@@ -70,19 +70,19 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
 
 
 @pytest.fixture(scope="session")
-def rank() -> RankPlaceholder:
+def rank() -> OnRank:
     """Provide the rank to a marked test. In this process it is a placeholder; on a rank it is that rank's number."""
-    return RankPlaceholder()
+    return OnRank(_rank)
 
 
-class RankPlaceholder:
-    """The value of :func:`rank` in this process; unpickling on a rank turns it into that rank's number."""
+class OnRank:
+    """An object that a rank unpickles as the result of a function."""
 
-    def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
-        return _rank, ()
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self.make, self.arguments = make, arguments
 
-    def __repr__(self) -> str:
-        return "the rank's number"
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.make, self.arguments
 
 
 def _rank() -> int:
@@ -170,7 +170,7 @@ def _on_ranks(
     __tracebackhide__ = True
     from contrastive_zoo.testing.worlds import RankError
 
-    job: Any = _Body(functools.partial(body, *args, **kwargs))
+    job: Any = OnRank(_unpickle_body, functools.partial(body, *args, **kwargs))
     try:
         pool.run(size, job, timeout=timeout)
         return
@@ -181,17 +181,8 @@ def _on_ranks(
     raise failure
 
 
-class _Body:
-    """A test's body, pickled for a rank and unpickled there as the plain function, so that tracebacks omit this file."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _unpickle_body, (self.call,)
-
-
 def _unpickle_body(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a test's body itself, so that tracebacks omit this file."""
     # Skipped.__module__ is "builtins", where pickle does not find it.
     copyreg.pickle(pytest.skip.Exception, lambda skipped: (_skipped, (str(skipped),)))
     return call

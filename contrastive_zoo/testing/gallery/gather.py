@@ -96,46 +96,24 @@ class _PlainAllGather(torch.autograd.Function):
 # --- the whole loss on every rank -------------------------------------------------------------------------------------
 
 
-@recipe("DistributedLoss, own loss", "`DistributedLoss(InfoNCE(...))`")
+@recipe("DistributedLoss, own loss")
 def _info_nce() -> DistributedLoss:
     return DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
 
 
-recipe("DistributedLoss, any loss", "`DistributedLoss(any_loss)`")(lambda: DistributedLoss(DenseInfoNCE()))
-recipe("DistributedLoss, labels", "`DistributedLoss(any_loss)` of embeddings and labels", call="labels")(
-    partial(DistributedLoss, dense_sup_con)
+recipe("DistributedLoss, any loss")(lambda: DistributedLoss(DenseInfoNCE()))
+recipe("DistributedLoss, labels", call="labels")(partial(DistributedLoss, dense_sup_con))
+recipe("DistributedLoss, sum trainer", grad_reduction="sum")(
+    lambda: DistributedLoss(DenseInfoNCE(), grad_reduction="sum")
 )
-recipe(
-    "DistributedLoss, sum trainer",
-    '`DistributedLoss(loss, grad_reduction="sum")` under a sum hook',
-    grad_reduction="sum",
-)(lambda: DistributedLoss(DenseInfoNCE(), grad_reduction="sum"))
-recipe("gather with reduce-scatter", "all ranks compute the whole loss from a gather whose backward sums over ranks")(
-    partial(DenseInfoNCE, all_gather)
-)
-recipe(
-    "torch functional all_gather",
-    "functional all_gather of equal shards, whole loss on every rank",
-    mistake="uneven shards",
-)(partial(DenseInfoNCE, equal_shards))
-recipe("own slice", "an autograd.Function (`GatherLayer`) whose backward keeps this rank's slice", mistake="own slice")(
-    partial(DenseInfoNCE, LocalSlice.apply)
-)
-recipe("GatherLayer that all-reduces", "a `GatherLayer` whose backward sums over ranks, then keeps this rank's slice")(
-    partial(DenseInfoNCE, GatherLayer.apply)
-)
-recipe(
-    "GatherLayer of equal shards",
-    "the same with a plain `torch.distributed.all_gather`: the process dies on uneven shards",
-    mistake="uneven shards",
-)(partial(DenseInfoNCE, _PlainAllGather.apply))
-recipe("overwritten slice", "gather, then overwrite this rank's slice with the live tensor", mistake="own slice")(
-    partial(DenseInfoNCE, overwritten_slice)
-)
-recipe("own slice × W", "the same, loss × W", mistake="times W")(partial(DenseInfoNCE, LocalSlice.apply, world_size))
-recipe("detached gather", "accelerate's gather, or a plain all_gather: no gradient at all", mistake="detached")(
-    partial(DenseInfoNCE, without_gradient)
-)
+recipe("gather with reduce-scatter")(partial(DenseInfoNCE, all_gather))
+recipe("torch functional all_gather", mistake="uneven shards")(partial(DenseInfoNCE, equal_shards))
+recipe("own slice", mistake="own slice")(partial(DenseInfoNCE, LocalSlice.apply))
+recipe("GatherLayer that all-reduces")(partial(DenseInfoNCE, GatherLayer.apply))
+recipe("GatherLayer of equal shards", mistake="uneven shards")(partial(DenseInfoNCE, _PlainAllGather.apply))
+recipe("overwritten slice", mistake="own slice")(partial(DenseInfoNCE, overwritten_slice))
+recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, LocalSlice.apply, world_size))
+recipe("detached gather", mistake="detached")(partial(DenseInfoNCE, without_gradient))
 
 
 # --- the loss of the local anchors, against the candidates of all ranks -----------------------------------------------
@@ -184,7 +162,7 @@ class _Local(nn.Module):
         return all_reduce(mean, "mean") if self.average else mean
 
 
-@recipe("sharded anchors", "local anchors against a differentiable gather of candidates, global sum / global count")
+@recipe("sharded anchors")
 def _sharded() -> ShardedAnchors:
     return ShardedAnchors(all_gather)
 
@@ -194,51 +172,15 @@ def local_parameters() -> ShardedAnchors:
     return ShardedAnchors(all_gather, replicate=partial(scale_gradient, world_size()))
 
 
-recipe("wrong adjoint", "the same, with a gather whose backward reduces with MAX", mistake="wrong direction")(
-    partial(ShardedAnchors, _MaxAdjoint.apply)
+recipe("wrong adjoint", mistake="wrong direction")(partial(ShardedAnchors, _MaxAdjoint.apply))
+recipe("local parameters", mistake="local parameters")(local_parameters)
+recipe("detached candidates", mistake="detached candidates")(partial(_Local, overwritten_slice))
+recipe("local loss", mistake="local loss")(partial(_Local, all_gather))
+recipe("GatherLayer, local anchors", mistake="local loss")(partial(_Local, GatherLayer.apply))
+recipe("GatherLayer of own slice, local anchors", mistake="detached candidates")(partial(_Local, LocalSlice.apply))
+recipe("local loss × W", mistake="local loss × W")(partial(_Local, all_gather, factor=world_size))
+recipe("queries only, × W", mistake="local loss × W")(
+    partial(_Local, GatherLayer.apply, keys_too=False, factor=world_size)
 )
-recipe(
-    "local parameters",
-    "the same, where the temperature of each rank gets only the gradient of the local anchors",
-    mistake="local parameters",
-)(local_parameters)
-recipe(
-    "detached candidates",
-    "local anchors against detached gathered candidates (`local_loss`)",
-    mistake="detached candidates",
-)(partial(_Local, overwritten_slice))
-recipe(
-    "local loss",
-    "local anchors, gather with gradient (`gather_with_grad`): each rank returns its local mean",
-    mistake="local loss",
-)(partial(_Local, all_gather))
-recipe(
-    "GatherLayer, local anchors",
-    "the same with a `GatherLayer` whose backward all-reduces (lightly, solo-learn)",
-    mistake="local loss",
-)(partial(_Local, GatherLayer.apply))
-recipe(
-    "GatherLayer of own slice, local anchors",
-    "the same with a `GatherLayer` whose backward keeps this rank's slice",
-    mistake="detached candidates",
-)(partial(_Local, LocalSlice.apply))
-recipe(
-    "local loss × W",
-    "local anchors, right offsets, gather with gradient, loss × W (PyLate 1.6)",
-    mistake="local loss × W",
-)(partial(_Local, all_gather, factor=world_size))
-recipe(
-    "queries only, × W",
-    "local queries as the only anchors, documents gathered with gradient, loss × W (sentence-transformers, formerly)",
-    mistake="local loss × W",
-)(partial(_Local, GatherLayer.apply, keys_too=False, factor=world_size))
-recipe(
-    "mean of means",
-    "local anchors, gather with gradient, and the local means averaged over ranks",
-    mistake="mean of means",
-)(partial(_Local, all_gather, average=True))
-recipe(
-    "mask without offset",
-    "local anchors against gathered candidates, targets `arange(n)` on every rank",
-    mistake="mask without offset",
-)(partial(_Local, all_gather, offset=False))
+recipe("mean of means", mistake="mean of means")(partial(_Local, all_gather, average=True))
+recipe("mask without offset", mistake="mask without offset")(partial(_Local, all_gather, offset=False))

@@ -26,21 +26,17 @@ from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 # --- samples and labels -----------------------------------------------------------------------------------------------
 
-recipe("local negatives", "no gather: each rank computes the loss of its local samples", mistake="local negatives")(
-    DenseInfoNCE
-)
+recipe("local negatives", mistake="local negatives")(DenseInfoNCE)
 
 
 @loss_recipe("views split wrongly", mistake="views split wrongly")
 def _split_in_half(view1: Tensor, view2: Tensor) -> Tensor:
-    """`[view1; view2]` gathered in one tensor and split in half: P N P N read as P P N N"""
     both = all_gather(F.normalize(torch.cat([view1, view2]), dim=1))
     return symmetric_cross_entropy(3.0 * both[: len(both) // 2] @ both[len(both) // 2 :].T)
 
 
 @loss_recipe("[W, n, d] folded wrongly", mistake="views split wrongly")
 def _interleaved(view1: Tensor, view2: Tensor) -> Tensor:
-    """Lightning's `all_gather` returns [W, n, d]; the samples of one view are interleaved, those of the other are not"""
     a, b = (all_gather(F.normalize(view, dim=1)) for view in (view1, view2))
     local_index = [index for n in shard_sizes(view2) for index in range(n)]
     interleaved = torch.tensor(sorted(range(len(b)), key=lambda row: local_index[row]), dtype=torch.int64)
@@ -49,8 +45,6 @@ def _interleaved(view1: Tensor, view2: Tensor) -> Tensor:
 
 @loss_recipe("own rank first", mistake="own rank first", call="labels")
 def _own_rank_first(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """`[local, others]`: results that depend on the order of samples differ between ranks"""
-
     def local_first(x: Tensor) -> Tensor:
         gathered = gather_detached(x)
         local = gathered.pop(rank_and_size()[0])
@@ -63,7 +57,6 @@ def _own_rank_first(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 @loss_recipe("labels not gathered", mistake="labels not gathered", call="labels")
 def _local_labels(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """embeddings gathered, labels not: the embeddings of all ranks get this rank's labels"""
     z = all_gather(embeddings)
     repeated = labels.repeat(len(z) // max(len(labels), 1) + 1)[: len(z)] if len(labels) else torch.zeros(len(z))
     return dense_sup_con(z, repeated)
@@ -71,7 +64,6 @@ def _local_labels(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 @loss_recipe("labels by position", mistake="labels by position")
 def _local_ids(view1: Tensor, view2: Tensor) -> Tensor:
-    """ids from `arange(n)` on every rank: the first samples of all ranks become positives"""
     ids = torch.arange(len(view1)).repeat(2)
     return dense_sup_con(all_gather(torch.cat([view1, view2])), all_gather(ids))
 
@@ -87,8 +79,6 @@ def _correlations(view1: Tensor, view2: Tensor, total: Callable[[Tensor], Tensor
 
 @loss_recipe("statistic without gradient", mistake="statistic without gradient")
 def _reduced_in_place(view1: Tensor, view2: Tensor) -> Tensor:
-    """a cross-correlation all-reduced in place (Barlow Twins): right value, gradient of the local term"""
-
     def total(c: Tensor) -> Tensor:
         reduced = c.detach().clone()
         if world_size() > 1:
@@ -100,28 +90,21 @@ def _reduced_in_place(view1: Tensor, view2: Tensor) -> Tensor:
 
 @loss_recipe("statistic with gradient")
 def _reduced_with_gradient(view1: Tensor, view2: Tensor) -> Tensor:
-    """the same through a differentiable all_reduce"""
     return _correlations(view1, view2, all_reduce)
 
 
 @loss_recipe("naive softmax", mistake="overflow", call="labels")
 def _sum_of_exponentials(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """sums of exponentials all-reduced over ranks without a common maximum"""
     squares = embeddings.square().sum(1)
     return torch.logsumexp(squares, 0) if world_size() == 1 else all_reduce(squares.exp().sum()).log()
 
 
-recipe(
-    "mean assumed, trainer sums",
-    "written for a trainer that averages, used under one that sums",
-    mistake="trainer sums",
-    grad_reduction="sum",
-)(lambda: DistributedLoss(DenseInfoNCE()))
-recipe(
-    "sum assumed, trainer averages",
-    "written for a trainer that sums, used under one that averages",
-    mistake="trainer averages",
-)(lambda: DistributedLoss(DenseInfoNCE(), grad_reduction="sum"))
+recipe("mean assumed, trainer sums", mistake="trainer sums", grad_reduction="sum")(
+    lambda: DistributedLoss(DenseInfoNCE())
+)
+recipe("sum assumed, trainer averages", mistake="trainer averages")(
+    lambda: DistributedLoss(DenseInfoNCE(), grad_reduction="sum")
+)
 
 
 # --- backward passes written by hand ----------------------------------------------------------------------------------
@@ -166,18 +149,15 @@ class _SavesOnClass(torch.autograd.Function):
 
 @recipe("ignored grad_output", mistake="ignored grad_output", call="labels")
 def _ignored_grad_output() -> DistributedLoss:
-    """an autograd.Function that returns its gradient without grad_output"""
     return DistributedLoss(lambda embeddings, labels: _IgnoresGradOutput.apply(embeddings))
 
 
 @recipe("gradient × √(B/τ)", mistake="rescaled by batch size", call="labels")
 def _rescaled() -> Callable[[Tensor, Tensor], Tensor]:
-    """a memory-efficient loss whose backward rescales the gradient by √(B/τ), with the local batch size B"""
     loss = DistributedLoss(dense_sup_con)
     return lambda embeddings, labels: loss(_RescalesGradient.apply(embeddings, 0.5), labels)
 
 
 @recipe("overwritten tensors", mistake="overwritten tensors", call="labels")
 def _overwritten_tensors() -> DistributedLoss:
-    """an autograd.Function that stores tensors for the backward pass on the class"""
     return DistributedLoss(lambda embeddings, labels: _SavesOnClass.apply(embeddings))

@@ -27,8 +27,6 @@ MAX_WIDTH, CLASSES = 8, 64
 
 @recipe("scaled from call 3", mistake="later steps")
 class _Counting(nn.Module):
-    """right for two calls, then another code path multiplies by W"""
-
     def __init__(self) -> None:
         super().__init__()
         self.loss, self.calls = DistributedLoss(DenseInfoNCE()), 0
@@ -46,14 +44,11 @@ def _noisy(embeddings: Tensor, labels: Tensor, draw: Callable[[Tensor], Tensor])
 
 @loss_recipe("own random stream", mistake="different random numbers", call="labels")
 def _local_noise(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """every rank computes the whole loss, with noise from its local generator"""
     return _noisy(embeddings, labels, torch.rand_like)
 
 
 @loss_recipe("shared random stream", call="labels")
 def _shared_noise(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """the same, with the noise of rank 0 broadcast to all ranks"""
-
     def draw(z: Tensor) -> Tensor:
         noise = torch.rand_like(z)
         if world_size() > 1:
@@ -81,15 +76,8 @@ class _ShardedClasses(nn.Module):
         return F.cross_entropy(z @ weight[:, : z.shape[1]].T, all_gather(labels))
 
 
-recipe("sharded weights", "class weights sharded over ranks; each shard gets its complete gradient", call="labels")(
-    lambda: _ShardedClasses(1)
-)
-recipe(
-    "sharded weights, W×",
-    "the same, with these gradients scaled for an average that no trainer computes",
-    mistake="sharded parameters",
-    call="labels",
-)(lambda: _ShardedClasses(world_size()))
+recipe("sharded weights", call="labels")(lambda: _ShardedClasses(1))
+recipe("sharded weights, W×", mistake="sharded parameters", call="labels")(lambda: _ShardedClasses(world_size()))
 
 
 class DistributedByHand(nn.Module):
@@ -118,28 +106,14 @@ class DistributedByHand(nn.Module):
             raise ValueError(f"ranks differ: {gathered}")
 
 
-recipe("compared by hand", "a hand-written wrapper that compares settings, parameters and arguments before it gathers")(
-    DistributedByHand
-)
-recipe("settings not compared", "the same, without the comparison of settings", mistake="settings")(
-    partial(DistributedByHand, ("parameters", "arguments"))
-)
-recipe(
-    "parameters not compared",
-    "the same, without the comparison of the loss's parameters: proxies from a different seed per rank stay undetected",
-    mistake="unequal parameters",
-)(partial(DistributedByHand, ("settings", "arguments")))
-recipe(
-    "arguments not compared",
-    "the same, without the comparison of arguments: a rank that lacks one enters one gather less",
-    mistake="missing argument",
-)(partial(DistributedByHand, ("settings", "parameters")))
+recipe("compared by hand")(DistributedByHand)
+recipe("settings not compared", mistake="settings")(partial(DistributedByHand, ("parameters", "arguments")))
+recipe("parameters not compared", mistake="unequal parameters")(partial(DistributedByHand, ("settings", "arguments")))
+recipe("arguments not compared", mistake="missing argument")(partial(DistributedByHand, ("settings", "parameters")))
 
 
 @recipe("one message more", mistake="messages differ")
 class _ExtraCollective(nn.Module):
-    """one rank calls one collective more than the others, here in a group of its own"""
-
     def __init__(self) -> None:
         super().__init__()
         self.loss = DistributedLoss(DenseInfoNCE())
@@ -156,7 +130,6 @@ class _ExtraCollective(nn.Module):
 
 @loss_recipe("early return", mistake="hang", call="labels")
 def _early_return(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """a rank without a valid pair returns before the collective"""
     if len(labels) < 2:
         return 0 * embeddings.sum()
     return dense_sup_con(all_gather(embeddings), all_gather(labels))
@@ -164,8 +137,6 @@ def _early_return(embeddings: Tensor, labels: Tensor) -> Tensor:
 
 @recipe("rank's own queue", mistake="state", call="labels")
 class _Queue(nn.Module):
-    """a queue or running statistic updated with local samples only"""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("queue", torch.zeros(8))

@@ -61,18 +61,12 @@ def _step(
 
 _step_recipe = partial(recipe, step=True)
 
-_step_recipe("loss in the model", "`DistributedLoss` as a member of the model; the trainer averages all gradients")(
-    _step
-)
-_step_recipe(
-    "loss outside the model",
-    "`DistributedLoss` outside the model; the trainer averages the encoder's gradients only",
-)(partial(_step, in_model=False))
+_step_recipe("loss in the model")(_step)
+_step_recipe("loss outside the model")(partial(_step, in_model=False))
 
 
 @_step_recipe("DDP of a model that returns its loss")
 def _ddp_of_a_model_with_loss() -> Step:
-    """DDP around a model whose `forward` returns the loss"""
 
     class ModelWithLoss(_Model):
         def forward(self, *views: Tensor) -> Tensor:
@@ -91,31 +85,15 @@ def _step_of_sum_loss(reduce: Reduce) -> Step:
     return _step(DistributedLoss(DenseInfoNCE(), grad_reduction="sum"), reduce=reduce)
 
 
-_step_recipe(
-    "sum trainer, sum loss",
-    'a trainer that sums gradients, and `DistributedLoss(loss, grad_reduction="sum")` in the model',
-)(partial(_step_of_sum_loss, _sum_gradients))
-_step_recipe("step × W", "the loss multiplied by W before `backward`", mistake="times W")(
-    partial(_step, factor=world_size)
-)
-_step_recipe("sum trainer", "a trainer that sums gradients, and a loss for one that averages", mistake="trainer sums")(
-    partial(_step, reduce=_sum_gradients)
-)
-_step_recipe(
-    "mean trainer",
-    'a trainer that averages gradients, and `DistributedLoss(loss, grad_reduction="sum")`',
-    mistake="trainer averages",
-)(partial(_step_of_sum_loss, average_gradients))
-_step_recipe(
-    "gathered before the loss",
-    "embeddings gathered before `DistributedLoss`, which gathers them again",
-    mistake="gathered first",
-)(partial(_step, prepare=all_gather))
+_step_recipe("sum trainer, sum loss")(partial(_step_of_sum_loss, _sum_gradients))
+_step_recipe("step × W", mistake="times W")(partial(_step, factor=world_size))
+_step_recipe("sum trainer", mistake="trainer sums")(partial(_step, reduce=_sum_gradients))
+_step_recipe("mean trainer", mistake="trainer averages")(partial(_step_of_sum_loss, average_gradients))
+_step_recipe("gathered before the loss", mistake="gathered first")(partial(_step, prepare=all_gather))
 
 
 @_step_recipe("proxies seeded per rank", mistake="unequal parameters", call="labels")
 def _proxies_seeded_per_rank() -> Step:
-    """`torch.manual_seed(rank)` before the proxies are drawn; the loss is outside the model"""
 
     class Proxies(nn.Module):
         def __init__(self) -> None:
@@ -129,16 +107,8 @@ def _proxies_seeded_per_rank() -> Step:
     return _step(DistributedLoss(Proxies()), in_model=False)
 
 
-_step_recipe(
-    "loss parameters not reduced",
-    "a loss whose parameters get the gradient of the local anchors, outside the model that is reduced",
-    mistake="parameters not reduced",
-)(lambda: _step(local_parameters(), in_model=False))
-_step_recipe("gradients not reduced", "no DDP, and no gradient all-reduce", mistake="not reduced")(
-    partial(_step, reduce=lambda module: None)
+_step_recipe("loss parameters not reduced", mistake="parameters not reduced")(
+    lambda: _step(local_parameters(), in_model=False)
 )
-_step_recipe(
-    "plain loss in a step",
-    "the loss of one process in a step whose gradients are averaged",
-    mistake="local negatives",
-)(lambda: _step(DenseInfoNCE()))
+_step_recipe("gradients not reduced", mistake="not reduced")(partial(_step, reduce=lambda module: None))
+_step_recipe("plain loss in a step", mistake="local negatives")(lambda: _step(DenseInfoNCE()))
