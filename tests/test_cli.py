@@ -15,12 +15,6 @@ from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.mistakes import Diagnosis
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "contrastive_zoo.testing.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 Here = Callable[..., tuple[int, str, str]]
 
 
@@ -146,11 +140,6 @@ def test_a_training_step_is_checked(folder: Path, here: Here) -> None:
     assert "times W" in out
 
 
-def test_the_version_is_shown(here: Here) -> None:
-    code, out, _ = here("--version")
-    assert (code, out) == (0, f"contrastive_zoo {contrastive_zoo.__version__}")
-
-
 def test_without_its_extra_the_command_says_one_line() -> None:
     code = "import sys; sys.modules['typer'] = None; from contrastive_zoo.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -160,14 +149,16 @@ def test_without_its_extra_the_command_says_one_line() -> None:
     )
 
 
-def test_a_invariant_is_explained(here: Here) -> None:
-    code, out, _ = here("check", "--explain", "same_value")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--version"], f"contrastive_zoo {contrastive_zoo.__version__}"),
+        (["check", "--explain", "same_value"], "what one process computes"),
+        (["list"], "nt-xent"),
+        (["list"], "sup-con"),
+    ],
+)
+def test_what_is_asked_is_shown(arguments: list[str], words: str, here: Here) -> None:
+    code, out, _ = here(*arguments)
     assert code == 0
-    assert "what one process computes" in out
-
-
-def test_the_zoo_is_listed() -> None:
-    done = run("list")
-    assert done.returncode == 0
-    assert "nt-xent" in done.stdout
-    assert "sup-con" in done.stdout
+    assert words in out

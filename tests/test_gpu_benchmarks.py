@@ -185,9 +185,9 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
     assert died[1].reason == "the process ended with status 3: an illegal / access"
     late = f"import time; time.sleep(20); print({measure.MARK + json.dumps(asdict(replace(done, n=16)))!r})"
     waiting = "import subprocess", f"subprocess.run([sys.executable, '-S', '-c', {late!r}])"  # which has the pipes, too
-    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=2.0)
+    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=1.0)
     assert hung[0] == done
-    assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 2 s")
+    assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
 
 
 def test_the_process_prints_measurements_and_hides_what_peers_print(

@@ -15,14 +15,7 @@ FEATURES = 3
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of all ranks, and the shard sizes.
-
-    Args:
-        shards: number of samples on each rank, in rank order; zero is allowed.
-        d: width of the embeddings.
-        labels: ``"mixed"`` classes of about three, the same with some ``"singletons"``, all ``"same"`` or ``"distinct"``.
-        kind: kind of samples: well-conditioned (``"gaussian"``), ``"clustered"``, or adversarial.
-        seed: seed of the samples.
+    """The samples of all ranks, and the shard sizes; labels are ``"mixed"`` in classes of about three samples.
 
     Examples:
         >>> batch = GlobalBatch((1, 2), d=1)

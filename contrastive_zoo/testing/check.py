@@ -129,13 +129,7 @@ def check_world_size_invariance(
 
 
 def examine(make_loss: Callable[[], Any], **settings: Any) -> Report:
-    """Like :func:`check_world_size_invariance`, but return the report of a broken loss instead of raising.
-
-    Examples:
-        >>> report = examine(lambda: (lambda embeddings, labels: embeddings.square().sum()), max_examples=5)
-        >>> report.ok, report.diagnosis.mistake
-        (False, 'local negatives')
-    """
+    """Like :func:`check_world_size_invariance`, but return the report of a broken loss instead of raising."""
     try:
         return check_world_size_invariance(make_loss, **settings)
     except NotInvariant as broken:

@@ -29,15 +29,10 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Invariant(Generic[T]):
-    """A named property of a loss or a sampler, and a mistake that breaks it.
+    """A named property of a loss or a sampler, and a mistake that breaks it."""
 
-    Args:
-        check: raises :class:`Broken`, or :class:`NotApplicable` where the property does not apply.
-        catches: key of the mistake in the gallery.
-    """
-
-    check: Callable[[T], None]
-    catches: str
+    check: Callable[[T], None]  # raises Broken, or NotApplicable where the property does not apply
+    catches: str  # key of the mistake in the gallery
 
     @property
     def name(self) -> str:

@@ -42,15 +42,7 @@ def global_batches(
     labels: Sequence[Labels] = get_args(Labels),
     width: int | None = None,
 ) -> st.SearchStrategy[GlobalBatch]:
-    """Draw global batches of ``min_samples`` to ``W · max_per_rank`` samples.
-
-    Args:
-        world_sizes: the world sizes W to draw from.
-        min_samples: smallest number of samples of all ranks together.
-        max_per_rank: largest number of samples of one rank.
-        kinds: kinds of samples to draw from; adversarial ones have ties and kinks, where gradients are not defined.
-        labels: kinds of labels to draw from.
-        width: width of the embeddings; None draws it.
+    """Draw global batches of ``min_samples`` to ``W · max_per_rank`` samples; without ``width`` their width is drawn too.
 
     Examples:
         >>> from hypothesis import given

@@ -35,21 +35,13 @@ loss, or a missing argument."""
 
 @dataclass(frozen=True)
 class Training:
-    """The batches of a training, and its variations.
-
-    Args:
-        steps: the global batch of each step.
-        fault: what differs on the last rank.
-        fault_steps: the steps with the fault, counted from 0.
-        seed_per_rank: whether the random states of the ranks differ; rank 0 then has the state of one process.
-        record_collectives: whether to record collectives, which slows every operation down.
-    """
+    """The global batch of each step of a training, and its variations."""
 
     steps: tuple[GlobalBatch, ...]
     fault: Fault | None = None
-    fault_steps: tuple[int, ...] = ()
-    seed_per_rank: bool = False
-    record_collectives: bool = False
+    fault_steps: tuple[int, ...] = ()  # counted from 0
+    seed_per_rank: bool = False  # rank 0 then has the random state of one process
+    record_collectives: bool = False  # slows every operation down
 
     @classmethod
     def of(cls, batch: GlobalBatch) -> "Training":
@@ -134,19 +126,12 @@ def _inject(fault: Fault | None, loss: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a loss that decide which invariants apply.
+    """Properties of a loss that decide which invariants apply."""
 
-    Args:
-        is_wrapper: whether the loss is a wrapper with an option ``grad_reduction``.
-        setting: name of a float setting of the wrapped loss; None if it has none.
-        parameter: name of a replicated parameter; None if it has none.
-        sharded: whether it has sharded parameters.
-    """
-
-    is_wrapper: bool = False
-    setting: str | None = None
-    parameter: str | None = None
-    sharded: bool = False
+    is_wrapper: bool = False  # with an option grad_reduction
+    setting: str | None = None  # name of a float setting of the wrapped loss
+    parameter: str | None = None  # name of a replicated parameter
+    sharded: bool = False  # whether it has sharded parameters
 
 
 def traits(case: Case) -> Traits:

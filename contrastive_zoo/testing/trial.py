@@ -23,11 +23,6 @@ class Trial:
     """One loss on one global batch. Invariants read its measurements; each is made once.
 
     Every method raises a RankError if a rank raises, dies or does not answer.
-
-    Args:
-        case: the loss.
-        batch: the global batch.
-        worlds: the process groups to run on.
     """
 
     def __init__(self, case: Case, batch: GlobalBatch, worlds: Worlds) -> None:

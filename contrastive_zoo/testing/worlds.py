@@ -77,14 +77,7 @@ class Worlds:
     def start(self, *sizes: int, imports: Sequence[str] = ()) -> None:
         """Start worlds of these sizes now, concurrently, instead of with their first job.
 
-        Args:
-            sizes: world sizes.
-            imports: modules that jobs will import. If these are the first ranks of this process, the modules are imported
-                once for all of them.
-
-        Raises:
-            ValueError: a size is below 1, or the pool is closed.
-            RankError: a rank did not start.
+        If these are the first ranks of this process, the modules ``imports`` are imported once for all of them.
         """
         if not self._finalizer.alive:
             raise ValueError("Worlds: this pool is closed. Run the job inside the with block, or make a new pool.")

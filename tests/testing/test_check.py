@@ -94,37 +94,6 @@ def test_values_are_compared_in_64_bits(worlds: Worlds) -> None:
         same_value_on_every_rank(Trial(Case(lambda: slightly_off), GlobalBatch((2, 2)), worlds))
 
 
-@pytest.mark.parametrize(
-    ("sync", "mistake"),
-    [("mean", None), ("none", "not reduced"), ("sum", "trainer sums")],
-    ids=["averaged", "not reduced", "summed"],
-)
-def test_a_whole_training_step_is_under_test(sync: str, mistake: str | None, impatient: Worlds) -> None:
-    def make_step():
-        model = nn.Linear(3, 2)
-        loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
-
-        def step(model, x, labels):
-            loss = loss_fn(model(x), labels)
-            loss.backward()
-            if sync == "mean":
-                cz.average_gradients(model)
-            elif sync == "sum":
-                for parameter in model.parameters():
-                    parameter.grad = cz.collectives.all_reduce(parameter.grad)
-            return loss
-
-        return model, step
-
-    report = examine(
-        make_step, level="training_step", call="labels", world_sizes=(2, 3), max_examples=6, worlds=impatient
-    )
-    assert report.ok == (mistake is None), str(report)
-    if mistake is not None:
-        assert report.diagnosis.mistake == mistake
-        assert "same_encoder_gradient" in {found.invariant.name for found in report.findings}
-
-
 def test_a_loss_that_fails_on_one_process_cannot_be_checked(worlds: Worlds) -> None:
     def broken(embeddings, labels):
         raise KeyError("no such class")

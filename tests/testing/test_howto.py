@@ -78,15 +78,9 @@ def test_measurements_in_words(rows: list[gallery_measurement.Row]) -> None:
     assert mean_of_means.on_uneven.startswith("value **wrong** (×")
     assert right.on_even == ("right", "right", "right")
     assert right.on_uneven == "nothing"
-
-
-def test_the_page_has_every_recipe_it_was_given(rows: list[gallery_measurement.Row]) -> None:
     page = "\n".join(gallery_page.gallery(rows).values())
     assert all(f"| *{row.recipe.name}*: " in page for row in rows)
-
-
-def test_the_truth_table_has_a_line_for_each_recipe(rows: list[gallery_measurement.Row]) -> None:
-    assert gallery_page.truth_table(rows).count("\n| ") == 1 + 5
+    assert gallery_page.truth_table(rows).count("\n| ") == 1 + len(rows)
 
 
 def test_the_stored_pages_are_of_this_gallery_and_these_invariants() -> None:

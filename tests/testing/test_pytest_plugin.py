@@ -49,9 +49,12 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
             assert {x.name for x in tmp_path.iterdir()} == {str(r) for r in range(world_size)}
             assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
 
-        @pytest.mark.world_sizes(2)
-        def test_without_arguments():
-            assert dist.get_world_size() == 2
+        @pytest.mark.world_sizes(1, 2)
+        @pytest.mark.parametrize("d", [3, 4], ids=lambda d: f"d={d}")
+        def test_product(d, world_size):
+            x = torch.ones(d)
+            dist.all_reduce(x)
+            assert x.sum() == d * world_size
 
         @pytest.mark.world_sizes(2)
         def test_fixtures_are_sent(rows):
@@ -71,8 +74,8 @@ def test_a_marked_test_runs_on_every_rank(run) -> None:
         """.replace("\n        ", "\n"),
         "-v",
     )
-    result.assert_outcomes(passed=7)
-    result.stdout.fnmatch_lines(["*test_ranks[[]W=1]*", "*test_ranks[[]W=2]*", "*test_ranks[[]W=3]*"])
+    result.assert_outcomes(passed=10)
+    result.stdout.fnmatch_lines([f"*test_ranks[[]W={size}]*" for size in (1, 2, 3)] + ["*test_product[[]W=2-d=4]*"])
 
 
 def test_a_failure_shows_the_ranks_that_failed(run) -> None:
@@ -171,22 +174,6 @@ def test_skipped():
     result.stdout.fnmatch_lines(["SKIPPED*nothing to see*", "SKIPPED*could not import 'no_such_module'*"])
 
 
-def test_it_multiplies_with_parametrize(run) -> None:
-    result = run(
-        """
-@pytest.mark.world_sizes(1, 2)
-@pytest.mark.parametrize("d", [3, 4], ids=lambda d: f"d={d}")
-def test_product(d, world_size):
-    x = torch.ones(d)
-    dist.all_reduce(x)
-    assert x.sum() == d * world_size
-""",
-        "-v",
-    )
-    result.assert_outcomes(passed=4)
-    result.stdout.fnmatch_lines(["*test_product[[]W=2-d=4]*"])
-
-
 def test_hypothesis_draws_once_for_all_ranks(run) -> None:
     result = run(
         """
@@ -260,9 +247,3 @@ def test_it_costs_nothing_until_used() -> None:
     )
     heavy = {"torch", "numpy", "hypothesis", "cloudpickle", "contrastive_zoo.testing.worlds"}
     assert heavy.isdisjoint(found.stdout.split())
-
-
-def test_each_worker_of_xdist_has_its_own_worlds(run) -> None:
-    pytest.importorskip("xdist")
-    result = run("@pytest.mark.world_sizes(1, 2)\ndef test(): dist.barrier()", "-n2")
-    result.assert_outcomes(passed=2)

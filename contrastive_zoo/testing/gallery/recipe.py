@@ -90,21 +90,11 @@ ABOUT = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """An implementation of a loss for several processes.
-
-    Args:
-        name: its name in reports.
-        make: returns the loss.
-        mistake: key of the diagnosis; None if the contract holds.
-        call: the call form, with views or with labels.
-        grad_reduction: how the trainer reduces gradients.
-        about: what people write, in one line.
-        step: whether ``make`` returns a whole training step, as ``(model, step)``.
-    """
+    """An implementation of a loss, or of a training step as ``(model, step)``, for several processes."""
 
     name: str
     make: Callable[[], Any]
-    mistake: str | None
+    mistake: str | None  # key of the diagnosis; None if the contract holds
     call: Call
     grad_reduction: GradReduction
     about: str
