@@ -1,6 +1,8 @@
 """The table of losses under test: a row buys every conformance test."""
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +39,27 @@ class Entry:
         return self.name
 
 
-def taking(make: Callable[..., Any], *names: str, **fixed: Any) -> Callable[..., Any]:
-    """``make`` with these settings fixed, and with those of the others that have these names."""
-    return lambda **settings: make(**fixed, **{name: x for name, x in settings.items() if name in names})
+def row(
+    name: str,
+    kind: Callable[..., Any],
+    dense: Callable[..., Tensor],
+    call: Call = "views",
+    views: int = 2,
+    **fixed: Any,
+) -> Entry:
+    """Return an entry of a loss and its formula; both get those of these settings, and of a test's, that they take."""
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = getattr(function, "fields", None) or inspect.signature(function).parameters
+        takes_all = any(getattr(x, "kind", None) is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+
+        def called(*args: Any, **settings: Any) -> Any:
+            both = {**settings, **fixed}
+            return function(*args, **{key: x for key, x in both.items() if takes_all or key in parameters})
+
+        return called
+
+    return Entry(name, of(kind), of(dense), call, views)
 
 
 # -------------------------------------------------------------------------------------------- parts of formulas
@@ -64,6 +84,16 @@ def mean(losses: list[Tensor], *connected: Tensor, count: int | None = None) -> 
 
 def log_sum(x: list[Tensor]) -> Tensor:
     return torch.stack(x).logsumexp(0)
+
+
+def each_anchor(formula: Callable[..., Iterator[Tensor]]) -> Callable[..., Tensor]:
+    """The mean of the losses that a formula yields, given unit rows, an anchor, its positives and its negatives."""
+
+    @functools.wraps(formula)
+    def dense(z: Tensor, labels: Tensor, **settings: Any) -> Tensor:
+        return mean([x for anchor in anchors(labels) for x in formula(unit(z), *anchor, **settings)], z)
+
+    return dense
 
 
 # ------------------------------------------- formulas of rows as they are; a reduction "none" keeps the losses of anchors

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +18,10 @@ from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.losses.pair_margins import (
     Contrastive,
     Margin,
-    RankedList,
-    SignalToNoise,
     ThresholdConsistentMargin,
 )
 from contrastive_zoo.losses.ranking import PNP, FastAP, SmoothAP
-from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
+from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure
 from contrastive_zoo.losses.triplet import Angular, Triplet
 from tests.helpers import EXACT, assert_same
 
@@ -86,105 +83,9 @@ def test_smooth_ap_of_four_blocks_of_four_is_pytorch_metric_learning_s() -> None
         torch.set_default_dtype(torch.float32)
 
 
-def test_torch_s_own_functions_agree() -> None:
-    z, labels = rows(3), torch.tensor([0, 0, 1])
-    a, p, n = [0, 1], [1, 0], [2, 2]
-    assert_same(
-        lambda z: Triplet(margin=5.0, average="all", normalize=False)(z, labels),
-        lambda z: F.triplet_margin_loss(z[a], z[p], z[n], margin=5.0, eps=0),
-        z,
-    )
-    pairs, sign = torch.tensor([[0, 1], [0, 2], [1, 2]]).T, torch.tensor([1, -1, -1])
-    assert_same(
-        lambda z: Contrastive(metric="similarity", pos_margin=1.0, neg_margin=-0.9, reduction="sum")(z, labels) / 2,
-        lambda z: F.cosine_embedding_loss(z[pairs[0]], z[pairs[1]], sign, margin=-0.9, reduction="sum"),
-        z,
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------- by hand
-
-LINE = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]  # distances √0.4, √2, √0.8; similarities 0.8, 0, 0.6
-GOLDEN = [
-    (Contrastive(average="all"), math.sqrt(0.4) + (1 - math.sqrt(0.8)) / 2),
-    (Contrastive(power=2, average="all"), 0.4 + (1 - math.sqrt(0.8)) ** 2 / 2),
-    (SignalToNoise(normalize=False), (0.32 / 0.5 + 0.32 / 0.02) / 2),
-    (Triplet(margin=1.0), 1 + math.sqrt(0.4) - (math.sqrt(2) + math.sqrt(0.8)) / 2),
-    (Triplet(margin=0.5, average="all"), (math.sqrt(0.4) - math.sqrt(0.8) + 0.5) / 2),
-    (Triplet(margin=0.5, mining="semi-hard"), math.sqrt(0.4) - math.sqrt(0.8) + 0.5),
-    (Triplet(margin=0.1, mining="semi-hard"), 0.0),
-    (Triplet(margin=1.0, mining="hard", metric="similarity"), (1 + 0 - 0.8 + 1 + 0.6 - 0.8) / 2),
-    (Triplet(margin=0.0, soft=True, metric="similarity"), math.log((1 + math.exp(-0.8)) * (1 + math.exp(-0.2))) / 2),
-    (
-        MultiSimilarity(alpha=1, beta=1, base=0),
-        (2 * math.log(1 + math.exp(-0.8)) + math.log(2 + 0) + math.log(1 + math.exp(0.6)) + math.log(2 + math.exp(0.6)))
-        / 3,
-    ),
-    (
-        Circle(m=0.0, gamma=1.0),
-        (math.log(1 + math.exp(0.2 * 0.2)) + math.log(1 + math.exp(0.36 + 0.04))) / 2,
-    ),
-    (
-        LiftedStructure(),
-        (math.sqrt(0.4) + math.log(math.exp(1 - math.sqrt(2)) + math.exp(1 - math.sqrt(0.8)))) ** 2 / 2,
-    ),
-    (
-        GeneralizedLiftedStructure(),
-        (2 * math.sqrt(0.4) + 2 - math.sqrt(2) - math.sqrt(0.8)) / 2,
-    ),
-    (Margin(margin=0.2, beta=0.7), (2 * (math.sqrt(0.4) - 0.5) + (0.9 - math.sqrt(0.8))) / 3),
-    (
-        Margin(margin=0.2, beta=0.7, num_classes=2, nu=1.0),
-        (2 * (math.sqrt(0.4) - 0.5) + (0.9 - math.sqrt(0.8)) + 1.4) / 3,
-    ),
-    (
-        RankedList(t_n=0, margin=0.8),
-        ((math.sqrt(0.4) - 0.4) * 2 + (1.2 - math.sqrt(0.8)) * 2) / 2 / 3,
-    ),
-    (FastAP(num_bins=4), (1 - 0.6 * 0.6 / 0.8 - 0.4 / 2) / 2),
-    (SmoothAP(temperature=1.0), 1 - (1 / (1 + 1 / (1 + math.exp(0.8))) + 1 / (1 + 1 / (1 + math.exp(0.2)))) / 2),
-    (Angular(alpha=45), math.log(1 + math.exp(4 * 0.6 - 4 * 0.8))),
-]
-
-
-@pytest.mark.parametrize(("loss", "value"), GOLDEN, ids=lambda x: type(x).__name__)
-def test_golden_values(loss: Any, value: float) -> None:
-    assert loss.double()(torch.tensor(LINE, dtype=torch.float64), torch.tensor([0, 0, 1])).item() == pytest.approx(
-        value, abs=1e-7
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Contrastive(metric="cosine"), "metric is one of 'distance', 'squared distance', 'similarity'"),
-        (lambda: Contrastive(average="mean"), "average is 'nonzero' or 'all', got 'mean'"),
-        (lambda: Contrastive(power=0.5), "power is at least 1, got 0.5"),
-        (lambda: SignalToNoise(average="mean"), "SignalToNoise: average is 'nonzero' or 'all'"),
-        (lambda: Triplet(mining="semihard"), "mining is one of 'all', 'hard', 'semi-hard', got 'semihard'"),
-        (lambda: Triplet(mining="semi-hard", margin=0.0), "semi-hard negatives lie within a positive margin, got 0.0"),
-        (lambda: Triplet(metric="l2"), "metric is one of"),
-        (lambda: Triplet(average=None), "average is 'nonzero' or 'all', got None"),
-        (lambda: MultiSimilarity(alpha=0), "alpha and beta are positive, got 0"),
-        (lambda: Circle(gamma=-1), "gamma is positive, got -1"),
-        (lambda: Circle(average="none"), "average is 'nonzero' or 'all'"),
-        (lambda: GeneralizedLiftedStructure(metric=""), "metric is one of"),
-        (lambda: Margin(nu=-1), "nu is 0 or more, got -1"),
-        (lambda: Margin(num_classes=0), "num_classes is 1 or more, got 0"),
-        (lambda: RankedList(imbalance=1.5), "imbalance is a share, 0 … 1, got 1.5"),
-        (lambda: RankedList(t_n=-1), "t_p, t_n and epsilon are 0 or more, got -1"),
-        (lambda: FastAP(num_bins=0), "num_bins is an integer, 1 … 16777216, got 0"),
-        (lambda: FastAP(normalize=False), "unit rows"),
-        (lambda: SmoothAP(temperature=0), "temperature must be positive and finite, got 0"),
-        (lambda: Angular(alpha=90), "between 0 and 90, got 90"),
-    ],
-)
-def test_settings_without_sense_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_a_histogram_is_of_unit_rows() -> None:
+    with pytest.raises(ValueError, match="unit rows"):
+        FastAP(normalize=False)
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0, 3]), torch.tensor([-1, 0])])
@@ -231,12 +132,6 @@ def test_margin_of_classes_does_not_grow_with_the_batch() -> None:
     """N anchors with N² triplets of which none is active."""
     z = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat_interleave(20, 0)
     assert Margin(nu=0.1, num_classes=2)(z, torch.arange(2).repeat_interleave(20)).item() == 0
-
-
-def test_settings_are_shown() -> None:
-    shown = repr(Triplet(margin=0.2, mining="hard"))
-    assert all(x in shown for x in ("Triplet(", "mining='hard'", "normalize=True"))
-    assert "neg_margin=1.0" in repr(LiftedStructure())
 
 
 # --------------------------------------------------------------------------------------------------------- distances

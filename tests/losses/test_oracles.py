@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from pytorch_metric_learning import losses as pml
 from sentence_transformers.sentence_transformer import losses as st
 from torch import Tensor, nn
@@ -18,15 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 import contrastive_zoo as cz
 from contrastive_zoo.losses.compositions import Matryoshka
-from contrastive_zoo.losses.info_nce import MILNCE
 from contrastive_zoo.losses.mnrl import GIST, MNRL
-from contrastive_zoo.losses.multi_positive import MultiPositive
-from contrastive_zoo.losses.pair_margins import Contrastive
-from contrastive_zoo.losses.redundancy import BarlowTwins
-from contrastive_zoo.losses.self_distillation import DINO
-from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.losses.triplet import Triplet
-from contrastive_zoo.losses.uniformity import AlignUniform, SpectralContrastive
 from tests.helpers import assert_same, numbers
 
 SEEDS = range(3)
@@ -201,124 +193,6 @@ def test_triplets_of_a_batch(name: str) -> None:
             labels,
             tolerance=1e-7,  # theirs is √(a² − 2ab + b²)
         )
-
-
-def every_triplet(labels: Tensor) -> Tensor:
-    """[3, t]: anchors, positives, negatives."""
-    alike = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
-    return (alike[:, :, None] & (labels[:, None] != labels)[:, None]).nonzero().T
-
-
-@pytest.mark.parametrize("metric", ["distance", "similarity"])
-def test_triplets_one_by_one(metric: Any) -> None:
-    of = {"distance": "EUCLIDEAN", "similarity": "COSINE"}[metric]
-    theirs = called(st.TripletLoss(EvaluationInputs(), getattr(st.TripletDistanceMetric, of), triplet_margin=0.7))
-    ours = Triplet(margin=0.7, average="all", metric=metric, normalize=metric == "similarity")
-    for seed in SEEDS:
-        labels = classes(seed)
-        z = numbers(len(labels), 4, seed=seed).requires_grad_()  # their slope at distance 0 is NaN
-        assert_same(ours, lambda z, y: theirs(*z[every_triplet(y)]), z, labels)
-
-
-def test_contrastive_pairs() -> None:
-    theirs = st.ContrastiveLoss(EvaluationInputs(), margin=0.5, size_average=False)
-    ours = Contrastive(metric="similarity", pos_margin=1.0, neg_margin=0.5, power=2, reduction="sum")
-
-    def pair_by_pair(z: Tensor, labels: Tensor) -> Tensor:
-        first, second = (~torch.eye(len(z), dtype=torch.bool)).nonzero().T
-        alike = (labels[first] == labels[second]).long()
-        value: Tensor = 2 * theirs([{"student": z[first]}, {"student": z[second]}], alike)
-        return value
-
-    for seed in SEEDS:
-        labels = classes(seed)
-        assert_same(ours, pair_by_pair, rows(len(labels), 4, seed=seed), labels, tolerance=1e-7)
-
-
-# ------------------------------------------------------------------------------------------------------------- torch
-
-
-def unit(*given: Tensor) -> list[Tensor]:
-    return [F.normalize(x, dim=-1) for x in given]
-
-
-def binary(logits: Tensor, targets: Tensor) -> Tensor:
-    """Per anchor."""
-    return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum") / len(logits)
-
-
-def test_sigmoids_are_binary_cross_entropies() -> None:
-    for seed in SEEDS:
-        a, b, y = rows(11, 4, seed=seed), rows(11, 4, seed=seed + 10), classes(seed)
-        own = torch.eye(11, dtype=torch.bool)
-
-        def towers(a: Tensor, b: Tensor, own: Tensor = own) -> Tensor:
-            a, b = unit(a, b)
-            return binary(10 * a @ b.T - 10, own)
-
-        def labelled(z: Tensor, y: Tensor, own: Tensor = own) -> Tensor:
-            (z,) = unit(z)
-            logits, alike = 5 * z @ z.T - 2, y[:, None] == y
-            return binary(logits[~own].view(11, 10), alike[~own].view(11, 10))
-
-        assert_same(SigLIP().double(), towers, a, b, tolerance=1e-6)  # its scale starts at log 10 in 32 bits
-        assert_same(SupSigmoid(temperature=0.2, logit_bias=-2.0), labelled, a, y)
-
-
-def test_soft_targets_are_cross_entropies_with_probabilities() -> None:
-    for seed in SEEDS:
-        a, b, y = rows(11, 4, seed=seed), rows(11, 4, seed=seed + 10), classes(seed)
-
-        def several(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-            alike = (y[:, None] == y).double()
-            a, b = unit(a, b)
-            return F.cross_entropy(a @ b.T / 0.3, alike / alike.sum(1, keepdim=True))
-
-        assert_same(MultiPositive(temperature=0.3), several, a, b, y)
-        teacher = numbers(11, 4, seed=seed + 20)
-        centred = DINO(4, temperature=0.2, teacher_temperature=0.5)
-        centred.centre.copy_(torch.tensor([0.5, -0.25, 0.0, 1.0]))
-
-        targets = ((teacher - centred.centre) / 0.5).softmax(1)
-
-        def taught(s: Tensor, targets: Tensor = targets) -> Tensor:
-            return F.cross_entropy(s / 0.2, targets)
-
-        assert_same(lambda s, t=teacher, loss=centred: loss(s, t), taught, a)
-
-
-def test_a_video_of_one_text_is_half_of_both_directions() -> None:
-    """exp(−MIL-NCE) of pair i is its share of row and column i together."""
-
-    def cross(v: Tensor, t: Tensor) -> Tensor:
-        s, own = v @ t.T, torch.eye(len(v), dtype=torch.bool)
-        return F.cross_entropy(torch.cat([s, s.T.masked_fill(own, -torch.inf)], 1), torch.arange(len(v)))
-
-    for seed in SEEDS:
-        v, t = rows(6, 4, seed=seed), rows(6, 4, seed=seed + 10)
-        assert_same(lambda v, t: MILNCE()(v, t[:, None]), cross, v, t)
-
-
-def test_statistics_are_torchs() -> None:
-    for seed in SEEDS:
-        a, b = rows(8, 3, seed=seed), rows(8, 3, seed=seed + 10)
-
-        def correlated(a: Tensor, b: Tensor) -> Tensor:
-            c = torch.corrcoef(torch.cat([a, b], 1).T)[:3, 3:]
-            return (c.diagonal() - 1).square().sum() + 0.1 * (c - c.diagonal().diag()).square().sum()
-
-        def spectral(a: Tensor, b: Tensor) -> Tensor:
-            s = a @ b.T
-            return -2 * s.diagonal().mean() + s[~torch.eye(8, dtype=torch.bool)].square().mean()
-
-        def spread(a: Tensor, b: Tensor) -> Tensor:
-            a, b = unit(a, b)
-            uniform = [(-2 * F.pdist(x).square()).logsumexp(0) for x in (a, b)]
-            return 2 * F.mse_loss(a, b) * 2 + sum(uniform) / 2 - torch.tensor(28.0, dtype=torch.float64).log()
-
-        assert_same(BarlowTwins(lambda_=0.1, eps=1e-15), correlated, a, b)
-        assert_same(SpectralContrastive(mu=1e9), spectral, a, b)
-        assert_same(AlignUniform(), spread, *(numbers(8, 4, seed=seed + k).requires_grad_() for k in (0, 10)))
 
 
 # ----------------------------------------------------------------------------------------------------------- a mutant

@@ -14,97 +14,19 @@ from contrastive_zoo.engine import tiling
 from contrastive_zoo.losses.distillation import ClipDistillation
 from contrastive_zoo.losses.info_nce import MILNCE, Clip
 from contrastive_zoo.losses.mnrl import GIST, MNRL
-from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
-from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased
+from contrastive_zoo.losses.multi_positive import MultiPositive
+from contrastive_zoo.losses.nt_xent import DCL
 from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
-from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import Largest, assert_same, close, numbers
+from tests.helpers import Largest, close, numbers
 from tests.losses.zoo_softmax import ENTRIES, ORDERED
 
 
 def pairs(*shape: int) -> list[Tensor]:
     """Two towers of unit rows."""
     return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
-
-
-def test_towers_are_torchs_functions() -> None:
-    """The one-liners of the docstrings; open_clip's ClipLoss and SigLipLoss are these on one process."""
-    rows, t = pairs(6, 4), 0.3
-    eye, y = torch.eye(6, dtype=torch.float64), torch.arange(6)
-
-    def open_clip(a: Tensor, b: Tensor) -> Tensor:
-        return (F.cross_entropy(a @ b.T / t, y) + F.cross_entropy(b @ a.T / t, y)) / 2
-
-    def open_siglip(a: Tensor, b: Tensor) -> Tensor:
-        return -F.logsigmoid((2 * eye - 1) * (a @ b.T / t - 3.0)).sum() / 6
-
-    assert_same(Clip(temperature=t, normalize=False), open_clip, *rows)
-    assert_same(
-        lambda *x: MultiPositive(temperature=t, normalize=False)(*x, y),
-        lambda a, b: F.cross_entropy(a @ b.T / t, y),
-        *rows,
-    )
-    assert_same(SigLIP(temperature=t, logit_bias=-3.0, normalize=False), open_siglip, *rows)
-    teacher = pairs(6, 3)
-    taught = [ClipDistillation(temperature=t, weight=weight)(*rows, *teacher) for weight in (0.0, 0.5, 1.0)]
-    close(taught[0], Clip(temperature=t)(*rows))
-    close(2 * taught[1], taught[0] + taught[2])  # open_clip's sum of both
-
-
-def test_families_are_added() -> None:
-    """One loss at a setting is another one."""
-    a, b = pairs(5, 3)
-    for t in (1.0, 0.1):
-        info_nce = cz.InfoNCE(temperature=t)(a, b)
-        close(HCL(temperature=t, beta=0.0)(a, b), Debiased(temperature=t)(a, b))
-        close(HCL(temperature=t, beta=0.0, tau_plus=0.0)(a, b), cz.NTXent(temperature=t)(a, b))
-        close(MNRL(temperature=t)(a, b), info_nce)
-        both = MNRL(temperature=t, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")
-        close(both(a, b), Clip(temperature=t)(a, b))
-        alone = GIST(temperature=t, contrast_anchors=False, contrast_positives=False)
-        close(alone(a, b, a, a), info_nce)  # a guide that agrees in all strikes out nothing
-        kept = MultiPositive(temperature=t, duplicates="negative")
-        close(kept(a, b, torch.tensor([0, 0, 1, 2, 1])), info_nce)
-    z, labels = torch.cat([a, b]), torch.arange(5).repeat(2)
-    inside = SupCon(variant="in")(z, labels)
-    close(inside, SupCon()(z, labels))  # with one positive each, in and out are one
-    close(NCA(temperature=0.2)(z, labels), inside)  # ‖a − b‖² = 2 − 2 a·b
-    close(SINCERE()(z, labels), inside)
-    close(NPairs()(z, labels), cz.InfoNCE(temperature=1.0, normalize=False)(a, b))
-
-
-# ---------------------------------------------------------------------------------------------------- numbers by hand
-
-
-def test_numbers_by_hand() -> None:
-    eye, e = torch.eye(2, dtype=torch.float64), math.e
-    one = {"temperature": 1.0}
-    expected = {
-        "dcl": (DCL(**one)(eye, eye), math.log(2) - 1),
-        "dcl, per view": (DCL(denominators="per_view", **one)(eye, eye), -1.0),
-        "dclw, equal pairs weigh 1": (DCL(sigma=0.5, **one)(eye, eye), math.log(2) - 1),
-        "hcl, negatives alike": (HCL(tau_plus=0.1, **one)(eye, eye), math.log(1 + (2 - 0.2 * e) / 0.9 / e)),
-        "hcl at its bound": (HCL(tau_plus=0.9, **one)(eye, eye), math.log(1 + 2 / e**2)),
-        "mil-nce": (MILNCE()(eye, eye[:, None]), math.log(e + 2) - 1),
-        "mil-nce, reference": (MILNCE(denominator="reference")(eye, eye[:, None]), math.log(2 * e + 2) - 1),
-        "gist": (GIST(**one)(eye, eye, eye, eye), math.log(e + 3) - 1),
-        "siglip": (SigLIP(logit_bias=0.0, **one)(eye, eye), math.log(1 + 1 / e) + math.log(2)),
-    }
-    for name, (ours, by_hand) in expected.items():
-        assert abs(ours.item() - by_hand) < 1e-10, name
-    # two queries, three keys; query 0 wants key 1 three times as much as key 0, query 1 has no key
-    keys = torch.cat([eye, -eye[:1]])
-    several = MultiPositive(**one)(
-        eye,
-        keys,
-        torch.tensor([[0, 1], [7, 7]]),
-        torch.tensor([0, 1, 2]),
-        torch.tensor([[1.0, 3.0], [1.0, 1.0]]),
-    )
-    assert abs(several.item() - (math.log(e + 1 + 1 / e) - 1 / 4)) < 1e-6
 
 
 def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:
@@ -195,26 +117,12 @@ def test_nothing_n_by_n_is_held() -> None:
 EYE, Y = torch.eye(3), torch.arange(3)
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: SigLIP()(EYE, EYE[:2]), "SigLIP: image i belongs to text i, got images"),
-    (lambda: SigLIP(logit_bias=math.nan), "SigLIP: logit_bias must be finite, got nan"),
     (lambda: SupSigmoid()(EYE, None), "SupSigmoid: labels are missing"),
     (lambda: Clip(temperature=cz.LearnableTemperature(0.001)), "at least 1 / max_scale"),
     (lambda: Clip(symmetric=False), "Clip has no setting 'symmetric'"),
     (lambda: DCL(denominators="both")(EYE, EYE), "DCL: denominators is 'joint' or 'per_view', got 'both'"),
-    (lambda: DCLW(sigma=0.0)(EYE, EYE), "DCLW: sigma must be positive, got 0.0"),
-    (lambda: HCL(tau_plus=1.0)(EYE, EYE), r"HCL: tau_plus is a probability in \[0, 1\), got 1.0"),
-    (lambda: HCL(beta=-1.0)(EYE, EYE), "HCL: beta must be non-negative and finite, got -1.0"),
-    (lambda: Debiased(tau_plus=-0.1)(EYE, EYE), "Debiased: tau_plus is a probability"),
-    (lambda: SupCon(variant="inside")(EYE, Y), "SupCon: variant is 'out' or 'in', got 'inside'"),
-    (lambda: SINCERE(average="all")(EYE, Y), "SINCERE: average is 'anchors' or 'pairs', got 'all'"),
-    (lambda: TupletMargin(margin=200.0)(EYE, Y), "TupletMargin: margin is an angle of 0 to 180 degrees, got 200.0"),
-    (lambda: NCA(temperature=-1.0)(EYE, Y), "NCA: temperature must be positive"),
-    (lambda: NPairs(l2=-1.0)(EYE, Y), "NPairs: l2 is a non-negative weight, got -1.0"),
     (lambda: MILNCE()(EYE, EYE), "MILNCE: texts are k >= 1 candidates per video"),
-    (lambda: MILNCE(denominator="twice")(EYE, EYE[:, None]), "MILNCE: denominator is 'exact' or 'reference'"),
-    (lambda: ClipDistillation(weight=2.0)(EYE, EYE, EYE, EYE), "ClipDistillation: weight is the teacher's share"),
-    (lambda: ClipDistillation(teacher_temperature=0.0)(EYE, EYE, EYE, EYE), "teacher_temperature must be positive"),
     (lambda: ClipDistillation()(EYE, EYE, EYE, EYE[:2]), "row i is one sample everywhere, got teacher_images"),
-    (lambda: GIST(margin_strategy="none")(EYE, EYE, EYE, EYE), "GIST: margin_strategy is 'absolute' or 'relative'"),
     (lambda: GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives and guide_negatives come together"),
     (lambda: GIST()(EYE, EYE, EYE, EYE, EYE, EYE[:2]), "GIST: negatives are rows like anchors"),
     (lambda: GIST()(EYE, EYE, EYE[:2], EYE[:2]), "GIST: row i is one pair everywhere, got guide_anchors"),
@@ -235,13 +143,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: MNRL()(EYE, EYE, EYE, Y[:2]), "MNRL: owners are one per row"),
     (lambda: MNRL()(EYE, EYE, None, Y), "MNRL: owners say whose the negatives are, but there are no negatives"),
     (lambda: MNRL(directions=("doc_to_query",))(EYE, EYE), "MNRL: directions are 'query_to_doc' and any of"),
-    (lambda: MNRL(partition_mode="split")(EYE, EYE), "MNRL: partition_mode is 'joint' or 'per_direction'"),
     (
         lambda: MNRL(directions=("query_to_doc", "doc_to_doc"), partition_mode="per_direction")(EYE, EYE),
         "MNRL: query_to_query and doc_to_doc never hold the positive",
     ),
-    (lambda: MNRL(hardness_mode="soft")(EYE, EYE), "MNRL: hardness_mode is one of"),
-    (lambda: MNRL(hardness_strength=-1.0)(EYE, EYE), "MNRL: hardness_strength is non-negative, got -1.0"),
 ]
 
 

@@ -1,6 +1,5 @@
 """Losses of annotated pairs, of all pairs' means, and of a teacher's scores, each written out pair by pair."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from contrastive_zoo.losses.hardest_negative import MegaBatchMargin
 from contrastive_zoo.losses.pair_margins import IntraPairVariance
 from contrastive_zoo.losses.ranking import Histogram
 from tests.losses import zoo_softmax
-from tests.zoo import Entry, taking, unit
+from tests.zoo import row, unit
 
 
 class CoSENTOfLabels(CoSENT):
@@ -48,7 +47,7 @@ class OnlineContrastiveOfLabels(OnlineContrastive):
         return super().inputs(z, zoo_softmax.second_tower(z), labels % 2)
 
 
-def dense_online_contrastive(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+def dense_online_contrastive(z: Tensor, labels: Tensor) -> Tensor:
     distance = 1 - (unit(z) * unit(zoo_softmax.second_tower(z))).sum(1)
     positives, negatives = distance[labels % 2 == 1], distance[labels % 2 == 0]
     near = (negatives.min() if len(negatives) else positives.mean()).detach()
@@ -57,14 +56,14 @@ def dense_online_contrastive(z: Tensor, labels: Tensor, temperature: Any = None)
     return loss + sum(((0.5 - x).relu() ** 2 for x in negatives if x < far), torch.zeros(()))
 
 
-def dense_mega_batch_margin(q: Tensor, k: Tensor, temperature: Any = None) -> Tensor:
+def dense_mega_batch_margin(q: Tensor, k: Tensor) -> Tensor:
     s, n = unit(q) @ unit(k).T, len(q)
     loss = sum((0.8 - s[i, i]).relu() for i in range(n))
     others = [torch.stack([s[i, j] for j in range(n) if j != i]).amax() for i in range(n) if n > 1]
     return (loss + sum((x - 0.3).relu() for x in others)) / n
 
 
-def dense_intra_pair_variance(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+def dense_intra_pair_variance(z: Tensor, labels: Tensor) -> Tensor:
     z, n = unit(z), len(z)
     loss = 0 * z.sum()
     for sign, same in ((1, True), (-1, False)):
@@ -75,7 +74,7 @@ def dense_intra_pair_variance(z: Tensor, labels: Tensor, temperature: Any = None
     return loss
 
 
-def dense_histogram(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+def dense_histogram(z: Tensor, labels: Tensor) -> Tensor:
     """With triangular kernels at every node."""
     s, n = unit(z) @ unit(z).T, len(z)
     nodes = torch.linspace(-1, 1, 8, dtype=torch.float64)
@@ -102,7 +101,7 @@ class MarginMSEOfViews(MarginMSE):
         return super().inputs(query, positive, torch.stack(negatives, 1), margins)
 
 
-def dense_margin_mse(q: Tensor, p: Tensor, first: Tensor, second: Tensor, temperature: Any = None) -> Tensor:
+def dense_margin_mse(q: Tensor, p: Tensor, first: Tensor, second: Tensor) -> Tensor:
     y, losses = scores_of(p, first, second), []
     for i in range(len(q)):
         losses += [(q[i] @ (p[i] - x[i]) - (y[i, 0] - y[i, k])) ** 2 for k, x in ((1, first), (2, second))]
@@ -124,22 +123,12 @@ def dense_score_distillation(q: Tensor, *candidates: Tensor, temperature: Any = 
 
 
 ENTRIES = [
-    Entry("CoSENT", taking(CoSENTOfLabels, "temperature"), dense_cosent, call="labels"),
-    Entry(
-        "AnglE",
-        taking(CoSENTOfLabels, "temperature", similarity="angle"),
-        partial(dense_cosent, similarity="angle"),
-        call="labels",
-    ),
-    Entry("OnlineContrastive", taking(OnlineContrastiveOfLabels), dense_online_contrastive, call="labels"),
-    Entry("MegaBatchMargin", taking(MegaBatchMargin, "reduction"), dense_mega_batch_margin),
-    Entry("IntraPairVariance", taking(IntraPairVariance, "reduction"), dense_intra_pair_variance, call="labels"),
-    Entry("Histogram", taking(Histogram, num_bins=7), dense_histogram, call="labels"),
-    Entry("MarginMSE", taking(MarginMSEOfViews, "reduction"), dense_margin_mse, views=4),
-    Entry(
-        "ScoreDistillation",
-        taking(ScoreDistillationOfViews, "temperature", "reduction", teacher_temperature=0.7),
-        dense_score_distillation,
-        views=4,
-    ),
+    row("CoSENT", CoSENTOfLabels, dense_cosent, "labels"),
+    row("AnglE", CoSENTOfLabels, dense_cosent, "labels", similarity="angle"),
+    row("OnlineContrastive", OnlineContrastiveOfLabels, dense_online_contrastive, "labels", reduction="sum"),
+    row("MegaBatchMargin", MegaBatchMargin, dense_mega_batch_margin),
+    row("IntraPairVariance", IntraPairVariance, dense_intra_pair_variance, "labels"),
+    row("Histogram", Histogram, dense_histogram, "labels", num_bins=7),
+    row("MarginMSE", MarginMSEOfViews, dense_margin_mse, views=4),
+    row("ScoreDistillation", ScoreDistillationOfViews, dense_score_distillation, views=4, teacher_temperature=0.7),
 ]

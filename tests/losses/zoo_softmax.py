@@ -1,6 +1,7 @@
 """The softmax and sigmoid losses over pairs, each with its paper's equation written out pair by pair."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
 from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased
 from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
-from tests.zoo import Entry, anchors, dense_clip, dense_siglip, log_sum, mean, unit
+from tests.zoo import Entry, dense_clip, dense_siglip, dense_sup_con, each_anchor, itself, log_sum, mean, row, unit
 
 # --------------------------------------------------------------------------------------------------------- two towers
 
@@ -51,15 +52,14 @@ class SeveralTargets(MultiPositive):
 def dense_multi_positive(
     z: Tensor, labels: Tensor, temperature: Any, duplicates: str = "positive", symmetric: bool = False
 ) -> Tensor:
+    same = labels[:, None] == labels
+
     def direction(q: Tensor, k: Tensor) -> Tensor:
-        losses = []
-        for i in range(len(q)):
-            s = [q[i] @ k[j] / temperature for j in range(len(k))]
-            same = [j for j in range(len(k)) if labels[j] == labels[i]]
-            positives = same if duplicates == "positive" else [i]
-            left = [s[j] for j in range(len(k)) if duplicates != "ignore" or j == i or j not in same]
-            losses.append(log_sum(left) - sum(s[p] for p in positives) / len(positives))
-        return torch.stack(losses).mean()
+        s = q @ k.T / temperature
+        if duplicates == "positive":
+            return F.cross_entropy(s, same / same.sum(1, keepdim=True, dtype=s.dtype))
+        left_out = same & ~itself(z) if duplicates == "ignore" else torch.zeros_like(same)
+        return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(len(z)))
 
     q, k = unit(z), unit(second_tower(z))
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
@@ -101,14 +101,10 @@ class MILNCEOfViews(MILNCE):
 
 
 def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
-    n, losses = len(video), []
-    for i in range(n):
-        own = [video[i] @ text[i] / temperature for text in texts]
-        there = [video[i] @ text[j] / temperature for text in texts for j in range(n) if j != i]
-        back = [video[j] @ text[i] / temperature for text in texts for j in range(n) if j != i]
-        twice = own if denominator == "reference" else []
-        losses.append(log_sum([*own, *twice, *there, *back]) - log_sum(own))
-    return torch.stack(losses).mean()
+    s = torch.stack([video @ text.T / temperature for text in texts])
+    own, others = s.diagonal(dim1=1, dim2=2).T, torch.cat([s, s.mT]).masked_fill(itself(video), -torch.inf)
+    twice = [own] if denominator == "reference" else []
+    return (torch.cat([own, *twice, *others], 1).logsumexp(1) - own.logsumexp(1)).mean()
 
 
 class MNRLOfViews(MNRL):
@@ -133,36 +129,23 @@ def dense_mnrl(
     hardness_strength: float = 0.0,
 ) -> Tensor:
     negatives, owners = hard_negatives(*views)
-    q, d, x = unit(views[0]), unit(views[1]), unit(negatives)
-    n, losses = len(q), []
-    for i in range(n):
-        terms: dict[str, list[Tensor]] = {name: [] for name in directions}
-        for j in range(n):
-            terms["query_to_doc"].append(q[i] @ d[j] / temperature)
-            if "query_to_query" in directions and j != i:
-                terms["query_to_query"].append(q[i] @ q[j] / temperature)
-            if "doc_to_query" in directions:
-                terms["doc_to_query"].append(d[i] @ q[j] / temperature)
-            if "doc_to_doc" in directions and j != i:
-                terms["doc_to_doc"].append(d[i] @ d[j] / temperature)
-        for k, owner in enumerate(owners):
-            hard = q[i] @ x[k]
-            own = bool(owner == i)
-            extra = {
-                "in_batch_negatives": 0 if own else 1,
-                "hard_negatives": 1 if own else 0,
-                "all_negatives": 1,
-            }.get(hardness_mode or "", 0)
-            terms["query_to_doc"].append(hard / temperature + extra * hardness_strength * hard.detach())
-            if "doc_to_doc" in directions and not own:
-                terms["doc_to_doc"].append(d[i] @ x[k] / temperature)
-        for j in range(n):  # other queries' documents are in-batch negatives
-            if j != i and hardness_mode in ("in_batch_negatives", "all_negatives"):
-                terms["query_to_doc"][j] = terms["query_to_doc"][j] + hardness_strength * (q[i] @ d[j]).detach()
-        sums = [log_sum(x) for x in terms.values() if x]
-        every = log_sum(sums) if partition_mode == "joint" else torch.stack(sums).mean()
-        losses.append(every - q[i] @ d[i] / temperature)
-    return torch.stack(losses).mean()
+    q, d, documents, is_pair = unit(views[0]), unit(views[1]), unit(torch.cat([views[1], negatives])), itself(views[0])
+    is_own = torch.cat([is_pair, owners == torch.arange(len(q))[:, None]], 1)
+    cos, mined = q @ documents.T, torch.arange(len(documents)) >= len(q)
+    hard = {
+        "in_batch_negatives": ~is_own,
+        "hard_negatives": is_own & mined,
+        "all_negatives": ~is_own | mined,
+    }.get(hardness_mode or "", torch.zeros_like(is_own))
+    logits = {
+        "query_to_doc": cos / temperature + (hardness_strength * cos.detach()).where(hard, 0),
+        "query_to_query": (q @ q.T / temperature).masked_fill(is_pair, -torch.inf),
+        "doc_to_query": d @ q.T / temperature,
+        "doc_to_doc": (d @ documents.T / temperature).masked_fill(is_own, -torch.inf),
+    }
+    chosen = [logits[name] for name in directions]
+    each = torch.stack([x.logsumexp(1) for x in chosen]).mean(0) if partition_mode == "per_direction" else None
+    return ((torch.cat(chosen, 1).logsumexp(1) if each is None else each) - (q * d).sum(1) / temperature).mean()
 
 
 class GISTOfViews(GIST):
@@ -176,18 +159,11 @@ def dense_gist(
     a: Tensor, p: Tensor, temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute"
 ) -> Tensor:
     a, p, ga, gp = (unit(rows) for rows in (a, p, *teacher(a, p)))
-    relative = margin_strategy == "relative"
-    losses = []
-    for i in range(len(a)):
-        agreed = ga[i] @ gp[i]
-        closest = agreed - margin * (agreed.abs() if relative else 1)
-        kept = [a[i] @ p[i]]
-        for j in range(len(a)):
-            if j != i:
-                blocks = [(a[i] @ p[j], ga[i] @ gp[j]), (a[i] @ a[j], ga[i] @ ga[j]), (p[i] @ p[j], gp[i] @ gp[j])]
-                kept += [s for s, guide in blocks if not guide > closest]
-        losses.append((torch.stack(kept) / temperature).logsumexp(0) - a[i] @ p[i] / temperature)
-    return torch.stack(losses).mean()
+    agreed, own = (ga * gp).sum(1, keepdim=True), (a * p).sum(1, keepdim=True)
+    closest = agreed - margin * (agreed.abs() if margin_strategy == "relative" else 1)
+    blocks = [(a @ p.T, ga @ gp.T), (a @ a.T, ga @ ga.T), (p @ p.T, gp @ gp.T)]
+    kept = [s.masked_fill(itself(a) | (guide > closest), -torch.inf) for s, guide in blocks]
+    return (torch.cat([own, *kept], 1) / temperature).logsumexp(1).mean() - own.mean() / temperature
 
 
 # ---------------------------------------------------------------------------------------------------------- one tower
@@ -225,42 +201,43 @@ def dense_debiased(a: Tensor, b: Tensor, temperature: Any) -> Tensor:
     return dense_hcl(a, b, temperature, beta=0.0)
 
 
-def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    u, losses = unit(z), []
-    for i, positives, negatives in anchors(labels):
-        if positives:
-            every = log_sum([u[i] @ u[k] / temperature for k in positives + negatives])
-            chances = [(u[i] @ u[p] / temperature - every).exp() for p in positives]
-            losses.append(-(sum(chances) / len(positives)).log())
-    return mean(losses, z)
+@each_anchor
+def dense_sup_con_in(
+    u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any
+) -> Iterator[Tensor]:
+    if positives:
+        every = log_sum([u[i] @ u[k] / temperature for k in positives + negatives])
+        chances = [(u[i] @ u[p] / temperature - every).exp() for p in positives]
+        yield -(sum(chances) / len(positives)).log()
 
 
-def dense_sincere(z: Tensor, labels: Tensor, temperature: Any, average: str = "anchors") -> Tensor:
-    u, losses = unit(z), []
-    for i, positives, negatives in anchors(labels):
-        hard = [u[i] @ u[k] / temperature for k in negatives]
-        of_pairs = [log_sum([x, *hard]) - x for x in (u[i] @ u[p] / temperature for p in positives)]
-        losses += of_pairs if average == "pairs" else [torch.stack(of_pairs).mean()] if of_pairs else []
-    return mean(losses, z)
+@each_anchor
+def dense_sincere(
+    u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any, average: str = "anchors"
+) -> Iterator[Tensor]:
+    hard = [u[i] @ u[k] / temperature for k in negatives]
+    of_pairs = [log_sum([x, *hard]) - x for x in (u[i] @ u[p] / temperature for p in positives)]
+    if average == "pairs":
+        yield from of_pairs
+    elif of_pairs:
+        yield torch.stack(of_pairs).mean()
 
 
-def dense_tuplet_margin(z: Tensor, labels: Tensor, temperature: Any, margin: float = 5.73) -> Tensor:
-    u, losses = unit(z), []
-    for i, positives, negatives in anchors(labels):
-        for p in positives:
-            cos = (u[i] @ u[p]).clamp(-1 + 1e-15, 1 - 1e-15)
-            slack = (cos.acos() - math.radians(margin)).cos()
-            losses.append(log_sum([0 * slack, *((u[i] @ u[n] - slack) / temperature for n in negatives)]))
-    return mean(losses, z)
+@each_anchor
+def dense_tuplet_margin(
+    u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any, margin: float = 5.73
+) -> Iterator[Tensor]:
+    for p in positives:
+        cos = (u[i] @ u[p]).clamp(-1 + 1e-15, 1 - 1e-15)
+        slack = (cos.acos() - math.radians(margin)).cos()
+        yield log_sum([0 * slack, *((u[i] @ u[n] - slack) / temperature for n in negatives)])
 
 
-def dense_nca(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    u, losses = unit(z), []
-    for i, positives, negatives in anchors(labels):
-        if positives:
-            near = {k: -(u[i] - u[k]).square().sum() / temperature for k in positives + negatives}
-            losses.append(log_sum(list(near.values())) - log_sum([near[p] for p in positives]))
-    return mean(losses, z)
+@each_anchor
+def dense_nca(u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any) -> Iterator[Tensor]:
+    if positives:
+        near = {k: -(u[i] - u[k]).square().sum() / temperature for k in positives + negatives}
+        yield log_sum(list(near.values())) - log_sum([near[p] for p in positives])
 
 
 def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any, l2: float = 0.0) -> Tensor:
@@ -274,13 +251,9 @@ def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any, l2: float = 0.0) 
 
 
 def dense_sup_sigmoid(z: Tensor, labels: Tensor, temperature: Any, bias: float = -10.0) -> Tensor:
-    u, total = unit(z), 0 * z.sum()
-    for i in range(len(u)):
-        for j in range(len(u)):
-            if i != j:
-                sign = 1 if labels[i] == labels[j] else -1
-                total = total - F.logsigmoid(sign * (u[i] @ u[j] / temperature + bias))
-    return total / len(z)
+    logits = unit(z) @ unit(z).T / temperature + bias
+    terms = -F.logsigmoid(logits.where(labels[:, None] == labels, -logits))
+    return terms.masked_fill(itself(z), 0).sum() / len(z)
 
 
 def learnt(cls: Any) -> Any:
@@ -311,14 +284,9 @@ class SupConOfViews(SupCon):
 
 
 def dense_sup_con_of_views(*views: Tensor, temperature: Any, contrast_mode: str = "one") -> Tensor:
-    z, n = [unit(view) for view in views], len(views[0])
-    every, losses = [(i, v) for i in range(n) for v in range(len(z))], []
-    for i, v in [(i, v) for i, v in every if v == 0 or contrast_mode == "all"]:
-        others = [x for x in every if x != (i, v)]
-        s = {(j, w): z[v][i] @ z[w][j] / temperature for j, w in others}
-        positives = [s[x] for x in others if x[0] == i]
-        losses.append(log_sum(list(s.values())) - torch.stack(positives).mean())
-    return mean(losses) * temperature / 0.07
+    labels = torch.arange(len(views[0])).repeat(len(views))
+    losses = dense_sup_con(torch.cat(views), labels, temperature, reduction="none")
+    return (losses[: len(views[0])] if contrast_mode == "one" else losses).mean() * temperature / 0.07
 
 
 class SupConOfMask(SupCon):
@@ -337,17 +305,11 @@ class SupConOfMask(SupCon):
 
 
 def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    rows, n, losses = unit(torch.cat([z, second_tower(z)])), len(z), []
-    for i in range(n):
-        s = {j: rows[i] @ rows[j] / temperature for j in range(2 * n) if j != i}
-        positives = [s[j] for j in s if int(labels[j % n] - labels[i]) in (0, 1)]
-        losses.append(log_sum(list(s.values())) - torch.stack(positives).mean())
-    return mean(losses)
-
-
-def row(name: str, cls: Any, dense: Any, call: str, views: int = 2, **fixed: Any) -> Entry:
-    """An entry whose settings mean the same to the loss and to its formula."""
-    return Entry(name, partial(cls, **fixed), partial(dense, **fixed), call, views)  # type: ignore[arg-type]  # a str
+    rows, n, steps = unit(torch.cat([z, second_tower(z)])), len(z), labels.repeat(2) - labels[:, None]
+    not_itself = ~itself(rows)[:n]
+    positive = ((steps == 0) | (steps == 1)) & not_itself
+    log_shares = (rows[:n] @ rows.T / temperature).masked_fill(~not_itself, -torch.inf).log_softmax(1)
+    return -(log_shares.where(positive, 0).sum(1) / positive.sum(1)).mean()
 
 
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}

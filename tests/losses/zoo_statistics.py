@@ -22,7 +22,7 @@ from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalReg
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry, taking
+from tests.zoo import row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -113,19 +113,17 @@ def ramp() -> Tensor:
     return torch.linspace(-1, 1, WIDTH, dtype=torch.float32).double()
 
 
-def dense_vicreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
-    n, d = a.shape
-    loss = 25 * sum((a[i] - b[i]).square().sum() for i in range(n)) / (n * d)
+def dense_vicreg(a: Tensor, b: Tensor) -> Tensor:
+    loss = 25 * F.mse_loss(a, b)
     for z in (a, b):
-        mean = sum(z[i] for i in range(n)) / n
-        cov = sum(torch.outer(z[i] - mean, z[i] - mean) for i in range(n)) / max(1, n - 1)
-        for k in range(d):
-            loss = loss + 25 / (2 * d) * (1 - (cov[k, k] + 1e-4).sqrt()).clamp(min=0)
-            loss = loss + sum((cov[k, m] ** 2 for m in range(d) if m != k), torch.zeros(())) / d
+        x = z - z.mean(0)
+        cov = x.T @ x / max(1, len(z) - 1)
+        loss = loss + 25 / 2 * (1 - (cov.diagonal() + 1e-4).sqrt()).relu().mean()
+        loss = loss + (cov - cov.diagonal().diag()).square().sum() / len(cov)
     return loss
 
 
-def dense_barlow_twins(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_barlow_twins(a: Tensor, b: Tensor) -> Tensor:
     """As the authors' code writes it."""
     a, b = (F.batch_norm(x, None, None, training=True) if len(x) > 1 else 0 * x for x in (a, b))
     c = a.T @ b / len(a)
@@ -134,15 +132,13 @@ def dense_barlow_twins(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     return on_diagonal + 0.0051 * off_diagonal
 
 
-def dense_spectral_contrastive(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_spectral_contrastive(a: Tensor, b: Tensor) -> Tensor:
     a, b = (torch.stack([x if x.norm() < 1 else x / x.norm() for x in rows]) for rows in (a, b))
-    n, others = len(a), torch.zeros(())
-    for i in range(n):
-        others = others + sum(((a[i] @ b[j]) ** 2 for j in range(n) if j != i), torch.zeros(()))
-    return -2 * (a * b).sum() / n + others / max(1, n * (n - 1))
+    s, n = a @ b.T, len(a)
+    return -2 * s.diagonal().mean() + (s - s.diagonal().diag()).square().sum() / max(1, n * (n - 1))
 
 
-def dense_align_uniform(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_align_uniform(a: Tensor, b: Tensor) -> Tensor:
     """As the authors' code writes it, λ = 1."""
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     # by hand: pdist cannot be differentiated twice
@@ -179,7 +175,7 @@ def dense_dino(*views: Tensor, temperature: Any = 0.1) -> Tensor:
     return sum(losses) / len(losses)
 
 
-def dense_vibcreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_vibcreg(a: Tensor, b: Tensor) -> Tensor:
     """As solo-learn writes it; the variance of a single row is 0."""
     loss = 25 * F.mse_loss(a, b)
     for z in (a, b):
@@ -191,7 +187,7 @@ def dense_vibcreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     return loss
 
 
-def dense_frossl(*views: Tensor, temperature: Any = None) -> Tensor:
+def dense_frossl(*views: Tensor) -> Tensor:
     """With N × N matrices, whose Frobenius norm is the same."""
     rows = [F.normalize(z, dim=0) for z in views]
     center, loss = torch.stack(rows).mean(0), torch.zeros(())
@@ -202,7 +198,7 @@ def dense_frossl(*views: Tensor, temperature: Any = None) -> Tensor:
     return loss
 
 
-def dense_w_mse(*views: Tensor, temperature: Any = None, reduction: Any = "mean") -> Tensor:
+def dense_w_mse(*views: Tensor) -> Tensor:
     """With the inverse of the factor."""
     whitened, directed = [], torch.ones(len(views[0]), dtype=torch.bool)
     for z in views:
@@ -219,7 +215,7 @@ def dense_w_mse(*views: Tensor, temperature: Any = None, reduction: Any = "mean"
     return torch.stack(pairs).mean()
 
 
-def dense_mmcr(*views: Tensor, temperature: Any = None) -> Tensor:
+def dense_mmcr(*views: Tensor) -> Tensor:
     """From singular values, of which a matrix has as many as it has rows or columns."""
 
     def norm(x: Tensor) -> Tensor:
@@ -277,14 +273,14 @@ def dense_ressl(a: Tensor, b: Tensor, temperature: Any = 0.1) -> Tensor:
     return F.cross_entropy(student / temperature, (teacher.detach() / 0.3).softmax(1))
 
 
-def dynamic_soft_margin(**settings: Any) -> DynamicSoftMargin:
+def dynamic_soft_margin(reduction: Any = "mean") -> DynamicSoftMargin:
     """With a past."""
-    loss = DynamicSoftMargin(WIDTH - 1, momentum=0.25, **settings)
+    loss = DynamicSoftMargin(WIDTH - 1, momentum=0.25, reduction=reduction)
     loss.histogram.copy_(ramp().abs() / ramp().abs().sum())
     return loss
 
 
-def dense_dynamic_soft_margin(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
 
     def distance(x: Tensor, y: Tensor) -> Tensor:
@@ -312,13 +308,13 @@ def dense_dynamic_soft_margin(a: Tensor, b: Tensor, temperature: Any = None) -> 
     return total
 
 
-def dense_tico(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_tico(a: Tensor, b: Tensor) -> Tensor:
     a, b = (F.normalize(F.pad(x, (0, WIDTH - x.shape[1])), dim=1) for x in (a, b))
     c = 0.9 * torch.outer(ramp(), ramp()).float().double() + 0.1 * (a.T @ a / len(a)).detach()
     return torch.stack([1 - x @ y + 8 * x @ c @ x for x, y in zip(a, b, strict=True)]).mean()
 
 
-def dense_sigreg(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_sigreg(a: Tensor, b: Tensor) -> Tensor:
     return _normality(_widened((a, b)).flatten(1))
 
 
@@ -345,7 +341,7 @@ class LeJEPAOfAnyWidth(LeJEPA):
         return super().inputs(*_widened(views).unbind(1))
 
 
-def dense_lejepa(*views: Tensor, temperature: Any = None) -> Tensor:
+def dense_lejepa(*views: Tensor) -> Tensor:
     rows = list(_widened(views).unbind(1))
     center = (rows[0] + rows[1]) / 2
     distance = torch.stack([F.mse_loss(z, center) for z in rows]).mean()
@@ -353,7 +349,7 @@ def dense_lejepa(*views: Tensor, temperature: Any = None) -> Tensor:
     return 0.3 * normality + 0.7 * distance
 
 
-def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_koleo(a: Tensor, b: Tensor) -> Tensor:
     loss = 0 * (a + b).sum()
     for z in (F.normalize(x, dim=1) for x in (a, b)):
         for i in range(len(z)):
@@ -363,7 +359,7 @@ def dense_koleo(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     return loss
 
 
-def dense_orthogonal(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_orthogonal(a: Tensor, b: Tensor) -> Tensor:
     loss, n = 0 * (a + b).sum(), len(a)
     for z in (F.normalize(x, dim=1) for x in (a, b)):
         pairs = [z[i] @ z[j] for i in range(n) for j in range(n) if i != j]
@@ -373,32 +369,32 @@ def dense_orthogonal(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
     return loss
 
 
-def dense_negative_cosine(a: Tensor, b: Tensor, temperature: Any = None) -> Tensor:
+def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
 
 
 ENTRIES = [
-    Entry("VICReg", taking(VICReg), dense_vicreg),
-    Entry("BarlowTwins", taking(BarlowTwins), dense_barlow_twins),
-    Entry("SpectralContrastive", taking(SpectralContrastive), dense_spectral_contrastive),
-    Entry("AlignUniform", taking(AlignUniform), dense_align_uniform),
-    Entry("VIbCReg", taking(VIbCReg), dense_vibcreg),
-    Entry("FroSSL, three views", taking(FroSSL), dense_frossl, views=3),
-    Entry("WMSE", taking(WMSE, "reduction"), dense_w_mse),
-    Entry("WMSE, three views", taking(WMSE, "reduction"), dense_w_mse, views=3),
-    Entry("MMCR, three views", taking(MMCR, lambda_=0.5), dense_mmcr, views=3),
-    Entry("DynamicSoftMargin", taking(dynamic_soft_margin, "reduction"), dense_dynamic_soft_margin),
-    Entry("NNCLR", taking(NNCLROfViews, "temperature", "reduction"), dense_nnclr),
-    Entry("ReSSL", taking(ReSSLOfAnyWidth, "temperature", "reduction"), dense_ressl),
-    Entry("LeJEPA, three views", taking(LeJEPAOfAnyWidth), dense_lejepa, views=3),
-    Entry("TiCo", taking(TiCoOfAnyWidth), dense_tico),
-    Entry("SIGReg", taking(SIGRegOfViews), dense_sigreg),
-    Entry("KoLeo", taking(KoLeoOfViews, "reduction"), dense_koleo),
-    Entry("OrthogonalRegularization", taking(OrthogonalOfViews), dense_orthogonal),
-    Entry("NegativeCosine", taking(NegativeCosineOfViews, "reduction"), dense_negative_cosine),
-    Entry("SwAV", taking(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav),
-    Entry("SwAV, three views", taking(SwAVOfAnyWidth, "temperature", "reduction"), dense_swav, views=3),
-    Entry("DINO", taking(DINOOfViews, "temperature", "reduction"), dense_dino),
-    Entry("DINO, three views", taking(DINOOfViews, "temperature", "reduction"), dense_dino, views=3),
+    row("VICReg", VICReg, dense_vicreg),
+    row("BarlowTwins", BarlowTwins, dense_barlow_twins),
+    row("SpectralContrastive", SpectralContrastive, dense_spectral_contrastive),
+    row("AlignUniform", AlignUniform, dense_align_uniform),
+    row("VIbCReg", VIbCReg, dense_vibcreg),
+    row("FroSSL, three views", FroSSL, dense_frossl, views=3),
+    row("WMSE", WMSE, dense_w_mse),
+    row("WMSE, three views", WMSE, dense_w_mse, views=3),
+    row("MMCR, three views", MMCR, dense_mmcr, views=3, lambda_=0.5),
+    row("DynamicSoftMargin", dynamic_soft_margin, dense_dynamic_soft_margin),
+    row("NNCLR", NNCLROfViews, dense_nnclr),
+    row("ReSSL", ReSSLOfAnyWidth, dense_ressl),
+    row("LeJEPA, three views", LeJEPAOfAnyWidth, dense_lejepa, views=3),
+    row("TiCo", TiCoOfAnyWidth, dense_tico),
+    row("SIGReg", SIGRegOfViews, dense_sigreg),
+    row("KoLeo", KoLeoOfViews, dense_koleo),
+    row("OrthogonalRegularization", OrthogonalOfViews, dense_orthogonal),
+    row("NegativeCosine", NegativeCosineOfViews, dense_negative_cosine),
+    row("SwAV", SwAVOfAnyWidth, dense_swav),
+    row("SwAV, three views", SwAVOfAnyWidth, dense_swav, views=3),
+    row("DINO", DINOOfViews, dense_dino),
+    row("DINO, three views", DINOOfViews, dense_dino, views=3),
 ]

@@ -10,8 +10,7 @@ from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
 from contrastive_zoo.losses.max_sim import MaxSim, MaxSimPairwise
 from contrastive_zoo.ranks.row_checks import views_problem
-from tests.losses.zoo_softmax import row
-from tests.zoo import Entry
+from tests.zoo import Entry, row
 
 EvaluationInputs = dict[str, Tensor | None]
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from contrastive_zoo.losses.class_softmax import (
 )
 from contrastive_zoo.losses.proxy_anchor import P2SGrad, ProxyAnchor
 from tests.losses import zoo_softmax
-from tests.zoo import Entry
+from tests.zoo import Entry, row
 
 CLASSES, WIDTH = 64, 8
 """More than the labels and the widths that are drawn."""
@@ -37,13 +36,17 @@ def fixed_weights(centers: int = 1) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(3)).double()
 
 
-def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..., ClassLoss]:
-    """The loss with fixed weights, of which it uses as many columns as rows have; it is given the settings it takes.
+def of_any_width(cls: type[ClassLoss]) -> type[ClassLoss]:
+    """The loss with fixed weights, of which it uses as many columns as rows have.
 
     Rows get a constant further feature: of width 1 they would stand at angle 0 or π to weights, where angles jump.
     """
 
     class OfAnyWidth(cls):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(CLASSES, WIDTH, **settings)
+            self.weights.data = fixed_weights(getattr(self, "sub_centers", 1)).to(self.weights.dtype)
+
         def inputs(self, z: Tensor, labels: Tensor | None = None) -> Inputs:
             rows = off_the_poles(z)
             with self.narrowed(rows.shape[-1]):
@@ -62,13 +65,7 @@ def of_any_width(cls: type[ClassLoss], *takes: str, **fixed: Any) -> Callable[..
                 del self.__dict__["weights"]
 
     OfAnyWidth.__name__ = cls.__name__
-
-    def make(**settings: Any) -> ClassLoss:
-        loss = OfAnyWidth(CLASSES, WIDTH, **fixed, **{name: x for name, x in settings.items() if name in takes})
-        loss.weights.data = fixed_weights(getattr(loss, "sub_centers", 1)).to(loss.weights.dtype)
-        return loss
-
-    return make
+    return OfAnyWidth
 
 
 def off_the_poles(z: Tensor) -> Tensor:
@@ -106,13 +103,13 @@ def dense_proxy_nca(z: Tensor, labels: Tensor, temperature: Any = 1 / 9) -> Tens
     ).mean()
 
 
-def dense_cos_face(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+def dense_cos_face(z: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(64 * (cosines(z)[..., 0] - 0.35 * _one_hot(labels)), labels)
 
 
-def dense_arc_face(z: Tensor, labels: Tensor, temperature: Any = None, centers: int = 1, margin: float = 0.5) -> Tensor:
+def dense_arc_face(z: Tensor, labels: Tensor, sub_centers: int = 1, margin: float = 0.5) -> Tensor:
     losses = []
-    for s, y in zip(cosines(z, centers).amax(2), labels, strict=True):
+    for s, y in zip(cosines(z, sub_centers).amax(2), labels, strict=True):
         angle = s[y].acos()
         moved = (angle + margin).cos() if angle <= torch.pi - margin else angle.cos() - margin * math.sin(margin)
         logits = 64 * torch.cat([s[:y], moved[None], s[y + 1 :]])
@@ -120,7 +117,7 @@ def dense_arc_face(z: Tensor, labels: Tensor, temperature: Any = None, centers: 
     return torch.stack(losses).mean()
 
 
-def dense_soft_triple(z: Tensor, labels: Tensor, temperature: Any = None, tau: float = 0.2) -> Tensor:
+def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2) -> Tensor:
     s = cosines(z, 3)
     relaxed = ((s / 0.1).softmax(2) * s).sum(2)
     w = F.normalize(fixed_weights(3)[..., : z.shape[1] + 1], dim=2)
@@ -129,7 +126,7 @@ def dense_soft_triple(z: Tensor, labels: Tensor, temperature: Any = None, tau: f
     return ce + tau * torch.stack(pairs).sum() / (CLASSES * 3 * 2)
 
 
-def dense_proxy_anchor(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+def dense_proxy_anchor(z: Tensor, labels: Tensor) -> Tensor:
     s, positive_terms, negative_terms = cosines(z)[..., 0], [], []
     for c in range(CLASSES):
         own = labels == c
@@ -139,18 +136,16 @@ def dense_proxy_anchor(z: Tensor, labels: Tensor, temperature: Any = None) -> Te
     return torch.stack(positive_terms).mean() + torch.stack(negative_terms).mean()
 
 
-def dense_p2s_grad(z: Tensor, labels: Tensor, temperature: Any = None) -> Tensor:
+def dense_p2s_grad(z: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(cosines(z)[..., 0], _one_hot(labels))
 
 
-def dense_large_margin(
-    z: Tensor, labels: Tensor, temperature: Any = None, margin: int = 4, unit_weights: bool = False
-) -> Tensor:
+def dense_large_margin(z: Tensor, labels: Tensor, margin: int = 4, normalize_weights: bool = False) -> Tensor:
     x, losses = off_the_poles(z), []
     w = fixed_weights()[:, : x.shape[1]]
-    w = F.normalize(w, dim=1) if unit_weights else w
-    for row, y in zip(x, labels, strict=True):
-        logits, norms = w @ row, w.norm(dim=1) * row.norm()
+    w = F.normalize(w, dim=1) if normalize_weights else w
+    for z, y in zip(x, labels, strict=True):
+        logits, norms = w @ z, w.norm(dim=1) * z.norm()
         angle = (logits[y] / norms[y]).acos()
         k = int(angle / (math.pi / margin))
         own = norms[y] * ((-1) ** k * (margin * angle).cos() - 2 * k)
@@ -166,24 +161,21 @@ def dense_instance(z: Tensor, labels: Tensor, temperature: Any = 1.0, normalize:
     return torch.stack([F.cross_entropy(tower @ w.T / temperature, labels) for tower in towers]).sum()
 
 
-def row(name: str, cls: type[ClassLoss], dense: Callable[..., Tensor], *takes: str, **fixed: Any) -> Entry:
-    """Of a loss that takes a reduction, and other settings by name."""
-    return Entry(name, of_any_width(cls, "reduction", *takes, **fixed), dense, call="labels")
+def of_classes(name: str, cls: type[ClassLoss], dense: Callable[..., Tensor], **fixed: Any) -> Entry:
+    return row(name, of_any_width(cls), dense, "labels", **fixed)
 
 
 ENTRIES = [
-    row("NormalizedSoftmax", NormalizedSoftmax, dense_normalized_softmax, "temperature"),
-    row("ProxyNCA++", ProxyNCA, dense_proxy_nca, "temperature"),
-    row("CosFace", CosFace, dense_cos_face),
-    row("ArcFace", ArcFace, dense_arc_face),
-    row("ArcFace, sub-centers", ArcFace, partial(dense_arc_face, centers=3), sub_centers=3),
-    row("SoftTriple", SoftTriple, dense_soft_triple, sub_centers=3),
-    Entry("ProxyAnchor", of_any_width(ProxyAnchor), dense_proxy_anchor, call="labels"),
-    row("P2SGrad", P2SGrad, dense_p2s_grad),
-    row("Instance", InstanceOfLabels, dense_instance, "temperature"),
-    row(
-        "Instance, unit rows", InstanceOfLabels, partial(dense_instance, normalize=True), "temperature", normalize=True
-    ),
-    row("LargeMarginSoftmax", LargeMarginSoftmax, dense_large_margin),
-    row("SphereFace", SphereFace, partial(dense_large_margin, margin=3, unit_weights=True), margin=3),
+    of_classes("NormalizedSoftmax", NormalizedSoftmax, dense_normalized_softmax),
+    of_classes("ProxyNCA++", ProxyNCA, dense_proxy_nca),
+    of_classes("CosFace", CosFace, dense_cos_face),
+    of_classes("ArcFace", ArcFace, dense_arc_face),
+    of_classes("ArcFace, sub-centers", ArcFace, dense_arc_face, sub_centers=3),
+    of_classes("SoftTriple", SoftTriple, dense_soft_triple, sub_centers=3),
+    of_classes("ProxyAnchor", ProxyAnchor, dense_proxy_anchor),
+    of_classes("P2SGrad", P2SGrad, dense_p2s_grad),
+    of_classes("Instance", InstanceOfLabels, dense_instance),
+    of_classes("Instance, unit rows", InstanceOfLabels, dense_instance, normalize=True),
+    of_classes("LargeMarginSoftmax", LargeMarginSoftmax, dense_large_margin),
+    of_classes("SphereFace", SphereFace, dense_large_margin, margin=3, normalize_weights=True),
 ]
