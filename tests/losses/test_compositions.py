@@ -63,15 +63,6 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "shards"), list(zip(MAKE, [(3, 3), (1, 4), (0, 3, 2), (0, 4)], strict=True)), ids=str)
-def test_every_invariant_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
-    make, call = MAKE[name]
-    case = Case(lambda: cz.DistributedLoss(make()), call=call, name=name)  # type: ignore[arg-type]  # a str
-    trial = Trial(case, GlobalBatch(shards, d=3, seed=5), worlds)
-    for invariant in INVARIANTS:
-        invariant(trial)
-
-
 def with_two_handshakes() -> dict[str, tuple[nn.Module, int]]:
     """Sums whose terms hold a handshake of their own inside, and the number of their arguments."""
     terms = [cz.CrossBatchMemory(cz.InfoNCE(), 7, 3), cz.InfoNCE(symmetric=True), cz.VICReg()]
@@ -138,6 +129,24 @@ def nested_classes() -> WeightedSum:
     return WeightedSum([Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), Hinge()])
 
 
+SHARDS = [(3, 3), (1, 4), (0, 3, 2), (0, 4)]
+CONTRACTS = [
+    *((make, call, 3, shards) for (make, call), shards in zip(MAKE.values(), SHARDS, strict=True)),
+    *((make, "views", 5, shards) for make in (nested_pairs, nested_views) for shards in ((1, 4), (0, 3, 2))),
+    *((nested_classes, "labels", 5, shards) for shards in ((1, 4), (0, 3, 2))),
+]
+
+
+@pytest.mark.parametrize(("make", "call", "d", "shards"), CONTRACTS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_every_invariant_holds(
+    make: Callable[[], Any], call: Any, d: int, shards: tuple[int, ...], worlds: Worlds
+) -> None:
+    case = Case(lambda: cz.DistributedLoss(make()), call=call, name=make.__name__)
+    trial = Trial(case, GlobalBatch(shards, d=d, seed=5), worlds)
+    for invariant in INVARIANTS if d == 3 else CONTRACT:
+        invariant(trial)
+
+
 ROW = 5 * 8  # bytes of a whole row of float64
 GATHERS: dict[str, tuple[Callable[[], Any], str, int, int]] = {
     "prefixes of pairs": (nested_pairs, "views", 1, 3),  # the keys alone are gathered
@@ -182,19 +191,6 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
 
     each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
     assert worlds.run(2, job, each=each) == [GATHERS["labelled rows"][3]] * 2
-
-
-@pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
-@pytest.mark.parametrize("make", [nested_pairs, nested_views, nested_classes])
-def test_what_travels_once_keeps_the_contract(make: Callable[[], Any], shards: tuple[int, ...], worlds: Worlds) -> None:
-    call = "labels" if make is nested_classes else "views"
-    trial = Trial(
-        Case(lambda: cz.DistributedLoss(make()), call=call, name=make.__name__),
-        GlobalBatch(shards, d=5, seed=5),
-        worlds,
-    )  # type: ignore[arg-type]  # a str
-    for invariant in CONTRACT:
-        invariant(trial)
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25]])

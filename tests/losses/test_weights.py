@@ -168,16 +168,9 @@ def test_similarities_to_all_classes_are_never_held(monkeypatch) -> None:
         assert largest.elements == weights.numel() < len(z) * len(weights) / 4
 
 
-def test_second_derivatives_are_the_dense_ways(monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 500)
+def test_a_second_derivative_is_refused() -> None:
     z, labels = labelled(0)
     weights = torch.randn(5, 4, dtype=torch.float64)
-    with cz.engine.plain_formulas():
-        for loss in (
-            with_weights(NormalizedSoftmax, weights, temperature=0.5),
-            with_weights(ProxyAnchor, weights, alpha=2.0),
-        ):
-            torch.autograd.gradgradcheck(lambda z, loss=loss: loss(z, labels), z)
     (g,) = torch.autograd.grad(with_weights(NormalizedSoftmax, weights)(z, labels), z, create_graph=True)
     with pytest.raises(RuntimeError, match=r"with contrastive_zoo.engine.plain_formulas\(\)"):
         g.sum().backward()

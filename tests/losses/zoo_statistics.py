@@ -60,12 +60,20 @@ def each_view(batch: Batch) -> list[Batch]:
     return [replace(batch, rows={name: x}, shards={name: batch.shards[name]}) for name, x in batch.rows.items()]
 
 
-class KoLeoOfViews(TwoViewLoss, KoLeo):
-    """The sum over two views, as DINOv2 adds it."""
+class SumOfViews(TwoViewLoss):
+    """The sum over two views of a loss of embeddings."""
 
     def compute(self, batch: Batch) -> Tensor:
         first, second = each_view(batch)
         return super().compute(first) + super().compute(second)
+
+
+class KoLeoOfViews(SumOfViews, KoLeo):
+    """As DINOv2 adds it."""
+
+
+class OrthogonalOfViews(SumOfViews, OrthogonalRegularization):
+    """As sentence-transformers averages it over columns."""
 
 
 class NegativeCosineOfViews(NegativeCosine):
@@ -76,19 +84,8 @@ class NegativeCosineOfViews(NegativeCosine):
         return super().compute(batch) + super().compute(exchanged)
 
 
-class OrthogonalOfViews(TwoViewLoss, OrthogonalRegularization):
-    """The sum over two columns."""
-
-    def compute(self, batch: Batch) -> Tensor:
-        first, second = each_view(batch)
-        return super().compute(first) + super().compute(second)
-
-
 class SIGRegOfViews(SIGReg):
     """Both views of a sample, padded with zeros, as one row."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(2 * WIDTH, num_slices=6, num_points=5, **settings)
 
     def inputs(self, *views: Tensor) -> Inputs:
         return super().inputs(_widened(views).flatten(1))
@@ -334,9 +331,6 @@ def _normality(z: Tensor) -> Tensor:
 class LeJEPAOfAnyWidth(LeJEPA):
     """Rows are padded with zeros."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(WIDTH, num_slices=6, num_points=5, lambda_=0.3, **settings)
-
     def inputs(self, *views: Tensor) -> Inputs:
         return super().inputs(*_widened(views).unbind(1))
 
@@ -374,6 +368,8 @@ def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
     return -((a * b.detach()).sum(1) + (b * a.detach()).sum(1)).mean()
 
 
+SLICES = {"num_slices": 6, "num_points": 5}
+
 ENTRIES = [
     row("VICReg", VICReg, dense_vicreg),
     row("BarlowTwins", BarlowTwins, dense_barlow_twins),
@@ -387,9 +383,9 @@ ENTRIES = [
     row("DynamicSoftMargin", dynamic_soft_margin, dense_dynamic_soft_margin),
     row("NNCLR", NNCLROfViews, dense_nnclr),
     row("ReSSL", ReSSLOfAnyWidth, dense_ressl),
-    row("LeJEPA, three views", LeJEPAOfAnyWidth, dense_lejepa, views=3),
+    row("LeJEPA, three views", LeJEPAOfAnyWidth, dense_lejepa, views=3, embedding_size=WIDTH, lambda_=0.3, **SLICES),
     row("TiCo", TiCoOfAnyWidth, dense_tico),
-    row("SIGReg", SIGRegOfViews, dense_sigreg),
+    row("SIGReg", SIGRegOfViews, dense_sigreg, embedding_size=2 * WIDTH, **SLICES),
     row("KoLeo", KoLeoOfViews, dense_koleo),
     row("OrthogonalRegularization", OrthogonalOfViews, dense_orthogonal),
     row("NegativeCosine", NegativeCosineOfViews, dense_negative_cosine),
