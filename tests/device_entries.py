@@ -125,10 +125,8 @@ def messages_of_one_rank(put: Put) -> Any:
     x = put(samples()[0]).requires_grad_()
     gathered = cz.collectives.gather(x)
     parts = cz.collectives.scatter(gathered if len(gathered) else x[:0])
-    total, shared = (
-        cz.collectives.reduce(x.sum(0), op="mean"),
-        cz.collectives.replicated(x.mean().detach().requires_grad_()),
-    )
+    total = cz.collectives.reduce(x.sum(0), op="mean")
+    shared = cz.collectives.replicated(x.mean().detach().requires_grad_())
     (gradient,) = torch.autograd.grad(gathered.square().sum() + parts.sum() + total.sum(), x)
     return gathered, parts, total, gradient, shared, cz.engine.global_sample_ids(len(x), views=2)
 
@@ -153,6 +151,22 @@ def third_party(put: Put) -> Any:
     proxies = cz.DistributedLoss(put(losses.ProxyAnchorLoss(3, 4)), broadcast_parameters=True)
     native = cz.DistributedLoss(losses.NTXentLoss(), prefer_native=True, grad_reduction="sum")
     return [value_and_gradients(f, [put(x), labels]) for f in (proxies, proxies, native)]
+
+
+def labelled_on_rank_0(put: Put) -> Any:
+    """Labels on the device on rank 0 alone."""
+    torch.manual_seed(0)
+    x, labels = samples()
+    labels = labels if dist.is_initialized() and dist.get_rank() else put(labels)
+    wrapped = [
+        cz.DistributedLoss(put(cz.SupCon(temperature=0.3))),
+        cz.DistributedLoss(put(cz.SupSigmoid()), ring=True, static_shapes=True),
+        cz.DistributedLoss(put(cz.IntraPairVariance()), check_finite=False),
+        cz.DistributedLoss(put(cz.Triplet()), grad_reduction="sum"),
+        cz.DistributedLoss(put(cz.ProxyAnchor(num_classes=4, embedding_size=4))),
+        cz.DistributedLoss(losses.TripletMarginLoss(), miner=miners.BatchHardMiner()),
+    ]
+    return [value_and_gradients(loss, [put(x), labels]) for loss in wrapped for _ in range(2)]
 
 
 def padded(put: Put) -> Any:
@@ -276,6 +290,7 @@ ENTRIES: dict[str, Callable[[Put], Any]] = {
     "rings": in_a_ring,
     "functions": functions,
     "third-party losses": third_party,
+    "labels on rank 0": labelled_on_rank_0,
     "pad_dims": padded,
     "NNCLR and ReSSL": remembered_by_losses,
     "GradCache": cached_module,

@@ -47,28 +47,14 @@ def labelled(labels: Tensor) -> Callable[[Entry], list[Tensor] | None]:
 def wide(entry: Entry) -> list[Tensor] | None:
     """Four rows of 65,536 numbers; None for losses that hold a matrix of width times width."""
     of_moments = (
-        "VICReg",
-        "Barlow",
-        "VIbCReg",
-        "FroSSL",
-        "WMSE",
-        "TiCo",
-        "Orthogonal",
-        "Spectral",
-        "Matryoshka",
-        "MMCR",
-    )
+        "VICReg", "Barlow", "VIbCReg", "FroSSL", "WMSE", "TiCo", "Orthogonal", "Spectral", "Matryoshka", "MMCR",
+    )  # fmt: skip
     return None if entry.name.startswith(of_moments) else ordinary(entry, 4, 2**16)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """A kind of batch.
-
-    Args:
-        rows: the arguments of an entry in float64, or None if the entry has no such batch.
-        temperature: of the losses that have one.
-    """
+    """A kind of batch: the arguments of an entry in float64, or None if the entry has no such batch."""
 
     rows: Callable[[Entry], list[Tensor] | None]
     temperature: float = 0.1
@@ -102,11 +88,10 @@ class Result:
         """Compute the loss of rows in a dtype."""
         leaves = [x.to(dtype, copy=True).requires_grad_() if x.is_floating_point() else x for x in rows]
         value, floating = loss(*leaves), [x for x in leaves if x.requires_grad]
-        found = (
-            torch.autograd.grad(value, floating, allow_unused=True) if value.requires_grad else [None] * len(floating)
-        )
-        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(floating, found, strict=True)]
-        return cls(value.detach(), gradients)
+        if not value.requires_grad:
+            return cls(value, [torch.zeros_like(x) for x in floating])
+        gradients = torch.autograd.grad(value, floating, allow_unused=True, materialize_grads=True)
+        return cls(value.detach(), list(gradients))
 
     @property
     def finite(self) -> bool:
@@ -168,17 +153,12 @@ def loss(entry: Entry, rows: list[Tensor], temperature: float, dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class Comparison:
-    """A loss and its formula in one situation.
-
-    Args:
-        found: what the loss gives, or why it refuses the batch.
-        exact: what the formula gives; None where it is not defined.
-        error: the deviation between them.
-        allowed: the largest error of a right loss.
-    """
+    """A loss and its formula in one situation."""
 
     found: Result | str
+    """What the loss gives, or why it refuses the batch."""
     exact: Result | None
+    """What the formula gives; None where it is not defined."""
     error: float = 0.0
     allowed: float = 0.0
 
@@ -202,9 +182,6 @@ def compare(entry: Entry, situation: Situation, dtype: torch.dtype) -> Compariso
     if exact is None or isinstance(found, str) or not found.finite:
         return Comparison(found, exact)
     allowed = EXCEPTIONS.get(entry.name, 0.0) + GOAL[dtype]
-    for factor, other in (
-        (8, formula(entry, nudged(rows, dtype), temperature)),
-        (2, formula(entry, rows, temperature, dtype)),
-    ):
-        allowed += factor * deviation(other, exact, rows, temperature) if other is not None else 0.0
+    others = (8, formula(entry, nudged(rows, dtype), temperature)), (2, formula(entry, rows, temperature, dtype))
+    allowed += sum(factor * deviation(x, exact, rows, temperature) for factor, x in others if x is not None)
     return Comparison(found, exact, deviation(found, exact, rows, temperature), allowed)

@@ -4,8 +4,6 @@ For tests of what a program does. A test of how a program starts (what it import
 loaded, torchrun itself) runs a new interpreter.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -6,6 +6,7 @@ device, except those that a copy takes from one to the other. A message of torch
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -54,16 +55,9 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, device: torch.device) -> "OnDevice":
-        found = Tensor._make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            layout=values.layout,
-            device="meta",
-            requires_grad=values.requires_grad,
-        )
+        settings: Any = {"dtype": values.dtype, "layout": values.layout, "requires_grad": values.requires_grad}
+        layout = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        found = Tensor._make_wrapper_subclass(cls, values.shape, **layout, device="meta", **settings)
         found.values, found.place = values.detach(), device
         return found
 
@@ -99,12 +93,7 @@ class OnDevice(Tensor):
 
 
 class Simulated(TorchDispatchMode):
-    """Within it a device exists.
-
-    Args:
-        device: of a type for which torch initialises nothing.
-        float64: whether it has float64.
-    """
+    """Within it a device exists, of a type for which torch initialises nothing."""
 
     def __init__(self, device: str = "ipu:0", *, float64: bool = True) -> None:
         super().__init__()
@@ -166,19 +155,12 @@ class Simulated(TorchDispatchMode):
 
         return tree_map(wrapped, found)
 
-    def read_later(self, x: Tensor) -> Callable[[], list[float]]:
-        """Stand in for :func:`contrastive_zoo.ranks.devices.read_later`."""
+    def read_later(self, x: Tensor, *, waits: bool = False) -> Callable[[], list[float]]:
+        """Stand in for :func:`contrastive_zoo.ranks.devices.read_later`, whose copy the host may wait for in this step."""
         if not isinstance(x, OnDevice):
             return x.detach().flatten().tolist
-        self.copies.append("read_later")
+        (self.reads if waits else self.copies).append("read_later")
         return x.values.flatten().tolist
-
-    def read_in_this_step(self, x: Tensor) -> Callable[[], list[float]]:
-        """Stand in for the same function where the host waits for the copy."""
-        if isinstance(x, OnDevice):
-            self.reads.append("read_later")
-            return x.values.flatten().tolist
-        return x.detach().flatten().tolist
 
     def _note_message(self, leaves: list[Any], tensors: list[Tensor], from_device: bool) -> None:
         objects = [x for x in leaves if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
@@ -229,7 +211,7 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
     with pytest.MonkeyPatch.context() as patch, simulated(name, float64=float64) as mode:
         for module in (call_history, loss_modules):  # there is no event of this device
             patch.setattr(module, "read_later", mode.read_later)
-        patch.setattr(anchor_block, "read_later", mode.read_in_this_step)
+        patch.setattr(anchor_block, "read_later", functools.partial(mode.read_later, waits=True))
         kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())
         generator.set_rng_state = generator.manual_seed = generator.manual_seed_all = lambda *_: None
         generator._is_in_bad_fork = lambda: False

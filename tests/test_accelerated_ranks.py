@@ -111,36 +111,26 @@ def test_checks_would_be_noticed(device_worlds: Worlds) -> None:
         assert reads
 
 
-def test_a_value_of_the_host_would_be_noticed(device_worlds: Worlds) -> None:
-    """The mutant: a setting that is copied to the device at each step."""
-    rows = [torch.randn(sum(SHARDS), 3, dtype=torch.float64) for _ in range(2)]
+def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
+    """A setting that is copied to the device, a message of the host, and one by a backend without that device."""
 
-    def job(*rows: Tensor) -> list[str]:
+    def job() -> tuple[list[str], list[int], str | None]:
         with device() as mode:
-            scale = torch.ones(3, dtype=torch.float64)
+            scale, rows = torch.ones(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
             off = {"check_finite": False, "check_equal": False, "check_distinct": False}
             loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True, **off)
-            loss(*(mode.put(x) * scale.to(mode.place) for x in rows))
-            return mode.uploads
-
-    assert all(device_worlds.run(2, job, each=list(zip(*(x.split(SHARDS) for x in rows), strict=True))))
-
-
-def test_a_message_of_the_host_would_be_noticed(device_worlds: Worlds) -> None:
-    def job() -> list[int]:
-        with device() as mode:
+            loss(*(mode.put(rows + i) * scale.to(mode.place) for i in range(2)))
             World.of().start_host_gather(torch.ones(1000))()
-            return mode.host_messages
+            return (
+                mode.uploads,
+                mode.host_messages,
+                error_message(lambda: dist.all_reduce(torch.ones(2)), AssertionError),
+            )
 
-    assert all(max(sent) > HANDSHAKE for sent in device_worlds.run(2, job))
-
-
-def test_a_message_by_a_backend_without_that_device_would_be_noticed(device_worlds: Worlds) -> None:
-    def job() -> str | None:
-        with device():
-            return error_message(lambda: dist.all_reduce(torch.ones(2)), AssertionError)
-
-    assert all("no backend for device type cpu" in str(text) for text in device_worlds.run(2, job))
+    for uploads, sent, text in device_worlds.run(2, job):
+        assert uploads
+        assert max(sent) > HANDSHAKE
+        assert "no backend for device type cpu" in str(text)
 
 
 # ------------------------------------------------------------------------------------------------------- other entries
@@ -226,15 +216,3 @@ def test_sharded_losses_on_the_device(sends: str, worlds: Worlds, device_worlds:
     first = 0 if sends == "from the CPU" else 1
     names = list(IN_SHARDS)[first :: 1 if EVERY_CASE else 6]
     assert not wrong_in_shards(names, device_worlds if first else worlds)
-
-
-@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-def test_candidates_without_gradient_would_be_noticed(worlds: Worlds) -> None:
-    def job() -> list[Any]:
-        from contrastive_zoo.wrapper.pml.sharded import anchor_batch
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(anchor_batch, "all_gather", lambda x, **_: cz.collectives.all_gather(x.detach()))
-            return in_shards("NTXent")
-
-    assert distance(worlds.run(2, job)[0][0][1], 2 * whole("NTXent")[0][1][: SIZES[0][0]]) > 0.01

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import anchor_block, tiling
+from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.anchor_block import FEWEST_MATRICES
-from contrastive_zoo.losses import triplet
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
@@ -83,17 +82,6 @@ def assert_equal_to_formula(found: list[Any], loss: nn.Module, rows: list[Tensor
         torch.testing.assert_close(found, value_and_gradients(loss, rows), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [x for x in MINED if "1.0" in x])
-def test_another_order_of_ties_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = with_ties(13)
-    search = torch.searchsorted
-    monkeypatch.setattr(triplet.torch, "searchsorted", lambda *x, right: search(*x, right=not right))
-    found, _ = on_accelerator(MINED[name](), rows)
-    monkeypatch.undo()
-    with pytest.raises(AssertionError):
-        assert_equal_to_formula(found, MINED[name](), rows)
-
-
 def sorts_in_a_graph(on_cpu: bool) -> bool:
     """Return whether compiled code counts triplets, after a comparison of values."""
     backend, loss, rows = CompileCounterWithBackend("eager"), MINED["semi-hard, nonzero, 1.0"](), with_ties(13)
@@ -118,27 +106,6 @@ def test_the_number_of_positives_is_read_once(name: str, reduction: str) -> None
     found, reads = on_accelerator(loss, batch())
     assert reads == ["read_later"]
     assert_equal_to_formula(found, loss, batch())
-
-
-def counted_less(*arguments: Any, **settings: Any) -> Callable[[], int]:
-    """The mutant: one positive less than there are."""
-    count = anchor_block.start_count(*arguments, **settings)
-    assert count is not None
-    return lambda: count() - 1
-
-
-@pytest.mark.parametrize("name", ["soft", "SmoothAP, with self", "Angular"])
-def test_a_number_that_is_too_small_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.rowwise.start_count", counted_less)
-    found, _ = on_accelerator(LISTING[name](), batch())
-    monkeypatch.undo()
-    assert abs(found[0] - LISTING[name]()(*batch())) > 1e-3
-
-
-def test_a_read_in_each_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.rowwise.start_count", lambda *_, **__: None)
-    _, reads = on_accelerator(LISTING["soft"](), batch())
-    assert len(reads) >= 3
 
 
 def test_positives_in_a_memory() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_metric_learning import losses, miners
-from torch import Tensor, nn
+from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -98,49 +97,6 @@ def test_what_is_elsewhere_is_refused_in_words(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ several ranks
-
-
-def makers() -> list[Callable[[], nn.Module]]:
-    return [
-        lambda: cz.DistributedLoss(cz.SupCon(temperature=0.3)),
-        lambda: cz.DistributedLoss(cz.SupSigmoid(), ring=True, static_shapes=True),
-        lambda: cz.DistributedLoss(cz.IntraPairVariance(), check_finite=False),
-        lambda: cz.DistributedLoss(cz.Triplet(), grad_reduction="sum"),
-        lambda: cz.DistributedLoss(cz.ProxyAnchor(num_classes=4, embedding_size=3)),
-        lambda: cz.DistributedLoss(cz.CrossBatchMemory(cz.SupCon(), size=16, embedding_size=3)),
-        lambda: cz.DistributedLoss(losses.TripletMarginLoss(), miner=miners.BatchHardMiner()),
-    ]
-
-
-def with_labels_anywhere(index: int, rows: Tensor, labels: Tensor) -> list[list[Any]]:
-    """Compute two steps; rank 1 leaves its labels on the CPU, rank 0 moves them."""
-    torch.manual_seed(0)
-    loss = makers()[index]().double()
-    with device() as mode:
-        put = put_by(mode)
-        loss, place = put(loss), (put, lambda x: x)[dist.get_rank()]
-        return [on_cpu(value_and_gradients(loss, [put(rows), place(labels)])) for _ in range(2)]
-
-
-@pytest.mark.parametrize("index", range(len(makers())))
-def test_labels_on_the_cpu_of_one_rank(index: int, worlds: Worlds) -> None:
-    batch, shards = GlobalBatch((5, 4), seed=3), [5, 4]
-    rows, labels = batch.samples()[0], batch.classes()
-    torch.manual_seed(0)
-    loss = makers()[index]().double()
-    expected = [value_and_gradients(loss, [rows, labels]) for _ in range(2)]
-    parts = list(zip(rows.split(shards), labels.split(shards), strict=True))
-    found = worlds.run(2, with_labels_anywhere, index, each=parts)
-    factor = 1 if index == 3 else 2
-    for step, whole in enumerate(expected):
-        for rank, part in enumerate(rows.split(shards)):
-            value, gradient, *rest = found[rank][step]
-            torch.testing.assert_close(value, whole[0].detach(), rtol=1e-9, atol=1e-10)
-            start = shards[0] * rank
-            whole_gradient = factor * whole[1][start : start + len(part)]
-            torch.testing.assert_close(gradient, whole_gradient, rtol=1e-9, atol=1e-10)
-            if index != 3:
-                torch.testing.assert_close(rest, [x.detach() for x in whole[2:]], rtol=1e-9, atol=1e-10)
 
 
 def test_ranks_on_other_devices_are_refused(worlds: Worlds) -> None:

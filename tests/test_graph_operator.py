@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.graph_operator import GraphModule, loss_and_gradients, loss_gradients
 from contrastive_zoo.ranks import compat
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from tests.helpers import EVERY_CASE
 from tests.losses.whole_zoo import WHOLE_ZOO
-from tests.zoo import Entry, Tempered
+from tests.zoo import Entry
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 
@@ -113,25 +110,6 @@ def gradients(value: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(value, learnt, allow_unused=True, materialize_grads=True)
 
 
-@pytest.mark.parametrize(
-    ("loss", "shapes"),
-    [
-        (cz.ArcFace(num_classes=4, embedding_size=3), [(8, 3)]),
-        (cz.MNRL(directions=("query_to_doc", "doc_to_query")), [(8, 3), (8, 3), (5, 3)]),
-        (cz.InfoNCE(), [(8, 3), (8, 3), (5, 3)]),
-        (cz.KoLeo(), [(8, 3)]),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_losses_with_weights_tuples_and_more_towers(loss: nn.Module, shapes: list[tuple[int, int]]) -> None:
-    rows = [torch.randn(shape).requires_grad_() for shape in shapes]
-    labels = [torch.arange(8) // 2] if isinstance(loss, cz.ArcFace) else []
-    learnt = [*rows, *loss.parameters()]
-    found, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(*rows, *labels), loss(*rows, *labels)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, learnt), torch.autograd.grad(expected, learnt))
-
-
 def clip_call(loss: cz.Clip, dtype: torch.dtype, learns: tuple[bool, ...]) -> tuple[list[Tensor], str, list[bool]]:
     """The second tower is passed by name."""
     draw = torch.Generator().manual_seed(0)
@@ -186,29 +164,3 @@ def test_a_module_is_read_when_it_runs() -> None:
         torch.testing.assert_close(compiled(z, labels), loss(z, labels))
         loss.margin = 0.3
         torch.testing.assert_close(compiled(z, labels), loss(z, labels))
-
-
-class Clip(ImageTextLoss):
-    """A user's loss that is called like one of this library."""
-
-    def compute(self, batch: Batch) -> Tensor:
-        images, texts = batch.rows.values()
-        return batch.reduce((images - texts).square().mean(1))
-
-
-BREAKING: list[Callable[[], Any]] = [
-    Clip,
-    lambda: cz.NTXent(reduction="none"),
-    lambda: cz.DistributedLoss(torch.dist),
-]
-UNBROKEN: list[Callable[[], Any]] = [Tempered, lambda: cz.DCLW(sigma=torch.inf)]
-
-
-@pytest.mark.parametrize("make", [*BREAKING, *UNBROKEN])
-def test_the_graph_breaks_where_there_is_no_operator(make: Callable[[], Any]) -> None:
-    a, b = torch.randn(2, 5, 3)
-    loss = make()
-    torch.testing.assert_close(torch.compile(loss, backend="aot_eager")(a, b), loss(a, b))
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported) if make in BREAKING else nullcontext():
-        torch.compile(loss, backend="aot_eager", fullgraph=True)(a, b)

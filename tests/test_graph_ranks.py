@@ -135,20 +135,6 @@ def test_a_compiled_step_of_two_ranks_is_that_of_one_process(name: str, worlds: 
         assert found.graphs <= (1 if "static" in name else 4 if "empty" in name else 2)
 
 
-def test_a_loss_of_this_rank_alone_would_be_noticed(worlds: Worlds) -> None:
-    """The mutant: the operator computes the loss of the local rows."""
-    expected = trained(CASES["NTXent"], compiled=False, rank=-1, ranks=2)
-
-    def job() -> Found:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            local = Case(lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)))
-            return trained(local, compiled=True, rank=dist.get_rank(), ranks=2)
-
-    found = worlds.run(2, job, timeout=60)[0]
-    assert (found.steps[0][0] - expected.steps[0][0]).abs() > 0.01
-
-
 # --------------------------------------------------------------------------------------------------------- messages
 
 

@@ -17,7 +17,6 @@ from contrastive_zoo.losses import pair_margins
 from contrastive_zoo.ranks import devices, row_checks
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message, numbers
 from tests.simulated import device, put_by
@@ -122,12 +121,6 @@ def test_every_rank_refuses_the_next_call(splits: bool, device_worlds: Worlds) -
 def test_one_process_refuses_the_next_call(name: str) -> None:
     assert not wrong_errors(name, [calls(name, True)])
     assert calls(name, True, check_finite=False) == [None] * 3
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_check_that_is_dropped_would_be_noticed(name: str) -> None:
-    with patch.object(CallHistory, "look_later", lambda self, checks: None):
-        assert wrong_errors(name, [calls(name, True)])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.indexes])

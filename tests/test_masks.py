@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.masks import PairMasks, block_masks
+from contrastive_zoo.engine.masks import PairMasks
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, groups, local_shard, split
@@ -72,24 +72,6 @@ def test_masks_of_labels_are_those_of_the_global_batch(sizes, data, worlds: Worl
     assert right(worlds, cz.engine.pair_masks, torch.tensor(labels, dtype=dtype), sizes)
 
 
-@given(sizes=SHARDS, seed=st.integers(0, 99))
-def test_every_pair_is_in_exactly_one_mask(sizes, seed: int, worlds: Worlds) -> None:
-    labels = torch.randint(3, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
-    for masks in worlds.run(len(sizes), lambda: cz.engine.pair_masks(local_shard(labels, sizes))):
-        assert (torch.stack(list(masks)).sum(0) == 1).all()
-
-
-def test_masks_pair_with_the_columns_of_all_gather(worlds: Worlds) -> None:
-    sizes, labels = (2, 0, 3), torch.tensor([4, 5, 4, 4, 6])
-
-    def job() -> bool:
-        ids = local_shard(labels, sizes)
-        masks, columns = cz.engine.pair_masks(ids), cz.collectives.all_gather(ids)
-        return torch.equal(masks.positive | masks.self, ids[:, None] == columns)
-
-    assert worlds.run(3, job) == [True] * 3
-
-
 def test_masks_stay_within_a_group(worlds: Worlds) -> None:
     def job() -> list[list[int]]:
         with groups([1, 2], [0]) as group:
@@ -99,32 +81,6 @@ def test_masks_stay_within_a_group(worlds: Worlds) -> None:
             ]
 
     assert worlds.run(3, job) == [[[[1]], [[0]], [[0]]], [[[1, 0]], [[0, 0]], [[0, 1]]], [[[0, 1]], [[0, 0]], [[1, 0]]]]
-
-
-# ----------------------------------------------------------------------------------------------------------- mutants
-
-
-def without_offset(ids: Tensor) -> PairMasks:
-    """The diagonal starts at column 0 on every rank."""
-    return block_masks(ids, cz.collectives.all_gather(ids), start=0)
-
-
-def local_ids(ids: Tensor) -> PairMasks:
-    """``arange(n)`` on every rank, which makes unrelated samples of other ranks positives."""
-    return cz.engine.pair_masks(torch.arange(len(ids)))
-
-
-def own_rank_first(ids: Tensor) -> PairMasks:
-    """Columns ``[mine, others]``."""
-    others = [x for rank, x in enumerate(cz.collectives.all_gather(ids).split(len(ids))) if rank != dist.get_rank()]
-    return block_masks(ids, torch.cat([ids, *others]), start=0)
-
-
-@pytest.mark.parametrize("mutant", [without_offset, local_ids, own_rank_first], ids=lambda mutant: mutant.__name__)
-def test_a_mutant_is_caught(mutant: Callable[[Tensor], PairMasks], worlds: Worlds) -> None:
-    ids = torch.tensor([0, 1, 2, 0])
-    assert right(worlds, cz.engine.pair_masks, ids, (2, 2))
-    assert not right(worlds, mutant, ids, (2, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

@@ -1,6 +1,6 @@
 """Blocks of local anchors: what a row-wise loss sees of the global batch, and the sweep over all of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -146,10 +146,8 @@ class BatchLayout:
         if not devices.on_cpu(self.ids):
             return self.ids[rows, None] == self.candidate_ids
         # a CPU vectorises comparisons of floats into floats, and compares into booleans element by element
-        anchors, candidates = self._ids_as_floats
-        return torch.eq(
-            anchors[rows, None], candidates, out=anchors.new_empty(len(anchors[rows]), len(candidates))
-        ).bool()
+        anchors, candidates = self._ids_as_floats[0][rows], self._ids_as_floats[1]
+        return torch.eq(anchors[:, None], candidates, out=anchors.new_empty(len(anchors), len(candidates))).bool()
 
     def copies_of(self, rows: slice) -> Tensor | None:
         """Return the candidate that is a copy of each of some anchors, −1 for none; None if no anchor has one."""
@@ -170,17 +168,18 @@ class BatchLayout:
         if self.own_candidates is not None:
             index = torch.arange(positive.shape[1], device=positive.device)
             positive &= self.own_candidates[rows, None] != index
-        companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
-        return AnchorBlock(
-            anchors, candidates, positive, negative, ids, self.candidate_ids, companions, self.largest_count
-        )
+        companions, all_ids = self.companions_of(rows), self.candidate_ids
+        return AnchorBlock(anchors, candidates, positive, negative, ids, all_ids, companions, self.largest_count)
+
+    def companions_of(self, rows: slice) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return the companions of some local anchors and of all candidates."""
+        return tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
 
 
+# matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss
 MATRICES_PER_BLOCK, FEWEST_MATRICES = 16, 4
-"""Matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss."""
-
+# height of a block below which its fixed cost, a pass over the gradients of all candidates, is noticeable
 LOW_BLOCK = 64
-"""Height of a block below which its fixed cost, a pass over the gradients of all candidates, is noticeable."""
 
 
 def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
@@ -189,32 +188,23 @@ def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
     available = max(tiling.TILE_BYTES, budget())
     if anchors.device.type == "cpu":  # beyond a CPU's cache every pass takes longer
         available = min(available, tiling.BLOCK_BYTES)
-    # a low block may exceed its share
-    height = max(
-        1, available // (MATRICES_PER_BLOCK * row_bytes), min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))
-    )
+    low = min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))  # which may exceed its share
+    height = max(1, available // (MATRICES_PER_BLOCK * row_bytes), low)
     return (slice(top, min(top + height, len(anchors))) for top in range(0, len(anchors), height))
 
 
 class RowwiseSweep:
     """Call a block function, which adds so many means, on all local anchors, block by block.
 
-    ``candidates`` are those of all ranks.
+    The tensors are the local anchors, the candidates of all ranks, and the parameters.
     """
 
     stages: Any = None
     """What a sweep of several passes computes in the first of them."""
 
-    def __init__(
-        self,
-        on_block: BlockFunction,
-        terms: int,
-        layout: BatchLayout,
-        anchors: Tensor,
-        candidates: Tensor,
-        parameters: Sequence[Tensor],
-    ) -> None:
-        self.on_block, self.terms, self.layout, self.parameters = on_block, terms, layout, parameters
+    def __init__(self, on_block: BlockFunction, terms: int, layout: BatchLayout, *tensors: Any) -> None:
+        self.on_block, self.terms, self.layout = on_block, terms, layout
+        anchors, candidates, self.parameters = tensors
         self.anchors, self.candidates = anchors.detach(), candidates.detach()
 
     def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,9 +233,7 @@ class RowwiseSweep:
         return [losses, counts, danchors, dcandidates, *dparameters]
 
     def local_gradients(self, weights: Tensor | None) -> list[Tensor]:
-        """Return losses, counts, and the gradients of the local anchors' weighted sum by anchors, by the candidates of all
-        ranks, and by parameters.
-        """
+        """Return the same, with the gradients of the local anchors' losses by the candidates of all ranks."""
         keep_freed_memory(self.anchors)
         danchors, dcandidates = torch.zeros_like(self.anchors), torch.zeros_like(self.candidates)
         dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]

@@ -55,8 +55,7 @@ def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     return count.clamp(min=1).where(count > _NEGLIGIBLE_COUNT, torch.inf)
 
 
-_NEGLIGIBLE_COUNT = 2.0**-100
-"""Total count of 2²⁶ anchors that each count 2⁻¹²⁶ times, float32's smallest normal number."""
+_NEGLIGIBLE_COUNT = 2.0**-100  # of 2²⁶ anchors that each count 2⁻¹²⁶ times, float32's smallest normal number
 
 
 @dataclass(frozen=True)
@@ -113,12 +112,9 @@ class Batch:
     def member(self, index: int) -> "Batch":
         """Return the batch of a member of a sum of losses."""
         part = self.parts[index]
-        rows = {name: self.rows[merged] for name, merged in part.names.items()}
-        shards = {name: self.shards[merged] for name, merged in part.names.items()}
-        settings = self.settings.members[index]
-        return replace(
-            self, rows=rows, shards=shards, settings=settings, parts=part.parts, host=part.host, name=part.name
-        )
+        rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
+        of_member: Any = {"rows": rows, "shards": shards, "parts": part.parts, "host": part.host, "name": part.name}
+        return replace(self, settings=self.settings.members[index], **of_member)
 
     def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
         """Return rows in at least float32, normalised to unit length if asked; a zero row stays zero."""
@@ -134,12 +130,11 @@ class Batch:
 
     def prefix(self, width: int) -> "Batch":
         """Return the batch with the first features of each embedding only."""
-        return replace(self, rows={name: self._prefix(x, width) for name, x in self.rows.items()})
 
-    def _prefix(self, x: Tensor, width: int) -> Tensor:
-        if not is_embedding(x):
-            return x
-        return derived(lambda whole: whole[..., :width], x, world=self.world)
+        def prefix(x: Tensor) -> Tensor:
+            return derived(lambda whole: whole[..., :width], x, world=self.world) if is_embedding(x) else x
+
+        return replace(self, rows={name: prefix(x) for name, x in self.rows.items()})
 
     def int64(self, labels: Tensor) -> Tensor:
         """Return labels as int64: bool cannot be sorted, and indexing treats uint8 as a mask."""

@@ -9,7 +9,7 @@ gradient and the blocks are thus C_r wide, and only rows are communicated. Each 
 complete, because no other rank has any.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,6 @@ CenterPooling = Callable[[Float[Tensor, "c C k"]], Float[Tensor, "c C"]]
 """A function from the similarities to the k centres of each class to one similarity per class."""
 
 _CLASSES_PER_DRAW = 4096
-"""Classes whose initial weights are drawn at a time."""
 
 
 def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
@@ -83,11 +82,11 @@ class ClassPairs:
 
         batch, z, classes = self.batch, self.embeddings, self.class_shards
         if classes is None:
-            return _over_blocks(_ByRow, on_block, z, self.targets, batch.shared(self.centers), scale)
+            return _over_blocks(on_block, z, self.targets, batch.shared(self.centers), scale, by_class=False)
         shards = batch.samples.times(len(self.names))
         gathered = all_gather(z, shards=shards, process_group=batch.world)
         targets = batch.gathered(self.targets, shards) - classes.start
-        target, negatives = _over_blocks(_ByRow, on_block, gathered, targets, self.centers, scale)
+        target, negatives = _over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
         target = batch.sum(target, gradient="partial")
         negatives = batch.log_sum_exp(negatives, gradient="partial")
         return target[shards.local], negatives[shards.local]
@@ -110,7 +109,7 @@ class ClassPairs:
             return positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)
 
         batch, labels = self.batch, self.targets
-        local = _over_blocks(_ByClass, on_block, self.embeddings, labels, batch.shared(self.centers), scale)
+        local = _over_blocks(on_block, self.embeddings, labels, batch.shared(self.centers), scale, by_class=True)
         positive, negative = (-F.logsigmoid(-batch.log_sum_exp(x, gradient="complete")) for x in local)
         # torch.bincount would wait for an accelerator
         counts = labels.new_zeros(len(self.centers)).index_add_(0, labels, torch.ones_like(labels))
@@ -167,7 +166,6 @@ def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "
 
 
 def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return dot products [c, C, k] of rows and centres."""
     return matmul(rows, centres.flatten(0, 1).T).view(len(rows), *centres.shape[:2])
 
 
@@ -176,79 +174,54 @@ OnBlock = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _over_blocks(
-    function: type[torch.autograd.Function],
-    on_block: OnBlock,
-    z: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    scale: float | Tensor,
+    on_block: OnBlock, z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``on_block`` of all rows; if these need several blocks, the backward pass recomputes each block."""
+    """Return ``on_block`` of all rows; if these need several blocks, the backward pass recomputes each block.
+
+    Results are one number per row, or one log-sum-exp over rows per class.
+    """
     scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
     if is_dense() or len(list(_blocks(z, weights))) < 2:
         return on_block(z, labels, weights, scale)
-    return function.apply(on_block, labels, z, weights, scale)
+    return _OverBlocks.apply(on_block, by_class, labels, z, weights, scale)
 
 
 def _blocks(z: Tensor, weights: Tensor) -> Iterator[slice]:
     return row_blocks(len(z), 4 * weights.shape[0] * weights.shape[1], z.dtype)  # a block makes several matrices
 
 
-class _ByRow(Function):
-    """Compute results that are one number per row."""
+class _OverBlocks(Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, on_block: OnBlock, by_class: bool, labels: Tensor, z: Tensor, weights: Tensor, scale: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.on_block, ctx.by_class = on_block, by_class
+        totals = z.new_full((2, len(weights) if by_class else len(z)), -torch.inf)
+        for rows in _blocks(z, weights):
+            results = torch.stack(on_block(z[rows], labels[rows], weights, scale))
+            if by_class:
+                torch.logaddexp(totals, results, out=totals)
+            else:
+                totals[:, rows] = results
+        ctx.save_for_backward(labels, z, weights, scale, *([totals] if by_class else []))
+        return tuple(x.clone() for x in totals)
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, on_block: OnBlock, labels: Tensor, z: Tensor, weights: Tensor, scale: Tensor) -> Any:
-        ctx.on_block = on_block
-        ctx.save_for_backward(labels, z, weights, scale)
-        first, second = z.new_empty(2, len(z))
-        for rows in _blocks(z, weights):
-            first[rows], second[rows] = on_block(z[rows], labels[rows], weights, scale)
-        return first, second
-
-    @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Any:
-        return _gradients(ctx, ctx.saved_tensors, lambda rows, _: [x[rows] for x in g])
-
-
-class _ByClass(Function):
-    """Compute results that are one log-sum-exp over rows per class, accumulated over blocks."""
-
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, on_block: OnBlock, labels: Tensor, z: Tensor, weights: Tensor, scale: Tensor) -> Any:
-        ctx.on_block = on_block
-        totals = z.new_full((2, len(weights)), -torch.inf)
+        inputs, totals = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        labels, z, weights, scale = (x.detach() for x in inputs)
+        dz, dweights, dscale = (torch.zeros_like(x) for x in (z, weights, scale))
         for rows in _blocks(z, weights):
-            totals = torch.logaddexp(totals, torch.stack(on_block(z[rows], labels[rows], weights, scale)))
-        ctx.save_for_backward(labels, z, weights, scale, totals)
-        return totals[0].clone(), totals[1].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> Any:
-        *inputs, totals = ctx.saved_tensors
-        return _gradients(
-            ctx, inputs, lambda _, results: [h * (x - y).exp() for h, x, y in zip(g, results, totals, strict=True)]
-        )
-
-
-@without_autocast
-def _gradients(
-    ctx: Any, inputs: Sequence[Tensor], block_gradient: Callable[[slice, Sequence[Tensor]], list[Tensor]]
-) -> Any:
-    """Return the gradients of the inputs, block by block.
-
-    ``block_gradient(rows, results)`` returns the incoming gradient of a block's results.
-    """
-    labels, z, weights, scale = (x.detach() for x in inputs)
-    dz, dweights, dscale = (torch.zeros_like(x) for x in (z, weights, scale))
-    for rows in _blocks(z, weights):
-        with inner_graph():
-            leaves = [x.detach().requires_grad_() for x in (z[rows], weights, scale)]
-            results = ctx.on_block(leaves[0], labels[rows], *leaves[1:])
-        incoming = block_gradient(rows, [x.detach() for x in results])
-        dz[rows], by_weights, by_scale = torch.autograd.grad(results, leaves, incoming)
-        dweights += by_weights
-        dscale += by_scale
-    return None, None, *(differentiable_once(gradient, *inputs[1:]) for gradient in (dz, dweights, dscale))
+            with inner_graph():
+                leaves = [x.detach().requires_grad_() for x in (z[rows], weights, scale)]
+                results = ctx.on_block(leaves[0], labels[rows], *leaves[1:])
+            if ctx.by_class:
+                incoming = [h * (x.detach() - y).exp() for h, x, y in zip(g, results, *totals, strict=True)]
+            else:
+                incoming = [x[rows] for x in g]
+            dz[rows], by_weights, by_scale = torch.autograd.grad(results, leaves, incoming)
+            dweights += by_weights
+            dscale += by_scale
+        return None, None, None, *(differentiable_once(gradient, *inputs[1:]) for gradient in (dz, dweights, dscale))

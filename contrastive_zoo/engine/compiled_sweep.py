@@ -20,11 +20,7 @@ from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.ranks.compat import every_size_a_symbol
 
 BACKEND = "inductor"
-"""The backend of ``torch.compile``."""
-
-OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"fallback_random": True}}
-"""Options of backends: random numbers are those of uncompiled code."""
-
+OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"fallback_random": True}}  # random numbers of uncompiled code
 _compiled: WeakKeyDictionary[Any, Callable[..., tuple[Tensor, Tensor]] | None] = WeakKeyDictionary()
 """By kind of loss: :func:`block_losses`, compiled; None where compilation failed."""
 
@@ -38,18 +34,9 @@ class CompiledSweep(RowwiseSweep):
         if function is None:
             return super()._block_losses(rows, anchors, candidates)
         layout = self.layout
-        companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in layout.companions)
+        of_rows = layout.ids[rows], layout.candidate_ids, layout.copies_of(rows), layout.companions_of(rows)
         with every_size_a_symbol():
-            return function(
-                loss,
-                self.terms,
-                anchors,
-                candidates,
-                layout.ids[rows],
-                layout.candidate_ids,
-                layout.copies_of(rows),
-                companions,
-            )
+            return function(loss, self.terms, anchors, candidates, *of_rows)
 
     def losses(self) -> tuple[Tensor, Tensor]:
         return self._or_uncompiled(super().losses)
@@ -74,14 +61,12 @@ class CompiledSweep(RowwiseSweep):
             except BaseException:
                 _compiled[kind] = function  # the loss itself raises
                 raise
-            warnings.warn(f"{_FAILED.format(name=_name(kind))} {_reason(error)}", stacklevel=2)
+            warnings.warn(
+                f"torch.compile cannot compile {_name(kind)}, which is computed uncompiled. Choose "
+                f"use_implementation('auto'), or see what the compiler says: {_reason(error)}",
+                stacklevel=2,
+            )
             return result
-
-
-_FAILED = (
-    "torch.compile cannot compile {name}, which is computed uncompiled. Choose use_implementation('auto'), or see what the "
-    "compiler says:"
-)
 
 
 def block_losses(

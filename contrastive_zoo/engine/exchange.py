@@ -44,18 +44,11 @@ class RankBlock:
     sent: slice
 
 
-def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
-    """Return the blocks that this rank computes, its own block first.
-
-    ``half`` says whether rows and columns are the same, so that one rank of a pair computes their block.
-    """
-    return schedule_by_machine(rows, columns, (tuple(range(len(rows.sizes))),), half=half)[0]
-
-
-def schedule_by_machine(rows: Shards, columns: Shards, layout: Machines, *, half: bool) -> list[list[RankBlock]]:
+def schedule(rows: Shards, columns: Shards, layout: Machines, *, half: bool) -> list[list[RankBlock]]:
     """Return the blocks that this rank computes by the machine whose columns they have, its own machine and block first.
 
-    ``layout`` are the ranks of each machine; the rest is as in :func:`schedule`.
+    ``layout`` are the ranks of each machine. ``half`` says whether rows and columns are the same, so that one rank of a
+    pair computes their block.
     """
     machine, place = position(rows.rank, layout)
 
@@ -111,17 +104,14 @@ class GatherExchange:
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
-        if not (scatters_sums(self.shards, self.world) and self._full_schedule):
+        # where shards are even, all ranks take all columns of every other, or none does
+        whole = slice(0, self.shards.size)
+        takes_all = len(self.blocks) == self.world.size and all(x.columns == x.sent == whole for x in self.blocks)
+        if not (scatters_sums(self.shards, self.world) and takes_all):
             return merge_at_owners(total, list(parts), self.blocks[1:], self.world)
         by_rank = {block.ahead: part for block, part in zip(self.blocks, [total, *parts], strict=True)}
         gradients = torch.cat([by_rank[rank] for rank in range(self.world.size)])
         return total.copy_(reduce_scatter_rows(gradients, self.shards, self.world))
-
-    @property
-    def _full_schedule(self) -> bool:
-        """Whether every rank takes all columns of every other; the same on every rank where shards are even."""
-        whole = slice(0, self.shards.size)
-        return len(self.blocks) == self.world.size and all(x.columns == x.sent == whole for x in self.blocks)
 
 
 def wire_rows(columns: Tensor, dtype: torch.dtype | None, world: World) -> Tensor:
@@ -167,12 +157,6 @@ def merge_at_owners(
     for rank in sorted(by_source):
         total[by_source[rank]] = merge(total[by_source[rank]], received[rank])
     return total
-
-
-def machines(world: World) -> Machines:
-    """Return the ranks of each machine that the session's ring has, () without a ring or other ranks."""
-    ring = world.options.ring if isinstance(world, Session) and world.size > 1 else ()
-    return (tuple(range(world.size)),) if ring is True else ring or ()
 
 
 class Ring:
@@ -244,8 +228,7 @@ class Ring:
         return total
 
 
-_Arriving = tuple[Tensor, SendReceive]
-"""Gradients on their way here, and what they are added to."""
+_Arriving = tuple[Tensor, SendReceive]  # what arriving gradients are added to, and these
 
 
 def _add(pending: _Arriving | None) -> None:
@@ -274,6 +257,10 @@ def start_exchange(
     says that rows and columns are the same, so that one rank of a pair computes their block. ``gathered`` are the
     columns of all ranks, if an earlier exchange gathered them. Messages have ``dtype`` if it has 16 bits.
     """
-    if layout := machines(world):
-        return Ring(columns, schedule_by_machine(rows or shards, shards, layout, half=half), layout, world, dtype)
-    return GatherExchange(columns, schedule(rows or shards, shards, half=half), shards, world, dtype, gathered)
+    ring = world.options.ring if isinstance(world, Session) and world.size > 1 else ()
+    one_machine = (tuple(range(len(shards.sizes))),)
+    layout = one_machine if ring is True else ring or ()
+    by_machine = schedule(rows or shards, shards, layout or one_machine, half=half)
+    if layout:
+        return Ring(columns, by_machine, layout, world, dtype)
+    return GatherExchange(columns, by_machine[0], shards, world, dtype, gathered)

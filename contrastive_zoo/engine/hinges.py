@@ -20,12 +20,7 @@ from contrastive_zoo.ranks.compiling import traced_as
 
 
 def hinge_sums(
-    distance: Float[Tensor, "c N"],
-    positive: Bool[Tensor, "c N"],
-    negative: Bool[Tensor, "c N"],
-    margin: float | Tensor,
-    *,
-    semi_hard: bool,
+    distance: Tensor, positive: Tensor, negative: Tensor, margin: float | Tensor, *, semi_hard: bool
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
     """Return Σ (D_ip + margin − D_in) over each anchor's active triplets, and their number.
 
@@ -39,12 +34,7 @@ def hinge_sums(
 
 
 def soft_sums(
-    penalty: Callable[[Tensor], Tensor],
-    distance: Float[Tensor, "c N"],
-    negative: Bool[Tensor, "c N"],
-    margin: float | Tensor,
-    *,
-    semi_hard: bool,
+    penalty: Callable[[Tensor], Tensor], distance: Tensor, negative: Tensor, margin: float | Tensor, *, semi_hard: bool
 ) -> Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]]:
     """Return a function of one positive of each anchor, which sums the ``penalty`` of D_ip − D_in over its triplets.
 
@@ -100,8 +90,7 @@ def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor])
     return counts_below, above
 
 
-_SEARCH_THRESHOLDS = 128
-"""Number of thresholds from which on a binary search is faster than comparing with one after another."""
+_SEARCH_THRESHOLDS = 128  # from so many on a binary search is faster than comparing with one after another
 
 
 @traced_as(lambda *args, **named: READS_COUNTS)

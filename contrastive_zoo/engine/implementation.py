@@ -12,15 +12,12 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.world import World
 
+# up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
 SMALL_BATCH_ELEMENTS = 2**16
-"""Up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine."""
-
+# So many times as many similarities are a small batch on an accelerator: those of 2,048 rows of either side, 16 MB. A step
+# there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 rows and the
+# compiled dense formula 0.6 to 1.3 ms; from about 8,192 rows on the kernels are quicker (benchmarks/gpu.md).
 ON_ACCELERATORS = 64
-"""So many times as many similarities are a small batch on an accelerator: those of 2,048 rows of either side, 16 MB.
-
-A step there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 rows and the
-compiled dense formula 0.6 to 1.3 ms; from about 8,192 rows on the kernels are quicker (benchmarks/gpu.md).
-"""
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -71,11 +68,9 @@ def is_small_batch(elements: int, *, on_accelerator: bool = False) -> bool:
 
 Implementation = Literal["auto", "torch", "triton", "compiled"]
 
+# what kernels support
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of embeddings that kernels support."""
-
 LARGEST_WIDTH = 4096
-"""Largest embedding size of kernels."""
 
 _implementation: ContextVar[Implementation] = ContextVar("implementation", default="auto")
 

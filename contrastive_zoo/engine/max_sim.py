@@ -17,7 +17,7 @@ sent. Documents are gathered, or pass from rank to rank in a ring.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,9 +92,7 @@ def max_sim_scores(
     lengths, read = documents.all_lengths(world)
     if is_dense():
         return _dense_scores(queries, documents, read, world)
-    sweep = MaxSimSweep(
-        queries.lengths, lengths, read, documents.shards, documents.token_shards, world, dtype, torch.is_grad_enabled()
-    )
+    sweep = MaxSimSweep(queries.lengths, lengths, read, documents.shards, documents.token_shards, world, dtype)
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
     return scores
 
@@ -119,8 +117,7 @@ class MaxSimSweep:
     token_shards: Shards
     world: World
     dtype: torch.dtype | None
-    learns: bool
-    """Whether gradients are recorded."""
+    learns: bool = field(default_factory=torch.is_grad_enabled)
 
     def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the other ranks' document tokens here."""
@@ -168,16 +165,10 @@ class MaxSimSweep:
         return scores, positions
 
     def gradients(
-        self,
-        queries: Tensor,
-        exchange: GatherExchange | Ring,
-        dscores: Tensor,
-        positions: Sequence[Tensor | None],
-        dqueries: Tensor | None,
-        ddocuments: Tensor | None,
+        self, queries: Tensor, exchange: GatherExchange | Ring, dscores: Tensor, positions: Sequence[Any], *totals: Any
     ) -> Iterator[Tensor]:
         """Add the gradients of the queries and of the local documents to their totals; yield those of other documents."""
-        stored = iter(positions)
+        stored, (dqueries, ddocuments) = iter(positions), totals
         of_token = set_of_token(self.query_lengths, len(queries))
         for visit, (tokens, blocks) in enumerate(self._visits(exchange, queries)):
             total = ddocuments if visit == 0 or ddocuments is None else torch.zeros_like(tokens)
@@ -197,8 +188,6 @@ class MaxSimSweep:
 
 
 class _MaxSim(Function):
-    """Compute S of a sweep, by the formulas of this module."""
-
     @staticmethod
     @without_autocast
     def forward(ctx: Any, sweep: MaxSimSweep, queries: Tensor, documents: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import Function
 
+# squared distances below so many units of rounding of ‖a‖² + ‖b‖² count as 0: a matmul does not resolve them
 _ROUNDING_UNITS = 8
-"""Squared distances below so many units of rounding of ‖a‖² + ‖b‖² count as 0: a matmul does not resolve them."""
 
 
 def share_across_blocks(candidates: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
 
 
 _lock = threading.Lock()
+# by device: how many threads are within matmul_rounding, and the setting that the first of them found
 _active_threads: dict[str, tuple[int, Any]] = {}
-"""By device: how many threads are within :func:`matmul_rounding`, and the setting that the first of them found."""
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -122,8 +122,7 @@ class _Matmul(Function):
         )
 
 
-MIN_NORM = 1e-12
-"""Rows with a smaller norm are divided by this number, as ``torch.nn.functional.normalize`` does."""
+MIN_NORM = 1e-12  # rows with a smaller norm are divided by this number, as torch.nn.functional.normalize does
 
 
 def unit_rows(x: Tensor) -> Tensor:

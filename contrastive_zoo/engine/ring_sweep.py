@@ -68,18 +68,16 @@ class RingSweep(RowwiseSweep):
         """Yield the candidates of each rank, the local ones first, and the layout of their blocks."""
         of_candidates = [of for _, of in self.layout.companions]
         others = [self._exchange(x) for x in (self.layout.candidate_ids, *of_candidates)]
-        for index, (block, candidates, ids, *companions) in enumerate(
-            zip(exchange.blocks, exchange, *others, strict=True)
-        ):
-            first = sum(self.layout.candidate_shards.sizes[: block.ahead])
-            copies = self.layout.own_candidates
-            pairs = zip(self.layout.companions, companions, strict=True)
+        visits = zip(exchange.blocks, exchange, *others, strict=True)
+        for index, (block, candidates, ids, *companions) in enumerate(visits):
+            first, copies = sum(self.layout.candidate_shards.sizes[: block.ahead]), self.layout.own_candidates
+            pairs = tuple(
+                (of_anchors, of) for (of_anchors, _), of in zip(self.layout.companions, companions, strict=True)
+            )
+            copies, is_local = None if copies is None else copies - first, index == 0
+            start = 0 if is_local and self.layout.first_own_candidate is not None else None
             layout = replace(
-                self.layout,
-                candidate_ids=ids,
-                companions=tuple((of_anchors, of) for (of_anchors, _), of in pairs),
-                first_own_candidate=0 if index == 0 and self.layout.first_own_candidate is not None else None,
-                own_candidates=None if copies is None else copies - first,
+                self.layout, candidate_ids=ids, companions=pairs, first_own_candidate=start, own_candidates=copies
             )
             yield layout, self.candidates if index == 0 else layout.restore(candidates)
 
@@ -93,17 +91,13 @@ class RingSweep(RowwiseSweep):
 
     def _without_candidates(self, values: Sequence[Any], anchors: Tensor) -> tuple[Sequence[Statistic] | None, Any]:
         nothing = slice(0, 0)
+        ids, companions = self.layout.candidate_ids[nothing], tuple((x, y[nothing]) for x, y in self.layout.companions)
         layout = replace(
-            self.layout,
-            candidate_ids=self.layout.candidate_ids[nothing],
-            companions=tuple((of_anchors, of[nothing]) for of_anchors, of in self.layout.companions),
-            first_own_candidate=None,
-            own_candidates=None,
+            self.layout, candidate_ids=ids, companions=companions, first_own_candidate=None, own_candidates=None
         )
         return self._step(layout.block(slice(0, len(anchors)), anchors, self.candidates[nothing]), values)
 
     def _merged(self) -> list[Stage]:
-        """Return all stages, merged over the candidates of all ranks."""
         if self.stages is not None:
             return self.stages
         stages: list[Stage] = []
@@ -161,40 +155,28 @@ class RingSweep(RowwiseSweep):
         for index in reversed(range(len(stages))):
             if any(stages[index].learns):
                 exchange = self._exchange(self.sent)
-                parts = self._parts(exchange, stages[: index + 1], danchors, dparameters, dcandidates)
+                parts = self._parts(exchange, stages[: index + 1], dcandidates, (danchors, *dparameters))
                 exchange.return_gradients(dcandidates, parts)
         dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
         return [losses.detach(), counts.detach().to(losses.dtype), danchors, dcandidates, *dparameters]
 
     def _parts(
-        self,
-        exchange: GatherExchange | Ring,
-        stages: Sequence[Stage],
-        danchors: Tensor,
-        dparameters: Sequence[Tensor],
-        dlocal: Tensor,
+        self, exchange: GatherExchange | Ring, stages: Sequence[Stage], dlocal: Tensor, totals: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         """Yield the last stage's gradients with respect to other ranks' candidates; add the others to their totals."""
         for index, (layout, visitors) in enumerate(self._visits(exchange)):
             total = dlocal if index == 0 else torch.zeros_like(visitors)
             candidates = share_across_blocks(visitors)
             for rows in anchor_slices(self.anchors, len(visitors)):
-                self._differentiate(layout, rows, candidates, stages, danchors, dparameters, total)
+                self._differentiate(layout, rows, candidates, stages, (total, *totals))
             if index > 0:
                 yield total
 
     def _differentiate(
-        self,
-        layout: BatchLayout,
-        rows: slice,
-        candidates: Tensor,
-        stages: Sequence[Stage],
-        danchors: Tensor,
-        dparameters: Sequence[Tensor],
-        dcandidates: Tensor,
+        self, layout: BatchLayout, rows: slice, candidates: Tensor, stages: Sequence[Stage], totals: Sequence[Tensor]
     ) -> None:
         """Add the gradients of the last stage's statistics of one block."""
-        *earlier, last = stages
+        (*earlier, last), (dcandidates, danchors, *dparameters) = stages, totals
         with inner_graph():
             anchors = self.anchors[rows].requires_grad_()
             leaves = [stage.leaves(rows) for stage in earlier]
@@ -207,10 +189,8 @@ class RingSweep(RowwiseSweep):
                 assert gradient is not None
                 derivative = x.derivative(x.state(part), tuple(s[rows] for s in state))
                 weights.append(gradient[rows] if derivative is None else gradient[rows] * derivative)
-        targets = [stage_leaf for of_stage in leaves for stage_leaf in of_stage]
-        by_anchors, by_candidates, *rest = _derivatives(
-            [x for x in parts if x.requires_grad], weights, (anchors, candidates, *self.parameters, *targets)
-        )
+        inputs = anchors, candidates, *self.parameters, *(leaf for of_stage in leaves for leaf in of_stage)
+        by_anchors, by_candidates, *rest = _derivatives([x for x in parts if x.requires_grad], weights, inputs)
         danchors[rows] += by_anchors
         add_gradient(dcandidates, by_candidates)
         for total, part in zip(dparameters, rest, strict=False):
@@ -238,6 +218,5 @@ def _derivatives(outputs: Sequence[Tensor], weights: Sequence[Tensor | None], in
 
 
 def _forgotten(x: Statistic) -> Statistic:
-    """Return the statistic without its graph."""
     fields: dict[str, Any] = {name: y.detach() if isinstance(y, Tensor) else y for name, y in vars(x).items()}
     return replace(x, **fields)  # type: ignore[type-var]  # each is a dataclass

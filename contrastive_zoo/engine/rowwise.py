@@ -1,8 +1,7 @@
 """Compute any loss that is a sum over anchors, from a function that returns the losses of one block of anchors.
 
-The function sees the block's anchors, the candidates of all ranks, and which candidates are positives and negatives; it
-is plain torch. Blocks are c × N, so memory is linear in N. The outer sum is linear. Its gradient is therefore taken
-block by block in the forward pass, and only divided by the global count afterwards:
+Blocks are c × N, so memory is linear in N. The outer sum is linear. Its gradient is therefore taken block by block in
+the forward pass, and only divided by the global count afterwards:
 
     dq, dZ, dφ = ∂(Σ valid losses of the block) / ∂(anchors, candidates, φ)
 
@@ -12,7 +11,8 @@ candidates' owners; dφ is summed over ranks.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -89,26 +89,14 @@ def sum_over_anchors(
     # before candidates are sent: the host waits for the number, not for them
     lists = getattr(loss, "lists_positives", bool)()
     largest_count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if lists else None
-    layout = BatchLayout(
-        ids,
-        all_ids,
-        tuple((of_anchors, visible(of_candidates)) for of_anchors, of_candidates in companions),
-        where,
-        world,
-        shards.start if is_one_tower else None,
-        own_candidates,
-        restore,
-        largest_count,
-    )
+    pairs, first = tuple((x, visible(y)) for x, y in companions), shards.start if is_one_tower else None
+    layout = BatchLayout(ids, all_ids, pairs, where, world, first, own_candidates, restore, largest_count)
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():
         return _dense(loss, anchors, columns, layout, parameters, reduction)
-    terms, learns = getattr(loss, "terms", 1), torch.is_grad_enabled()
-    sweep = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
-    value = _SumOverAnchors.apply(
-        sweep, loss.on_block, terms, reduction, layout, learns, watch, sent if ring else None, anchors, candidates,
-        *parameters.values(),
-    )  # fmt: skip
+    kind = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
+    call = _Call(kind, loss.on_block, getattr(loss, "terms", 1), layout, reduction)
+    value = _SumOverAnchors.apply(call, watch, sent if ring else None, anchors, candidates, *parameters.values())
     if watch is None or not watch.found_on_any_rank:
         return value
     watch.undo()
@@ -143,11 +131,11 @@ def uses_ring(loss: nn.Module, world: World) -> bool:
 
 @without_autocast
 def _dense(
-    loss: nn.Module,
+    loss: Any,
     anchors: Tensor,
     candidates: Tensor,
     layout: BatchLayout,
-    parameters: Mapping[str, Tensor],
+    parameters: dict[str, Any],
     reduction: Reduction,
 ) -> Tensor:
     """Compute the definition: all local anchors in one block, with plain autograd."""
@@ -170,43 +158,42 @@ class AsForward(nn.Module):
         return self.function(self.loss, *arguments)
 
 
+@dataclass(frozen=True)
+class _Call:
+    kind: type[RowwiseSweep]
+    on_block: Any
+    terms: int
+    layout: BatchLayout
+    reduction: Reduction
+    learns: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too."""
+
+    def sweep(self, *tensors: Any) -> RowwiseSweep:
+        return self.kind(self.on_block, self.terms, self.layout, *tensors)
+
+
 class _SumOverAnchors(Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any,
-        kind: type[RowwiseSweep],
-        on_block: BlockFunction,
-        terms: int,
-        reduction: Reduction,
-        layout: BatchLayout,
-        learns: bool,
-        watch: StateWatch | None,
-        sent: Tensor | None,
-        anchors: Tensor,
-        candidates: Tensor | None,
-        *parameters: Tensor,
+        ctx: Any, call: _Call, watch: StateWatch | None, sent: Tensor | None, anchors: Tensor, *others: Tensor | None
     ) -> Tensor:
         """Compute the loss, and its gradients where the weight of every anchor is already known.
 
-        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too. ``watch``
-        learns whether the loss has drawn random numbers on any rank. ``sent`` are the rows that a ring sends.
+        The others are candidates and parameters. ``watch`` learns whether the loss has drawn random numbers on any rank;
+        ``sent`` are the rows that a ring sends.
         """
+        layout, (candidates, *parameters) = call.layout, others
         columns = anchors if candidates is None else candidates
         visible = gather_rows(columns, layout.candidate_shards, layout.world) if sent is None else sent
-        sweep = kind(on_block, terms, layout, anchors, visible, parameters)
-        ctx.sweep_settings, ctx.reduction, ctx.one_tower = (
-            (kind, on_block, terms, layout),
-            reduction,
-            candidates is None,
-        )
+        sweep = call.sweep(anchors, visible, parameters)
+        ctx.call, ctx.one_tower = call, candidates is None
         inputs = [anchors, *([] if candidates is None else [candidates]), *parameters]
         ctx.count_inputs, ctx.has_gradients = len(inputs), False
-        ctx.budget = (
-            budget()
-        )  # autograd computes gradients of an accelerator in a thread of its own, which has the default
+        # autograd computes gradients of an accelerator in a thread of its own, which has the default
+        ctx.budget = budget()
         ctx.save_for_backward(*inputs, visible)  # saved tensors, unlike attributes, are freed with the graph
-        if reduction == "none":  # each anchor's weight is known in the backward pass only
+        if call.reduction == "none":  # each anchor's weight is known in the backward pass only
             losses = sweep.losses()[0].sum(1)
             ctx.stages = sweep.stages
             if watch is not None:
@@ -214,7 +201,7 @@ class _SumOverAnchors(Function):
                 if sum_over_ranks(changed, gradient="complete", world=layout.world) > 0:
                     raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
             return losses
-        if learns and any(ctx.needs_input_grad) and (terms == 1 or reduction == "sum"):
+        if call.learns and any(ctx.needs_input_grad) and (call.terms == 1 or call.reduction == "sum"):
             losses, counts, *gradients = sweep.gradients()
             ctx.has_gradients = True
             ctx.save_for_backward(*inputs, *gradients)
@@ -228,7 +215,7 @@ class _SumOverAnchors(Function):
         if watch is not None:  # all ranks see the same sum
             watch.found_on_any_rank = any(bool(x.any()) for x in changes)
         ctx.stages = sweep.stages
-        ctx.count = mean_divisor(count) if reduction == "mean" else torch.ones_like(count)
+        ctx.count = mean_divisor(count) if call.reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(anchors.dtype)
 
     @staticmethod
@@ -236,20 +223,18 @@ class _SumOverAnchors(Function):
         saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
         inputs, rest = saved[: ctx.count_inputs], saved[ctx.count_inputs :]
         if not ctx.has_gradients:
-            kind, on_block, terms, layout = ctx.sweep_settings
-            parameters = inputs[1 if ctx.one_tower else 2 :]
-            sweep = kind(on_block, terms, layout, inputs[0], rest[0], parameters)
+            sweep = ctx.call.sweep(inputs[0], rest[0], inputs[1 if ctx.one_tower else 2 :])
             sweep.stages = ctx.stages
-            weights = grad_output[:, None] if ctx.reduction == "none" else grad_output / ctx.count
+            weights = grad_output[:, None] if ctx.call.reduction == "none" else grad_output / ctx.count
             with torch.no_grad(), memory_budget(ctx.budget):
-                gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), terms))[2:]
+                gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), ctx.call.terms))[2:]
         else:
             weight = (grad_output / ctx.count[0]).to(grad_output.dtype)
             gradients = [weight * gradient for gradient in rest]
         danchors, dcandidates, *dparameters = gradients
         by_rows = [danchors + dcandidates, None] if ctx.one_tower else [danchors, dcandidates]
         by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dparameters])
-        return None, None, None, None, None, None, None, None, *by_input
+        return None, None, None, *by_input
 
 
 _STATEFUL_WITHOUT_REDUCTION = (
@@ -295,10 +280,7 @@ class BlockLoss(nn.Module):
 
 
 def info_nce_per_positive(
-    logits: Float[Tensor, "c N"],
-    block: AnchorBlock,
-    average: Average,
-    positive_logits: Float[Tensor, "c N"] | None = None,
+    logits: Tensor, block: AnchorBlock, average: Average, positive_logits: Tensor | None = None
 ) -> Rows:
     """Return of each anchor log(1 + Σ_n exp(logits_n − logits_p)) over its positives p.
 

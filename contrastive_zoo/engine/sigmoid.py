@@ -12,7 +12,7 @@ is recomputed, and candidates are sent once. In a ring, their gradients return t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,11 +29,7 @@ from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
-if TYPE_CHECKING:
-    from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
-
-_LINEAR_FROM = 40.0
-"""softplus(x) = x from here on, in float64 too."""
+_LINEAR_FROM = 40.0  # softplus(x) = x from here on, in float64 too
 
 
 def sum_over_sigmoid_pairs(
@@ -56,44 +52,33 @@ def sum_over_sigmoid_pairs(
     bits, anchors and candidates are rounded to it, and are sent in it. ``on_kernel`` says whether a Triton kernel
     computes it, which all ranks have agreed on; without ids, not for ``"none"``.
     """
-    sweep = _Sweep(shards, world, dtype, ids, on_kernel)
+    sweep = _Sweep(shards, world, dtype, ids, on_kernel, reduction)
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
-    return _SigmoidPairs.apply(sweep, reduction, torch.is_grad_enabled(), anchors, candidates, *numbers)
+    return _SigmoidPairs.apply(sweep, anchors, candidates, *numbers)
 
 
 class _SigmoidPairs(Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any,
-        sweep: "_Sweep",
-        reduction: Reduction,
-        learns: bool,
-        anchors: Tensor,
-        candidates: Tensor | None,
-        scale: Tensor,
-        bias: Tensor,
+        ctx: Any, sweep: "_Sweep", anchors: Tensor, candidates: Tensor | None, scale: Tensor, bias: Tensor
     ) -> Tensor:
-        """Compute the loss and its gradients.
-
-        ``learns`` says whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too.
-        """
         keep_freed_memory(anchors)
-        learns &= any(ctx.needs_input_grad) and reduction != "none"
+        learns = sweep.learns and any(ctx.needs_input_grad) and sweep.reduction != "none"
         losses, gradients = sweep(anchors, candidates, scale, bias, learns=learns)
-        ctx.sweep, ctx.reduction = sweep, reduction
+        ctx.sweep = sweep
         ctx.save_for_backward(anchors, candidates, scale, bias, *gradients)
-        if reduction == "none":
+        if sweep.reduction == "none":
             return losses
         total = sum_over_ranks(losses.sum(dtype=sum_dtype(losses)), gradient="complete", world=sweep.world)
-        ctx.count = max(1, sweep.shards.total) if reduction == "mean" else 1
+        ctx.count = max(1, sweep.shards.total) if sweep.reduction == "mean" else 1
         return (total / ctx.count).to(anchors.dtype)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         anchors, candidates, scale, bias, *gradients = ctx.saved_tensors
-        if ctx.reduction == "none":
+        if ctx.sweep.reduction == "none":
             with torch.no_grad():
                 _, gradients = ctx.sweep(anchors, candidates, scale, bias, learns=True, weights=grad_output)
         else:
@@ -102,7 +87,7 @@ class _SigmoidPairs(Function):
         danchors, dcandidates, dscale, dbias = gradients
         by_input = [danchors + dcandidates, None] if candidates is None else [danchors, dcandidates]
         inputs = [x for x in (anchors, candidates, scale, bias) if x is not None]
-        return None, None, None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
+        return None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
 
 
 @dataclass
@@ -114,6 +99,9 @@ class _Sweep:
     dtype: torch.dtype | None
     ids: Tensor | None
     on_kernel: bool
+    reduction: Reduction
+    learns: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too."""
     all_ids: list[Tensor] = field(init=False)
     """By rank, renumbered so that floats represent them exactly."""
 
@@ -123,21 +111,20 @@ class _Sweep:
             self.all_ids = list(numbers.split(self.shards.sizes))
 
     def __call__(
-        self,
-        anchors: Tensor,
-        candidates: Tensor | None,
-        scale: Tensor,
-        bias: Tensor,
-        *,
-        learns: bool,
-        weights: Tensor | None = None,
+        self, anchors: Tensor, candidates: Tensor | None, *numbers: Tensor, learns: bool, weights: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
-        columns = anchors if candidates is None else candidates
+        columns, (scale, bias) = anchors if candidates is None else candidates, numbers
         dcandidates = torch.zeros_like(columns) if learns else columns[:0]
         exchange = start_exchange(columns, self.shards, self.world, self.dtype)
         with matmul_rounding(self.dtype, anchors.device.type):
-            block = self._block(anchors, scale, bias, learns, weights)
+            block: Any
+            if self.on_kernel:
+                from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
+
+                block = KernelBlock(anchors, scale, bias, learns, self.dtype)
+            else:
+                block = _Block(anchors, scale, bias, learns, weights)
             parts = self._parts(block, exchange, dcandidates)
             if not learns:
                 for _ in parts:
@@ -145,22 +132,11 @@ class _Sweep:
                 return block.losses, []
             dcandidates = exchange.return_gradients(dcandidates, parts)
         danchors = block.danchors
-        numbers = torch.stack([torch.dot(anchors.flatten(), danchors.flatten()), block.dbias])
-        dscale, dbias = sum_over_ranks(numbers, gradient="partial", world=self.world).unbind()
+        sums = torch.stack([torch.dot(anchors.flatten(), danchors.flatten()), block.dbias])
+        dscale, dbias = sum_over_ranks(sums, gradient="partial", world=self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
-    def _block(
-        self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, weights: Tensor | None
-    ) -> "_Block | KernelBlock":
-        if not self.on_kernel:
-            return _Block(anchors, scale, bias, learns, weights)
-        from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
-
-        return KernelBlock(anchors, scale, bias, learns, self.dtype)
-
-    def _parts(
-        self, block: "_Block | KernelBlock", exchange: GatherExchange | Ring, dlocal: Tensor
-    ) -> Iterator[Tensor]:
+    def _parts(self, block: Any, exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
         for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)

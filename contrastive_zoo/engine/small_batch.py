@@ -35,8 +35,9 @@ views over each other."""
 
 Terms = tuple[Tensor, Callable[[], Tensor]]
 
-LARGEST_SCALE = 40.0
-"""The exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32 up to here."""
+LARGEST_SCALE = (
+    40.0  # up to here the exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32
+)
 
 
 def uses_small_batch_path(a: Tensor, reduction: Reduction, world: World, *, views: bool = False) -> bool:
@@ -138,13 +139,11 @@ class _SmallBatch(Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, settings: _Settings
     ) -> Tensor:
-        """Compute the loss and its gradients."""
         terms, scale, slope, views, sides, mean, own, learns = settings
         rows = at_least_float32(torch.cat([a, b]))
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        has_zero_row = (
-            not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
-        )  # or may have: an accelerator is not read
+        # or may have: an accelerator is not read
+        has_zero_row = not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
         divisor = norm.clamp(min=MIN_NORM) if has_zero_row else norm
         z = rows.div_(divisor)
         factors = rounded(z, a.dtype)
@@ -156,9 +155,8 @@ class _SmallBatch(Function):
             w, count = weights(), losses.numel() if mean else sides
             dz = _gradient_of_rows(w, q, k, own, views, count)
             radial = (z * dz).sum(1, keepdim=True)
-            if (
-                ctx.needs_input_grad[2] and own is None
-            ):  # the rows of a side have each pair once, those of two views twice
+            if ctx.needs_input_grad[2] and own is None:
+                # the rows of a side have each pair once, those of two views twice
                 of_pairs = radial if factors is z else factors * dz
                 of_pairs = (of_pairs if views else of_pairs[: len(a)]).sum()
                 ctx.dparameter = _read_on_cpu(of_pairs) * (slope / 2 if views else slope)

@@ -77,16 +77,9 @@ def self_log_sum_exp(
             partners = partners | partners.T
         r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
         return r, _diagonals(s[:, shards.local], partner_offsets)
+    known = unit_norm, isinstance(scale, Tensor), dtype
     sweep = _sweep(on_kernel)(
-        shards,
-        shards,
-        world,
-        one_tower=True,
-        unit_norm=unit_norm,
-        learnable_scale=isinstance(scale, Tensor),
-        dtype=dtype,
-        partners=Partners(partner_offsets),
-        excluded=excluded,
+        shards, shards, world, *known, Partners(partner_offsets), one_tower=True, excluded=excluded
     )
     r, _, *positives = _LogSumExp.apply(sweep, z, z, _in_dtype_of(z, scale))
     return r, positives
@@ -117,22 +110,14 @@ def cross_log_sum_exp(
     """
     if _by_plain_formula(len(rows) * len(columns), world, on_kernel):
         s = scale * rows @ _of_all_ranks(columns, column_shards, world).T
-        partners, c = _partners(len(rows), columns, partner_offsets, stride), None
+        left_out, c = _partners(len(rows), columns, partner_offsets, stride), None
         if columnwise:
             transposed = s.T if world.size == 1 else scale * columns @ _of_all_ranks(rows, row_shards, world).T
-            c = _log_sum_exp_without(partners.T, transposed, row_shards)
-        r = _log_sum_exp_without(partners, s, column_shards)
+            c = _log_sum_exp_without(left_out.T, transposed, row_shards)
+        r = _log_sum_exp_without(left_out, s, column_shards)
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    sweep = _sweep(on_kernel)(
-        row_shards,
-        column_shards,
-        world,
-        columnwise=columnwise,
-        unit_norm=unit_norm,
-        learnable_scale=isinstance(scale, Tensor),
-        dtype=dtype,
-        partners=Partners(partner_offsets, stride),
-    )
+    known, partners = (unit_norm, isinstance(scale, Tensor), dtype), Partners(partner_offsets, stride)
+    sweep = _sweep(on_kernel)(row_shards, column_shards, world, *known, partners, columnwise=columnwise)
     r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale))
     return r, c, positives
 
@@ -180,8 +165,6 @@ def _in_dtype_of(rows: Tensor, scale: Scale) -> Scale:
 
 
 class _LogSumExp(Function):
-    """Compute R, C and P of a sweep, by the formulas of this module."""
-
     @staticmethod
     @without_autocast
     def forward(

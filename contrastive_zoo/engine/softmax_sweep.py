@@ -79,16 +79,16 @@ class SoftmaxSweep:
     row_shards: Shards
     column_shards: Shards
     world: World
+    unit_norm: bool
+    """Whether rows and columns have norms of at most 1."""
+    learnable_scale: bool
+    """Whether the scale is a tensor; its value may then differ between ranks by rounding."""
+    dtype: torch.dtype | None
+    """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
+    partners: Partners
+    """The columns that are left out of a row's sum, and whose logits are returned."""
     one_tower: bool = False
     columnwise: bool = True
-    unit_norm: bool = False
-    """Whether rows and columns have norms of at most 1."""
-    learnable_scale: bool = False
-    """Whether the scale is a tensor; its value may then differ between ranks by rounding."""
-    dtype: torch.dtype | None = None
-    """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
-    partners: Partners = field(default_factory=Partners)
-    """The columns that are left out of a row's sum, and whose logits are returned."""
     excluded: Tensor | None = None
     """With one tower [n], the row of all ranks that each row's sum also leaves out, and the reverse; or the row itself."""
     learns: bool = field(default_factory=torch.is_grad_enabled)
@@ -96,10 +96,8 @@ class SoftmaxSweep:
 
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the other ranks' columns here."""
-        return start_exchange(
-            columns, self.column_shards, self.world, self.dtype, rows=self.row_shards, half=self.one_tower,
-            gathered=gathered,
-        )  # fmt: skip
+        settings = self.column_shards, self.world, self.dtype
+        return start_exchange(columns, *settings, rows=self.row_shards, half=self.one_tower, gathered=gathered)
 
     def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> float | None:
         """Return an upper bound of all ranks' logits; None where it would have to be read from an accelerator.

@@ -47,8 +47,7 @@ def divided_by_norms(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n 
     return x / squares.clamp(min=LEAST_SQUARE).sqrt()
 
 
-LEAST_SQUARE = 1e-24
-"""The square of the smallest norm by which ``torch.nn.functional.normalize`` divides."""
+LEAST_SQUARE = 1e-24  # of the smallest norm by which torch.nn.functional.normalize divides
 
 
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
@@ -140,9 +139,7 @@ def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: f
     return batch.log_sum_exp(torch.stack(sums), gradient="complete")
 
 
-def histogram_overlap(
-    batch: Batch, z: Float[Tensor, "n d"], ids: Int[Tensor, " n"], num_bins: int
-) -> Float[Tensor, ""]:
+def histogram_overlap(batch: Batch, z: Tensor, ids: Tensor, num_bins: int) -> Float[Tensor, ""]:
     """Return the probability that a negative pair is more similar than a positive one: Σ_n h⁻_n Σ_{m≤n} h⁺_m."""
     with torch.set_grad_enabled(is_dense() and torch.is_grad_enabled()):
         positives, negatives = pair_histograms(batch, z, ids, num_bins)

@@ -13,11 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 32 * 2**20
-"""Largest size of one block of similarities."""
-
-TILE_BYTES = 4 * 2**20
-"""Largest size of a tile of similarities, so that it stays in a CPU's cache; a GPU's tiles are 32 times as large."""
+BLOCK_BYTES = 32 * 2**20  # largest size of one block of similarities
+TILE_BYTES = 4 * 2**20  # and of a tile, so that it stays in a CPU's cache; a GPU's tiles are 32 times as large
 
 
 def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:
@@ -132,27 +129,21 @@ class CachedLogits:
         self.size = 0
 
 
+# Size of the largest allocation that comes from the heap, which keeps it. Larger ones are rare, and the holes that they
+# would leave in the heap would add to the peak memory.
 _HEAP_BLOCK_BYTES = TILE_BYTES + 2**20
-"""Size of the largest allocation that comes from the heap, which keeps it. Larger ones are rare, and the holes that
-they would leave in the heap would add to the peak memory."""
-
-_SWITCH = "CONTRASTIVE_ZOO_MALLOPT"
-"""The environment variable that turns this off: ``CONTRASTIVE_ZOO_MALLOPT=0``."""
-
+_SWITCH = "CONTRASTIVE_ZOO_MALLOPT"  # 0 turns this off
+# by which a user configures glibc's malloc: they take precedence
 _GLIBC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-"""Environment variables by which a user configures glibc's malloc. They take precedence."""
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
 _threshold = 0
 
 
 def keep_freed_memory(like: Tensor) -> None:
-    """Raise glibc's trim threshold to twice the memory budget plus one block of similarities, if ``like`` is on a CPU.
+    """Raise glibc's trim threshold as :func:`memory_budget` says, if ``like`` is on a CPU.
 
     By default glibc returns large allocations to the system as soon as they are freed. The page faults of the next
-    step then take a tenth of its time, or more. Nothing changes with another C library, with
-    ``CONTRASTIVE_ZOO_MALLOPT=0``, or where glibc's own environment variables are set.
+    step then take a tenth of its time, or more.
     """
     global _threshold
     wanted = min(2 * budget() + BLOCK_BYTES, 2**31 - 1)

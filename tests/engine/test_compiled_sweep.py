@@ -1,7 +1,5 @@
 """Compiled block functions: the loss of one process in every step, few graphs, and a warning where nothing compiles."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -146,46 +144,6 @@ def test_compiled_steps_are_the_uncompiled_ones(
         assert max(found.values()) <= EXACT, found
 
 
-# --------------------------------------------------------------------------------------------------------------- mutants
-
-
-def frozen(name: str) -> Callable[[Any], Any]:
-    """Return a mutant of :func:`compiled_for` whose functions keep an argument of the first block they see."""
-    kept: dict[Any, dict[str, Any]] = {}
-
-    def compiled_for(kind: Any) -> Any:
-        def losses(loss: Any, terms: int, *args: Any) -> tuple[Tensor, Tensor]:
-            names = ("anchors", "candidates", "ids", "candidate_ids", "copies", "companions")
-            given = dict(zip(names, args, strict=True))
-            first = kept.setdefault((kind, len(given["ids"])), given)
-            size = len(given["candidate_ids"])
-            if name == "size":  # of later batches only so many candidates count
-                size = min(size, len(first["candidate_ids"]))
-                given |= {key: given[key][:size] for key in ("candidates", "candidate_ids")}
-            elif first[name] is not None and first[name].shape == given[name].shape:
-                given[name] = first[name]
-            return compiled_sweep.block_losses(loss, terms, *given.values())
-
-        return losses
-
-    return compiled_for
-
-
-def errors_of_mutants(names: Sequence[str]) -> list[float]:
-    """Return the error of :func:`block_losses` as it is, and of mutants."""
-    found = []
-    for mutant in (lambda kind: compiled_sweep.block_losses, *map(frozen, names)):
-        with replaced(compiled_sweep, "compiled_for", mutant):
-            found += errors_of(["MultiSimilarity, mined"], "eager", [None]).values()
-    return found
-
-
-def test_functions_that_keep_what_they_saw_first_are_caught(worlds: Worlds) -> None:
-    ((right, *wrong),) = worlds.run(1, errors_of_mutants, ["ids", "candidate_ids", "copies", "size"])
-    assert right <= EXACT
-    assert min(wrong) > 1e-3
-
-
 # ---------------------------------------------------------------------------------------------------------------- graphs
 
 
@@ -276,21 +234,6 @@ def error_of_a_loss() -> tuple[str, bool]:
 
 def test_errors_of_a_loss_are_no_failures_of_the_compiler(worlds: Worlds) -> None:
     assert worlds.run(1, error_of_a_loss) == [("what the user says", True)]
-
-
-def compiles_without_a_compiler() -> list[str]:
-    from torch._inductor import config
-
-    with compiling("inductor"), warnings.catch_warnings(record=True) as caught, config.patch("cpp.cxx", ("missing",)):
-        warnings.simplefilter("always")
-        outcome(cz.Circle(), "labels", batch("labels", 5, seed=0))
-    return [str(x.message) for x in caught if "torch.compile" in str(x.message)]
-
-
-@pytest.mark.skipif(not EVERY_CASE, reason="takes seconds to start inductor; the search runs it")
-def test_a_machine_without_a_compiler_warns(worlds: Worlds) -> None:
-    ((warning,),) = worlds.run(1, compiles_without_a_compiler, timeout=120)
-    assert "Circle" in warning
 
 
 # -------------------------------------------------------------------------------------------------------------- contexts

@@ -1,7 +1,5 @@
 """A ring of one or two levels: the loss of one process, without all candidates on any rank."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -161,9 +159,6 @@ def test_a_ring_is_one_process(shards: tuple[int, ...], layout: Any, tiles: dict
         assert max(found.values()) <= EXACT, {name: x for name, x in found.items() if x > EXACT}
 
 
-# --------------------------------------------------------------------------------------------------------------- mutants
-
-
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
@@ -172,43 +167,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def _keep_first_tie(self: Any, one: Any, other: Any) -> Any:
-    extreme = torch.maximum(one[0], other[0]) if self.sign < 0 else torch.minimum(one[0], other[0])
-    return extreme, one[1]
-
-
-def _forget_other_machines(self: exchange.Ring, total: Tensor, parts: Any) -> Tensor:
-    kept = total.clone()
-    RETURN(self, total, parts)
-    return total.copy_(kept)
-
-
-RETURN = exchange.Ring.return_gradients
-MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
-    "equal extremes of two ranks count once": ("Triplet, ties", row_statistics._Extreme, "merge", _keep_first_tie),
-    "gradients stay where they are computed": ("Contrastive", exchange.Ring, "return_gradients", _forget_other_machines),
-    "SigLIP's gradients stay, too": ("SigLIP", exchange.Ring, "return_gradients", _forget_other_machines),
-    "a log-sum-exp is the largest part": (
-        "NCA", row_statistics.LogSumExp, "merge", lambda self, one, other: (torch.maximum(one[0], other[0]),),
-    ),
-    "a part of a log-sum-exp has derivative 1": (
-        "MultiSimilarity", row_statistics.LogSumExp, "derivative", lambda self, partial, state: None,
-    ),
-}  # fmt: skip
-
-
-def mutated_error(mutant: str) -> float:
-    """Return the error of the mutant, on a rank."""
-    name, owner, attribute, value = MUTANTS[mutant]
-    with limits(GENERAL_PATH), replaced(owner, attribute, value):
-        return error_of(name, (4, 5), True)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_of_the_ring_is_found(mutant: str, worlds: Worlds) -> None:
-    assert max(worlds.run(2, mutated_error, mutant)) > 1e-6
 
 
 # ------------------------------------------------------------------------------------------------------- what is sent

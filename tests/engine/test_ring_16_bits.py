@@ -13,7 +13,6 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange
-from contrastive_zoo.ranks.session import Derivations
 from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_ring import GENERAL_PATH, replaced
 from tests.helpers import EVERY_CASE, local_shard, numbers
@@ -96,14 +95,3 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
-
-
-def test_a_rank_that_sends_32_bits_is_found(worlds: Worlds) -> None:
-    index = [x.name for x in ENTRIES].index("Circle")
-
-    def wide() -> Any:
-        with replaced(Derivations, "narrowest", lambda self, rows: (rows, lambda x: x)):
-            return in_ring(index, torch.bfloat16)
-
-    for *_, dtypes in worlds.run(2, wide):
-        assert torch.bfloat16 not in dtypes

@@ -58,17 +58,6 @@ def test_both_paths_agree(name: str, rows: str, n: int, temperature: float, redu
 
 
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_a_low_temperature_overflows_nowhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 exp(400) is infinite, and exp(40) is not."""
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
-    a = torch.eye(3).requires_grad_()
-    for temperature in (1 / 40, 1 / 80, 1 / 120, 1 / 400):
-        value = LOSSES[name](a, a.detach(), temperature=temperature)
-        assert torch.isfinite(value)
-        assert torch.isfinite(torch.autograd.grad(value, a)[0]).all()
-
-
-@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
 def test_the_small_batch_path_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of the small-batch path shows, so the comparison above compares two paths."""
     monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)

@@ -20,7 +20,6 @@ from triton.compiler import ASTSource
 from contrastive_zoo.engine.kernels.blocks import MAX_TILES, Tile, tiles
 from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
 from contrastive_zoo.engine.kernels.softmax_tiles import log_sum_exps, softmax_weights
-from tests.kernels.lines import HEAD, line
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BINARIES = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -99,6 +98,20 @@ def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = F
                 **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
             })  # fmt: skip
     return found
+
+
+EDGES = {0: "inner", 1: "edge", 2: "all"}
+"""The tiles of a launch: those without masks, those with, or all."""
+
+HEAD = "| chip | rows | kernel | tiles | registers | spills | shared memory, KiB | matrix instructions |"
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    rows = row["dtype"] + (f", {row['precision']}" if row["dtype"] == "fp32" else "")
+    matrix = f"{row['wgmma']} wgmma" if row["wgmma"] else f"{row['mma']} mma"
+    cells = [row["chip"], rows, row["kernel"], EDGES[row["edge"]], row["registers"], row["spills"]]
+    return "| " + " | ".join(map(str, [*cells, round(row["shared"] / 1024), matrix])) + " |"
 
 
 PRECISIONS = (("bfloat16", "tf32"), ("float16", "tf32"), ("float32", "tf32"), ("float32", "ieee"))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.kernels import softmax_sweep
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
@@ -70,8 +69,9 @@ def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """The mutant that takes rows of equal index on other ranks for positives."""
     pairs, add = KernelSweep._pairs, KernelBlock.add
 
-    def wrong_pairs(self: KernelSweep, index: int, block: RankBlock, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
-        return replace(pairs(self, index, block, rows, symmetric), partner=self.partners.offsets[0])
+    def wrong_pairs(self: KernelSweep, *block: Any) -> SoftmaxPairs | None:
+        result = pairs(self, *block)
+        return None if result is None else replace(result, partner=self.partners.offsets[0])
 
     patch.setattr(KernelSweep, "_pairs", wrong_pairs)
     patch.setattr(KernelBlock, "add", lambda self, *args, local: add(self, *args, local=True))
@@ -97,4 +97,4 @@ def never_recomputed(patch: pytest.MonkeyPatch) -> None:
 
 def not_transposed(patch: pytest.MonkeyPatch) -> None:
     """The mutant that takes the excluded columns of rows for the excluded rows of columns."""
-    patch.setattr(SoftmaxPairs, "transposed", lambda self, columns: replace(self, symmetric=False))
+    patch.setattr(SoftmaxPairs, "_excluded_rows", lambda self: self.excluded)

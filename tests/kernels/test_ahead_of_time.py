@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.lines import line
-
 triton = pytest.importorskip("triton")
+ahead_of_time = pytest.importorskip("tests.kernels.ahead_of_time")
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes that a program may have, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities"""
@@ -33,7 +32,7 @@ def table(chip: int, dtype: str, precision: str, *inner: str) -> list[dict[str, 
 def on_the_page(row: dict[str, Any]) -> bool:
     """Return whether the table of the page has this row; other versions of Triton may take other registers."""
     page = (Path(__file__).parents[2] / "benchmarks" / "gpu.md").read_text()
-    return line(row) in page.splitlines() or f"Triton {triton.__version__}," not in page
+    return ahead_of_time.line(row) in page.splitlines() or f"Triton {triton.__version__}," not in page
 
 
 SLOW = pytest.mark.skipif(

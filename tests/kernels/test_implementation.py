@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from contrastive_zoo.engine import kernels
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
+from tests.helpers import drawn
 
 LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
@@ -76,33 +78,26 @@ def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: 
         cz.Clip()(torch.eye(2), torch.eye(2))
 
 
-@pytest.mark.parametrize("make", LOSSES)
-def test_triton_refuses_what_it_cannot_compute(make: Callable[[], Callable[..., Tensor]], suitable: None) -> None:
-    loss = make()
-    with cz.engine.use_implementation("triton"):
-        with pytest.raises(ValueError, match=r"got torch\.float64"):
-            loss(torch.eye(2).double(), torch.eye(2).double())
-        with pytest.raises(ValueError, match="1 to 4096 features"):
-            loss(torch.ones(2, 4097), torch.ones(2, 4097))
-        with pytest.raises(ValueError, match="plain_formulas"), cz.engine.plain_formulas():
-            loss(torch.eye(2), torch.eye(2))
+EYE = torch.eye(2)
+REFUSED: list[tuple[Callable[..., Any], list[Tensor], str]] = [
+    *((make, [torch.eye(2).double()] * 2, r"got torch\.float64") for make in LOSSES),
+    *((make, [torch.ones(2, 4097)] * 2, "1 to 4096 features") for make in LOSSES),
+    (cz.NTXent, [EYE] * 3, "compares two views, got 3"),
+    (cz.InfoNCE, [EYE, EYE, torch.ones(2, 3, 2)], "negatives of all queries"),
+    (partial(cz.InfoNCE, in_batch_negatives=False), [EYE] * 3, "in_batch_negatives"),
+    (partial(cz.SigLIP, reduction="none"), [EYE] * 2, "reduction='mean' or 'sum'"),
+    (partial(cz.SupCon, variant="in"), [EYE, torch.arange(2)], "variant='out'"),
+    (partial(cz.MNRL, hardness_mode="all_negatives"), [EYE] * 2, "without hardness_mode"),
+]
 
 
-def test_triton_refuses_forms_without_a_kernel(suitable: None) -> None:
-    eye = torch.eye(2)
+@pytest.mark.parametrize(("make", "rows", "text"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_triton_refuses_what_it_cannot_compute(make: Any, rows: list[Tensor], text: str, suitable: None) -> None:
     with cz.engine.use_implementation("triton"):
-        with pytest.raises(ValueError, match="compares two views, got 3"):
-            cz.NTXent()(eye, eye, eye)
-        with pytest.raises(ValueError, match="negatives of all queries"):
-            cz.InfoNCE()(eye, eye, torch.ones(2, 3, 2))
-        with pytest.raises(ValueError, match="in_batch_negatives"):
-            cz.InfoNCE(in_batch_negatives=False)(eye, eye, eye)
-        with pytest.raises(ValueError, match="reduction='mean' or 'sum'"):
-            cz.SigLIP(reduction="none")(eye, eye)
-        with pytest.raises(ValueError, match="variant='out'"):
-            cz.SupCon(variant="in")(eye, torch.arange(2))
-        with pytest.raises(ValueError, match="without hardness_mode"):
-            cz.MNRL(hardness_mode="all_negatives")(eye, eye)
+        with pytest.raises(ValueError, match=text):
+            make()(*rows)
+        with pytest.raises(ValueError, match=f"{text}|plain_formulas"), cz.engine.plain_formulas():
+            make()(*rows)
 
 
 def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,34 +128,26 @@ def test_other_names_are_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("make", [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP, cz.MNRL])
-@pytest.mark.parametrize("small", [False, True])
-def test_a_choice_of_one_rank_is_refused_on_all(make: Callable[[], Any], small: bool, worlds: Worlds) -> None:
+@pytest.mark.parametrize(
+    ("make", "small"), drawn([cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP, cz.MNRL], [0, 1], one_in=2)
+)
+@pytest.mark.parametrize("lacks", [False, True])
+def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make: Any, small: int, lacks: bool, worlds: Worlds) -> None:
     def job() -> str:
-        differ = pytest.raises(ValueError, match="rank 0 has torch, rank 1 has triton")
-        with pytest.MonkeyPatch.context() as patch:
+        rank = dist.get_rank()
+        text = (
+            "rank 0 has triton, rank 1 has triton, which needs Triton"
+            if lacks
+            else "rank 0 has torch, rank 1 has triton"
+        )
+        with pytest.MonkeyPatch.context() as patch, splitting(not small):
             patch.setattr(kernels, "device_problem", lambda device: None)
-            patch.setattr(chosen, "find_spec", lambda name: name)
+            patch.setattr(chosen, "find_spec", lambda name: None if lacks and rank else name)
             with (
-                cz.engine.use_implementation("triton" if dist.get_rank() == 1 else "torch"),
-                differ as error,
-                splitting(not small),
+                cz.engine.use_implementation("triton" if lacks or rank else "torch"),
+                pytest.raises(ValueError, match=text) as error,
             ):
-                cz.DistributedLoss(make())(torch.eye(3) + dist.get_rank(), torch.eye(3))
-        return str(error.value)
-
-    first, second = worlds.run(2, job)
-    assert first == second
-
-
-def test_what_one_rank_lacks_is_refused_on_all(worlds: Worlds) -> None:
-    def job() -> str:
-        absent = pytest.raises(ValueError, match=r"rank 0 has triton, rank 1 has triton, which needs Triton")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "device_problem", lambda device: None)
-            patch.setattr(chosen, "find_spec", lambda name: name if dist.get_rank() == 0 else None)
-            with cz.engine.use_implementation("triton"), absent as error:
-                cz.DistributedLoss(cz.NTXent())(torch.eye(3) + dist.get_rank(), torch.eye(3))
+                cz.DistributedLoss(make())(torch.eye(3) + rank, torch.eye(3))
         return str(error.value)
 
     first, second = worlds.run(2, job)

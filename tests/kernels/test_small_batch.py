@@ -3,14 +3,13 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation, small_batch
+from contrastive_zoo.engine import implementation
 from contrastive_zoo.loss_base.loss import Stated
 from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, drawn, numbers
@@ -126,66 +125,3 @@ def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, accel
         assert x.count_nonzero() == x[own].numel()
     for x, y in zip(gradients[2:], expected[3:], strict=True):
         close(x, y)
-
-
-def trained(loss: Any, rows: list[Tensor]) -> list[Tensor]:
-    """Three steps of gradient descent on rows and parameters."""
-    learnt = [*(x.clone().requires_grad_() for x in rows), *loss.parameters()]
-    for _ in range(3):
-        gradients = torch.autograd.grad(loss(*learnt[:2]), learnt)
-        for x, gradient in zip(learnt, gradients, strict=True):
-            x.data -= 0.5 * gradient
-    return [x.detach() for x in learnt]
-
-
-@pytest.mark.parametrize("make", [cz.Clip, cz.SigLIP, cz.NTXent])
-def test_later_steps_are_those_of_the_dense_formula(make: Callable[[], Any]) -> None:
-    rows, loss = rows_of("gaussian"), make().double().to(DEVICE)
-    with cz.engine.plain_formulas():
-        expected = trained(make().double().to(DEVICE), rows)
-    for x, y in zip(trained(loss, rows), expected, strict=True):
-        close(x, y)
-
-
-# ------------------------------------------------------------------------------------------------------------- mutants
-
-
-def without_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of zeros are divided by zero."""
-    monkeypatch.setattr(small_batch, "MIN_NORM", 0.0)
-
-
-def one_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of a CPU at temperatures for which it is not made."""
-
-    def softmaxes(logits: Tensor, comparison: Any) -> Any:
-        return small_batch.softmaxes_by_one_exponential(logits, comparison, overwrite=False)
-
-    monkeypatch.setattr(small_batch, "softmaxes", softmaxes)
-
-
-@pytest.mark.parametrize("mutate", [without_norms, one_exponential])
-def test_a_value_that_is_not_finite_would_be_noticed(mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_float32_is_finite_at_any_temperature("CLIP")
-
-
-def clamped_rows_have_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "masked_fill_", lambda x, *_: x)
-
-
-def half_of_the_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns have no softmax."""
-    by_rows = small_batch.softmaxes
-    monkeypatch.setattr(small_batch, "softmaxes", lambda logits, comparison: by_rows(logits, "rows"))
-
-
-@pytest.mark.parametrize(
-    ("mutate", "kind"), [(clamped_rows_have_a_norm, "with a tiny one"), (half_of_the_sides, "gaussian")]
-)
-def test_a_wrong_gradient_would_be_noticed(mutate, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = value_and_gradients(lambda *x, **y: dense("CLIP", *x, **y), "CLIP", rows_of(kind), 0.07)
-    mutate(monkeypatch)
-    found = value_and_gradients(LOSSES["CLIP"], "CLIP", rows_of(kind), 0.07)
-    assert any((x - y).norm() > 0.01 * y.norm() for x, y in zip(found, expected, strict=True))

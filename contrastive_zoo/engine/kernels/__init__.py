@@ -1,11 +1,7 @@
 """Compute contrastive losses with Triton, on NVIDIA GPUs of compute capability 8.0 and later.
 
-They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; call :func:`available` first. The functions are
-:func:`~contrastive_zoo.engine.kernels.softmax.clip`, :func:`~contrastive_zoo.engine.kernels.softmax.info_nce`,
-:func:`~contrastive_zoo.engine.kernels.softmax.nt_xent` and :func:`~contrastive_zoo.engine.kernels.sigmoid.siglip`, means on
-one process.
-On several ranks, and for other reductions, kernels compute the blocks of the engines:
-:mod:`contrastive_zoo.engine.kernels.softmax_sweep` and :mod:`contrastive_zoo.engine.kernels.sigmoid`.
+They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later; call :func:`available` first. ``softmax`` and
+``sigmoid`` are means on one process. On several ranks, and for other reductions, kernels compute the blocks of the engines.
 """
 
 import os

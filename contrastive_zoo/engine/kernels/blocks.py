@@ -91,26 +91,20 @@ def scaled_rows(
     tl.store(dots + i, total, mask=i < n)
 
 
+# Largest size of a block of weights. A smaller block needs more passes over the float32 gradients: a block of 16,384² in
+# bfloat16 adds 2 · 16,384 · d elements per 2 · 16,384² · d multiplications.
 WEIGHT_BYTES = 512 * 2**20
-"""Largest size of a block of weights. A smaller block needs more passes over the float32 gradients: a block of 16,384² in
-bfloat16 adds 2 · 16,384 · d elements per 2 · 16,384² · d multiplications."""
-
+# Largest size of the partial sums of a block's rows: 65,536 rows of 512 blocks of columns, 8 bytes each.
 PARTIAL_BYTES = 256 * 2**20
-"""Largest size of the partial sums of a block's rows: 65,536 rows of 512 blocks of columns, 8 bytes each."""
-
+# Largest number of tiles per program. A program ends with sums over its columns, which cross threads; over 16 tiles
+# this cost is small, and 65,536² pairs still make 8,192 programs to balance.
 MAX_TILES = 16
-"""Largest number of tiles per program. A program ends with sums over its columns, which cross threads; over 16 tiles
-this cost is small, and 65,536² pairs still make 8,192 programs to balance."""
-
+# Fewest programs per launch, if there are enough tiles: eight rounds on an H100, so that the last round costs little.
 MIN_PROGRAMS = 8 * 132
-"""Fewest programs per launch, if there are enough tiles: eight rounds on an H100, so that the last round costs little."""
-
+# Up to so many pairs run in one launch with masks: a second launch would cost more than the masks.
 SINGLE_LAUNCH_PAIRS = 3000**2
-"""Up to so many pairs run in one launch with masks: a second launch would cost more than the masks."""
-
-
+# An offset of columns from rows that no pair has: no pair of a block of another rank's columns is positive.
 NO_PARTNER = 2**30
-"""An offset of columns from rows that no pair has: no pair of a block of another rank's columns is positive."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +120,8 @@ class Tile:
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of a launch."""
-        return {
-            "BLOCK_M": self.rows,
-            "BLOCK_N": self.columns,
-            "BLOCK_K": self.depth,
-            "GROUP": 16,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+        blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth}
+        return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def tiles(dtype: torch.dtype, precision: str, capability: int) -> tuple[Tile, Tile]:

@@ -41,8 +41,11 @@ from contrastive_zoo.ranks.compiling import Function
 
 @dataclass(frozen=True)
 class SoftmaxPairs:
-    """The pairs of some rows and columns. Sums of exponentials are two numbers each, see ``softmax_tiles``."""
+    """The pairs of rows a and columns b. Sums of exponentials are two numbers each, see ``softmax_tiles``."""
 
+    a: Operand
+    b: Operand
+    scale: Tensor
     precision: str
     symmetric: bool
     """Whether columns have softmaxes over rows, too."""
@@ -55,46 +58,31 @@ class SoftmaxPairs:
 
     @property
     def swapped(self) -> "SoftmaxPairs":
-        """The same pairs with columns as rows, to compute sums of columns with a maximum of each.
+        """The same pairs with columns as rows: sums of columns that lost precision are recomputed with a maximum of each."""
+        swapped = replace(self, a=self.b, b=self.a, symmetric=False)
+        return swapped if self.excluded is None or self.one_tower else replace(swapped, excluded=self._excluded_rows())
 
-        Sums of columns that lost precision are recomputed so. Excluded pairs are those of the rows of one tower.
-        """
-        return replace(self, symmetric=False)
-
-    def transposed(self, columns: int) -> "SoftmaxPairs":
-        """The same for a block of other rows than columns: the excluded row of each column."""
-        if self.excluded is None:
-            return self.swapped
+    def _excluded_rows(self) -> Tensor:
+        assert self.excluded is not None
+        columns = len(self.b)
         inside = (self.excluded >= 0) & (self.excluded < columns)
         rows = torch.arange(len(inside), dtype=torch.int32, device=inside.device)
         of_columns = torch.full_like(rows[:1], -1).expand(columns + 1).clone()
-        of_columns.scatter_(0, self.excluded.where(inside, columns).long(), rows)
-        return replace(self.swapped, excluded=of_columns[:columns])
-
-    def _excluded(self, i: slice, j: slice) -> Tensor | None:
-        """Return excluded columns of rows i, relative to columns j."""
-        return None if self.excluded is None else self.excluded[i] - j.start
+        return of_columns.scatter_(0, self.excluded.where(inside, columns).long(), rows)[:columns]
 
     def _launches(self, n: int, m: int, plain: Tile, edges: Tile) -> list[tuple[int, Tile]]:
         """Return the launches of a block; any tile may have an excluded pair, so that all need masks."""
         return launches(n, m, plain, edges) if self.excluded is None else [(2, edges)]
 
     def add_sums(
-        self,
-        a: Operand,
-        b: Operand,
-        scale: Tensor,
-        of_rows: Tensor,
-        of_columns: Tensor,
-        positives: Tensor,
-        precision_lost: Tensor,
-        if_lost: bool = False,
+        self, of_rows: Tensor, of_columns: Tensor, positives: Tensor, precision_lost: Tensor, *, if_lost: bool = False
     ) -> None:
         """Add the sums [2, ·] of all pairs to ``of_rows`` and ``of_columns``, and write the dot products of positive pairs.
 
         With one tower ``of_columns`` are ``of_rows``. ``precision_lost`` is set to 1 if a sum of a column may lack
         terms. With ``if_lost`` nothing is done unless it is 1.
         """
+        a, b = self.a, self.b
         plain, edges = tiles_for(a.rows, self.precision)
         side = math.isqrt(PARTIAL_BYTES * plain.columns // 8) // plain.rows * plain.rows
         # one tower needs only pairs above the diagonal; a recomputed sum covers a whole row
@@ -105,10 +93,10 @@ class SoftmaxPairs:
             shape = (2, cdiv(m, plain.columns), n)
             by_row = of_rows.new_full(shape, NOTHING.value) if upper and i == j else of_rows.new_empty(shape)
             by_column = of_rows.new_empty(2, cdiv(n, rows), m) if self.symmetric else by_row
-            excluded = self._excluded(i, j)
+            excluded = None if self.excluded is None else self.excluded[i] - j.start
             for edge, tile in self._launches(n, m, plain, edges):
                 log_sum_exps[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), scale,
+                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), self.scale,
                     by_row, by_column, positives[i], positives if excluded is None else excluded, precision_lost, n, m,
                     a.width, j.start - i.start, self.partner, rows,
                     EDGE=edge, ONE_TOWER=self.one_tower, UPPER=upper and i == j, COLUMNS=self.symmetric,
@@ -123,17 +111,7 @@ class SoftmaxPairs:
                 )  # fmt: skip
 
     def fill(
-        self,
-        w: Tensor,
-        i: slice,
-        j: slice,
-        a: Operand,
-        b: Operand,
-        scale: Tensor,
-        of_rows: Tensor,
-        of_columns: Tensor,
-        positive_weights: Tensor,
-        bits: int,
+        self, w: Tensor, i: slice, j: slice, of_rows: Tensor, of_columns: Tensor, positive_weights: Tensor, bits: int
     ) -> None:
         """Write the weights of rows i and columns j into ``w``, in units of 2^−bits.
 
@@ -141,13 +119,13 @@ class SoftmaxPairs:
         bits − exponent), and the same of its column. ``positive_weights`` are the negated weights of positive pairs.
         """
         n, m = w.shape
-        plain, edges = tiles_for(a.rows, self.precision)
-        rows, excluded = rows_per_program(n, m, plain), self._excluded(i, j)
+        plain, edges = tiles_for(self.a.rows, self.precision)
+        rows, excluded = rows_per_program(n, m, plain), None if self.excluded is None else self.excluded[i] - j.start
         for edge, tile in self._launches(n, m, plain, edges):
             softmax_weights[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
-                Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), scale, of_rows[:, i], of_columns[:, j],
-                positive_weights[i], positive_weights if excluded is None else excluded, n, m, a.width,
+                self.a.tiles(i, tile.rows, tile.depth), self.b.tiles(j, tile.columns, tile.depth),
+                Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), self.scale, of_rows[:, i], of_columns[:, j],
+                positive_weights[i], positive_weights if excluded is None else excluded, n, m, self.a.width,
                 of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner, rows,
                 EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, EXCLUDED=excluded is not None,
                 PRECISION=self.precision, UNIT=bits, MAX_ROWS=MAX_TILES * plain.rows, **tile.options,
@@ -160,7 +138,8 @@ def clip(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor
     The result is in nats, float32. Rows are float32, bfloat16 or float16 of any strides, d at most 4,096. A scale that
     is a tensor gets a gradient.
 
-    Raises:     ValueError: another shape or dtype, or rows on different devices.
+    Raises:
+        ValueError: another shape or dtype, or rows on different devices.
     """
     check_inputs("clip", a, b, same_length=True)
     return _Softmax.apply(a, b, as_scalar(scale, a), True, False)
@@ -189,9 +168,8 @@ class _Softmax(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, symmetric: bool, one_tower: bool) -> Tensor:
-        precision = precision_of(a)
-        ctx.pairs = SoftmaxPairs(precision, symmetric, one_tower, len(a) // 2 if one_tower else 0)
-        loss, *statistics = _losses(ctx.pairs, Operand.of(a, precision), Operand.of(b, precision), scale)
+        ctx.settings = precision_of(a), symmetric, one_tower, len(a) // 2 if one_tower else 0
+        loss, *statistics = _losses(_pairs(a, b, scale, *ctx.settings))
         ctx.save_for_backward(a, b, scale, *statistics)
         return loss.mean()
 
@@ -200,13 +178,16 @@ class _Softmax(Function):
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale, *statistics = ctx.saved_tensors
-        left, right = (Operand.of(x, ctx.pairs.precision) for x in (a, b))
-        return *_gradients(ctx.pairs, left, right, scale, statistics, g), None, None
+        return *_gradients(_pairs(a, b, scale, *ctx.settings), statistics, g), None, None
 
 
-def _losses(pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pairs(a: Tensor, b: Tensor, scale: Tensor, precision: str, *settings: Any) -> SoftmaxPairs:
+    return SoftmaxPairs(Operand.of(a, precision), Operand.of(b, precision), scale, precision, *settings)
+
+
+def _losses(pairs: SoftmaxPairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the losses of pairs, the sums of rows and of columns, and the weights of positive pairs."""
-    partner, one_tower = pairs.partner, pairs.one_tower
+    a, b, partner, one_tower = pairs.a, pairs.b, pairs.partner, pairs.one_tower
     count = partner or len(a)
     buffer = a.rows.new_full((2, len(a) + 2 * len(b)), NOTHING.value, dtype=torch.float32)
     of_rows, of_columns, recomputed = buffer.split([len(a), len(b), len(b)], 1)
@@ -214,25 +195,22 @@ def _losses(pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor) -> tuple
         of_columns = of_rows
     losses, positives, positive_weights = (a.rows.new_empty(k, dtype=torch.float32) for k in (count, len(a), len(a)))
     precision_lost = a.rows.new_zeros((), dtype=torch.int32)
-    pairs.add_sums(a, b, scale, of_rows, of_columns, positives, precision_lost)
+    pairs.add_sums(of_rows, of_columns, positives, precision_lost)
     if pairs.symmetric:
         # columns whose sums lost precision are recomputed as rows, each with its own maximum; else this does nothing
-        pairs.swapped.add_sums(
-            b, a, scale, recomputed, recomputed, torch.empty_like(positives), precision_lost, if_lost=True
-        )
+        pairs.swapped.add_sums(recomputed, recomputed, torch.empty_like(positives), precision_lost, if_lost=True)
     finish[(cdiv(count, 128),)](
-        of_rows, of_columns[:, partner:], recomputed[:, partner:], recomputed, precision_lost, positives, scale, losses,
-        positive_weights, count, buffer.stride(0), buffer.stride(0), buffer.stride(0), partner,
+        of_rows, of_columns[:, partner:], recomputed[:, partner:], recomputed, precision_lost, positives, pairs.scale,
+        losses, positive_weights, count, buffer.stride(0), buffer.stride(0), buffer.stride(0), partner,
         SIDES=2 if pairs.symmetric else 1, ONE_TOWER=one_tower, BLOCK=128,
     )  # fmt: skip
     return losses, of_rows, of_columns, positive_weights
 
 
-def _gradients(
-    pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor, statistics: Sequence[Tensor], g: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _gradients(pairs: SoftmaxPairs, statistics: Sequence[Tensor], g: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients of a, of b unless it is a, and of scale."""
-    weights, (of_rows, of_columns, positive_weights) = Weights.of(a, b), statistics
+    a, b, scale, weights = pairs.a, pairs.b, pairs.scale, Weights.of(pairs.a, pairs.b)
+    of_rows, of_columns, positive_weights = statistics
     factor = g * weights.unit / (len(a) * (2 if pairs.symmetric and not pairs.one_tower else 1))
     da, db = (torch.empty(x.rows.shape, dtype=x.rows.dtype, device=x.rows.device) for x in (a, b))
     dots = torch.empty(max(len(a), len(b)), dtype=torch.float32, device=da.device)
@@ -240,7 +218,7 @@ def _gradients(
     of_a = of_b if pairs.one_tower else of_b.new_empty(min(weights.side, len(a)), a.width)
     for i, j in blocks(len(a), len(b), weights.side, upper=pairs.one_tower):
         w = weights.block(i, j)
-        pairs.fill(w, i, j, a, b, scale, of_rows, of_columns, positive_weights, weights.bits)
+        pairs.fill(w, i, j, of_rows, of_columns, positive_weights, weights.bits)
         chunk = of_a[i] if pairs.one_tower else of_a[: len(w)]
         add_product(chunk, w, b.rows[j], first=j.start == 0)
         if i != j or not pairs.one_tower:

@@ -24,8 +24,10 @@ from contrastive_zoo.engine.precision import is_16_bit
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.ranks.transport import gather_rows
 
-EMPTY = 2.0**20
-"""The exponent by which weights of an empty sum are 0: large, and unlike infinity its differences are numbers."""
+EMPTY = (
+    2.0**20
+)  # the exponent by which weights of an empty sum are 0; unlike those of infinity, differences are numbers
+SMALLEST = 2.0**-126  # the least unit of weights, so that gradients of 0 are not divided by 0
 
 
 class ExponentSums:
@@ -61,10 +63,6 @@ class ExponentSums:
         return torch.stack([(exponent + more).masked_fill(empty, EMPTY), factor])
 
 
-SMALLEST = 2.0**-126
-"""The least unit of weights, so that gradients of 0 are not divided by 0."""
-
-
 @dataclass(frozen=True)
 class KernelSweep(SoftmaxSweep):
     """Compute the blocks of this rank by kernels. Rows have one partner at most."""
@@ -84,11 +82,10 @@ class KernelSweep(SoftmaxSweep):
         factor, total, parts = as_scalar(scale, rows), arithmetic.empty(len(rows), rows), []
         positives = torch.zeros_like(rows[:, 0])
         for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
-            pairs = self._pairs(index, block, rows, self.columnwise)
-            column_total = total if pairs.one_tower else arithmetic.empty(len(columns), rows)
-            if len(rows[block.rows]) and len(columns):
-                a, b = self._operands(rows[block.rows], columns)
-                _add_sums(pairs, a, b, factor, total[block.rows].T, column_total.T, positives)
+            pairs = self._pairs(index, block, rows, columns, factor, self.columnwise)
+            column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
+            if pairs is not None:
+                _add_sums(pairs, total[block.rows].T, column_total.T, positives)
             parts.append(column_total)
         counts = [len(x) for x in self.partners.empty(rows, len(rows), self.column_shards.size)]
         logits = [positives[:count].double() * scale for count in counts]
@@ -126,36 +123,37 @@ class KernelSweep(SoftmaxSweep):
         restored = unit if isinstance(scale, Tensor) else unit * scale
         of_rows = torch.zeros_like(rows)
         for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
-            pairs = self._pairs(index, block, rows, symmetric)
-            of_columns = of_rows if pairs.one_tower else None if dcolumns is None else torch.zeros_like(columns)
-            if len(rows[block.rows]) and len(columns):
-                a, b = self._operands(rows[block.rows], columns)
+            pairs, diagonal = self._pairs(index, block, rows, columns, factor, symmetric), self.one_tower and index == 0
+            of_columns = of_rows if diagonal else None if dcolumns is None else torch.zeros_like(columns)
+            if pairs is not None:
                 of_block = by_rank[block.ahead][:, block.columns]
                 weights = (row_weights[:, block.rows], of_block, positive_weights[block.rows])
-                _add_gradients(pairs, a, b, factor, weights, of_rows[block.rows], of_columns)
+                _add_gradients(pairs, weights, of_rows[block.rows], of_columns)
             if of_columns is None:
                 continue
             if index:
                 yield of_columns.mul_(restored)
             elif dcolumns is not None:  # gradients of local columns that other ranks send are added to these
-                dcolumns.zero_() if pairs.one_tower else torch.mul(of_columns, restored, out=dcolumns)
+                dcolumns.zero_() if diagonal else torch.mul(of_columns, restored, out=dcolumns)
         if dcolumns is drows:
             drows.addcmul_(of_rows, restored)
         else:
             torch.mul(of_rows, restored, out=drows)
 
-    def _pairs(self, index: int, block: RankBlock, rows: Tensor, symmetric: bool) -> SoftmaxPairs:
-        """Return the pairs of a block, of which the first is local."""
+    def _pairs(
+        self, index: int, block: RankBlock, rows: Tensor, columns: Tensor, scale: Tensor, symmetric: bool
+    ) -> SoftmaxPairs | None:
+        """Return the pairs of a block, of which the first is local; None if it has none."""
+        rows = rows[block.rows]
+        if not len(rows) or not len(columns):
+            return None
         partner = self.partners.offsets[0] if index == 0 and self.partners.offsets else NO_PARTNER
         precision = "tf32" if is_16_bit(self.dtype) else precision_of(rows)
         excluded = self._excluded_columns(block)
         excluded = None if excluded is None else excluded.int()
-        return SoftmaxPairs(precision, symmetric, self.one_tower and index == 0, partner, excluded)
-
-    def _operands(self, rows: Tensor, columns: Tensor) -> tuple[Operand, Operand]:
-        arguments = (x.to(self.dtype) if is_16_bit(self.dtype) else x for x in (rows, columns))
+        arguments = [x.to(self.dtype) if is_16_bit(self.dtype) else x for x in (rows, columns)]
         a, b = (Operand.of(x, precision_of(x)) for x in arguments)
-        return a, b
+        return SoftmaxPairs(a, b, scale, precision, symmetric, self.one_tower and index == 0, partner, excluded)
 
     def _positive_weights(self, dpositives: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Return the negated weight of each row's positive; with one tower both rows of a pair have it."""
@@ -166,36 +164,25 @@ class KernelSweep(SoftmaxSweep):
         return weights
 
 
-def _add_sums(
-    pairs: SoftmaxPairs, a: Operand, b: Operand, scale: Tensor, of_rows: Tensor, of_columns: Tensor, positives: Tensor
-) -> None:
+def _add_sums(pairs: SoftmaxPairs, of_rows: Tensor, of_columns: Tensor, positives: Tensor) -> None:
     """Add the sums of a block to those of its rows, and write those of its columns, which no other block has."""
-    precision_lost = positives.new_zeros((), dtype=torch.int32)
-    pairs.add_sums(a, b, scale, of_rows, of_columns, positives, precision_lost)
+    precision_lost, b = positives.new_zeros((), dtype=torch.int32), pairs.b.rows
+    pairs.add_sums(of_rows, of_columns, positives, precision_lost)
     if pairs.symmetric:
         recomputed = ExponentSums().empty(len(b), positives).T
-        swapped = pairs.swapped if pairs.one_tower else pairs.transposed(len(b))
-        swapped.add_sums(
-            b, a, scale, recomputed, recomputed, torch.empty_like(b.rows[:, 0], dtype=torch.float32), precision_lost,
-            if_lost=True,
-        )  # fmt: skip
+        unread = torch.empty_like(b[:, 0], dtype=torch.float32)
+        pairs.swapped.add_sums(recomputed, recomputed, unread, precision_lost, if_lost=True)
         of_columns.copy_(torch.where(precision_lost > 0, recomputed, of_columns))
 
 
 def _add_gradients(
-    pairs: SoftmaxPairs,
-    a: Operand,
-    b: Operand,
-    scale: Tensor,
-    statistics: tuple[Tensor, Tensor, Tensor],
-    of_rows: Tensor,
-    of_columns: Tensor | None,
+    pairs: SoftmaxPairs, statistics: tuple[Tensor, Tensor, Tensor], of_rows: Tensor, of_columns: Tensor | None
 ) -> None:
     """Add W B to ``of_rows`` and Wᵀ A to ``of_columns``, the same with one tower, with the weights W of a block."""
-    weights = Weights.of(a, b)
+    a, b, weights = pairs.a, pairs.b, Weights.of(pairs.a, pairs.b)
     for i, j in blocks(len(a), len(b), weights.side, upper=pairs.one_tower):
         w = weights.block(i, j)
-        pairs.fill(w, i, j, a, b, scale, *statistics, weights.bits)
+        pairs.fill(w, i, j, *statistics, weights.bits)
         add_product(of_rows[i], w, b.rows[j], alpha=weights.unit)
         if of_columns is not None and (i != j or not pairs.one_tower):
             add_product(of_columns[j], w.T, a.rows[i], alpha=weights.unit)
