@@ -31,7 +31,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "engine/sigmoid.py",
         "_SigmoidPairs.forward",
-        "sweep.learns and any(ctx.needs_input_grad) and sweep.reduction != 'none' → "
+        "sweep.learns and any(ctx.needs_input_grad) and (sweep.reduction != 'none') → "
         "sweep.learns or any(ctx.needs_input_grad) or sweep.reduction != 'none'",
     ): "A gradient that is not read.",
     ("engine/max_sim.py", "sum_selected", "True → False"): "It orders the terms of a sum.",
