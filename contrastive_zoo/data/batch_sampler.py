@@ -262,7 +262,6 @@ class GlobalBatchSampler(BaseBatchSampler):
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
 
     def global_batches(self, epoch: int) -> Batches:
-        """Return consecutive parts of the epoch's order."""
         return of_size("GlobalBatchSampler", partial(self._parts_of_order, epoch), num_samples=self.num_samples)
 
     def _parts_of_order(self, epoch: int) -> Batches:

@@ -110,7 +110,6 @@ class MPerClassBatchSampler(BaseBatchSampler):
         self._counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
 
     def global_batches(self, epoch: int) -> Batches:
-        """Return batches of groups of different classes."""
         keys = random_keys(self.seed, epoch, np.arange(len(self._classes)))
         groups = np.maximum(self._counts // self.m + (self._counts % self.m >= 2), self._counts > 0)
         batches = _distinct(groups, self.classes_per_batch, random_keys(self.seed, epoch, np.arange(groups.sum()), 1))
@@ -224,10 +223,11 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         settings = {"columns": np.concatenate([*result, lengths]), "batch_size": batch_size}
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
         self._values = np.stack(result, 1)
-        self._frequency = _frequency(self._values, len(values))
+        # the number of samples with each value; a sample may have a value in two columns
+        pairs = np.unique(np.arange(len(self._values))[:, None] * len(values) + self._values)
+        self._frequency = np.bincount(pairs % len(values), minlength=len(values))
 
     def global_batches(self, epoch: int) -> Batches:
-        """Return batches of samples without a common value."""
         samples = np.arange(len(self._values))
         keys = random_keys(self.seed, epoch, samples)
         frequency = self._frequency[self._values]
@@ -264,9 +264,3 @@ def _first_without_conflict(values: NDArray[np.int64], number: int, size: int) -
         batch_of.append(batch)
         cursor = batch + 1
     return np.array(batch_of, np.int64)
-
-
-def _frequency(values: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Return the number of samples with each value; a sample may have a value in two columns."""
-    samples = np.arange(len(values))[:, None]
-    return np.bincount(np.unique(samples * number + values) % number, minlength=number)

@@ -55,12 +55,8 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         process_group: Processes = None,
     ) -> None:
         table, unreadable = _as_table(neighbours)
-        problem = (
-            unreadable
-            or size_problem("batch_size", batch_size)
-            or size_problem("group_size", group_size)
-            or _table_problem(table)
-        )
+        problem = unreadable or size_problem("batch_size", batch_size) or size_problem("group_size", group_size)
+        problem = problem or _table_problem(table)
         if problem is None and group_size > batch_size:
             problem = f"a group is not larger than a batch, got group_size={group_size} and batch_size={batch_size}."
         self.neighbours, self.batch_size, self.group_size = table, batch_size, group_size
@@ -105,7 +101,6 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         return cls(table, process_group=process_group, **settings)
 
     def global_batches(self, epoch: int) -> Batches:
-        """Return batches of groups of neighbours."""
         size = len(self.neighbours)
         unused = [True] * size
         order: list[int] = []

@@ -14,7 +14,6 @@ from contrastive_zoo.ranks.row_checks import described, is_integer
 
 Sampling = Literal["top", "random"]
 
-
 _INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max", 0, 2**62), ("seed", 0, math.inf))
 """The settings that are integers, and their bounds. The result has ``num_negatives`` columns."""
 

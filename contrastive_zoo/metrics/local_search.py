@@ -92,6 +92,10 @@ class ApproximateIndex:
         return index
 
 
+Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
+"""Scores and positions of the nearest rows, and for which queries they are complete."""
+
+
 class Proposals(NamedTuple):
     """Candidates of n queries in the rows of one rank, best first, before their exact scores are known."""
 
@@ -151,9 +155,7 @@ class Gallery:
         for start in range(0, len(self), step):
             yield start, self.take(slice(start, start + step))
 
-    def nearest(
-        self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]
-    ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
+    def nearest(self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Nearest:
         """Return scores and positions of this rank's rows among the k nearest of all ranks, and where they are complete.
 
         ``excluded`` are positions that are left out, −1 for none. Rows are ordered by score, then by position; −∞ and −1
@@ -177,21 +179,15 @@ class Gallery:
             error = self._rounding(queries)
             missed = scores[:, -1:] + error if depth < len(self) else torch.full_like(error, -torch.inf)
             overflow = ~(scores.isfinite() & (positions >= 0)).all(1, keepdim=True)
-            scores, error, missed = (
-                x.masked_fill(overflow, value) for x, value in ((scores, 0.0), (error, torch.inf), (missed, torch.inf))
-            )
+            scores = scores.masked_fill(overflow, 0.0)
+            error, missed = (x.masked_fill(overflow, torch.inf) for x in (error, missed))
         for column in excluded.T:
             positions = positions.masked_fill(positions == column[:, None], -1)
         return Proposals(positions, scores.masked_fill(positions < 0, -torch.inf), error, missed)
 
     def top(
-        self,
-        queries: Float[Tensor, "n d"],
-        k: int,
-        excluded: Int[Tensor, "n e"],
-        proposals: Proposals,
-        floor: Float[Tensor, "n 1"],
-    ) -> tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]:
+        self, queries: Tensor, k: int, excluded: Tensor, proposals: Proposals, floor: Float[Tensor, "n 1"]
+    ) -> Nearest:
         """Return what :meth:`nearest` does; the floor is a score that k rows of all ranks reach, −∞ if none is known."""
         if k == 0:
             nothing = torch.empty(len(queries), 0)

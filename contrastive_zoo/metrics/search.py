@@ -120,8 +120,9 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
         return f"k is an integer, got {described(k)}."
     if problem := flag_problem(normalize=normalize):
         return problem
-    is_index = index is None or isinstance(index, ApproximateIndex)
-    return None if is_index else f"index is an ApproximateIndex or None, got {described(index)}."
+    if not (index is None or isinstance(index, ApproximateIndex)):
+        return f"index is an ApproximateIndex or None, got {described(index)}."
+    return None
 
 
 def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:

@@ -37,11 +37,6 @@ class EvaluationInputs(NamedTuple):
         """The rows to search in."""
         return self.queries if self.gallery is None else self.gallery
 
-    @property
-    def partners(self) -> bool:
-        """Whether relevant is the row with the same index."""
-        return self.labels is None and self.judgements is None
-
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
         result = {"queries": self.queries, "gallery": self.rows}
@@ -59,13 +54,15 @@ class EvaluationInputs(NamedTuple):
         for name in ("labels", "ids"):
             for prefix, of in (("", self.queries), ("gallery_", self.gallery)):
                 x = getattr(self, prefix + name)
-                if x is not None and of is None:
+                if x is None:
+                    continue
+                if of is None:
                     return (
                         f"{prefix}{name} belong to a gallery, got none. Rows that search among themselves have {name}."
                     )
-                if x is not None and of is not None and (problem := labels_problem(prefix + name, x, len(of))):
+                if problem := labels_problem(prefix + name, x, len(of)):
                     return problem
-        if self.gallery is None and self.partners:
+        if self.gallery is None and self.labels is None and self.judgements is None:
             return "rows that search among themselves need labels or judgements."
         if self.gallery is not None and (self.labels is None) != (self.gallery_labels is None):
             return "labels and gallery_labels come together; without them, partners have the same index."
@@ -151,7 +148,7 @@ def agreed_task(
     leave_one_out = inputs.gallery is None
     compared = {"metrics": names, **vars(settings), "ignore_label": inputs.ignore_label, "leave one out": leave_one_out}
     queries, gallery, *_ = agree_on_shards(caller, inputs.tensors(), world=world, problem=problem, settings=compared)
-    if inputs.partners and queries.total != gallery.total:
+    if inputs.labels is None and inputs.judgements is None and queries.total != gallery.total:
         raise ValueError(
             f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "
             f"{gallery.total} rows on all ranks."
@@ -162,7 +159,10 @@ def agreed_task(
     )
     kept = _kept(inputs.ids, labels, inputs.ignore_label, world)
     gallery_kept = kept if leave_one_out else _kept(inputs.gallery_ids, gallery_labels, inputs.ignore_label, world)
-    rows, gallery_rows = _where(kept, inputs.queries), _where(gallery_kept, inputs.rows)
+    rows, gallery_rows = (  # no copy if all count
+        x.detach() if bool(which.all()) else x.detach()[which.to(x.device)]
+        for x, which in ((inputs.queries, kept), (inputs.rows, gallery_kept))
+    )
     query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
     relevance: Labels | Judgements
     if inputs.judgements is None:
@@ -173,7 +173,7 @@ def agreed_task(
         gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
         ids_that_count = inputs.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
         relevance = _judgements(caller, inputs, *ids_that_count, world)
-    return Task(rows.detach(), gallery_rows.detach(), query_shards, gallery_shards, relevance), metrics
+    return Task(rows, gallery_rows, query_shards, gallery_shards, relevance), metrics
 
 
 def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
@@ -195,11 +195,6 @@ def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: W
     """Return which rows count."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ids is None else first_of_each(ids.long(), world)
     return kept if ignore_label is None else kept & (labels != ignore_label)
-
-
-def _where(kept: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows that count; no copy if all do."""
-    return rows if bool(kept.all()) else rows[kept.to(rows.device)]
 
 
 def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
