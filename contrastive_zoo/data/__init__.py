@@ -1,7 +1,6 @@
 """Before a batch and after it: batch samplers and hard-negative mining, the same for every split over the ranks."""
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, GlobalBatchSampler
-from contrastive_zoo.data.collate import CollateEmptyBatches
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler
 from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
 from contrastive_zoo.data.hard_negatives import mine_hard_negatives

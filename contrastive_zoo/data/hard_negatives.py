@@ -9,8 +9,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_zoo.data.mining import Guide, Mined, Task, mine
-from contrastive_zoo.data.mining_selection import Sampling, Selection
+from contrastive_zoo.data.mining import Guide, Mined, Sampling, Selection, Task, mine
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.world import Processes

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.data.mining import Guide, Task, called_on_every_rank, mine
-from contrastive_zoo.data.mining_selection import Selection
+from contrastive_zoo.data.mining import Guide, Selection, Task, called_on_every_rank, mine
 from contrastive_zoo.loss_base.state import loading_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, is_integer, tensor_problem

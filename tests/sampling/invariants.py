@@ -1,6 +1,6 @@
 """Batch samplers under test, and their invariants: functions that raise :class:`Broken` with what was found.
 
-Each names the mistake of :mod:`tests.sampling.mistakes` that it catches; the tests prove that it does.
+Each names the mistake of :mod:`tests.sampling.test_invariants` that it catches; the tests prove that it does.
 """
 
 from collections import Counter

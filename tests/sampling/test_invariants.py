@@ -1,15 +1,118 @@
-"""Random samplers keep the invariants, and each invariant catches its mistake."""
+"""Random samplers keep the invariants, and each invariant catches its mistake: a common one in samplers of several ranks."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 import pytest
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler
+from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, codes
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.invariant import Broken, Invariant
 from tests.sampling.cases import KINDS, random_trial
 from tests.sampling.invariants import SAMPLER_INVARIANTS, SamplerTrial
-from tests.sampling.mistakes import MISTAKES
 
 CASES = 25
 """Cases of each sampler; ``benchmarks/samplers.py --search`` runs as many as one asks for."""
+
+
+class EmptyPartsSkipped(GlobalBatchSampler):
+    """A rank without samples yields no batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (part for part in super().__iter__() if part)
+
+
+class StridedOverRanks(GlobalBatchSampler):
+    """Rank r takes every W-th sample of the epoch from the r-th on, and cuts batches of its own, as DistributedSampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        world = World.of(self.process_group)
+        order = np.concatenate(self.global_batches(self.epoch))[world.rank :: world.size]
+        size = -(-self.batch_size // world.size)
+        batches = [order[size * step : size * (step + 1)].tolist() for step in range(len(self))]
+        return iter(batches[self.step :])
+
+
+class Padded(GlobalBatchSampler):
+    """The first samples of the last batch are repeated until all ranks have equally many."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        world = World.of(self.process_group)
+        for batch in self.global_batches(self.epoch)[self.step :]:
+            size = -(-len(batch) // world.size)
+            yield np.resize(batch, size * world.size)[size * world.rank : size * (world.rank + 1)].tolist()
+
+
+class EqualShares(GlobalBatchSampler):
+    """The weights of the ranks are ignored."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        world = World.of(self.process_group)
+        for batch in self.global_batches(self.epoch)[self.step :]:
+            yield np.array_split(batch, world.size)[world.rank].tolist()
+
+
+class RestartsTheEpoch(GlobalBatchSampler):
+    """The position is the epoch: a resumed run begins it again."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.set_epoch(state["epoch"])
+
+
+class EpochNotInTheSeed(GlobalBatchSampler):
+    """Every epoch has the order of the first."""
+
+    def global_batches(self, epoch: int) -> Batches:
+        return super().global_batches(0)
+
+
+class RemainderAlone(MPerClassBatchSampler):
+    """Classes are cut into groups of m and what remains, be it one sample."""
+
+    def global_batches(self, epoch: int) -> Batches:
+        seen: dict[int, int] = {}
+        batches: list[list[int]] = []
+        for sample, label in enumerate(self._classes.tolist()):
+            seen[label] = seen.get(label, -1) + 1
+            number = seen[label] // self.m
+            batches.extend([] for _ in range(number + 1 - len(batches)))
+            batches[number].append(sample)
+        return [np.array(batch) for batch in batches]
+
+
+class GroupsInRandomOrder(MPerClassBatchSampler):
+    """Groups of m are shuffled and cut into batches: a batch may have two groups of one class, another one fewer classes."""
+
+    def global_batches(self, epoch: int) -> Batches:
+        order = np.argsort(self._classes, kind="stable")
+        groups = np.array_split(order, max(len(order) // self.m, 1))
+        shuffled = [groups[index] for index in np.random.default_rng(epoch).permutation(len(groups))]
+        starts = range(0, len(shuffled), self.classes_per_batch)
+        return [np.concatenate(shuffled[start : start + self.classes_per_batch]) for start in starts]
+
+
+class FirstColumnOnly(NoDuplicatesBatchSampler):
+    """Only the values of the first column are different."""
+
+    def __init__(self, *columns: Any, **settings: Any) -> None:
+        (first,), _ = codes(columns[:1])
+        super().__init__(first, **settings)
+
+
+MISTAKES: dict[str, type[BaseBatchSampler]] = {
+    "empty parts skipped": EmptyPartsSkipped,
+    "strided over ranks": StridedOverRanks,
+    "padded": Padded,
+    "equal shares": EqualShares,
+    "restarts the epoch": RestartsTheEpoch,
+    "epoch not in the seed": EpochNotInTheSeed,
+    "remainder alone": RemainderAlone,
+    "groups in random order": GroupsInRandomOrder,
+    "first column only": FirstColumnOnly,
+}
+"""By the name that invariants use."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
