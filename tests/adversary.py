@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.wrapper.step import splitting
-from tests.one_rank import SHARDS, Outcome, batch, made, one_step, parameters_of
+from tests.one_rank import Outcome, made, trained
 
 
 class Change(NamedTuple):
@@ -168,26 +166,8 @@ def play(trials: list[Trial]) -> list[tuple[str, list[Outcome]]]:
 
 
 def _played(trial: Trial) -> tuple[str, list[Outcome]]:
-    name, rank, size = trial.name, dist.get_rank(), dist.get_world_size()
-    wrapper, outcomes = cz.DistributedLoss(made(name)), []
-    with contextlib.ExitStack() as stack, splitting(always=trial.splits):
+    wrapper = cz.DistributedLoss(made(trial.name))
+    with contextlib.ExitStack() as stack:
         change = random.Random(trial.seed).choice(changes_of(wrapper, stack))
-        for step, shards in enumerate(SHARDS):
-            rows = [x.split(_shards(shards, size))[rank] for x in batch(name, step)]
-            rows = [x.clone().requires_grad_() if x.is_floating_point() else x for x in rows]
-            if step == trial.at and rank == size - 1:
-                change.apply()
-                rows = change.of_rows(rows)
-            try:
-                outcomes.append(one_step(wrapper, rows, parameters_of(wrapper.loss), size))
-            except (ValueError, TypeError, cz.CommunicationError) as error:
-                return change.what, [*outcomes, Outcome(refused=f"{type(error).__name__}: {error}")]
-            except RuntimeError as error:  # autograd's, where no rank has a gradient
-                return change.what, [*outcomes, Outcome(refused=f"{type(error).__name__}: {error}")]
-    return change.what, outcomes
-
-
-def _shards(of_two: tuple[int, int], size: int) -> tuple[int, ...]:
-    """The same rows on more ranks: the second rank's are split."""
-    first, second = of_two
-    return (first, second) if size == 2 else (first, second // 2, second - second // 2)
+        how = {"splits": trial.splits, "at": trial.at, "change": change.apply, "of_rows": change.of_rows}
+        return change.what, trained(trial.name, wrapper, **how)

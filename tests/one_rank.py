@@ -275,19 +275,42 @@ def alone(name: str) -> list[Outcome]:
     return [one_step(loss, batch(name, step), parameters_of(loss)) for step in range(len(SHARDS))]
 
 
-def on_ranks(name: str, change: Callable[[Any], Any] | None, at: int, *, splits: bool) -> list[Outcome]:
-    """The training on this rank, which ends with what is refused; the last rank changes something at a step."""
-    loss = made(name)
-    loss_fn = cz.DistributedLoss(loss)
-    outcomes = []
+def trained(
+    name: str,
+    wrapper: cz.DistributedLoss,
+    *,
+    splits: bool,
+    at: int,
+    change: Callable[[], Any],
+    of_rows: Callable[[list[Tensor]], list[Tensor]] = lambda rows: rows,
+) -> list[Outcome]:
+    """The training on this rank, which ends with what is refused; the last rank changes something before a step."""
+    rank, size, outcomes = dist.get_rank(), dist.get_world_size(), []
     with splitting(always=splits):
         for step, shards in enumerate(SHARDS):
-            rank, size = dist.get_rank(), dist.get_world_size()
-            if change is not None and step == at and rank == size - 1:
-                change(loss)
-            rows = [x.split(shards)[rank] for x in batch(name, step)]
+            rows = [x.split(_among(shards, size))[rank] for x in batch(name, step)]
+            rows = [x.clone().requires_grad_() if x.is_floating_point() else x for x in rows]
+            if step == at and rank == size - 1:
+                change()
+                rows = of_rows(rows)
             try:
-                outcomes.append(one_step(loss_fn, rows, parameters_of(loss), size))
-            except (ValueError, cz.CommunicationError) as error:
+                outcomes.append(one_step(wrapper, rows, parameters_of(wrapper.loss), size))
+            except (
+                ValueError,
+                TypeError,
+                RuntimeError,
+            ) as error:  # the last is autograd's, where no rank has a gradient
                 return [*outcomes, Outcome(refused=f"{type(error).__name__}: {error}")]
     return outcomes
+
+
+def _among(of_two: tuple[int, int], size: int) -> tuple[int, ...]:
+    """The same rows on more ranks: the second rank's are split."""
+    first, second = of_two
+    return (first, second) if size == 2 else (first, second // 2, second - second // 2)
+
+
+def on_ranks(name: str, change: Callable[[Any], Any], at: int, *, splits: bool) -> list[Outcome]:
+    """The training on this rank; the last rank changes its loss before a step."""
+    loss = made(name)
+    return trained(name, cz.DistributedLoss(loss), splits=splits, at=at, change=lambda: change(loss))

@@ -14,9 +14,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels
 from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.numbers import widen_numbers
 from contrastive_zoo.loss_base.settings import Settings
-from contrastive_zoo.loss_base.state import loading_problem, own_tensors
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import refuse_empty
@@ -246,17 +244,6 @@ class Loss(Settings, GraphModule):
         if type(self).compute.__module__.startswith("contrastive_zoo."):
             return None
         return f"{type(self).__name__}.compute is no method of this library, and may return anything."
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
-    ) -> None:
-        """Load all parameters and buffers or none: a centre without its prototypes would be another loss's."""
-        widen_numbers(self, state_dict, prefix)
-        if problem := loading_problem(own_tensors(self), state_dict, prefix):
-            *_, error_messages = lists
-            error_messages.append(f"{type(self).__name__}: {problem} It stays as it was.")
-        else:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def local(self) -> World:
         """Return a world of this process alone; warn once if other processes run, which this loss ignores."""

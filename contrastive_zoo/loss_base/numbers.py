@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.ranks.row_checks import described
 
@@ -24,14 +24,6 @@ def real(x: Any) -> Any:
 def move_towards(state: Tensor, target: Tensor, share: float | Tensor) -> None:
     """Move ``state`` in place by a share of the way to ``target``; a share that is a tensor may have any dtype."""
     state.lerp_(target.to(state), real(share).to(state) if isinstance(share, Tensor) else share)
-
-
-def widen_numbers(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Reshape saved parameters of shape [] to [1] in ``state_dict``: earlier versions saved [], which FSDP cannot shard."""
-    for name, parameter in module.named_parameters(recurse=False):
-        saved = state_dict.get(prefix + name)
-        if isinstance(saved, Tensor) and saved.ndim == 0 and parameter.shape == (1,):
-            state_dict[prefix + name] = saved.reshape(1)
 
 
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:

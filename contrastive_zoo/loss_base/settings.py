@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from contrastive_zoo.loss_base.numbers import flag_problem, real, word_problem
+from contrastive_zoo.loss_base.state import WholeState
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 
@@ -174,7 +175,7 @@ def field(
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
-class Settings(nn.Module):
+class Settings(WholeState):
     """A module whose annotated class attributes are its settings, keyword-only arguments of its constructor.
 
     An annotation says what a value may be: ``bool``, a ``Literal`` of words, or ``Annotated[float, Bounds(...)]``. A setting

@@ -32,6 +32,21 @@ def loading_problem(own: Mapping[str, Tensor], state_dict: Mapping[str, Any], pr
     return None
 
 
+class WholeState(nn.Module):
+    """A module that loads all of its own tensors or none: a centre without its prototypes would be another loss's."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            saved = state_dict.get(prefix + name)
+            if isinstance(saved, Tensor) and saved.ndim == 0 and parameter.shape == (1,):
+                state_dict[prefix + name] = saved.reshape(1)  # earlier versions saved [], which FSDP cannot shard
+        if problem := loading_problem(own_tensors(self), state_dict, prefix):
+            *_, error_messages = args
+            error_messages.append(f"{type(self).__name__}: {problem} It stays as it was.")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 @contextmanager
 def state_kept_on_error(module: nn.Module) -> Iterator[None]:
     """Run the body; if it raises, every buffer of the module is what it was before.

@@ -1,18 +1,17 @@
 """Learn a temperature."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import real, widen_numbers
+from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.settings import is_number
-from contrastive_zoo.loss_base.state import loading_problem, own_tensors
+from contrastive_zoo.loss_base.state import WholeState
 
 
-class LearnableTemperature(nn.Module):
+class LearnableTemperature(WholeState):
     """Learn a temperature as the logarithm of its inverse, as CLIP does: t = exp(−θ).
 
     Before each use θ itself is clamped, so that the scale 1/t = exp(θ) is at most ``max_scale``. The gradient is not
@@ -47,15 +46,6 @@ class LearnableTemperature(nn.Module):
             )
         self.log_scale = nn.Parameter(torch.tensor([-math.log(initial)]))  # FSDP shards no parameter of shape []
         self.max_scale = max_scale
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse NaN: it would make every loss NaN from then on."""
-        widen_numbers(self, state_dict, prefix)
-        if problem := loading_problem(own_tensors(self), state_dict, prefix):
-            *_, error_messages = args
-            error_messages.append(f"LearnableTemperature: {problem} It stays as it was.")
-        else:
-            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self) -> Tensor:
         """Return t, a positive number, []."""
