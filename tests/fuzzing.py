@@ -1,7 +1,5 @@
 """Nonsense for every public callable: valid arguments from its annotations, one or two of them replaced."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import linecache
@@ -24,44 +22,17 @@ from contrastive_zoo.loss_base.row_loss import AnchorLoss
 PACKAGE = str(Path(cz.__file__).parent)
 
 SIZES = {
-    "n": 4,
-    "N": 4,
-    "d": 3,
-    "m": 4,
-    "C": 4,
-    "k": 2,
-    "v": 2,
-    "g": 2,
-    "e": 3,
-    "K": 5,
-    "p": 1,
-    "a": 2,
-    "b": 3,
-    "c": 2,
-    "L": 2,
-    "M": 4,
-    "D": 3,
-    "bins": 8,
-}
+    "n": 4, "N": 4, "d": 3, "m": 4, "C": 4, "k": 2, "v": 2, "g": 2, "e": 3, "K": 5, "p": 1, "a": 2, "b": 3, "c": 2,
+    "L": 2, "M": 4, "D": 3, "bins": 8,
+}  # fmt: skip
 """Sizes of valid arguments by the names of their dimensions."""
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 SHAPES = [(), (0,), (1,), (4,), (5,), (4, 3), (0, 3), (4, 0), (1, 3), (3, 4), (5, 3), (4, 1), (4, 2, 3), (4, 3, 1, 1)]
 VALUES = ["ordinary", "zero", "huge", "tiny", "nan", "inf", "negative"]
-LAYOUTS = [
-    "plain",
-    "plain",
-    "transposed",
-    "expanded",
-    "strided",
-    "sparse",
-    "csr",
-    "quantised",
-    "meta",
-    "learnt",
-    "numpy",
-]
+LAYOUTS = ["transposed", "expanded", "strided", "sparse", "csr", "quantised", "meta", "learnt", "numpy"]
+LAYOUTS += ["plain", "plain"]
 
 
 class Other:
@@ -284,19 +255,13 @@ def _momentum(encoder: Any, momentum: Any, buffers: Any, updated: Any) -> Any:
     return keys.update(updated)
 
 
-def _refreshed(**named: Any) -> Any:
-    encode = named.pop("encode")
-    negatives = cz.data.RefreshedNegatives(encode, encode, **named)
-    return negatives.refresh(0) if hasattr(negatives, "refresh") else negatives
-
-
 def by_hand() -> dict[str, Target]:
     """Callables that are no losses, and how they are used."""
     rows = {"queries": Z, "gallery": None, "labels": LABELS, "gallery_labels": None}
-    n_d = {"rows": "n d"}
+    labelled, n_and_n_d = {"rows": Z, "labels": LABELS}, {"rows": "n d", "labels": "n"}
     seeds = {"seed": 0, "rank_weights": None}
     linear = nn.Linear(3, 2)
-    found = {
+    return {
         "CrossBatchMemory": Target(
             _memory,
             {"loss": cz.SupCon(), "size": 8, "embedding_size": 3, "rows": Z, "partners": LABELS},
@@ -334,18 +299,10 @@ def by_hand() -> dict[str, Target]:
         ),
         "DistributedLoss": Target(
             _distributed,
-            {
-                "loss": cz.SupCon(),
-                "rows": Z,
-                "labels": LABELS,
-                "miner": None,
-                "mode": "replicated",
-                "ring": False,
-                "prefer_native": False,
-                "grad_reduction": "mean",
-                "static_shapes": False,
-            },
-            {**n_d, "labels": "n"},
+            labelled
+            | {"loss": cz.SupCon(), "miner": None, "mode": "replicated", "grad_reduction": "mean"}
+            | dict.fromkeys(("ring", "prefer_native", "static_shapes"), False),
+            n_and_n_d,
         ),
         "DistributedMiner": Target(
             lambda miner, rows, labels: cz.data.DistributedMiner(miner)(rows, labels),
@@ -358,13 +315,13 @@ def by_hand() -> dict[str, Target]:
         "average_gradients": Target(cz.average_gradients, {"module": linear}, {}),
         "WeightedSum": Target(
             lambda losses, weights, rows, labels: cz.WeightedSum(losses, weights=weights)(rows, labels),
-            {"losses": [cz.SupCon(), cz.Triplet()], "weights": None, "rows": Z, "labels": LABELS},
-            {**n_d, "labels": "n"},
+            labelled | {"losses": [cz.SupCon(), cz.Triplet()], "weights": None},
+            n_and_n_d,
         ),
         "Matryoshka": Target(
             lambda rows, labels, **settings: cz.Matryoshka(**settings)(rows, labels),
-            {"loss": cz.SupCon(), "dims": [1, 3], "rows": Z, "labels": LABELS},
-            {**n_d, "labels": "n"},
+            labelled | {"loss": cz.SupCon(), "dims": [1, 3]},
+            n_and_n_d,
         ),
         "LearnableTemperature": Target(
             lambda initial, max_scale: cz.LearnableTemperature(initial, max_scale=max_scale)(),
@@ -389,7 +346,6 @@ def by_hand() -> dict[str, Target]:
         "global_sample_ids": of_function(cz.engine.global_sample_ids, {"n": 4, "views": 1}),
         "World": Target(cz.World.of, {"process_group": None}, {}),
     }
-    return found
 
 
 def _names() -> dict[str, Callable[[], Target]]:

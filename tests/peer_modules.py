@@ -38,12 +38,7 @@ class MemoryEfficientCLIPLoss(_Memeff):
     """memeff: both directions; the temperature is a number."""
 
     def __init__(
-        self,
-        temperature: float = 0.07,
-        normalized_inputs: bool = False,
-        stable: bool = True,
-        tau_plus: float = 0.0,
-        label_smoothing: float = 0.0,
+        self, temperature=0.07, normalized_inputs=False, stable=True, tau_plus=0.0, label_smoothing=0.0
     ) -> None:
         super().__init__()
         self.temperature, self.normalized_inputs, self.stable = float(temperature), normalized_inputs, stable
@@ -59,14 +54,14 @@ class MemoryEfficientQwen3Loss(_Memeff):
 
     def __init__(
         self,
-        temperature: float = 0.07,
-        margin: float = 0.1,
-        use_qq_negatives: bool = False,
-        use_dd_negatives: bool = False,
-        normalized_inputs: bool = False,
-        stable: bool = True,
-        tau_plus: float = 0.0,
-        label_smoothing: float = 0.0,
+        temperature=0.07,
+        margin=0.1,
+        use_qq_negatives=False,
+        use_dd_negatives=False,
+        normalized_inputs=False,
+        stable=True,
+        tau_plus=0.0,
+        label_smoothing=0.0,
     ) -> None:
         super().__init__()
         assert not use_qq_negatives
@@ -75,11 +70,7 @@ class MemoryEfficientQwen3Loss(_Memeff):
         self.normalized_inputs, self.stable = normalized_inputs, stable
 
     def forward(
-        self,
-        query_features: Tensor,
-        doc_features: Tensor,
-        hard_negative_features: Tensor | None = None,
-        tau_plus: Any = None,
+        self, query_features: Tensor, doc_features: Tensor, hard_negative_features: Tensor | None = None, tau_plus=None
     ) -> Tensor:
         self.rows = len(query_features)
         logits = self.logits(query_features, doc_features)
@@ -91,12 +82,12 @@ def linear_cross_entropy(
     e: Tensor,
     c: Tensor,
     targets: Tensor,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    shift: bool = False,
-    filter_eps: float | str | None = "high",
-    impl: str = "cce",
+    ignore_index=-100,
+    softcap=None,
+    reduction="mean",
+    shift=False,
+    filter_eps="high",
+    impl="cce",
 ) -> Tensor:
     """cut-cross-entropy: rows e, classes c."""
     assert filter_eps is None, "small weights of the gradient are set to zero"
@@ -104,12 +95,7 @@ def linear_cross_entropy(
 
 
 def fused_siglip_loss(
-    img_features: Tensor,
-    txt_features: Tensor,
-    log_temperature: Tensor,
-    bias: Tensor,
-    use_fp8: bool = False,
-    backend: str = "auto",
+    img_features: Tensor, txt_features: Tensor, log_temperature: Tensor, bias: Tensor, use_fp8=False, backend="auto"
 ) -> Tensor:
     """siglip-kernel: the sum of all pairs over the rows; the temperature multiplies."""
     logits = img_features @ txt_features.T * log_temperature.exp() + bias
@@ -120,13 +106,7 @@ class ClipLoss(nn.Module):
     """OpenCLIP: both directions."""
 
     def __init__(
-        self,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
+        self, local_loss=False, gather_with_grad=False, cache_labels=False, rank=0, world_size=1, use_horovod=False
     ) -> None:
         super().__init__()
 
@@ -136,7 +116,7 @@ class ClipLoss(nn.Module):
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
-        output_dict: bool = False,
+        output_dict=False,
     ) -> Tensor:
         own = torch.arange(len(image_features))
         towers = ((image_features, text_features), (text_features, image_features))
@@ -152,12 +132,7 @@ class SigLipLoss(nn.Module):
         super().__init__()
 
     def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor,
-        output_dict: bool = False,
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor, output_dict=False
     ) -> Tensor:
         logits = logit_scale * image_features @ text_features.T + logit_bias
         return -F.logsigmoid((2 * torch.eye(len(logits)) - 1) * logits).sum() / len(logits)

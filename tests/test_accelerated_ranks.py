@@ -21,7 +21,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
-from tests.adapters.test_sharded import ONE_PROCESS, PAIRS, Rows
+from tests.adapters.test_sharded import ALL, rows_of
 from tests.device_entries import ENTRIES as OTHERS
 from tests.helpers import EVERY_CASE, EXACT, distance, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO
@@ -161,13 +161,13 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
 SIZES = [(5, 7), (0, 12), (9, 3)]
 """Shard sizes of each step."""
 
-IN_SHARDS = PAIRS | ONE_PROCESS
+IN_SHARDS = ALL
 
 
 def in_shards(name: str) -> list[list[Any]]:
     """Compute steps of a loss whose rows are on the device, and whose labels are there on rank 0."""
     loss, miner = loss_and_miner(name)
-    rows, rank, found = Rows.of(SIZES[0], references=False), dist.get_rank(), []
+    rows, rank, found = rows_of(SIZES[0]), dist.get_rank(), []
     torch.manual_seed(3 if rank == 0 else 77)  # dropout and augmentation differ between ranks
     with device() as mode:
         put = put_by(mode)
@@ -187,7 +187,7 @@ def loss_and_miner(name: str) -> tuple[Any, Any]:
 def whole(name: str) -> list[list[Tensor]]:
     """Return what pytorch-metric-learning computes on one process: the value and the gradients, at each step."""
     loss, miner = loss_and_miner(name)
-    rows, found = Rows.of(SIZES[0], references=False), []
+    rows, found = rows_of(SIZES[0]), []
     torch.manual_seed(3)
     for _ in SIZES:
         z = rows.z.clone().requires_grad_()

@@ -1,7 +1,5 @@
 """The fix that an error names is right: it is applied as it stands, and the call then returns what the right call does."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

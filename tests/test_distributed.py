@@ -1,5 +1,6 @@
 """DistributedLoss around losses from elsewhere: what they may take and return, and what is noticed."""
 
+import functools
 import gc
 import random
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
@@ -24,7 +26,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 from contrastive_zoo.wrapper.call_history import EVERY_NTH_CALL
 from contrastive_zoo.wrapper.step import splitting
-from tests.helpers import close, common_error, error_message, local_shard, numbers
+from tests.helpers import close, common_error, drawn, error_message, local_shard, numbers
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -80,68 +82,39 @@ class Parts(NamedTuple):
     note: str
 
 
-class Scaled(nn.Module):
-    """A loss with a parameter, which returns whatever is made of its parts."""
-
-    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.returns = returns
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
-        attraction = self.scale * (embeddings @ embeddings.T)[labels[:, None] == labels].mean()
-        return self.returns(attraction + embeddings.exp().mean(), attraction)
+RETURNED: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda total, attraction: (total, attraction.detach()),
+    lambda total, attraction: [total, {"attraction": attraction.item(), "count": 3, "what": "parts", "none": None}],
+    lambda total, attraction: {"loss": total, "attraction": attraction},
+    lambda total, attraction: Parts(total, attraction, "of the batch"),
+]
 
 
-RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "tensor": lambda total, attraction: total,
-    "tuple": lambda total, attraction: (total, attraction.detach()),
-    "list": lambda total, attraction: [
-        total,
-        {"attraction": attraction.item(), "count": 3, "what": "parts", "none": None},
-    ],
-    "dict": lambda total, attraction: {"loss": total, "attraction": attraction},
-    "named tuple": lambda total, attraction: Parts(total, attraction, "of the batch"),
-}
+@pytest.mark.parametrize(("shards", "trainer"), drawn(SPLITS, ["mean", "sum"], one_in=2), ids=str)
+def test_whatever_a_loss_returns_is_that_of_one_process(shards: Sequence[int], trainer: str, worlds: Worlds) -> None:
+    def parts(returns: Callable[[Tensor, Tensor], Any], rows: Tensor, labels: Tensor) -> Any:
+        attraction = (rows @ rows.T)[labels[:, None] == labels].mean()
+        return returns(attraction + rows.exp().mean(), attraction)
 
+    def job() -> list[Any]:
+        rows, labels = local_shard(x, shards).requires_grad_(), local_shard(LABELS, shards)
+        losses = [cz.DistributedLoss(functools.partial(parts, f), grad_reduction=trainer) for f in RETURNED]
+        values = [loss(rows, labels) for loss in losses]
+        gradients = [torch.autograd.grad(tree_leaves(value)[0], rows)[0] for value in values]
+        return [*zip(values, gradients, strict=True)]
 
-def total_of(value: Any) -> Tensor:
-    while not isinstance(value, Tensor):
-        value = next(iter(value.values() if isinstance(value, dict) else value))
-    return value
-
-
-def one_step(loss: Callable[..., Any], x: Tensor, labels: Tensor) -> tuple[Any, Tensor, Tensor]:
-    weight = numbers(D, D, seed=3).requires_grad_()
-    value = loss(x @ weight, labels)
-    total_of(value).backward()
-    scale = getattr(loss, "scale", None)
-    return value, weight.grad, scale.grad
-
-
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@pytest.mark.parametrize("shards", SPLITS, ids=str)
-@pytest.mark.parametrize("name", RETURNED)
-def test_parts_are_global_and_gradients_right(name: str, shards: Sequence[int], trainer: str, worlds: Worlds) -> None:
-    x, returns = numbers(N, D, seed=1), RETURNED[name]
-
-    def job() -> Any:
-        loss = cz.DistributedLoss(Scaled(returns), grad_reduction=trainer)
-        return one_step(loss, local_shard(x, shards), local_shard(LABELS, shards))
-
-    value, encoder, parameter = one_step(Scaled(returns), x, LABELS)
+    x = numbers(N, D, seed=1).requires_grad_()
+    expected = [parts(returns, x, LABELS) for returns in RETURNED]
     found = worlds.run(len(shards), job)
-    weight = 1 / len(shards) if trainer == "mean" else 1.0
-    close(weight * sum(by_rank[1] for by_rank in found), encoder)
-    close(weight * sum(by_rank[2] for by_rank in found), parameter)
-    expected = torch.utils._pytree.tree_leaves(value)
-    for by_rank in found:
-        assert type(by_rank[0]).__name__ == type(value).__name__
-        close(by_rank[2], found[0][2])
-        for part, other in zip(torch.utils._pytree.tree_leaves(by_rank[0]), expected, strict=True):
-            assert (
-                part == pytest.approx(other) if not isinstance(other, Tensor) else close(part, other.detach()) is None
-            )
+    for nth, value in enumerate(expected):
+        (gradient,) = torch.autograd.grad(tree_leaves(value)[0], x, retain_graph=True)
+        scale = 1 / len(shards) if trainer == "mean" else 1.0
+        close(scale * torch.cat([of_rank[nth][1] for of_rank in found]), gradient)
+        for of_rank in found:
+            assert type(of_rank[nth][0]) is type(value)
+            for part, other in zip(tree_leaves(of_rank[nth][0]), tree_leaves(value), strict=True):
+                is_tensor = isinstance(other, Tensor)
+                assert close(part, other.detach()) is None if is_tensor else part == pytest.approx(other)
 
 
 def test_a_plain_function_and_one_with_other_names(worlds: Worlds) -> None:
@@ -212,49 +185,65 @@ class Pair:
     z: Tensor
 
 
-def bad_calls() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
+class Mining(nn.Module):
+    """A miner with a setting."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.arange(3) for _ in range(3))
+
+
+def bad_calls() -> dict[str, tuple[Callable[[], Any], str]]:
+    """Calls by name, and what their error says, parts separated by …."""
     last = rank() == dist.get_world_size() - 1 if dist.is_initialized() else True
-    indices = (torch.tensor([0]),) * 3
+    indices, wrap = (torch.tensor([0]),) * 3, cz.DistributedLoss
     return {
         "mined by hand": (
-            lambda: cz.DistributedLoss(third_party)(z(), y(), indices if last else None),
-            ("indices_tuple was mined on this rank's rows", "miner=miner", "DistributedMiner(miner)"),
+            lambda: wrap(third_party)(z(), y(), indices if last else None),
+            "indices_tuple was mined on this rank's rows … miner=miner … DistributedMiner(miner)",
         ),
         "global ones that were taken apart": (
-            lambda: cz.DistributedLoss(third_party)(z(), y(), DistributedMiner(last_of_all)(z(), y())[:2]),
-            ("indices_tuple was mined on this rank's rows", "as it is"),
+            lambda: wrap(third_party)(z(), y(), DistributedMiner(last_of_all)(z(), y())[:2]),
+            "indices_tuple was mined on this rank's rows … as it is",
         ),
         "global on one rank only": (
-            lambda: cz.DistributedLoss(third_party)(z(), y(), GlobalIndices(indices) if last else None),
-            ("ranks disagree on indices_tuple",),
+            lambda: wrap(third_party)(z(), y(), GlobalIndices(indices) if last else None),
+            "ranks disagree on indices_tuple",
         ),
         "two miners": (
-            lambda: cz.DistributedLoss(third_party, miner=last_of_all)(z(), y(), GlobalIndices(indices)),
-            ("indices_tuple came along", "has a miner"),
+            lambda: wrap(third_party, miner=last_of_all)(z(), y(), GlobalIndices(indices)),
+            "indices_tuple came along … has a miner",
+        ),
+        "miners of different settings": (
+            lambda: wrap(third_party, miner=Mining(0.5 if last else 0.25))(z(), y()),
+            "ranks disagree on miner.share",
         ),
         "a miner of no tuple": (
             lambda: DistributedMiner(lambda embeddings, labels: labels)(z(), y()),
-            ("a miner returns a tuple of indices", "got Tensor"),
+            "a miner returns a tuple of indices … got Tensor",
         ),
         "labels for the miner": (
             lambda: DistributedMiner(last_of_all)(z(), y(4 - last)),
-            ("last_of_all: ", "labels are one per row, got 3 for 4 rows"),
+            "last_of_all: … labels are one per row, got 3 for 4 rows",
         ),
         "NaN for the miner": (
             lambda: DistributedMiner(last_of_all)(z() / (0 if last else 1), y()),
-            ("last_of_all: ", "embeddings hold NaN or infinite values"),
+            "last_of_all: … embeddings hold NaN or infinite values",
         ),
         "an array": (
-            lambda: cz.DistributedLoss(third_party)(z(), y().numpy()),
-            ("labels must be a tensor, or a tuple", "got a ndarray", "torch.as_tensor(labels)"),
+            lambda: wrap(third_party)(z(), y().numpy()),
+            "labels must be a tensor, or a tuple … got a ndarray … torch.as_tensor(labels)",
         ),
         "rows in a dataclass": (
-            lambda: cz.DistributedLoss(lambda pair: pair.z.sum())(Pair(z())),
-            ("pair must be a tensor, or a tuple", "got a Pair"),
+            lambda: wrap(lambda pair: pair.z.sum())(Pair(z())),
+            "pair must be a tensor, or a tuple … got a Pair",
         ),
         "a value in a dataclass": (
-            lambda: cz.DistributedLoss(lambda rows: Pair(rows.sum()), grad_reduction="sum")(z()),
-            ("gradients cannot be scaled inside a Pair", "tuples, lists and dicts"),
+            lambda: wrap(lambda rows: Pair(rows.sum()), grad_reduction="sum")(z()),
+            "gradients cannot be scaled inside a Pair … tuples, lists and dicts",
         ),
     }
 
@@ -265,7 +254,7 @@ def test_every_rank_says_the_same_and_goes_on(name: str, worlds: Worlds) -> None
         bad_calls()[name][0]()
 
     text, after = common_error(worlds, 2, bad, good)
-    for words in bad_calls()[name][1]:
+    for words in bad_calls()[name][1].split(" … "):
         assert words in text
     assert len(set(after)) == 1
 
@@ -273,7 +262,7 @@ def test_every_rank_says_the_same_and_goes_on(name: str, worlds: Worlds) -> None
 def test_some_are_refused_on_one_process_too() -> None:
     for name in ("two miners", "a miner of no tuple"):
         call, words = bad_calls()[name]
-        assert all(word in (error_message(call) or "") for word in words)
+        assert all(word in (error_message(call) or "") for word in words.split(" … "))
 
 
 @pytest.mark.parametrize(
@@ -407,26 +396,12 @@ def test_ranks_that_were_told_different_things(loss: Any, setting: str, worlds: 
 # ------------------------------------------------------------------------------------------- in another loss's place
 
 
-def test_a_native_loss_is_called_as_the_one_it_stands_for() -> None:
-    asked = losses.SupConLoss()
-    native = cz.DistributedLoss(asked, prefer_native=True)
-    expected = asked(z(6), y(6))
-    for found in (native(z(6), y(6)), native(z(6), y(6), None), native(embeddings=z(6), labels=y(6), ref_emb=None)):
-        close(found, expected)
-    close(native(z(6), y(6), None, z(4), y(4)), asked(z(6), y(6), None, z(4), y(4)))
-
-
 def test_a_row_loss_takes_embeddings_and_labels_by_name() -> None:
     loss = cz.DistributedLoss(cz.Triplet())
     close(loss(z(6), labels=y(6)), loss(z(6), y(6)))
     close(loss(labels=y(6), embeddings=z(6)), loss(z(6), y(6)))
     with pytest.raises(ValueError, match="Triplet: compares embeddings with labels, or views; got targets as well"):
         loss(z(), targets=y())
-
-
-def test_what_cannot_be_sharded_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"DistributedLoss: VICRegLoss cannot be computed in shards: its variances"):
-        cz.DistributedLoss(losses.VICRegLoss(), mode="sharded")
 
 
 def test_a_loss_that_holds_its_encoder_is_sent_to_its_adapter() -> None:
@@ -499,27 +474,23 @@ def test_embeddings_beside_their_sizes_are_as_many_as_they_are(make: Callable[[]
             close(torch.cat([x[k] for x in ranks]), expected[k])
 
 
-def test_many_rows_take_the_engines_way_again(worlds: Worlds) -> None:
-    def job() -> list[bool]:
-        loss = cz.DistributedLoss(cz.Clip())
-        return [messages(lambda n=n: loss(z(n), z(n)).backward()) > 4 for n in (600, 600, 4, 4, 600, 600)]
+def test_many_rows_take_the_engines_way(worlds: Worlds) -> None:
+    """Many are 600, or 150 of a large width in each of two views; static shapes change nothing."""
 
-    assert worlds.run(2, job) == [[True, True, False, False, True, True]] * 2
+    def takes_engine(loss: Any, *sizes: int, width: int = D) -> list[bool]:
+        views = [numbers(n, width, seed=7 + rank()).requires_grad_() for n in sizes]
+        return [messages(lambda x=x: loss(x, x).backward()) > 4 for x in views]
 
+    def job() -> list[list[bool]]:
+        return [
+            takes_engine(cz.DistributedLoss(cz.Clip()), 600, 600, 4, 4, 600, 600),
+            takes_engine(cz.DistributedLoss(cz.Clip(), static_shapes=True), *[600] * 5),
+            takes_engine(cz.DistributedLoss(cz.NTXent()), 150, 150),
+            takes_engine(cz.DistributedLoss(cz.NTXent()), 150, 150, width=2048),
+        ]
 
-def test_wide_rows_are_sooner_many(worlds: Worlds) -> None:
-    """Of 300 rows in all; and of two views, each of which has them."""
-
-    def job() -> list[bool]:
-        found = []
-        for width in (D, 2048):
-            loss = cz.DistributedLoss(cz.NTXent())
-            rows = numbers(150, width, seed=7 + rank()).requires_grad_()
-            loss(rows, rows).backward()
-            found.append(messages(lambda loss=loss, rows=rows: loss(rows, rows).backward()) > 4)
-        return found
-
-    assert worlds.run(2, job) == [[False, True]] * 2
+    expected = [[True, True, False, False, True, True], [True] * 5, [False] * 2, [True] * 2]
+    assert worlds.run(2, job) == [expected] * 2
 
 
 def test_many_rows_of_a_loss_that_is_no_mean_over_anchors(worlds: Worlds) -> None:
@@ -535,14 +506,6 @@ def test_many_rows_of_a_loss_that_is_no_mean_over_anchors(worlds: Worlds) -> Non
     expected = variance_of_products(torch.cat([z(of_rank=0), z(of_rank=1)]).detach())
     for found in worlds.run(2, job):
         close(found, expected)
-
-
-def test_many_rows_of_known_shapes_stay_on_the_engines_way(worlds: Worlds) -> None:
-    def job() -> list[bool]:
-        loss = cz.DistributedLoss(cz.Clip(), static_shapes=True)
-        return [messages(lambda: loss(z(600), z(600)).backward()) > 4 for _ in range(5)]
-
-    assert worlds.run(2, job) == [[True] * 5] * 2
 
 
 def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
@@ -607,34 +570,6 @@ def test_a_step_leaves_no_reference_cycle(loss: Any, worlds: Worlds) -> None:
             gc.enable()
 
     assert worlds.run(2, step) == [0, 0]
-
-
-class Mining(nn.Module):
-    """A miner with a setting."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.arange(3) for _ in range(3))
-
-
-def mined(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
-    return embeddings.square().sum()
-
-
-def differing_miners() -> str | None:
-    rank = dist.get_rank()
-    loss_fn = cz.DistributedLoss(mined, miner=Mining(0.5 if rank else 0.25))
-    return error_message(lambda: loss_fn(numbers(4, 3, seed=rank), torch.arange(4)))
-
-
-def test_miners_of_different_settings_are_refused(worlds: Worlds) -> None:
-    first, second = worlds.run(2, differing_miners)
-    assert first == second
-    assert first is not None
-    assert "miner.share" in first
 
 
 def test_attributes_of_the_loss_are_set_through_the_wrapper() -> None:

@@ -1,7 +1,5 @@
 """A step in chunks has the effects of a step at once: gradients, random numbers, buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -121,17 +119,6 @@ def test_only_one_chunk_has_a_graph_at_a_time() -> None:
     assert seen[3:] == [(True, 3), (True, 3), (True, 2)]
 
 
-@pytest.mark.parametrize("factor", [3.0, 0.25])
-def test_grad_output_is_honoured(factor: float) -> None:
-    x, loss_fn = numbers(6, IN, seed=0), cz.SupCon(temperature=cz.LearnableTemperature(0.5))
-    at_once, cached = mlp(), mlp()
-    (factor * loss_fn(at_once(x), labels(6))).backward()
-    expected = [*gradients(at_once), loss_fn.temperature.log_scale.grad.clone()]
-    loss_fn.zero_grad()
-    (factor * loss_fn(GradCache(cached, 4)(x), labels(6))).backward()
-    same([*gradients(cached), loss_fn.temperature.log_scale.grad], expected)
-
-
 def test_gradients_accumulate_and_autograd_grad_returns_them() -> None:
     x, loss_fn = numbers(6, IN, seed=0), cz.SupCon()
     at_once, cached = mlp(), mlp()
@@ -142,15 +129,6 @@ def test_gradients_accumulate_and_autograd_grad_returns_them() -> None:
     same(gradients(cached), gradients(at_once))
     asked = torch.autograd.grad(loss_fn(encode(x), labels(6)), list(cached.parameters()))
     same(list(asked), list(torch.autograd.grad(loss_fn(at_once(x), labels(6)), list(at_once.parameters()))))
-
-
-def test_two_calls_before_one_backward_pass() -> None:
-    at_once, cached = mlp(), mlp()
-    encode = GradCache(cached, 2)
-    x, y = numbers(3, IN, seed=0), numbers(5, IN, seed=1)
-    (at_once(x).square().mean() + at_once(y).exp().mean()).backward()
-    (encode(x).square().mean() + encode(y).exp().mean()).backward()
-    same(gradients(cached), gradients(at_once))
 
 
 def test_frozen_parameters_and_no_grad() -> None:

@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper import step
-from contrastive_zoo.wrapper.joins import join_problem
 from tests.helpers import common_error, error_message, numbers
 
 
@@ -51,18 +49,6 @@ CONTEXTS: dict[str, Callable[[Training], Any]] = {
 def test_a_loss_inside_of_join_is_refused_on_every_rank(name: str, warm: bool, worlds: Worlds) -> None:
     text, _ = common_error(worlds, 2, lambda: joined(CONTEXTS[name], warm=warm), lambda: Training().step())
     assert text.startswith("NTXent: DDP's join() is active. A rank that has run out of batches answers DDP's messages")
-
-
-def without_the_check() -> str | None:
-    step.join_problem = lambda: None
-    try:
-        return error_message(lambda: joined(CONTEXTS["join()"]))
-    finally:
-        step.join_problem = join_problem
-
-
-def test_without_the_check_nothing_would_be_noticed(worlds: Worlds) -> None:
-    assert worlds.run(2, without_the_check) == [None, None]
 
 
 def around_a_join() -> list[Tensor]:

@@ -1,10 +1,9 @@
 """Every loss of pytorch-metric-learning with every distance, reducer, regulariser and miner, in shards and whole."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,49 +13,23 @@ from pytorch_metric_learning import losses as L
 from pytorch_metric_learning import miners as M
 from pytorch_metric_learning import reducers as R
 from pytorch_metric_learning import regularizers as G
-from torch import Tensor, nn
+from torch import Tensor
 
 import contrastive_zoo as cz
-from tests.helpers import distance
+from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED
+from tests.helpers import distance, split
+from tools.pml_matrix.constructors import BUILT, WIDTH
 
-CLASSES, WIDTH = 4, 3
-_WITH_CLASSES = {"num_classes": CLASSES, "embedding_size": WIDTH}
+CLASSES = 6
 
-LOSSES: dict[str, Callable[..., Any]] = {
-    "Angular": L.AngularLoss,
-    "Circle": L.CircleLoss,
-    "Contrastive": L.ContrastiveLoss,
-    "FastAP": L.FastAPLoss,
-    "GeneralizedLifted": L.GeneralizedLiftedStructureLoss,
-    "Instance": L.InstanceLoss,
-    "IntraPairVariance": L.IntraPairVarianceLoss,
-    "Lifted": L.LiftedStructureLoss,
-    "Margin": L.MarginLoss,
-    "Margin, learnt": lambda **parts: L.MarginLoss(learn_beta=True, nu=0.1, num_classes=CLASSES, **parts),
-    "MultiSimilarity": L.MultiSimilarityLoss,
-    "NCA": L.NCALoss,
-    "NPairs": L.NPairsLoss,
-    "NTXent": L.NTXentLoss,
-    "PNP": L.PNPLoss,
-    "RankedList": lambda **parts: L.RankedListLoss(margin=0.4, Tn=-2, Tp=-1, **parts),
-    "SignalToNoise": L.SignalToNoiseRatioContrastiveLoss,
-    "SupCon": L.SupConLoss,
-    "ThresholdConsistent": L.ThresholdConsistentMarginLoss,
-    "Triplet": L.TripletMarginLoss,
-    "Tuplet": L.TupletMarginLoss,
-    "ArcFace": lambda **parts: L.ArcFaceLoss(**_WITH_CLASSES, **parts),
-    "CosFace": lambda **parts: L.CosFaceLoss(**_WITH_CLASSES, **parts),
-    "LargeMarginSoftmax": lambda **parts: L.LargeMarginSoftmaxLoss(**_WITH_CLASSES, **parts),
-    "NormalizedSoftmax": lambda **parts: L.NormalizedSoftmaxLoss(**_WITH_CLASSES, **parts),
-    "P2SGrad": lambda **parts: L.P2SGradLoss(WIDTH, CLASSES, **parts),
-    "ProxyNCA": lambda **parts: L.ProxyNCALoss(**_WITH_CLASSES, **parts),
-    "SoftTriple": lambda **parts: L.SoftTripleLoss(**_WITH_CLASSES, **parts),
-    "SphereFace": lambda **parts: L.SphereFaceLoss(**_WITH_CLASSES, **parts),
-    "SubCenterArcFace": lambda **parts: L.SubCenterArcFaceLoss(**_WITH_CLASSES, **parts),
-    "Multiple": lambda **parts: L.MultipleLosses(
-        [L.ContrastiveLoss(**parts), L.MultiSimilarityLoss()], weights=[1, 0.5]
-    ),
-}
+
+def _build(name: str, **parts: Any) -> Any:
+    of_classes = {"num_classes": CLASSES} if name in BUILT and name not in _WITHOUT_CLASSES else {}
+    return BUILT.get(name, getattr(L, name))(**of_classes, **parts)
+
+
+_WITHOUT_CLASSES = ("MultipleLosses", "RankedListLoss")
+LOSSES = {x.__name__.removesuffix("Loss"): partial(_build, x.__name__) for x in (*EVALUATED, L.MultipleLosses)}
 PARTS: dict[str, dict[str, Callable[[], Any]]] = {
     "distance": {
         "cosine": D.CosineSimilarity,
@@ -92,21 +65,29 @@ MINERS: dict[str, Callable[[], Any]] = {
 }
 
 
+class Case(NamedTuple):
+    """A loss and a miner, made anew on every rank."""
+
+    loss: Callable[[], Any]
+    miner: Callable[[], Any] | None = None
+
+
 class Combination(NamedTuple):
     """Names of a loss, and of its parts; None for the part that it has by default, or for no miner."""
 
     loss: str
-    distance: str | None
-    reducer: str | None
-    regularizer: str | None
-    miner: str | None
+    distance: str | None = None
+    reducer: str | None = None
+    regularizer: str | None = None
+    miner: str | None = None
 
-    def make(self) -> tuple[nn.Module, Any]:
-        """The loss and the miner, the same on every rank."""
-        torch.manual_seed(0)
+    def case(self) -> Case:
         parts = zip(PARTS, (self.distance, self.reducer, self.regularizer), strict=True)
-        loss = LOSSES[self.loss](**{part: PARTS[part][name]() for part, name in parts if name is not None})
-        return loss.double(), None if self.miner is None else MINERS[self.miner]()
+        settings = {part: PARTS[part][name] for part, name in parts if name is not None}
+        return Case(
+            lambda: LOSSES[self.loss](**{part: make() for part, make in settings.items()}),
+            None if self.miner is None else MINERS[self.miner],
+        )
 
 
 def combinations() -> Iterator[Combination]:
@@ -115,59 +96,87 @@ def combinations() -> Iterator[Combination]:
     return itertools.starmap(Combination, itertools.product(LOSSES, *parts, (None, *MINERS)))
 
 
-Verdict = tuple[str, float]
-""""the same" or "not the same" with the largest difference, "refused", or "not accepted" by the library itself."""
+class Rows(NamedTuple):
+    """Embeddings and labels, with or without reference embeddings and labels."""
+
+    z: Tensor
+    labels: Tensor
+    references: Tensor | None = None
+    reference_labels: Tensor | None = None
 
 
-def verdicts(chosen: Iterable[tuple[Combination, tuple[int, ...], int]]) -> list[Verdict]:
-    """On every rank: each combination with these shards and this seed, in shards and on one process."""
-    return [_verdict(*x) for x in chosen]
+Shards = tuple[int, ...]
 
 
-def _verdict(combination: Combination, shards: tuple[int, ...], seed: int) -> Verdict:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        generator = torch.Generator().manual_seed(seed)
-        labels = torch.randint(CLASSES, (sum(shards),), generator=generator)
-        z = torch.randn(sum(shards), WIDTH, generator=generator, dtype=torch.float64)
-        try:
-            expected = _on_one_process(combination, z, labels)
-        except Exception:  # many combinations mean nothing, and fail in many ways
-            return "not accepted", 0.0
-        try:
-            found = _in_shards(combination, z, labels, shards)
-        except ValueError as error:
-            if "in shards" in str(error):
-                return "refused", 0.0
-            raise AssertionError(f"{combination}, {shards}, seed {seed}") from error
-        differences = [distance(x, y) for x, y in zip(found, expected, strict=True)]
-        worst = max(float("inf") if x != x else x for x in differences)
-        return "the same" if worst <= 1e-9 else "not the same", worst
-
-
-def _on_one_process(combination: Combination, z: Tensor, labels: Tensor) -> list[Tensor]:
-    loss, miner = combination.make()
-    z = z.clone().requires_grad_()
+def whole(case: Case, rows: Rows) -> list[Tensor]:
+    """Return what pytorch-metric-learning computes on one process: the value and the gradients."""
+    torch.manual_seed(0)
+    loss, miner = case.loss().double(), case.miner and case.miner()
+    leaves = [x.clone().requires_grad_() for x in rows[::2] if x is not None]
+    others = [] if rows.references is None else [leaves[1], rows.reference_labels]
     torch.manual_seed(3)
-    value = loss(z, labels, miner(z, labels)) if miner else loss(z, labels)
-    return [value.detach(), *_gradients(value, [z, *loss.parameters()])]
+    indices = miner(leaves[0], rows.labels, *others) if miner else None
+    value = loss(leaves[0], rows.labels, indices, *others)
+    return [value.detach(), *_gradients(value, [*leaves, *loss.parameters()])]
 
 
-def _in_shards(combination: Combination, z: Tensor, labels: Tensor, shards: tuple[int, ...]) -> list[Tensor]:
-    loss, miner = combination.make()
+def in_shards(case: Case, rows: Rows, shards: Shards) -> list[Tensor]:
+    """Return the same on every rank: the embeddings' gradients are those of all ranks."""
+    torch.manual_seed(0)
+    loss, miner = case.loss().double(), case.miner and case.miner()
     rank = dist.get_rank()
-    mine, own = z.split(shards)[rank].clone().requires_grad_(), labels.split(shards)[rank]
+    sizes = [shards, shards, *[(*shards[:-1], shards[-1] + 1)] * 2]  # there is one reference more
+    local = [split(x, of)[rank].clone() for x, of in zip(rows, sizes, strict=True) if x is not None]
+    leaves = [x.requires_grad_() for x in local[::2]]
     wrapper = cz.DistributedLoss(loss, miner=miner, mode="sharded", check_distinct=False)
-    torch.manual_seed(3 if rank == 0 else 77)
-    value = wrapper(mine, own)
-    of_rows, *others = _gradients(value, [mine, *loss.parameters()])
-    whole = torch.zeros_like(z)
-    whole.split(shards)[rank].copy_(of_rows / len(shards))
-    dist.all_reduce(whole)
-    return [value.detach(), whole, *others]
+    torch.manual_seed(3 if rank == 0 else 77)  # dropout and augmentation differ between ranks
+    value = wrapper(*local) if rows.references is None else wrapper(*local[:2], None, *local[2:])
+    gradients = _gradients(value, [*leaves, *loss.parameters()])
+    for nth, (x, of) in enumerate(zip(rows[::2], sizes[::2], strict=True)):
+        if x is not None:
+            total = torch.zeros_like(x)
+            split(total, of)[rank].copy_(gradients[nth] / len(shards))
+            dist.all_reduce(total)
+            gradients[nth] = total
+    return [value.detach(), *gradients]
 
 
 def _gradients(value: Tensor, wanted: list[Tensor]) -> list[Tensor]:
     if not value.requires_grad:
         return [torch.zeros_like(x) for x in wanted]
     return [*torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)]
+
+
+def largest_difference(x: list[Tensor], y: list[Tensor]) -> float:
+    differences = [distance(a, b) for a, b in zip(x, y, strict=True)]
+    return max(float("inf") if x != x else x for x in differences)
+
+
+Verdict = tuple[str, float]
+""""the same" or "not the same" with the largest difference, "refused", or "not accepted" by the library itself."""
+
+
+def verdicts(chosen: Iterable[tuple[Combination, Shards, int]]) -> list[Verdict]:
+    """On every rank: each combination with these shards and this seed, in shards and on one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [_verdict(*x) for x in chosen]
+
+
+def _verdict(combination: Combination, shards: Shards, seed: int) -> Verdict:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (sum(shards),), generator=generator)
+    rows = Rows(torch.randn(sum(shards), WIDTH, generator=generator, dtype=torch.float64), labels)
+    case = combination.case()
+    try:
+        expected = whole(case, rows)
+    except Exception:  # many combinations mean nothing, and fail in many ways
+        return "not accepted", 0.0
+    try:
+        found = in_shards(case, rows, shards)
+    except ValueError as error:
+        if "in shards" in str(error):
+            return "refused", 0.0
+        raise AssertionError(f"{combination}, {shards}, seed {seed}") from error
+    worst = largest_difference(found, expected)
+    return "the same" if worst <= 1e-9 else "not the same", worst

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -172,18 +171,6 @@ def test_it_can_be_copied_and_saved(name: str) -> None:
     twin.load_state_dict(torch.load(file))
     for other in (twin, copy.deepcopy(cz.DistributedLoss(Case(name).construct()[0]))):
         assert same(outcome(other, call), expected)
-
-
-def test_setting_an_attribute_sets_it_on_the_loss() -> None:
-    wrapper = cz.DistributedLoss(losses.NTXentLoss())
-    wrapper.temperature = 0.5
-    wrapper.note = "of the wrapper"
-    wrapper.check_finite = False
-    assert wrapper.loss.temperature == 0.5
-    assert not hasattr(wrapper.loss, "note")
-    assert not hasattr(wrapper.loss, "check_finite")
-    again = pickle.loads(pickle.dumps(wrapper))
-    assert (again.temperature, again.note, again.check_finite) == (0.5, "of the wrapper", False)
 
 
 def test_the_wrappers_own_attributes_take_precedence() -> None:

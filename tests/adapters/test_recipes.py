@@ -1,7 +1,5 @@
 """Losses of other kinds, as their authors write them: what a trainer on W ranks makes of them bare, and behind one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariant import Broken, Invariant
 from contrastive_zoo.testing.invariants import CONTRACT, same_state
 from contrastive_zoo.testing.measurement import Call, Case
 from contrastive_zoo.testing.trial import Trial
@@ -195,28 +192,6 @@ def test_distributed_loss_supports_trainers_that_sum(recipe: Recipe, worlds: Wor
 
     for invariant in CONTRACT:
         invariant(trial(make, recipe.call, (0, 3, 2), worlds, "sum"))
-
-
-def broken(make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds) -> set[str]:
-    """Return the names of the invariants that do not hold."""
-
-    def holds(invariant: Invariant) -> bool:
-        try:
-            invariant(on)
-        except Broken:
-            return False
-        return True
-
-    on = trial(make, call, shards, worlds)
-    return {str(invariant) for invariant in (*CONTRACT, same_state) if not holds(invariant)}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_without_distributed_loss_invariants_fail(recipe: Recipe, worlds: Worlds) -> None:
-    found = broken(recipe.before, recipe.call, (1, 4), worlds)
-    assert {"same_value_on_every_rank", "same_encoder_gradient"} <= found
-    assert ("same_state" in found) == (recipe.name in STATEFUL)
-    assert ("same_parameter_gradient_on_every_rank" in found) == (recipe.name == "a scale from outside")
 
 
 def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], splits: list[tuple[int, ...]]) -> list[Any]:

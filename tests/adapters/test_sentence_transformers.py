@@ -3,8 +3,6 @@
 All of it runs in one world of three, where sentence-transformers is imported once; smaller worlds are groups within it.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -454,7 +452,7 @@ def test_the_encoders_forward_is_restored() -> None:
 # --------------------------------------------------------------------------------------------------------------- trainer
 
 
-def trained(folder: str, name: str, *, wrapped: bool = True, batch: int = 2, env: bool = True) -> dict[str, Tensor]:
+def trained(folder: str, name: str, *, batch: int = 2, env: bool = True) -> dict[str, Tensor]:
     """Two steps of the real trainer; what it leaves of encoder and loss."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -479,11 +477,9 @@ def trained(folder: str, name: str, *, wrapped: bool = True, batch: int = 2, env
         optim="sgd", max_grad_norm=0.0, report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, seed=3,
         disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
     )  # fmt: skip
-    torch.manual_seed(dist.get_rank() if env and wrapped else 0)  # the adapter fixes scripts that do not seed
+    torch.manual_seed(dist.get_rank() if env else 0)  # the adapter fixes scripts that do not seed
     loss = case.make(model).double()
-    trainer = SentenceTransformerTrainer(
-        model, arguments, train_dataset=data, loss=DistributedSentenceLoss(loss) if wrapped else loss
-    )
+    trainer = SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=DistributedSentenceLoss(loss))
     trainer.train()
     own = {name: x for name, x in loss.named_parameters() if name.startswith("classifier")}
     return {name: x.detach().clone() for name, x in {**dict(model.named_parameters()), **own}.items()}
@@ -507,12 +503,3 @@ def test_the_trainer_trains_on_ranks_what_it_trains_on_one(
         assert found.keys() == expected.keys()
         for parameter, x in expected.items():
             close(found[parameter], x)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter"), [("SoftmaxLoss", "classifier.weight"), ("BatchHardTripletLoss", "0.embedding.weight")]
-)
-def test_without_the_adapter_replicas_drift_apart(name: str, parameter: str, trainers: Callable[..., Any]) -> None:
-    """What it is for; and that the comparison above can fail."""
-    first, second = trainers(2, name, wrapped=False, batch=2)
-    assert distance(first[parameter], second[parameter]) > 1e-3

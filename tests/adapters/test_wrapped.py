@@ -14,6 +14,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, close, distance, numbers, split
 
+wrap, mining = cz.DistributedLoss, cz.data.DistributedMiner
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 SHARDS = ((8,), (3, 5), (0, 6, 2))
 
@@ -30,20 +31,15 @@ def triplets() -> Any:
 Wrap = Callable[[], Callable[..., Any]]
 
 TAKEN_OFF: dict[str, tuple[Wrap, Wrap]] = {
-    "their loss": (lambda: arc_face(), lambda: cz.DistributedLoss(DistributedLossWrapper(arc_face()))),
-    "their efficient loss": (
-        lambda: triplets(),
-        lambda: cz.DistributedLoss(DistributedLossWrapper(triplets(), efficient=True)),
-    ),
+    "their loss": (lambda: arc_face(), lambda: wrap(DistributedLossWrapper(arc_face()))),
+    "their efficient loss": (lambda: triplets(), lambda: wrap(DistributedLossWrapper(triplets(), efficient=True))),
     "their loss and our miner": (
         lambda: triplets(),
-        lambda: cz.DistributedLoss(
-            DistributedLossWrapper(triplets()), miner=cz.data.DistributedMiner(miners.BatchHardMiner())
-        ),
+        lambda: wrap(DistributedLossWrapper(triplets()), miner=mining(miners.BatchHardMiner())),
     ),
     "their miner": (
         lambda: triplets(),
-        lambda: cz.DistributedLoss(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
+        lambda: wrap(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
     ),
 }
 
@@ -54,10 +50,10 @@ def one_process(name: str, bare: Callable[..., Any], z: Tensor) -> Any:
 
 @pytest.mark.parametrize("name", TAKEN_OFF)
 def test_an_outermost_wrapper_is_taken_off(name: str, worlds: Worlds) -> None:
-    make, wrap = TAKEN_OFF[name]
+    make, wrapped = TAKEN_OFF[name]
 
     def job(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        z, loss_fn = z.clone().requires_grad_(), wrap()
+        z, loss_fn = z.clone().requires_grad_(), wrapped()
         value = loss_fn(z, labels)
         gradient, *of_loss = torch.autograd.grad(value, [z, *loss_fn.parameters()])
         return value.detach(), gradient, of_loss
@@ -79,7 +75,7 @@ def test_an_outermost_wrapper_is_taken_off(name: str, worlds: Worlds) -> None:
 @pytest.mark.parametrize("inner", [DistributedMinerWrapper, lambda x: x], ids=["theirs", "bare"])
 def test_a_wrapped_miner_mines_once(inner: Callable[..., Any], worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor) -> list[Tensor]:
-        return list(cz.data.DistributedMiner(inner(miners.BatchHardMiner()))(z, labels))
+        return list(mining(inner(miners.BatchHardMiner()))(z, labels))
 
     z = numbers(8, 4, seed=0)
     expected = miners.BatchHardMiner()(z, LABELS)
@@ -100,60 +96,49 @@ class Holder(nn.Module):
 
 
 def distributed() -> Any:
-    return cz.DistributedLoss(losses.ContrastiveLoss())
+    return wrap(losses.ContrastiveLoss())
 
 
 REFUSED: dict[str, tuple[Wrap, str]] = {
     "ours in MultipleLosses": (
-        lambda: cz.DistributedLoss(losses.MultipleLosses([triplets(), distributed()])),
+        lambda: wrap(losses.MultipleLosses([triplets(), distributed()])),
         r"loss\.losses\[1\] is DistributedLoss",
     ),
     "theirs in MultipleLosses": (
-        lambda: cz.DistributedLoss(losses.MultipleLosses({"a": DistributedLossWrapper(triplets())})),
+        lambda: wrap(losses.MultipleLosses({"a": DistributedLossWrapper(triplets())})),
         r"loss\.losses\['a'\] is pytorch-metric-learning's DistributedLossWrapper",
     ),
     "a miner in MultipleLosses": (
-        lambda: cz.DistributedLoss(
-            losses.MultipleLosses([triplets()], [cz.data.DistributedMiner(miners.BatchHardMiner())])
-        ),
+        lambda: wrap(losses.MultipleLosses([triplets()], [mining(miners.BatchHardMiner())])),
         r"loss\.miners\[0\] is DistributedMiner.*the bare miner",
     ),
-    "ours in SelfSupervisedLoss": (
-        lambda: cz.DistributedLoss(Holder(a=distributed())),
-        r"loss\.held\[0\]\['a'\] is DistributedLoss",
-    ),
-    "ours in a queue": (
-        lambda: cz.DistributedLoss(_queue(distributed())),
-        r"loss\.loss is DistributedLoss",
-    ),
-    "ours in theirs": (
-        lambda: cz.DistributedLoss(_theirs(distributed())),
-        "loss is DistributedLoss|distributed already",
-    ),
+    "ours in SelfSupervisedLoss": (lambda: wrap(Holder(a=distributed())), r"loss\.held\[0\]\['a'\] is DistributedLoss"),
+    "ours in a queue": (lambda: wrap(_queue(distributed())), r"loss\.loss is DistributedLoss"),
+    "ours in theirs": (lambda: wrap(_theirs(distributed())), "loss is DistributedLoss|distributed already"),
     "theirs twice": (
-        lambda: cz.DistributedLoss(_theirs(DistributedLossWrapper(triplets()))),
+        lambda: wrap(_theirs(DistributedLossWrapper(triplets()))),
         "loss is pytorch-metric-learning's DistributedLossWrapper",
     ),
-    "ours in a lambda": (lambda: cz.DistributedLoss(_closure(distributed())), "loss's inner is DistributedLoss"),
+    "ours in a lambda": (lambda: wrap(_closure(distributed())), "loss's inner is DistributedLoss"),
     "ours in a partial": (
-        lambda: cz.DistributedLoss(functools.partial(distributed(), indices_tuple=None)),
+        lambda: wrap(functools.partial(distributed(), indices_tuple=None)),
         r"loss\.func is DistributedLoss",
     ),
     "a wrapper in a miner": (
-        lambda: cz.DistributedLoss(triplets(), miner=Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
+        lambda: wrap(triplets(), miner=Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
         r"miner\.held\[0\]\['a'\] is pytorch-metric-learning's DistributedMinerWrapper",
     ),
     "a wrapper in a miner by itself": (
-        lambda: cz.data.DistributedMiner(Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
+        lambda: mining(Holder(a=DistributedMinerWrapper(miners.BatchHardMiner()))),
         r"DistributedMiner: miner\.held\[0\]\['a'\] is pytorch-metric-learning's DistributedMinerWrapper",
     ),
-    "a class": (lambda: cz.DistributedLoss(cz.SupCon), r"Pass an instance, SupCon\(\.\.\.\)"),
-    "their class": (lambda: cz.DistributedLoss(losses.NTXentLoss), r"Pass an instance, NTXentLoss\(\.\.\.\)"),
+    "a class": (lambda: wrap(cz.SupCon), r"Pass an instance, SupCon\(\.\.\.\)"),
+    "their class": (lambda: wrap(losses.NTXentLoss), r"Pass an instance, NTXentLoss\(\.\.\.\)"),
     "a class as miner": (
-        lambda: cz.DistributedLoss(triplets(), miner=miners.BatchHardMiner),
+        lambda: wrap(triplets(), miner=miners.BatchHardMiner),
         r"a miner is an instance, got the class BatchHardMiner",
     ),
-    "a class as miner by itself": (lambda: cz.data.DistributedMiner(miners.BatchHardMiner), "a miner is an instance"),
+    "a class as miner by itself": (lambda: mining(miners.BatchHardMiner), "a miner is an instance"),
 }
 
 
@@ -181,9 +166,9 @@ def test_an_inner_wrapper_is_refused_with_its_place(name: str) -> None:
 
 
 def test_a_miner_of_another_group_is_refused() -> None:
-    miner = cz.data.DistributedMiner(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]  # the mistake
+    miner = mining(miners.BatchHardMiner(), process_group="another")  # type: ignore[arg-type]  # the mistake
     with pytest.raises(ValueError, match="process group of its own"):
-        cz.DistributedLoss(triplets(), miner=miner)
+        wrap(triplets(), miner=miner)
 
 
 def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
@@ -192,9 +177,9 @@ def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
     class Trainer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = cz.DistributedLoss(triplets())
-            self.second = cz.DistributedLoss(self.of_rows)
-            self.third = cz.DistributedLoss(lambda z, labels: self.of_rows(z, labels))
+            self.first = wrap(triplets())
+            self.second = wrap(self.of_rows)
+            self.third = wrap(lambda z, labels: self.of_rows(z, labels))
 
         def of_rows(self, z: Tensor, labels: Tensor) -> Tensor:
             return z.square().sum()
