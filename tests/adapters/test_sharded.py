@@ -46,9 +46,10 @@ def of_grid(*names: str) -> dict[str, Case]:
 PAIRS = {
     **of_grid(
         "Contrastive", "Contrastive + pair margins", "Contrastive + easy", "Contrastive + HDC", "Contrastive + histogram",
-        "SignalToNoiseRatioContrastive", "TripletMargin", "TripletMargin + semihard", "TripletMargin + weighted", "MultiSimilarity",
-        "MultiSimilarity + multi-similarity", "Circle", "NTXent", "NTXent + hardest", "SupCon", "GeneralizedLiftedStructure",
-        "TupletMargin", "Angular + angular", "Margin + multi-similarity", "IntraPairVariance", "NCA",
+        "SignalToNoiseRatioContrastive", "TripletMargin", "TripletMargin + semihard", "TripletMargin + weighted",
+        "MultiSimilarity", "MultiSimilarity + multi-similarity", "Circle", "NTXent", "NTXent + hardest", "SupCon",
+        "GeneralizedLiftedStructure", "TupletMargin", "Angular + angular", "Margin + multi-similarity",
+        "IntraPairVariance", "NCA",
     ),
     "Triplet, smooth, hardest": Case(lambda: L.TripletMarginLoss(0.3, smooth_loss=True), M.BatchHardMiner),
     "Triplet, hard": Case(lambda: L.TripletMarginLoss(0.3), lambda: M.TripletMarginMiner(0.3, "hard")),
