@@ -401,8 +401,14 @@ def seed_all(seed: int) -> None:
 
 
 def one_process_draws(seed: int, times: int) -> list[list[float]]:
+    """Return what a process draws; its streams go on as they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed_all(seed)
-    return [draws() for _ in range(times)]
+    result = [draws() for _ in range(times)]
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+    return result
 
 
 def in_loss(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, list[float]]:
@@ -423,13 +429,8 @@ def test_chance_is_rank_0s_everywhere_and_the_other_ranks_keep_their_own(where, 
         loss_fn = cz.DistributedLoss(after_miner if miner else in_loss, miner=miner)
         return [warm, loss_fn(z(), y())[1], loss_fn(z(), y())[1], draws()]
 
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     warm, first, second, next_on_rank_0 = one_process_draws(100, 4)
     others = [one_process_draws(100 + rank, 2) for rank in range(1, world_size)]
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])
-    torch.set_rng_state(kept[2])
-
     found = worlds.run(world_size, job)
     assert found[0] == [warm, first, second, next_on_rank_0]
     assert found[1:] == [[own_warm, first, second, own_next] for own_warm, own_next in others]
@@ -446,12 +447,7 @@ def test_the_other_ranks_keep_their_own_stream_when_the_loss_raises(worlds: Worl
             cz.DistributedLoss(broken)(z(), y())
         return draws()
 
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    expected = one_process_draws(101, 1)[0]
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])
-    torch.set_rng_state(kept[2])
-    assert worlds.run(2, job)[1] == expected
+    assert worlds.run(2, job)[1] == one_process_draws(101, 1)[0]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses
 
-from contrastive_zoo.data.miner import DistributedMiner
 from tests.helpers import numbers
 from tools.pml_matrix.cases import Case
 from tools.pml_matrix.constructors import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, parts
@@ -173,34 +172,9 @@ def test_it_can_be_copied_and_saved(name: str) -> None:
         assert same(outcome(other, call), expected)
 
 
-def test_the_wrappers_own_attributes_take_precedence() -> None:
-    memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), WIDTH)
-    wrapper = cz.DistributedLoss(memory)
-    assert wrapper.loss is memory
-    wrapper.miner = "mine"
-    assert memory.miner is None
-    assert wrapper.queue_idx == 0
-    wrapper.queue_idx = 3
-    assert memory.queue_idx == 3
-
-
 def test_attributes_of_a_loss_inside_ddp_are_read_too(worlds: Worlds) -> None:
     def job() -> float:
         ddp = nn.parallel.DistributedDataParallel(losses.NormalizedSoftmaxLoss(CLASSES, WIDTH, temperature=0.25))
         return cz.DistributedLoss(ddp).temperature
 
     assert worlds.run(1, job) == [0.25]
-
-
-def test_a_wrapped_miner_is_equal_too() -> None:
-    _, miner = Case("TripletMarginLoss", "BatchHardMiner").construct()
-    assert miner is not None
-    wrapper = DistributedMiner(miner)
-    z = rows()
-    assert same(tuple(wrapper(z, LABELS)), tuple(miner(z, LABELS)))
-    assert isinstance(wrapper(z, LABELS), tuple)
-    assert wrapper.num_triplets == miner.num_triplets == SAMPLES
-    assert wrapper.distance is miner.distance
-    found = cz.DistributedLoss(losses.TripletMarginLoss())(z, LABELS, wrapper(z, LABELS))
-    inside = cz.DistributedLoss(losses.TripletMarginLoss(), miner=miner)(z, LABELS)
-    assert same([found, inside], [losses.TripletMarginLoss()(z, LABELS, miner(z, LABELS))] * 2)

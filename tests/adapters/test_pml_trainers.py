@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, error_message, numbers
+from tests.helpers import close, distance, numbers
 
 pytest.importorskip("pytorch_metric_learning")
 
@@ -108,26 +108,6 @@ def test_a_trainer_computes_the_weights_of_one_process(recipe: Any, worlds: Worl
             close(found, wanted)
     by_itself = worlds.run(2, train, recipe, distributed=False)
     assert distance(by_itself[0][0], expected[0]) > 1e-3
-
-
-def test_a_trainer_that_makes_indices_of_its_own_is_refused(worlds: Worlds) -> None:
-    def job() -> str | None:
-        rows, labels = data().tensors
-        mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
-        trainer = trainers.TwoStreamMetricLoss(
-            models={"trunk": nn.Linear(3, D).double()},
-            optimizers={},
-            batch_size=3,
-            loss_funcs={"metric_loss": cz.DistributedLoss(losses.TripletMarginLoss())},
-            dataset=TensorDataset(rows[mine], rows[mine], labels[mine]),
-            data_device=torch.device("cpu"),
-            dataloader_num_workers=0,
-        )
-        return error_message(trainer.train)
-
-    texts = worlds.run(2, job)
-    assert "indices_tuple was mined on this rank's rows" in texts[0]
-    assert len(set(texts)) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- records
