@@ -62,7 +62,6 @@ class Arguments:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Samples of each of :attr:`rows`."""
         return [x.shape[0] for x in self.rows.values()]
 
     @property
@@ -118,7 +117,6 @@ class Arguments:
 
     @cached_property
     def on_accelerator(self) -> bool:
-        """Whether any rows lie elsewhere than on the CPU."""
         return not all(x.is_cpu for x in self.rows.values())
 
     @property

@@ -63,7 +63,6 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
 
 
 def _module_problem(module: object) -> str | None:
-    """Why the gradients of this object cannot be averaged, in words; None if they can."""
     if not isinstance(module, nn.Module):
         return f"a module is averaged, got {type(module).__name__}. Pass the model itself, average_gradients(model)."
     names = [name for name, x in module.named_parameters() if x.requires_grad and hasattr(x, "device_mesh")]

@@ -55,7 +55,6 @@ class CallHistory:
         return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
 
     def remember_value(self, value: Any) -> None:
-        """Keep the returned value for the next handshake."""
         # tensors only: other results, such as a time, may differ between ranks
         tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
         self._value = None

@@ -111,7 +111,6 @@ def _arguments_problem(chunks: object, loss_fn: object, several: bool) -> str | 
 
 
 def _models_problem(models: Sequence[Any], sequences: Sequence[Any]) -> str | None:
-    """Return what is wrong with the models, in words; None if nothing is."""
     if not models:
         return "there is at least one model, got none."
     if result := [type(x).__name__ for x in models if not isinstance(x, nn.Module)]:

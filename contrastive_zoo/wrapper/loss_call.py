@@ -14,8 +14,6 @@ from contrastive_zoo.wrapper.arguments import GlobalIndices
 
 
 class LossCall(NamedTuple):
-    """One call of a third-party loss: the loss, its miner, and its arguments by name."""
-
     loss: Any
     miner: Any
     bound: inspect.BoundArguments
@@ -30,7 +28,6 @@ class LossCall(NamedTuple):
         return self.loss(*self.bound.args, **self.bound.kwargs)
 
     def problem(self, world: World) -> str | None:
-        """Why the arguments cannot be used, in words; None if they can."""
         arguments = self.bound.arguments
         outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
         paired = arguments
@@ -51,7 +48,6 @@ class LossCall(NamedTuple):
         return bare.index_arguments(self.bound.args, self.bound.kwargs) if isinstance(bare, Loss) else []
 
     def indices_problem(self, world: World) -> str | None:
-        """Why the call's ``indices_tuple`` cannot be used, in words; None if it can."""
         indices = self.bound.arguments.get("indices_tuple")
         if indices is not None and self.miner is not None:
             return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."
@@ -65,7 +61,6 @@ class LossCall(NamedTuple):
 
 
 def _outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
-    """Why indices cannot be those of this rank's rows, in words; None if they can."""
     if indices.is_floating_point() or not len(indices) or -1 <= int(indices.min()) <= int(indices.max()) < len(rows):
         return None
     return f"{name} are rows of this rank's {len(rows)}, or -1, got {int(indices.min())} … {int(indices.max())}."
@@ -88,7 +83,6 @@ def signature(loss: Any) -> inspect.Signature:
 
 
 def accepts(takes: inspect.Signature, name: str) -> bool:
-    """Whether a function of this signature accepts an argument of this name."""
     return name in takes.parameters or any(x.kind is x.VAR_KEYWORD for x in takes.parameters.values())
 
 

@@ -175,10 +175,7 @@ class DistributedStep:
 
 @dataclass
 class OwnStep(DistributedStep):
-    """A call of a loss of this library."""
-
     loss: Loss
-    """The bare loss."""
     stated: Stated
     compute_batch: Callable[[Batch], Any]
 

@@ -42,7 +42,6 @@ def reduction_of(reducer: Any) -> Reduction | None:
 
 
 def reducer_of(reducer: Any, sub_loss: str) -> Any:
-    """Return the reducer of one of a loss's parts."""
     if type(reducer) is not reducers.MultipleReducers:
         return reducer
     return dict(reducer.reducers).get(sub_loss, reducer.default_reducer)

@@ -118,7 +118,6 @@ NO_LOSS = "it is no loss by itself."
 
 
 def _by_hand(native: str) -> str:
-    """Return the reason of a loss whose settings have no translation."""
     return f"construct contrastive_zoo.{native} by name."
 
 

@@ -28,7 +28,7 @@ def named_as_its_base(cls: K) -> K:
     return cls
 
 
-class ZeroBelowCount(RowLoss):
+class _ZeroBelowCount(RowLoss):
     """A row loss whose value and gradient are 0 if :meth:`is_zero` of two counts over all ranks is true."""
 
     def can_ring(self) -> bool:
@@ -46,11 +46,7 @@ class ZeroBelowCount(RowLoss):
         self._counts.append(torch.stack([first, second]))
 
     def is_zero(self, counts: Tensor) -> Tensor:
-        """Return whether the loss is 0, given the two counts over all ranks.
-
-        Raises:
-            NotImplementedError: a subclass defines it.
-        """
+        """Return whether the loss is 0, given the two counts over all ranks."""
         raise NotImplementedError
 
 
@@ -62,7 +58,7 @@ class FirstHardestTriplet(Triplet):
 
 
 @named_as_its_base
-class MinedMultiSimilarity(ZeroBelowCount, MultiSimilarity):
+class MinedMultiSimilarity(_ZeroBelowCount, MultiSimilarity):
     """0 if at most one positive and one negative pair are mined from the batch."""
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
@@ -93,7 +89,7 @@ class CircleWithThreshold(Circle):
 
 
 @named_as_its_base
-class MarginOfTriplets(ZeroBelowCount, Margin):
+class MarginOfTriplets(_ZeroBelowCount, Margin):
     """Without the term ν β if there is no triplet, or, with one β per class, if no pair is active."""
 
     def on_block(self, block: AnchorBlock) -> Rows:

@@ -33,21 +33,17 @@ PAIRWISE_DISTANCES = (
 
 @dataclass(frozen=True)
 class AnchorBatch:
-    """The local anchors, and the gathered candidates."""
-
     anchors: Tensor
     labels: Tensor
     candidates: Tensor
     candidate_labels: Tensor
     shards: Shards
-    """Of the anchors."""
     has_references: bool
     """Whether candidates are other samples than anchors."""
     world: World
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], shards: Mapping[str, Shards], world: World) -> "AnchorBatch":
-        """Gather the candidates."""
         anchors = arguments["embeddings"]
         has_references = arguments.get("ref_emb") is not None
         names = ("ref_emb", "ref_labels") if has_references else ("embeddings", "labels")
@@ -59,7 +55,6 @@ class AnchorBatch:
         return cls(anchors, labels, candidates, candidate_labels, shards["embeddings"], has_references, world)
 
     def all_anchors(self) -> tuple[Tensor, Tensor]:
-        """Return all ranks' anchors and their labels."""
         if not self.has_references:
             return self.candidates, self.candidate_labels
         shards, world = self.shards, self.world

@@ -35,7 +35,6 @@ def of_triplets(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[
 
 
 def of_classes(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Evaluate a classifier: each sample against the weights of classes."""
     weights = miner_weights(batch, indices, anchors_only=type(loss) is losses.ProxyNCALoss)
     padded = batch.with_padding(int(len(batch.anchors) == 0))
     arguments = (padded.anchors, padded.labels, None, padded.anchors, padded.labels)

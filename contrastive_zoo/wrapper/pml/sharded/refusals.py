@@ -16,7 +16,6 @@ PAIR_LOSSES = (
     losses.NTXentLoss, losses.SupConLoss, losses.GeneralizedLiftedStructureLoss, losses.TupletMarginLoss,
     losses.AngularLoss,
 )  # fmt: skip
-"""Losses whose values are those of pairs."""
 COLUMNS = (
     losses.AngularLoss, losses.CircleLoss, losses.GeneralizedLiftedStructureLoss, losses.LiftedStructureLoss,
     losses.MultiSimilarityLoss, losses.TupletMarginLoss,

@@ -63,7 +63,6 @@ def _of_all_ranks(loss: Any, batch: AnchorBatch, indices: Indices | None) -> Ten
 
 
 def _evaluated(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Return the sub-losses of the local anchors."""
     sub_losses = EVALUATED[type(loss)](loss, batch, indices)
     if loss.embedding_regularizer is not None:
         loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
