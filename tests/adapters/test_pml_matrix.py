@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.m
 MODULES = (losses, miners, reducers, distances, regularizers)
 
 
-WHOLE = {"TripletMarginLoss", "NTXentLoss", "ArcFaceLoss", *AROUND_ANOTHER}
+WHOLE = {"TripletMarginLoss", "NTXentLoss", "ArcFaceLoss", "MarginLoss", *AROUND_ANOTHER}
 
 
 def drawn(case: Case) -> bool:
