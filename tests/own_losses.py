@@ -1,7 +1,5 @@
 """Every loss of this library with the arguments of a call: those of the catalogue, memories, and sums."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """NNCLR and ReSSL on an accelerator, where the host does not know how many slots of their memory are filled."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

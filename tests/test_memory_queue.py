@@ -1,7 +1,5 @@
 """The memory holds what it holds on one process, and a loss against it is the same function on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Doctests run with the modules; here only what has none is found, by reading the source.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

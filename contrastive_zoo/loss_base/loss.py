@@ -80,6 +80,7 @@ class Loss(Settings, GraphModule):
         normalize: of losses with this setting: normalise embeddings to unit length first.
         reduction: of losses with this setting: ``"mean"`` over the samples of all ranks, ``"sum"``, or ``"none"`` for the
             local samples, [n], or for all of their views, [views · n], view after view.
+            Logarithms of shares are in nats per sample.
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:

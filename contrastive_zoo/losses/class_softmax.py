@@ -29,7 +29,6 @@ class NormalizedSoftmax(ShardableClassLoss):
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
@@ -61,7 +60,6 @@ class ProxyNCA(ShardableClassLoss):
 
     Args:
         temperature: t > 0, in units of squared distance; a tensor or a module is learnable.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
@@ -91,7 +89,6 @@ class CosFace(ShardableClassLoss):
     Args:
         margin: m, in units of the cosine.
         scale: s > 0, dimensionless.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = CosFace(2, 2, margin=0.5, scale=2.0)
@@ -124,7 +121,6 @@ class ArcFace(ShardableClassLoss):
     Args:
         margin: m, 0 … π, in radians; pytorch-metric-learning takes degrees: its 28.6 is ``math.radians(28.6)``.
         scale: s > 0, dimensionless.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = ArcFace(2, 2, margin=torch.pi / 3, scale=2.0)
@@ -171,7 +167,6 @@ class SoftTriple(ClassLoss):
         margin: δ, in units of the cosine.
         tau: τ ≥ 0; pytorch-metric-learning has no such term, ``tau=0``.
         sub_centers: K.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = SoftTriple(2, 2, sub_centers=1, la=1.0, margin=0.0)
@@ -230,7 +225,6 @@ class LargeMarginSoftmax(ClassLoss):
         margin: m, an integer of at least 1.
         scale: s > 0.
         normalize_weights: whether weights are normalised to unit length first.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> loss = LargeMarginSoftmax(2, 2, margin=2)
@@ -310,7 +304,6 @@ class Instance(ShardableClassLoss):
     Args:
         temperature: t > 0; a tensor or a module is learnable.
         normalize: the paper does not.
-        reduction: the mean is over all ranks' samples, in nats.
 
     Examples:
         >>> loss = Instance(2, 2)

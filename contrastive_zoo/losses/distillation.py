@@ -39,7 +39,6 @@ class ClipDistillation(Loss):
         weight: λ from 0 (no teacher) to 1 (teacher only).
         symmetric: whether to average both directions; otherwise only from images to texts.
         normalize: normalise embeddings of student and teacher to unit length first.
-        reduction: the mean is over all ranks' pairs, in nats.
 
     Examples:
         >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
@@ -180,7 +179,6 @@ class ScoreDistillation(Loss):
         temperature: t > 0, the student's; a tensor or a module is learnable.
         teacher_temperature: t' > 0.
         normalize: the original does not.
-        reduction: the mean is over all ranks' queries, in nats.
 
     Examples:
         >>> q, c = torch.tensor([[1.0]]), torch.tensor([[[0.0], [0.0]]])

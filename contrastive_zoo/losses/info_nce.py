@@ -41,7 +41,6 @@ class InfoNCE(TowerLoss):
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
-        reduction: the mean is over all ranks' queries, in nats.
 
     Raises:
         ValueError: no negatives without in-batch negatives.
@@ -96,7 +95,6 @@ class Clip(ImageTextLoss, LogitScale):
 
     Args:
         temperature: t > 0, dimensionless; ``LearnableTemperature(0.07)`` by default. A number is constant.
-        reduction: the mean is over all ranks' pairs, in nats.
 
     Examples:
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 1) − 1
@@ -133,7 +131,6 @@ class MILNCE(Loss):
         temperature: t > 0, dimensionless; a tensor or a module is learnable. The paper has none.
         denominator: ``"exact"`` or ``"reference"``.
         normalize: the paper does not.
-        reduction: the mean is over all ranks' videos, in nats.
 
     Examples:
         >>> MILNCE()(torch.eye(2), torch.eye(2)[:, None])   # log(e + 2) − 1

@@ -40,7 +40,6 @@ class MaxSim(LateInteractionLoss):
         symmetric: whether to average with the direction from documents to queries, without negatives.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
-        reduction: the mean is over all ranks' queries, in nats.
 
     Raises:
         ValueError: a mask of another shape, or a query or a document without a valid token.
@@ -100,7 +99,6 @@ class MaxSimPairwise(LateInteractionLoss):
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``.
         normalize: normalise each token to unit length first.
-        reduction: the mean is over all ranks' queries, in nats.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each

@@ -85,7 +85,6 @@ class NNCLR(MemoryLoss):
         size: number of embeddings in the memory.
         embedding_size: d.
         temperature: t > 0; a tensor or a module is learnable.
-        reduction: the mean is over all ranks' samples, in nats.
 
     Examples:
         >>> eye, loss = torch.eye(2), NNCLR(1, embedding_size=2, temperature=1.0)
@@ -161,7 +160,6 @@ class ReSSL(MemoryLoss):
         embedding_size: d.
         temperature: t > 0, the student's; a tensor or a module is learnable.
         teacher_temperature: t' > 0, smaller than t.
-        reduction: the mean is over all ranks' samples, in nats.
 
     Examples:
         >>> eye, loss = torch.eye(2), ReSSL(8, embedding_size=2, temperature=1.0, teacher_temperature=1e-3)

@@ -55,7 +55,6 @@ class MNRL(Loss):
         hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
-        reduction: the mean is over all ranks' queries, in nats.
 
     Raises:
         ValueError: invalid owners or settings that contradict each other.

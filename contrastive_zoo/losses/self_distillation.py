@@ -69,7 +69,6 @@ class DINO(Loss):
         centre_momentum: m, 0 … 1.
         temperature: τ_s > 0; a tensor or a module is learnable.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
-        reduction: the mean is over all ranks' samples, in nats.
 
     Raises:
         ValueError: an out_dim above what memory holds, or a centre of another width.

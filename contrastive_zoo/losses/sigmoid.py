@@ -39,7 +39,6 @@ class SigLIP(ImageTextLoss, LogitScale):
     Args:
         temperature: t > 0, dimensionless; by default it is learnable and begins at 0.1. A number is constant.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
-        reduction: the mean is over all ranks' images, in nats.
 
     Examples:
         >>> SigLIP(temperature=1.0, logit_bias=0.0)(torch.eye(2), torch.eye(2))   # log(1 + e⁻¹) + log 2
@@ -74,7 +73,6 @@ class SupSigmoid(AnchorLoss, LogitScale):
         temperature: t > 0, dimensionless; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default. A number is
             constant.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
-        reduction: the mean is over all ranks' rows, in nats.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # (2 log(1 + e⁻¹) + 4 log 2) / 3

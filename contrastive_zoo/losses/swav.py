@@ -44,7 +44,6 @@ class SwAV(ViewLoss):
         epsilon: ε > 0, the temperature of the assignments.
         iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
-        reduction: the mean is over all ranks' samples, in nats.
 
     Raises:
         ValueError: sizes above what memory holds, prototypes of another width, or more code_views than views.

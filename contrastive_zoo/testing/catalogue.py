@@ -50,11 +50,9 @@ class Entry:
 
     @property
     def loss(self) -> type[Loss]:
-        """Return the class of the loss."""
         return getattr(contrastive_zoo, self.cls)
 
     def make(self) -> Any:
-        """Construct the loss with these settings."""
         return self.loss(**dict(self.settings))
 
     @cached_property
@@ -64,12 +62,10 @@ class Entry:
 
     @property
     def called_with(self) -> str:
-        """Return the argument names of a call."""
         return self.inputs or ", ".join(self.kinds)
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Return the kinds of the arguments of a call, by their names."""
         return dict(self.arguments or _ARGUMENTS[self.call])
 
     @property
@@ -95,7 +91,6 @@ class Entry:
 
     @property
     def source(self) -> str:
-        """Return the citation."""
         return next(filter(None, (" ".join(doc.partition("Source:")[2].split()) for doc in self._docs)), "")
 
 

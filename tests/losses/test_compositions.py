@@ -1,7 +1,5 @@
 """Sums of losses, and of one loss over prefixes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
