@@ -65,8 +65,12 @@ def undocumented(tree: ast.Module) -> list[str]:
 
 
 def test_every_error_is_in_the_docstring() -> None:
-    found = {str(path): undocumented(ast.parse(path.read_text(encoding="utf-8"))) for path in PACKAGE.rglob("*.py")}
-    assert {path: names for path, names in found.items() if names} == {}
+    public, silent = public_names(), []
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        names = undocumented(ast.parse(path.read_text(encoding="utf-8")))
+        silent += [f"{module}.{name}" for name in names if f"{module}.{re.split('[.:]', name)[0]}" in public]
+    assert silent == []
 
 
 def test_an_error_without_a_word_is_found() -> None:
