@@ -365,25 +365,3 @@ def test_second_derivatives_under_dense_reach_across_ranks(name, shards, worlds:
     found = worlds.run(len(shards), job)
     for index, expected in enumerate(torch.autograd.grad(mixed, floating(rows))):
         close(torch.cat([of_rank[index] for of_rank in found]), expected)
-
-
-def test_a_third_party_loss_is_differentiated_twice_across_ranks(worlds: Worlds) -> None:
-    def second(rows: torch.Tensor, direction: torch.Tensor, loss) -> torch.Tensor:
-        rows = rows.clone().requires_grad_()
-        (first,) = torch.autograd.grad(loss(rows), rows, create_graph=True)
-        (found,) = torch.autograd.grad((first * direction).sum(), rows)
-        return found
-
-    def quartic(z: torch.Tensor) -> torch.Tensor:
-        return (z @ z.T).square().sum()
-
-    def job(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return second(x, v, lambda z: quartic(cz.collectives.all_gather(z, gradient="complete")))
-
-    generator = torch.Generator().manual_seed(0)
-    x, v = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
-    expected = second(x, v, quartic)
-    for sizes in [(5,), (2, 3), (0, 4, 1)]:
-        parts = list(zip(x.split(sizes), v.split(sizes), strict=True))
-        found = torch.cat(worlds.run(len(sizes), job, each=parts))
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

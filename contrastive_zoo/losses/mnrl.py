@@ -10,9 +10,8 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.pair_candidates import reduce_pairs, split_pairs
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
