@@ -6,8 +6,10 @@ Without --quick 700 samples of 24 dimensions, the figure's nine temperatures and
 machine differ from another's in the last digit, because matmuls add in another order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
+from tests.test_solved_batches import LOSSES as SOLVED
+from tests.test_solved_batches import gradient, relative_error, replaced
 from tools.pages import PAGES, fill, table
 
 ROWS, WIDTH = 700, 24
@@ -83,23 +87,6 @@ def exact_nca(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     return F.softplus(negatives - positives, threshold=100).mean()
 
 
-def exact_nt_xent(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return the same, with the positive left out of the log-sum-exp: float64 cancels, too, at a loss of 1e-12."""
-    z, n = F.normalize(torch.cat([a, b]), dim=1), len(a)
-    s = z @ z.T / temperature
-    left_out = torch.eye(n, dtype=torch.bool).repeat(2, 2)
-    others = s.masked_fill(left_out, -torch.inf).logsumexp(1)
-    return F.softplus(others - s.diagonal(n).repeat(2), threshold=100).mean()
-
-
-def exact_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return the same, with the positive left out of both log-sum-exps."""
-    s = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T / temperature
-    others = s.masked_fill(torch.eye(len(a), dtype=torch.bool), -torch.inf)
-    both = torch.cat([others.logsumexp(1), others.logsumexp(0)]) - s.diagonal().repeat(2)
-    return F.softplus(both, threshold=100).mean()
-
-
 def per_class(samples: int, make: Callable[[float], Any], *, towers: bool = False) -> Loss:
     """Return a loss of this library whose labels are the numbers of samples, so many samples to a class."""
 
@@ -116,45 +103,28 @@ def of_views(make: Callable[..., Any]) -> Loss:
     return lambda *rows, world, temperature: make(temperature=temperature).forward(*rows, world=world)
 
 
+EXACT_NT_XENT, EXACT_CLIP = SOLVED["NTXent"].exact, SOLVED["CLIP"].exact
+SUP_CON = per_class(1, lambda t: cz.SupCon(temperature=t))
+MULTI_POSITIVE = per_class(1, lambda t: cz.MultiPositive(temperature=t, symmetric=True), towers=True)
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
-    "NTXent": (of_views(cz.NTXent), plain_nt_xent, exact_nt_xent),
-    "CLIP": (of_views(cz.Clip), plain_clip, exact_clip),
-    "SupCon": (per_class(1, lambda t: cz.SupCon(temperature=t)), plain_sup_con, exact_nt_xent),
+    "NTXent": (of_views(cz.NTXent), plain_nt_xent, EXACT_NT_XENT),
+    "CLIP": (of_views(cz.Clip), plain_clip, EXACT_CLIP),
+    "SupCon": (SUP_CON, plain_sup_con, EXACT_NT_XENT),
     "NCA": (per_class(2, lambda t: cz.NCA(temperature=2 * t)), plain_nca, exact_nca),  # of squared distances
-    "MultiPositive": (
-        per_class(1, lambda t: cz.MultiPositive(temperature=t, symmetric=True), towers=True), plain_clip, exact_clip,
-    ),
-}  # fmt: skip
+    "MultiPositive": (MULTI_POSITIVE, plain_clip, EXACT_CLIP),
+}
 """By name: this library's loss, its plain definition, and the exact one in float64."""
 
 
-@contextmanager
-def plain_below(elements: int) -> Iterator[None]:
-    """Take the small-batch path up to so many similarities."""
-    before, implementation.SMALL_BATCH_ELEMENTS = implementation.SMALL_BATCH_ELEMENTS, elements
-    try:
-        yield
-    finally:
-        implementation.SMALL_BATCH_ELEMENTS = before
-
-
+up_to = partial(replaced, implementation, "SMALL_BATCH_ELEMENTS")
 PATHS: dict[str, tuple[int, bool, Callable[[], list[Any]]]] = {
-    "tiled": (1, False, lambda: [plain_below(-1), memory_budget(0)]),
-    "cached": (1, False, lambda: [plain_below(-1)]),
-    "small batch": (1, False, lambda: [plain_below(2**24)]),
+    "tiled": (1, False, lambda: [up_to(-1), memory_budget(0)]),
+    "cached": (1, False, lambda: [up_to(-1)]),
+    "small batch": (1, False, lambda: [up_to(2**24)]),
     "2 ranks": (2, False, lambda: [splitting(always=True)]),
     "2 ranks, ring": (2, True, lambda: [splitting(always=True)]),
 }
 """Number of ranks, whether they form a ring, and the contexts of each path through the engine."""
-
-
-def gradient(loss: Loss, rows: Sequence[Tensor], dtype: torch.dtype, **settings: Any) -> Tensor:
-    leaves = [x.to(dtype).requires_grad_() for x in rows]
-    return torch.stack(torch.autograd.grad(loss(*leaves, **settings), leaves)).double()
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
 
 
 def our_gradient(name: str, path: str, rows: Sequence[Tensor], dtype: torch.dtype, temperature: float) -> Tensor:
@@ -174,16 +144,14 @@ def measured(n: int, temperatures: Sequence[float], worlds: Worlds) -> list[list
     """Return the lines of the table: errors of each path and of plain torch, one line for each loss, t, noise and dtype."""
     lines = []
     for name, (_, plain, exact) in LOSSES.items():
-        for dtype in DTYPES:
-            for t in temperatures:
-                for noise in NOISE:
-                    rows = [x.to(dtype) for x in views(n, noise)]
-                    truth = gradient(exact, rows, torch.float64, temperature=t)
-                    found = {path: error(on(worlds, path, name, rows, dtype, t), truth) for path in PATHS}
-                    theirs = error(gradient(plain, rows, dtype, temperature=t), truth)
-                    kind = str(dtype).removeprefix("torch.")
-                    lines.append([name, kind, f"{t:g}", f"{noise:g}", *(f"{x:.1e}" for x in (*found.values(), theirs))])
-                    print(*lines[-1], flush=True)
+        for dtype, t, noise in product(DTYPES, temperatures, NOISE):
+            rows = [x.to(dtype) for x in views(n, noise)]
+            truth = gradient(exact, rows, torch.float64, temperature=t)
+            found = [relative_error(on(worlds, path, name, rows, dtype, t), truth) for path in PATHS]
+            found.append(relative_error(gradient(plain, rows, dtype, temperature=t), truth))
+            kind = str(dtype).removeprefix("torch.")
+            lines.append([name, kind, f"{t:g}", f"{noise:g}", *(f"{x:.1e}" for x in found)])
+            print(*lines[-1], flush=True)
     return lines
 
 
@@ -216,10 +184,10 @@ def curves(n: int) -> dict[str, list[float]]:
     for noise in NOISE:
         rows = views(n, noise)
         for t in FIGURE_TEMPERATURES:
-            truth = gradient(exact_nt_xent, rows, torch.float64, temperature=t)
+            truth = gradient(EXACT_NT_XENT, rows, torch.float64, temperature=t)
             plain = gradient(plain_nt_xent, rows, torch.float32, temperature=t)
             for label, x in (("plain torch", plain), ("ours", our_gradient("NTXent", "tiled", rows, torch.float32, t))):
-                found.setdefault(f"{label}, noise {noise:g}", []).append(error(x, truth))
+                found.setdefault(f"{label}, noise {noise:g}", []).append(relative_error(x, truth))
     return found
 
 

@@ -6,10 +6,11 @@ Reads benchmarks/results/cpu.json, fits five rates to its cases of the group "sc
 docs/pages/scaling.md with the same formulas at the rates of :data:`GPUS`, which are assumptions.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +40,9 @@ class Option:
         return f"{'kept' if self.kept else 'tiled'}, {exchange}"
 
 
-@dataclass(frozen=True)
-class Amounts:
+class Amounts(NamedTuple):
+    """The work of one rank in a step, or the seconds for one unit of each kind of work."""
+
     flop: float
     touched: float
     sent: float
@@ -48,14 +50,7 @@ class Amounts:
     steps: float = 1.0
 
 
-class Rates(NamedTuple):
-    """Seconds for one unit of each of :class:`Amounts`."""
-
-    flop: float
-    touched: float
-    sent: float
-    messages: float
-    steps: float
+Rates = Amounts
 
 
 def amounts(option: Option, b: int, d: int, ranks: int, row_element: int = FLOAT) -> Amounts:
@@ -84,20 +79,16 @@ def bytes_held(option: Option, b: int, d: int, ranks: int) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------- fit
 
-OPTIONS = {
-    "ours, tiled": {},
-    "ours, kept": {"kept": True},
-    "ours, tiled, ring": {"ring": True},
-}
+OPTIONS = {"ours, tiled": {}, "ours, kept": {"kept": True}, "ours, tiled, ring": {"ring": True}}
 
 
 class Point(NamedTuple):
-    what: str
+    case: str
     amounts: Amounts
     measured: float
 
     def seconds(self, rates: Rates) -> float:
-        return float(np.dot(astuple(self.amounts), rates))
+        return float(np.dot(self.amounts, rates))
 
 
 def points(results: dict[str, Any]) -> list[Point]:
@@ -107,17 +98,16 @@ def points(results: dict[str, Any]) -> list[Point]:
         kept = results["cases"].get("scaling", {}).get(case.name) if case.group == "scaling" else None
         for implementation in case.implementations if kept else ():
             option = Option(towers=2 if case.loss == "CLIP" else 1, **OPTIONS[implementation])
-            work = astuple(amounts(option, case.shards[0], case.width, case.world))
+            work = amounts(option, case.shards[0], case.width, case.world)
             turns = max(1.0, case.world / results["machine"]["cores"])
             seconds = quartiles([x[implementation] for x in kept["rounds"] if implementation in x])[1]
-            option_name = implementation.removeprefix("ours, ")
-            title = f"{case.loss}, b = {case.shards[0]:,}, d = {case.width}, W = {case.world}: {option_name}"
+            title = f"{case.loss}, b = {case.shards[0]:,}, d = {case.width}, W = {case.world}"
             found.append(Point(title, Amounts(*(turns * x for x in work)), seconds))
     return found
 
 
 def fitted(measured: Sequence[Point]) -> Rates:
-    shares = np.array([[x / point.measured for x in astuple(point.amounts)] for point in measured])
+    shares = np.array([[x / point.measured for x in point.amounts] for point in measured])
     unit = shares.max(0).clip(min=1e-300)  # columns of one magnitude
     rates, _ = nnls(shares / unit, np.ones(len(measured)))
     return Rates(*(rates / unit).tolist())
@@ -173,7 +163,7 @@ class Forecast(NamedTuple):
 def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
     """Predict one step. Ring transfers overlap the previous block's compute; a gather does not."""
     work = amounts(option, rows // ranks, WIDTH, ranks, gpu.row_element)
-    parts = [x * rate for x, rate in zip(astuple(work), gpu.rates(ranks), strict=True)]
+    parts = [x * rate for x, rate in zip(work, gpu.rates(ranks), strict=True)]
     if option.mesh:
         parts[2] = work.sent * gpu.seconds_a_byte(ranks)
     if option.ring:
@@ -243,6 +233,10 @@ def write_scaling(results: dict[str, Any]) -> None:
     links = {"inside a machine": gpu.inside, "between machines": gpu.outside}
     balance = " and ".join(f"{round(gpu.flop / link, -2):,.0f} rows {name}" for name, link in links.items())
     budget = 8
+
+    def most_rows(ranks: int) -> str:
+        return f"{math.isqrt(int(budget * 1e9 / FLOAT * ranks)) // 1000:,},000"
+
     picture(draw, results, PAGES / "figures" / "scaling.svg")
     parts = {
         "short answer": SHORT_ANSWER.format(balance=balance),
@@ -261,9 +255,7 @@ def write_scaling(results: dict[str, Any]) -> None:
         ),
         "options": OPTIONS_IN_WORDS.format(
             budget=budget,
-            kept=", ".join(
-                f"{math.isqrt(int(budget * 1e9 / FLOAT * w)) // 1000:,},000 rows on {w:,} ranks" for w in RANKS
-            ),
+            kept=", ".join(f"{most_rows(w)} rows on {w:,} ranks" for w in RANKS),
             mesh_rows=MESH_EXAMPLE[0],
             mesh_ranks=MESH_EXAMPLE[1],
             mesh_gain=number(mesh_gain(2, gpu)),
@@ -274,60 +266,51 @@ def write_scaling(results: dict[str, Any]) -> None:
 
 
 def rate_table(rates: Rates) -> str:
-
     def per_second(seconds: float, unit: str) -> str:
         return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "too quick to be seen"
 
-    return table(
-        ["what", "fitted"],
-        [
-            ["matrix products, a thread", per_second(rates.flop, "GFLOP/s")],
-            ["element-wise passes, a thread", per_second(rates.touched, "GB/s")],
-            ["what is sent, a rank", per_second(rates.sent, "GB/s")],
-            ["a message", f"{1e6 * rates.messages:,.0f} µs"],
-            ["fixed, a step", f"{1e6 * rates.steps:,.0f} µs"],
-        ],
-    )
+    lines = [
+        ["matrix products, a thread", per_second(rates.flop, "GFLOP/s")],
+        ["element-wise passes, a thread", per_second(rates.touched, "GB/s")],
+        ["what is sent, a rank", per_second(rates.sent, "GB/s")],
+        ["a message", f"{1e6 * rates.messages:,.0f} µs"],
+        ["fixed, a step", f"{1e6 * rates.steps:,.0f} µs"],
+    ]
+    return table(["what", "fitted"], lines)
 
 
 def fit_table(measured: Sequence[Point], rates: Rates) -> str:
     """Return a table of milliseconds and errors of the model, one case per row."""
     lines: dict[str, list[str]] = {}
     for x in measured:
-        case, _, _ = x.what.partition(": ")
-        wrong = x.seconds(rates) / x.measured - 1
-        lines.setdefault(case, []).append(f"{number(1e3 * x.measured)} ({wrong:+.0%})")
+        off = x.seconds(rates) / x.measured - 1
+        lines.setdefault(x.case, []).append(f"{number(1e3 * x.measured)} ({off:+.0%})")
     implementations = [implementation.removeprefix("ours, ") for implementation in OPTIONS]
     return table(["ms (error of the model)", *implementations], [[case, *cells] for case, cells in lines.items()])
 
 
 def assumption_table() -> str:
     gpu = GPUS["TF32"]
-    products = ", ".join(f"{x.flop / 1e12:.0f} TFLOP/s {name}" for name, x in GPUS.items())
-    return table(
-        ["what", "assumed"],
-        [
-            ["matrix products, sustained", products],
-            ["element-wise passes over its memory", f"{gpu.touched / 1e12:.1f} TB/s"],
-            [f"link to the {gpu.machine} of one machine", f"{gpu.inside / 1e9:.0f} GB/s"],
-            ["link beyond", f"{gpu.outside / 1e9:.0f} GB/s"],
-            ["a message", f"{1e6 * gpu.latency:.0f} µs"],
-            ["fixed, a step", f"{1e3 * gpu.step:.0f} ms"],
-            ["memory", f"{gpu.memory / 1e9:.0f} GB"],
-        ],
-    )
+    lines = [
+        ["matrix products, sustained", ", ".join(f"{x.flop / 1e12:.0f} TFLOP/s {name}" for name, x in GPUS.items())],
+        ["element-wise passes over its memory", f"{gpu.touched / 1e12:.1f} TB/s"],
+        [f"link to the {gpu.machine} of one machine", f"{gpu.inside / 1e9:.0f} GB/s"],
+        ["link beyond", f"{gpu.outside / 1e9:.0f} GB/s"],
+        ["a message", f"{1e6 * gpu.latency:.0f} µs"],
+        ["fixed, a step", f"{1e3 * gpu.step:.0f} ms"],
+        ["memory", f"{gpu.memory / 1e9:.0f} GB"],
+    ]
+    return table(["what", "assumed"], lines)
 
 
 def paper_table() -> str:
     lines = []
-    for rows in ROWS:
-        for ranks in RANKS:
-            line = [f"{rows:,}", f"{ranks:,}", f"{rows // ranks:,}"]
-            for gpu in GPUS.values():
-                found = best(rows, ranks, gpu)
-                line += [found[0].name, number(found[1].seconds), found[1].limit] if found else ["does not fit", "", ""]
-            found = best(rows, ranks, GPUS["bf16"])
-            lines.append([*line, f"{found[1].held / 1e9:.1f}" if found else ""])
+    for rows, ranks in itertools.product(ROWS, RANKS):
+        line = [f"{rows:,}", f"{ranks:,}", f"{rows // ranks:,}"]
+        for gpu in GPUS.values():  # the last is bf16
+            found = best(rows, ranks, gpu)
+            line += [found[0].name, number(found[1].seconds), found[1].limit] if found else ["does not fit", "", ""]
+        lines.append([*line, f"{found[1].held / 1e9:.1f}" if found else ""])
     head = ["rows N", "ranks W", "rows b a rank"]
     for name in GPUS:
         head += [f"{name}: option", "seconds", "limited by"]

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def test_the_fit_finds_rates_that_made_the_numbers() -> None:
         for b, d in ((64, 128), (1024, 128), (1024, 512)):
             for ranks in (1, 2, 4):
                 work = scaling.amounts(scaling.Option(towers, kept, ring), b, d, ranks)
-                made.append(scaling.Point("", work, sum(x * y for x, y in zip(astuple(work), rates, strict=True))))
+                made.append(scaling.Point("", work, sum(x * y for x, y in zip(work, rates, strict=True))))
     assert scaling.fitted(made) == pytest.approx(rates, rel=1e-6)
 
 
