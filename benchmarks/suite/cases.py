@@ -222,10 +222,6 @@ class Dense(nn.Module):
         return self.formula(*unit, self.log_scale.exp())
 
 
-def dense(formula: Function) -> Callable[[Case], Function]:
-    return partial(Dense, formula)
-
-
 def compiled(formula: Function) -> Callable[[Case], Function]:
 
     def implementation(case: Case) -> Function:
@@ -278,11 +274,8 @@ def circle(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
     s = z @ z.T
     positive_term = -80 * (1.4 - s.detach()).relu() * (s - 0.6)
     negative_term = 80 * (s.detach() + 0.4).relu() * (s - 0.4)
-    both = [
-        x.masked_fill(~where, -torch.inf).logsumexp(1)
-        for x, where in ((positive_term, positive), (negative_term, negative))
-    ]
-    return F.softplus(both[0] + both[1]).mean()
+    terms = (positive_term, positive), (negative_term, negative)
+    return F.softplus(sum(x.masked_fill(~where, -torch.inf).logsumexp(1) for x, where in terms)).mean()
 
 
 def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,12 +301,11 @@ def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[
     """Return a constructor of pytorch-metric-learning's loss with its defaults; ``warm`` sets the temperature."""
 
     def implementation(case: Case) -> Function:
-        loss = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.losses"), name)(
-            **({"temperature": case.temperature} if warm else {})
-        )
+        library, settings = "pytorch_metric_learning", {"temperature": case.temperature} if warm else {}
+        loss = getattr(peer(library, f"{library}.losses"), name)(**settings)
         if miner is None:
             return loss
-        mining_function = getattr(peer("pytorch_metric_learning", "pytorch_metric_learning.miners"), miner)()
+        mining_function = getattr(peer(library, f"{library}.miners"), miner)()
         return lambda z, labels: loss(z, labels, mining_function(z, labels))
 
     return implementation
@@ -363,6 +355,11 @@ def recipe(formula: Function) -> Callable[[Case], Function]:
     return implementation
 
 
+def by_rows(make: Callable[[], Any], formula: Function, peer: Callable[[Case], Function]) -> Subject:
+    """Return a loss of labelled embeddings that is computed row by row."""
+    return Subject(labelled, {"ours": ours(lambda _: make()), "dense": partial(Dense, formula), "pml": peer})
+
+
 # -------------------------------------------------------------------------------------------------------------- table
 
 LOSSES = {
@@ -370,7 +367,7 @@ LOSSES = {
         pairs,
         by_softmax(lambda t: cz.Clip(temperature=cz.LearnableTemperature(t)))
         | {
-            "dense": dense(clip),
+            "dense": partial(Dense, clip),
             "dense, compiled": compiled(clip),
             "by hand": recipe(clip),
             "open_clip": open_clip(),
@@ -382,50 +379,26 @@ LOSSES = {
     "InfoNCE": Subject(
         pairs,
         by_softmax(lambda t: cz.InfoNCE(temperature=t))
-        | {
-            "ours, as MNRL": ours(lambda t: cz.MNRL(temperature=t)),
-            "dense": dense(info_nce),
-            "sentence-transformers MNRL": sentence_transformers,
-        },
+        | {"ours, as MNRL": ours(lambda t: cz.MNRL(temperature=t)), "dense": partial(Dense, info_nce)}
+        | {"sentence-transformers MNRL": sentence_transformers},
     ),
     "NT-Xent": Subject(
         views,
         by_softmax(lambda t: cz.NTXent(temperature=t))
-        | {
-            "dense": dense(nt_xent),
-            "dense, compiled": compiled(nt_xent),
-            "by hand": recipe(nt_xent),
-            "lightly NTXentLoss": lightly,
-        },
+        | {"dense": partial(Dense, nt_xent), "dense, compiled": compiled(nt_xent), "by hand": recipe(nt_xent)}
+        | {"lightly NTXentLoss": lightly},
     ),
     "SupCon": Subject(
         labelled,
         by_softmax(lambda t: cz.SupCon(temperature=t))
-        | {
-            "dense": dense(sup_con),
-            "dense, compiled": compiled(sup_con),
-            "pml SupConLoss": pml("SupConLoss", warm=True),
-        },
+        | {"dense": partial(Dense, sup_con), "dense, compiled": compiled(sup_con)}
+        | {"pml SupConLoss": pml("SupConLoss", warm=True)},
     ),
-    "Triplet, batch-hard": Subject(
-        labelled,
-        {
-            "ours": ours(lambda _: cz.Triplet(mining="hard")),
-            "dense": dense(triplet),
-            "pml": pml("TripletMarginLoss", miner="BatchHardMiner"),
-        },
+    "Triplet, batch-hard": by_rows(
+        lambda: cz.Triplet(mining="hard"), triplet, pml("TripletMarginLoss", miner="BatchHardMiner")
     ),
-    "Multi-similarity": Subject(
-        labelled,
-        {
-            "ours": ours(lambda _: cz.MultiSimilarity()),
-            "dense": dense(multi_similarity),
-            "pml": pml("MultiSimilarityLoss"),
-        },
-    ),
-    "Circle": Subject(
-        labelled, {"ours": ours(lambda _: cz.Circle()), "dense": dense(circle), "pml": pml("CircleLoss")}
-    ),
+    "Multi-similarity": by_rows(cz.MultiSimilarity, multi_similarity, pml("MultiSimilarityLoss")),
+    "Circle": by_rows(cz.Circle, circle, pml("CircleLoss")),
 }
 
 SOFTMAX = {name: entry for name, entry in CATALOGUE.items() if entry.engine.startswith("softmax")}
@@ -435,19 +408,15 @@ for _name, _entry in SOFTMAX.items():  # only their memory is measured
         {"ours": lambda case, s=_entry: made(s, case.width)},
     )
 
-_KEPT_OR_NOT = ("ours, tiled", "ours, kept")
 _TILED_OR_NOT = ("ours, tiled", "ours")
 _BARE = (ALLOCATING, IN_TILES)
 _CLIP = (*_TILED_OR_NOT, "dense", "open_clip")
 _NT_XENT = (*_TILED_OR_NOT, "dense", "lightly NTXentLoss")
-_RANKS = (
-    *_TILED_OR_NOT,
-    "ours, tiled, ring",
-    "open_clip, local_loss + gather_with_grad",
-    "open_clip, gather_with_grad",
-)
+_OPEN_CLIP = ("open_clip, local_loss + gather_with_grad", "open_clip, gather_with_grad")
+_RANKS = (*_TILED_OR_NOT, "ours, tiled, ring", *_OPEN_CLIP)
 _WRAPPER = ("ours", "ours, static shapes", "by hand")
-_COMPILED = ("dense, compiled",)
+_COMPILED, _PML = ("dense, compiled",), "pml SupConLoss"
+_SUP_CON = (*_TILED_OR_NOT, _PML)
 _ROWS = ("ours", "dense", "pml")
 
 CASES = [
@@ -455,30 +424,12 @@ CASES = [
     Case("softmax", "CLIP", 4096, 512, (*_BARE, *_CLIP), _COMPILED, memory_of=("ours, tiled", "ours", "open_clip")),
     Case("softmax", "CLIP", 8192, 128, (*_BARE, *_CLIP), _COMPILED, full=True),
     Case("softmax", "NT-Xent", 8192, 512, (*_BARE, *_TILED_OR_NOT, "lightly NTXentLoss"), ("dense", *_COMPILED)),
-    Case(
-        "softmax",
-        "NT-Xent",
-        8192,
-        128,
-        (*_BARE, *_NT_XENT),
-        _COMPILED,
-        memory_of=("ours, tiled", "ours", "dense", "lightly NTXentLoss"),
-    ),
-    Case("softmax", "SupCon", 8192, 512, (*_BARE, *_TILED_OR_NOT), ("dense", *_COMPILED, "pml SupConLoss")),
-    Case(
-        "softmax",
-        "SupCon",
-        8192,
-        128,
-        (*_BARE, *_TILED_OR_NOT, "pml SupConLoss"),
-        ("dense", *_COMPILED),
-        memory_of=("ours, tiled", "ours", "pml SupConLoss"),
-    ),
+    Case("softmax", "NT-Xent", 8192, 128, (*_BARE, *_NT_XENT), _COMPILED, memory_of=_NT_XENT),
+    Case("softmax", "SupCon", 8192, 512, (*_BARE, *_TILED_OR_NOT), ("dense", *_COMPILED, _PML)),
+    Case("softmax", "SupCon", 8192, 128, (*_BARE, *_SUP_CON), ("dense", *_COMPILED), memory_of=_SUP_CON),
     Case("softmax", "InfoNCE", 2048, 384, (*_TILED_OR_NOT, "ours, as MNRL", "dense", "sentence-transformers MNRL")),
-    *(
-        Case("softmax", loss, n, 512, (*_TILED_OR_NOT, "dense", peer), dtype="bfloat16")
-        for loss, n, peer in (("CLIP", 4096, "open_clip"), ("NT-Xent", 8192, "lightly NTXentLoss"))
-    ),
+    Case("softmax", "CLIP", 4096, 512, _CLIP, dtype="bfloat16"),
+    Case("softmax", "NT-Xent", 8192, 512, _NT_XENT, dtype="bfloat16"),
     # losses of the rows engine
     *(
         Case("rows", x, 4096, 128, _ROWS, memory_of=("ours", "pml"))
@@ -503,7 +454,7 @@ CASES = [
     Case("size", "NT-Xent", 4096, 128, _NT_XENT, memory_of=("ours, tiled", "dense", "lightly NTXentLoss")),
     # data for the model of scaling.py: constant rows per rank
     *(
-        Case("scaling", loss, b * ranks, d, (*_KEPT_OR_NOT, "ours, tiled, ring"), shards=(b,) * ranks)
+        Case("scaling", loss, b * ranks, d, ("ours, tiled", "ours, kept", "ours, tiled, ring"), shards=(b,) * ranks)
         for loss in ("CLIP", "NT-Xent")
         for b, d in ((64, 128), (1024, 128), (1024, 512))
         for ranks in (1, 2, 4)
@@ -542,7 +493,7 @@ TARGETS = [
     *(Target(f"{loss}, 8,192 × 128", "ours, tiled", IN_TILES, 1.35) for loss in ("NT-Xent", "SupCon")),
     _times_less("NT-Xent, 8,192 × 512", "ours", "lightly NTXentLoss", 4),
     _times_less("NT-Xent, 8,192 × 128", "ours", "lightly NTXentLoss", 12),
-    _times_less("SupCon, 8,192 × 128", "ours", "pml SupConLoss", 25),
+    _times_less("SupCon, 8,192 × 128", "ours", _PML, 25),
     _times_less("CLIP, 4,096 × 512, W = 2", "ours", "open_clip, local_loss + gather_with_grad", 1.4),
     _times_less("CLIP, 4,096 × 512, W = 2", "ours", "open_clip, gather_with_grad", 2.3),
     _times_less("CLIP, 4,096 × 512, W = 4", "ours", "open_clip, gather_with_grad", 3.5),

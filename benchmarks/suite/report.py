@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from suite.cases import CASES, TARGETS, Case, Target
-from suite.harness import DOUBTFUL, quartiles, ratio, relative_spread
+from suite.harness import DOUBTFUL, Round, quartiles, ratio, relative_spread
 from tools.pages import PAGES, fill, table
 
 Results = dict[str, Any]
@@ -53,7 +54,7 @@ def headline(results: Results) -> str:
         if not target.at_least or target.what != "time" or not ratio(rounds, target.to, target.of):
             continue
         both = (target.to, target.of)
-        times = [f"{1000 * quartiles([x[y] for x in rounds if y in x])[1]:,.0f}" for y in both]
+        times = [f"{median_ms(rounds, y):,.0f}" for y in both]
         less = quartiles(ratio(rounds, target.to, target.of))[1]
         megabytes = (f"{held[y] / 2**20:,.0f}" if y in held else "" for y in both)
         lines.append([target.case, f"{target.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
@@ -78,10 +79,8 @@ def description(results: Results) -> str:
 def versions() -> dict[str, str]:
     found = {}
     for name in PEERS:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -95,11 +94,8 @@ def results_of(results: Results, name: str) -> dict[str, Any]:
 def targets(results: Results) -> str:
     lines = []
     for target in TARGETS:
-        limit = (
-            f"≥ {target.limit:g}× less"
-            if target.at_least
-            else f"≤ {target.limit:g} {'' if target.to == 'GB' else '× '}{target.to}"
-        )
+        at_most = f"≤ {target.limit:g} {'' if target.to == 'GB' else '× '}{target.to}"
+        limit = f"≥ {target.limit:g}× less" if target.at_least else at_most
         values, why = measurements(target, results_of(results, target.case))
         what = f"{target.what} of *{target.of}*" + (f" against *{target.to}*" if target.at_least else "")
         if not values:
@@ -134,6 +130,10 @@ def spread(values: list[float]) -> str:
     return f"{median} ({low}–{high}){'?' * (relative_spread(values) > DOUBTFUL)}"
 
 
+def median_ms(rounds: list[Round], implementation: str) -> float:
+    return 1000 * quartiles([x[implementation] for x in rounds if implementation in x])[1]
+
+
 def number(x: float) -> str:
     """Format with three digits, or all digits before the point."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
@@ -149,8 +149,7 @@ def times(results: Results, group: str) -> str:
                 continue
             line = [title, implementation]
             if values:
-                seconds = quartiles([x[implementation] for x in found["rounds"] if implementation in x])[1]
-                line += [number(1000 * seconds), spread(values)]
+                line += [number(median_ms(found["rounds"], implementation)), spread(values)]
                 line += [f"{x:.0e}" for x in found.get("errors", {}).get(implementation, ())]
             else:
                 line += [f"absent: {found['absent'][implementation]}"]
@@ -169,15 +168,8 @@ def memory(results: Results) -> str:
             for implementation in case.memory_of:
                 held = found.get("memory", {}).get(implementation)
                 why = f"absent: {found.get('absent', {}).get(implementation, 'not in this run')}"
-                number = why if held is None else f"{held / 2**20:,.0f}"
-                lines.append(
-                    [
-                        title,
-                        implementation,
-                        number,
-                        f"{case.bound(implementation) / 2**20:,.0f}" if "ours" in implementation else "",
-                    ]
-                )
+                bound = f"{case.bound(implementation) / 2**20:,.0f}" if "ours" in implementation else ""
+                lines.append([title, implementation, why if held is None else f"{held / 2**20:,.0f}", bound])
                 title = ""
     return table(["case", "implementation", "MB", "bound, softmax losses"], lines)
 
@@ -213,13 +205,8 @@ def picture(draw: Draw, results: Results, file: Path) -> bool:
 def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> bool:
     others = iter(OTHERS)
     for implementation, line in points.items():
-        axes.plot(
-            *zip(*sorted(line), strict=True),
-            marker="o",
-            ms=4,
-            label=implementation,
-            color=COLOURS.get(implementation) or next(others),
-        )
+        colour = COLOURS.get(implementation) or next(others)
+        axes.plot(*zip(*sorted(line), strict=True), marker="o", ms=4, label=implementation, color=colour)
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     ticks = sorted({x for line in points.values() for x, _ in line})
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
@@ -243,11 +230,7 @@ def time_by_rows(axes: Any, results: Results) -> bool:
 
     def medians(found: dict[str, Any]) -> dict[str, float]:
         rounds = found.get("rounds", []) if len(found.get("rounds", [{}])[0]) > 3 else []
-        implementations = dict.fromkeys(implementation for x in rounds for implementation in x)
-        return {
-            implementation: 1000 * quartiles([x[implementation] for x in rounds if implementation in x])[1]
-            for implementation in implementations
-        }
+        return {name: median_ms(rounds, name) for name in dict.fromkeys(name for x in rounds for name in x)}
 
     axes.set_title("NT-Xent, forward and backward", loc="left")
     return lines_of(axes, by_rows(results, medians), "rows N", "ms")
@@ -255,13 +238,9 @@ def time_by_rows(axes: Any, results: Results) -> bool:
 
 def memory_by_rows(axes: Any, results: Results) -> bool:
     """Memory by number of rows."""
-    points = by_rows(
-        results, lambda found: {implementation: x / 2**20 for implementation, x in found.get("memory", {}).items()}
-    )
+    points = by_rows(results, lambda found: {name: x / 2**20 for name, x in found.get("memory", {}).items()})
     axes.set_title("NT-Xent, memory beyond the inputs", loc="left")
-    return lines_of(
-        axes, {implementation: line for implementation, line in points.items() if len(line) > 1}, "rows N", "MB"
-    )
+    return lines_of(axes, {name: line for name, line in points.items() if len(line) > 1}, "rows N", "MB")
 
 
 def time_by_ranks(axes: Any, results: Results) -> bool:
@@ -269,12 +248,9 @@ def time_by_ranks(axes: Any, results: Results) -> bool:
     points: dict[str, list[tuple[float, float]]] = {}
     for case, found in measured_cases(results, "scaling"):
         if case.shards[0] == 1024 and case.width == 512:
-            for implementation in case.implementations:
-                seconds = [x[implementation] for x in found["rounds"] if implementation in x]
-                if seconds:
-                    points.setdefault(f"{case.loss}, {implementation.removeprefix('ours, ')}", []).append(
-                        (case.world, 1000 * quartiles(seconds)[1])
-                    )
+            for name in (x for x in case.implementations if any(x in of for of in found["rounds"])):
+                title = f"{case.loss}, {name.removeprefix('ours, ')}"
+                points.setdefault(title, []).append((case.world, median_ms(found["rounds"], name)))
     axes.set_prop_cycle(color=["#1f4e79", "#3a6ea5", "#7fb2e5", "#7a2f2c", "#b0413e", "#e39a97"])
     for name, line in points.items():
         axes.plot(*zip(*line, strict=True), marker="o", ms=4, label=name)
@@ -309,12 +285,7 @@ def multiples(axes: Any, results: Results) -> bool:
     return bool(lines)
 
 
-FIGURES: dict[str, Draw] = {
-    "multiples": multiples,
-    "time": time_by_rows,
-    "memory": memory_by_rows,
-    "ranks": time_by_ranks,
-}
+FIGURES = {"multiples": multiples, "time": time_by_rows, "memory": memory_by_rows, "ranks": time_by_ranks}
 
 
 def load_results(file: Path) -> Results:
