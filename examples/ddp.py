@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.digits import EPOCHS, LEARNING_RATE, EncoderWithLoss, make_encoder, make_loader, make_loss, run_steps
 from examples.setup import Setup, Trained, main, one_process
 
 
@@ -31,15 +31,6 @@ def train(accumulate: int = 1) -> Trained:
     return Trained.of(model, loss_fn)
 
 
-class Step(nn.Module):
-    def __init__(self, loss_fn: cz.DistributedLoss) -> None:
-        super().__init__()
-        self.encoder, self.loss_fn = make_encoder(), loss_fn
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_fn(self.encoder(images), labels)
-
-
 def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum gradients over ranks, without DDP's division by their number."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
@@ -48,17 +39,11 @@ def add_up(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 def train_in_one_module(*, sum_hook: bool) -> Trained:
     dist.init_process_group("gloo")
     loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum" if sum_hook else "mean")
-    model = DistributedDataParallel(Step(loss_fn))
+    model = DistributedDataParallel(EncoderWithLoss(loss_fn))
     if sum_hook:
         model.register_comm_hook(None, add_up)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
-    loader = make_loader(dist.get_rank(), dist.get_world_size())
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            model(images, labels).backward()
-            optimizer.step()
+    run_steps(model, optimizer, make_loader(dist.get_rank(), dist.get_world_size()))
     return Trained.of(model.module.encoder, loss_fn)
 
 

@@ -9,27 +9,19 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.digits import EPOCHS, LEARNING_RATE, EncoderWithLoss, make_loader, make_loss
 from examples.setup import Setup, Trained, main, one_process
-
-
-class Step(nn.Module):
-    def __init__(self, loss_fn: nn.Module) -> None:
-        super().__init__()
-        self.encoder, self.loss_fn = make_encoder(), loss_fn
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_fn(self.encoder(images), labels)
 
 
 def train(
     stage: int, accumulate: int = 1, grad_reduction: Literal["mean", "sum"] = "mean", frozen: bool = False
 ) -> Trained:
     deepspeed.init_distributed("gloo")
-    model = Step(cz.DistributedLoss(make_loss(), grad_reduction=grad_reduction)).float()  # DeepSpeed takes no float64
+    model = EncoderWithLoss(
+        cz.DistributedLoss(make_loss(), grad_reduction=grad_reduction)
+    ).float()  # DeepSpeed takes no float64
     trained = model.encoder if frozen else model
     config = {
         "train_micro_batch_size_per_gpu": 1,  # not used: batches come from our loader

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from examples.digits import LEARNING_RATE, make_dataset
-from examples.reference import Trained
+from examples.setup import Trained
 
 STEPS, BATCH_SIZE = 10, 24
 Make = Callable[[SentenceTransformer], nn.Module]

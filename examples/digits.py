@@ -1,6 +1,7 @@
 """What all examples train: an encoder of scikit-learn's digits, a loss with parameters of its own, and batches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -35,6 +36,17 @@ def make_dataset(samples: int = SAMPLES) -> TensorDataset:
     return TensorDataset(torch.from_numpy(images[:samples] / 16), torch.from_numpy(labels[:samples]))
 
 
+class EncoderWithLoss(nn.Module):
+    """The encoder and a loss as one module, of both of which a trainer reduces or updates the parameters."""
+
+    def __init__(self, loss_fn: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.loss_fn = make_encoder(), loss_fn
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_fn(self.encoder(images), labels)
+
+
 class ShardedBatches(Sampler[list[int]]):
     """Split each global batch over the ranks, in rank order: no sample is repeated, none is left out.
 
@@ -67,3 +79,13 @@ def make_loader(
     """
     batches = ShardedBatches(samples, batch_size, rank, world_size)
     return DataLoader(make_dataset(samples), sampler=batches, batch_size=None)
+
+
+def run_steps(loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    """Train with a loss of images and labels in a plain loop over all epochs."""
+    for epoch in range(EPOCHS):
+        loader.sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss(images, labels).backward()
+            optimizer.step()

@@ -6,37 +6,27 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.digits import LEARNING_RATE, EncoderWithLoss, make_loader, make_loss, run_steps
 from examples.setup import Setup, Trained, main
 
 
-class Step(nn.Module):
-    def __init__(self, loss_fn: cz.DistributedLoss) -> None:
-        super().__init__()
-        self.encoder, self.loss_fn = make_encoder(), loss_fn
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_fn(self.encoder(images), labels)
-
-
-def encoder_alone(step: Step) -> None:
+def encoder_alone(step: EncoderWithLoss) -> None:
     fully_shard(step.encoder)  # each process keeps all loss parameters
 
 
-def loss_ignored(step: Step) -> None:
+def loss_ignored(step: EncoderWithLoss) -> None:
     fully_shard(step, ignored_params=set(step.loss_fn.parameters()))
 
 
-def loss_sharded(step: Step) -> None:
+def loss_sharded(step: EncoderWithLoss) -> None:
     fully_shard(step.encoder)
     fully_shard(step)  # the rest: loss parameters, of shape [1] and [10, 16]
 
 
-def loss_sharded_summed(step: Step) -> None:
+def loss_sharded_summed(step: EncoderWithLoss) -> None:
     loss_sharded(step)
     for module in step.modules():
         if isinstance(module, FSDPModule):
@@ -44,18 +34,12 @@ def loss_sharded_summed(step: Step) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
 
-def train(shard: Callable[[Step], None], grad_reduction: Literal["mean", "sum"] = "mean") -> Trained:
+def train(shard: Callable[[EncoderWithLoss], None], grad_reduction: Literal["mean", "sum"] = "mean") -> Trained:
     dist.init_process_group("gloo")
-    step = Step(cz.DistributedLoss(make_loss(), grad_reduction=grad_reduction))
+    step = EncoderWithLoss(cz.DistributedLoss(make_loss(), grad_reduction=grad_reduction))
     shard(step)
     optimizer = torch.optim.SGD(step.parameters(), LEARNING_RATE, momentum=0.9, foreach=False)
-    loader = make_loader(dist.get_rank(), dist.get_world_size())
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            step(images, labels).backward()
-            optimizer.step()
+    run_steps(step, optimizer, make_loader(dist.get_rank(), dist.get_world_size()))
     return Trained.of(step.encoder, step.loss_fn)
 
 

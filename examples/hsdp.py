@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, SAMPLES, make_encoder, make_loader, make_loss
+from examples.digits import LEARNING_RATE, SAMPLES, make_encoder, make_loader, make_loss, run_steps
 from examples.setup import Setup, Trained, main, one_process
 
 
@@ -18,16 +18,10 @@ def train(loss_along: str | None = None, samples: int = SAMPLES) -> Trained:
     fully_shard(model, mesh=mesh)
     # every process of the mesh holds other samples: the loss compares along both dimensions, in the default group
     loss_fn = cz.DistributedLoss(make_loss(), process_group=mesh[loss_along] if loss_along else None)
-    optimizer = torch.optim.SGD(
-        [*model.parameters(), *loss_fn.parameters()], LEARNING_RATE, momentum=0.9, foreach=False
-    )
+    parameters = [*model.parameters(), *loss_fn.parameters()]
+    optimizer = torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9, foreach=False)
     loader = make_loader(dist.get_rank(), dist.get_world_size(), samples=samples)
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss_fn(model(images), labels).backward()
-            optimizer.step()
+    run_steps(lambda images, labels: loss_fn(model(images), labels), optimizer, loader)
     return Trained.of(model, loss_fn)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.digits import make_dataset, make_encoder, make_loss
-from examples.reference import Trained, one_process
+from examples.setup import Trained, one_process
 
 
 def validation_loader(rank: int = 0, world_size: int = 1) -> DataLoader[Any]:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.digits import LEARNING_RATE, make_encoder, make_loader, make_loss, run_steps
 from examples.setup import Setup, Trained, main
 
 
@@ -20,16 +20,10 @@ def train(loss_along: str | None = "dp") -> Trained:
     fully_shard(model, mesh=mesh["dp"])
     # processes of one tensor-parallel group hold the same samples: the loss compares along "dp" only
     loss_fn = cz.DistributedLoss(make_loss(), process_group=mesh[loss_along] if loss_along else None)
-    optimizer = torch.optim.SGD(
-        [*model.parameters(), *loss_fn.parameters()], LEARNING_RATE, momentum=0.9, foreach=False
-    )
+    parameters = [*model.parameters(), *loss_fn.parameters()]
+    optimizer = torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9, foreach=False)
     loader = make_loader(mesh["dp"].get_local_rank(), mesh["dp"].size())
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss_fn(model(images), labels).backward()
-            optimizer.step()
+    run_steps(lambda images, labels: loss_fn(model(images), labels), optimizer, loader)
     return Trained.of(model, loss_fn)
 
 

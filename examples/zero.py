@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from examples.digits import EPOCHS, make_encoder, make_loader, make_loss
+from examples.digits import make_encoder, make_loader, make_loss, run_steps
 from examples.setup import Setup, Trained, main, one_process
 
 
@@ -20,12 +20,7 @@ def train() -> Trained:
     # each process keeps Adam's state of some parameters, updates these and sends them to the others
     optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
     loader = make_loader(dist.get_rank(), dist.get_world_size())
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss_fn(model(images), labels).backward()
-            optimizer.step()
+    run_steps(lambda images, labels: loss_fn(model(images), labels), optimizer, loader)
     return Trained.of(model, loss_fn)
 
 

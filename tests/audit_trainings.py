@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import contrastive_zoo as cz
 from examples.digits import make_dataset, make_encoder, make_loader, make_loss
 from examples.mistakes import BATCH_SIZE, EPOCHS, LEARNING_RATE, SAMPLES, Right
-from examples.reference import Trained
+from examples.setup import Trained
 
 MISTAKES: dict[str, tuple[Any, str]] = {}
 """Name: the training, and the diagnosis that is expected."""

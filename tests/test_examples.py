@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("sklearn")
 
 from examples.__main__ import main
-from examples.reference import Trained
 from examples.run import EXAMPLES, Outcome, measure, recipe_of, setups
-from examples.setup import Deviation, Setup
+from examples.setup import Deviation, Setup, Trained
 from tests.interpreter import torchrun
 from tools.trainers_page import listing, right_table, wrong_table
 

@@ -15,7 +15,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from examples.losses.__main__ import LOSSES, TOLERANCE
-from examples.losses.result import difference, draw
+from examples.losses.digits import difference, draw
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pages" / "examples.md"

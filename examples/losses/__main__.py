@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from contrastive_zoo.testing.worlds import Worlds
-from examples.losses.result import difference, draw
+from examples.losses.digits import difference, draw
 from tools.pages import PAGES, fill, table
 
 LOSSES = {

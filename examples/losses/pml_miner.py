@@ -4,8 +4,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from examples.losses.digits import augmented, batches, encoder, held_out, images, local, result
-from examples.losses.result import Result
+from examples.losses.digits import Result, augmented, batches, encoder, held_out, images, local, result
 
 
 def train(epochs: int = 30) -> Result:

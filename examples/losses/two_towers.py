@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from examples.losses.digits import augmented, batches, encoder, held_out, images, local, result
-from examples.losses.result import Result
+from examples.losses.digits import Result, augmented, batches, encoder, held_out, images, local, result
 
 
 class Towers(nn.Module):
