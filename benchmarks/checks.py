@@ -40,15 +40,11 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
+        first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.straight = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-        self.residual = nn.Sequential(
-            nn.GroupNorm(4, inputs),
-            nn.ReLU(),
-            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            nn.GroupNorm(4, outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-        )
+        normalized = nn.GroupNorm(4, inputs), nn.GroupNorm(4, outputs)
+        self.residual = nn.Sequential(normalized[0], nn.ReLU(), first, normalized[1], nn.ReLU(), second)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.straight(x) + self.residual(x)

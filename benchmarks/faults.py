@@ -16,10 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -241,23 +240,21 @@ FAULTS: dict[str, type[Training]] = {
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """How a rank ended: with which error, of which class, or with which exit code; and whether by itself."""
 
     seconds: float | None
     """Since the fault; None if the rank was still alive when the others had ended."""
     text: str
-    kind: str = ""
-    ended: bool = True
+    kind: str
+    ended: bool
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """How the ranks of one fault ended, by rank, and which has the fault."""
 
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    failing_rank: int = 1
+    outcomes: dict[int, Outcome]
+    failing_rank: int
 
 
 def rank_main(
@@ -297,10 +294,8 @@ def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> Run:
 
 def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> Run:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__]
-    )
-    run = Run(failing_rank=world_size - 1)
+    context.set_forkserver_preload(["contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__])
+    run = Run({}, failing_rank=world_size - 1)
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(world_size):
@@ -353,10 +348,8 @@ def shortened(text: str) -> str:
 
 
 def page_table(found: Sequence[tuple[str, str, str, str]]) -> str:
-    lines = [
-        (name, f"{seconds} s", shortened(text), shortened(failing_rank))
-        for (name, _, seconds, text), (_, _, _, failing_rank) in zip(found[::2], found[1::2], strict=True)
-    ]
+    pairs = zip(found[::2], found[1::2], strict=True)
+    lines = [(name, f"{seconds} s", shortened(text), shortened(other[3])) for (name, _, seconds, text), other in pairs]
     return table(["fault on rank 1", "rank 0 ends after", "rank 0 says", "rank 1 says"], lines, texts=4)
 
 
@@ -365,9 +358,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.docs and (options.world != 2 or options.only):
         parser.error("--docs is a table of all faults of two ranks: give neither --world nor --only")
-    print(
-        f"W = {options.world}, gloo, time-out of the process group {TIMEOUT:g} s; seconds since the processes started"
-    )
+    limit = f"time-out of the process group {TIMEOUT:g} s"
+    print(f"W = {options.world}, gloo, {limit}; seconds since the processes started")
     print("\n| fault | rank | seconds | what it says |\n|---|---|---|---|")
     found: list[tuple[str, str, str, str]] = []
     for name in (x for x in FAULTS if options.only in x):

@@ -7,7 +7,6 @@ Their packages import torchvision, which their losses do not need; the files of 
 be left out if both are installed. Every comparison sees random rows, two of them equal and two of them opposite.
 """
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -21,22 +20,16 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from suite.harness import command_line
 from torch import Tensor
 
 import contrastive_zoo as cz
 
-BARE = {
-    "lightly": (
-        "lightly",
-        "lightly.loss",
-        "lightly.models",
-        "lightly.models.modules",
-        "lightly.models.utils",  # a module, which a loss imports and, without a memory bank, does not use
-        "lightly.utils",
-    ),
-    "open_clip": ("open_clip",),
-}
-"""Packages whose ``__init__`` needs packages that are not installed; it is replaced by an empty one."""
+BARE = {"lightly": ("", ".loss", ".models", ".models.modules", ".models.utils", ".utils"), "open_clip": ("",)}
+"""Packages whose ``__init__`` needs packages that are not installed; it is replaced by an empty one.
+
+``lightly.models.utils`` is a module, which a loss imports and, without a memory bank, does not use.
+"""
 SEEDS, ROWS, WIDTH = range(5), 9, 4
 LIMIT = 1e-10
 
@@ -47,7 +40,7 @@ def opened(package: str) -> bool:
     if found is None or not found.submodule_search_locations:
         return False
     (root,) = found.submodule_search_locations
-    for name in BARE[package]:
+    for name in (package + part for part in BARE[package]):
         sys.modules[name] = module = ModuleType(name)
         module.__path__ = ["/".join([root, *name.split(".")[1:]])]
     return True
@@ -108,9 +101,9 @@ def both_directions(cls: Any) -> Any:
     )
 
 
-def in_a_list(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss of a list of views as one of views."""
-    return lambda *views: loss(list(views))
+def frossl(cls: Any) -> Any:
+    """Compare with the peer's loss of a list of views."""
+    return lambda *views: cls()(list(views)), cz.FroSSL()
 
 
 def swav(cls: Any) -> Any:
@@ -120,8 +113,7 @@ def swav(cls: Any) -> Any:
 
     def theirs(*views: Tensor) -> Tensor:
         scores = [z @ c.T for z in unit(*views)]
-        value: Tensor = crops(scores[:2], scores[2:]).squeeze()
-        return value
+        return crops(scores[:2], scores[2:]).squeeze()
 
     loss = cz.SwAV(len(prototypes), WIDTH).double()
     loss.prototypes.data.copy_(prototypes)
@@ -134,27 +126,21 @@ def dino(cls: Any) -> Any:
     losses = cls(output_dim=WIDTH, teacher_temp=t).double(), cz.DINO(WIDTH, teacher_temperature=t).double()
     teacher = [rows(seed=98).detach(), rows(seed=97).detach()]
 
-    def theirs(*views: Tensor) -> Tensor:
-        value: Tensor = losses[0](teacher, list(views))
-        return value
-
-    def ours(*views: Tensor) -> Tensor:
-        value: Tensor = losses[1](torch.stack(views, 1), torch.stack(teacher, 1))
-        return value
-
-    return theirs, ours
+    return (
+        lambda *views: losses[0](teacher, list(views)),
+        lambda *views: losses[1](torch.stack(views, 1), torch.stack(teacher, 1)),
+    )
 
 
 def distilled(cls: Any) -> Any:
     """Return the sum of the two values that the peer returns."""
     teacher = [rows(seed=98).detach(), rows(seed=97).detach()]
 
-    def theirs(*views: Tensor) -> Tensor:
-        value: Tensor = sum(cls()(*unit(*views), 5.0, *unit(*teacher), 10.0))
-        return value
-
     loss = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1)
-    return theirs, lambda *views: 2 * loss(*views, *teacher)
+    return (
+        lambda *views: sum(cls()(*unit(*views), 5.0, *unit(*teacher), 10.0)),
+        lambda *views: 2 * loss(*views, *teacher),
+    )
 
 
 def one_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> Any:
@@ -166,12 +152,7 @@ def tico(cls: Any) -> Any:
     losses = cz.TiCo(WIDTH).double(), cls()
     for loss in losses:
         loss(rows(seed=98).detach(), rows(seed=97).detach())
-
-    def ours(*views: Tensor) -> Tensor:
-        value: Tensor = losses[0].eval()(*views)
-        return value
-
-    return lambda *views: losses[1](*views, update_covariance_matrix=False), ours
+    return lambda *views: losses[1](*views, update_covariance_matrix=False), losses[0].eval()
 
 
 def in_64_bits(theirs: Any, ours: cz.SIGReg) -> None:
@@ -194,22 +175,12 @@ def lejepa(cls: Any) -> Any:
     theirs, ours = cls(lambda_param=0.3, sigreg_num_vectors=64), cz.LeJEPA(WIDTH, lambda_=0.3, num_slices=64).eval()
     in_64_bits(theirs.sigreg, ours)
 
-    def of_views(*views: Tensor) -> Tensor:
-        value: Tensor = theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:]))
-        return value
-
-    return of_views, ours
+    return lambda *views: theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:])), ours
 
 
 def mmcr(cls: Any) -> Any:
     """Normalise before the peer's loss, and leave out the smoothing of ours."""
-
-    def theirs(*views: Tensor) -> Tensor:
-        z = torch.stack(unit(*views), 1)
-        value: Tensor = cls(lmda=0.5)(*z.chunk(2, 1))
-        return value
-
-    return theirs, cz.MMCR(lambda_=0.5, eps=1e-24)
+    return lambda *views: cls(lmda=0.5)(*torch.stack(unit(*views), 1).chunk(2, 1)), cz.MMCR(lambda_=0.5, eps=1e-24)
 
 
 ORACLES = [
@@ -221,7 +192,7 @@ ORACLES = [
     Oracle("lightly.loss.hypersphere_loss", "HypersphereLoss", *same(cz.AlignUniform(t=1.0))),
     Oracle("lightly.loss.negative_cosine_similarity", "NegativeCosineSimilarity", "NegativeCosine()", both_directions),
     Oracle("lightly.loss.tico_loss", "TiCoLoss", "TiCo(d)", tico),
-    Oracle("lightly.loss.frossl_loss", "FroSSLLoss", "FroSSL()", lambda cls: (in_a_list(cls()), cz.FroSSL()), views=3),
+    Oracle("lightly.loss.frossl_loss", "FroSSLLoss", "FroSSL()", frossl, views=3),
     Oracle("lightly.loss.lejepa_loss", "SIGReg", "SIGReg(d)", sigreg),
     Oracle("lightly.loss.lejepa_loss", "LeJEPALoss", "LeJEPA(d, lambda_=0.3)", lejepa, views=3),
     Oracle("lightly.loss.mmcr_loss", "MMCRLoss", "MMCR(lambda_=0.5, eps=1e-24)", mmcr, views=4),
@@ -234,7 +205,7 @@ ORACLES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folders", nargs="*", help="where lightly and open_clip lie unpacked")
     sys.path[:0] = parser.parse_args().folders
     there = {package for package in BARE if opened(package)}

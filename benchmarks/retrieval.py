@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -47,21 +47,16 @@ def unit_rows(start: int, stop: int, width: int, seed: int) -> torch.Tensor:
 
 
 def data(given: argparse.Namespace, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(
-        unit_rows(total * rank // world_size, total * (rank + 1) // world_size, given.width, seed)
-        for total, seed in ((given.queries, 1), (given.rows, 0))
-    )  # type: ignore[return-value]  # of two elements
+    def of_rank(total: int, seed: int) -> torch.Tensor:
+        return unit_rows(total * rank // world_size, total * (rank + 1) // world_size, given.width, seed)
+
+    return of_rank(given.queries, seed=1), of_rank(given.rows, seed=0)
 
 
 def faiss_flat(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
     index = faiss.IndexFlatIP(given.width)
     index.add(gallery.numpy())
-    vectors = queries.numpy()
-
-    def search() -> Any:
-        index.search(vectors, given.k)
-
-    return search
+    return lambda: index.search(queries.numpy(), given.k)
 
 
 def our_search(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Namespace) -> Any:
@@ -74,11 +69,7 @@ def our_metrics(queries: torch.Tensor, gallery: torch.Tensor, given: argparse.Na
     return lambda: cz.metrics.evaluate(queries, gallery, labels=labels, gallery_labels=of_rows, metrics=names)
 
 
-CASES: dict[str, Callable[..., Any]] = {
-    "faiss IndexFlatIP": faiss_flat,
-    "top_k": our_search,
-    "evaluate, four metrics at k": our_metrics,
-}
+CASES = {"faiss IndexFlatIP": faiss_flat, "top_k": our_search, "evaluate, four metrics at k": our_metrics}
 
 
 # -------------------------------------------------------------------------------------------------------------- in turns

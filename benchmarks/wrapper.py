@@ -60,8 +60,7 @@ def ours(package: Any, case: Case) -> Callable[..., Tensor]:
     """Return the loss of a revision, with a learnable temperature if it is CLIP's, as the one by hand has."""
     learnable = package.LearnableTemperature(case.temperature)
     loss, temperature = {"CLIP": (package.Clip, learnable), "NT-Xent": (package.NTXent, case.temperature)}[case.loss]
-    found: Callable[..., Tensor] = package.DistributedLoss(loss(temperature=temperature))
-    return found
+    return package.DistributedLoss(loss(temperature=temperature))
 
 
 def measure(case: Case, before: str | None, rounds: int) -> Found:
@@ -101,8 +100,7 @@ def calls_per_step(run: Callable[[], object]) -> float:
 
 
 def percentiles(rounds: list[Round], name: str) -> list[float]:
-    found: list[float] = np.quantile([x[name] for x in rounds], [0.5, 0.02]).tolist()
-    return found
+    return np.quantile([x[name] for x in rounds], [0.5, 0.02]).tolist()
 
 
 def main() -> None:
