@@ -5,13 +5,10 @@ python benchmarks/extremes.py [--docs]
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 from suite.harness import command_line
-
-sys.path.append(str(Path(__file__).parent.parent))
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation

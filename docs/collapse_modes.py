@@ -5,7 +5,6 @@ beside a healthy one.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,10 +19,9 @@ from contrastive_zoo.metrics.monitor.figures import Measurement
 from contrastive_zoo.metrics.monitor.views import draw_similarities
 from contrastive_zoo.metrics.plots import DARK, PALE, STYLE
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import PAGES, fill, table
 
-PAGE = Path(__file__).parent / "pages" / "monitoring.md"
-PICTURE = PAGE.parent / "figures" / "collapse_modes.png"
-MARKS = "<!-- written by docs/collapse_modes.py -->\n", "<!-- end -->\n"
+PICTURE = PAGES / "figures" / "collapse_modes.png"
 WIDTH, STEPS, SHARDS = 32, 300, (96, 160)
 SHOWN = {
     "positive_similarity": "positive similarity",
@@ -97,11 +95,10 @@ def main() -> None:
     with rc_context(STYLE), Worlds(timeout=300) as worlds:
         figure = Figure(figsize=(15.0, 5.0), layout="constrained")
         axes = figure.subplots(2, len(MODES))
-        rows = [f"| mode | {' | '.join(SHOWN.values())} |", f"| --- |{' ---: |' * len(SHOWN)}"]
+        rows = []
         for column, (name, mode) in enumerate(MODES.items()):
             measurement = worlds.run(len(SHARDS), train, mode)[0]
-            cells = ("–" if x != x else f"{x:.3g}" for x in shown(measurement).values())
-            rows.append(f"| {name} | {' | '.join(cells)} |")
+            rows.append([name, *("–" if x != x else f"{x:.3g}" for x in shown(measurement).values())])
             top, bottom = axes[:, column]
             draw_similarities(top, measurement)
             top.set(title=name, yscale="symlog", ylabel="density" if column == 0 else "", ylim=(0, 70))
@@ -114,9 +111,7 @@ def main() -> None:
             label = "eigenvalue of ZᵀZ / N" if column == 0 else ""
             bottom.set(yscale="log", ylim=(1e-8, 2), xlabel="largest first", ylabel=label)
         FigureCanvasAgg(figure).print_png(PICTURE)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-    table = "".join(f"{row}\n" for row in rows)
-    PAGE.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+    fill(PAGES / "monitoring.md", {"collapse modes": table(["mode", *SHOWN.values()], rows, texts=1)})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,14 @@ class Right:
 
     name: ClassVar[str] = "none"
     fix: ClassVar[str] = ""
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.model = DistributedDataParallel(make_encoder())
-        self.loss_fn: nn.Module = cz.DistributedLoss(make_loss())
+        self.loss_fn: nn.Module = cz.DistributedLoss(make_loss(), **self.options)
         self.loader = make_loader(self.rank, self.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -106,10 +107,7 @@ class GatheredFirstUnchecked(GatheredFirst):
     """The same, with `check_distinct=False`."""
 
     name = "gathered before the loss, not checked"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
+    options: ClassVar[dict[str, Any]] = {"check_distinct": False}
 
 
 class Padded(Right):
@@ -139,10 +137,7 @@ class SumUnderMean(Right):
 
     name = '"sum" with a trainer that averages'
     fix = '`grad_reduction="mean"`'
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
+    options: ClassVar[dict[str, Any]] = {"grad_reduction": "sum"}
 
 
 class MeanUnderSum(Right):
@@ -216,10 +211,8 @@ def _setup(training: type[Right]) -> Setup:
     reference = partial(one_process, samples=SAMPLES, batch_size=BATCH_SIZE)
     shards = "padded" if training is Padded else "uneven"
     name = training.name if mistake else "the training that the mistakes change"
-    return Setup(
-        name, lambda: training().train(), mistake=mistake, fix=training.fix, reference=reference, shards=shards,
-        step=training.step,
-    )  # fmt: skip
+    kind = {"mistake": mistake, "fix": training.fix, "shards": shards}
+    return Setup(name, lambda: training().train(), reference=reference, step=training.step, **kind)
 
 
 TRAININGS = (

@@ -104,7 +104,9 @@ def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:
 
 
 def _run(context: mp.context.ForkServerContext, example: str, index: int, setup: Setup) -> Outcome:
-    port = _free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     processes, results = [], []
     for rank in range(setup.processes):
         result, sender = context.Pipe(duplex=False)
@@ -142,22 +144,15 @@ def _answer(results: Sequence[Connection]) -> Deviation | str:
 
 def _process(example: str, index: int, rank: int, world_size: int, port: int, sender: Connection) -> None:
     """Set the variables of torchrun, run the set-up, and send its deviation or the text of its error."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"GLOO_SOCKET_IFNAME": loopback}
+    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    of_world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    os.environ |= of_rank | of_world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo reports every connection
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-        logging.ERROR
-    )  # gathers of 2-d shards are slow
+    slow_gathers = logging.getLogger("torch.distributed.tensor._redistribute")  # of 2-d shards
+    slow_gathers.setLevel(logging.ERROR)
     try:
         sender.send(measured(setups(example)[index]))
     except BaseException as error:
         sender.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         os._exit(1)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

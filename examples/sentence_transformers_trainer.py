@@ -12,16 +12,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 import contrastive_zoo as cz
 from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
-from examples.digit_sentences import (
-    BATCH_SIZE,
-    STEPS,
-    EmbeddingLoss,
-    Make,
-    make_data,
-    make_model,
-    one_process,
-    trained,
-)
+from examples.digit_sentences import BATCH_SIZE, STEPS, EmbeddingLoss, Make, make_data, make_model, one_process, trained
 from examples.digits import LEARNING_RATE, make_loss
 from examples.setup import Setup, Trained, main
 

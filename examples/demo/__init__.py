@@ -87,9 +87,7 @@ def _table(right: tuple[Comparison, ...], wrong: tuple[Comparison, ...], digits:
 
 def _verdict(right: tuple[Comparison, ...], console: Console) -> bool:
     shares = " + ".join(f"{share:.0%}" for share in SHARES[2])
-    failed = [
-        c for c in right if not (c.difference <= TOLERANCE and c.difference_between_ranks == 0)
-    ]  # also true for NaN
+    failed = [c for c in right if not (c.difference <= TOLERANCE and c.difference_between_ranks == 0)]  # NaN, too
     for c in failed:
         console.print(
             f"[bold red]FAILED[/] {c.job.title}: W=2 ({shares} of every batch) differs from W=1 by {c.difference:.1e}, "

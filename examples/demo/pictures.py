@@ -29,27 +29,16 @@ def training_curves(right: Comparison, wrong: Sequence[Comparison], path: Path) 
             top.plot(list(curve), list(curve.values()), color=colour, ls=dashes, lw=1.8, label=label)
             differences = {step: abs(curve[step] - reference[step]) for step in curve}
             # A logarithmic axis has no zero: equal values are drawn as one rounding step of float64.
-            bottom.plot(
-                list(differences),
-                [max(difference, 2**-53) for difference in differences.values()],
-                color=colour,
-                ls=dashes,
-                lw=1.8,
-            )
+            shown = [max(difference, 2**-53) for difference in differences.values()]
+            bottom.plot(list(differences), shown, color=colour, ls=dashes, lw=1.8)
         top.set(yscale="log", ylabel="loss on held-out digits, nats", title="InfoNCE between two views of a digit")
         ticks = [tick for tick in (0.6, 0.8, 1, 1.5, 2, 3, 4, 6) if tick > 0.95 * min(reference.values())]
         top.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         top.minorticks_off()
         top.legend(loc="upper right")
-        bottom.set(
-            yscale="log",
-            ylim=(2**-54, 10),
-            yticks=[10.0**power for power in (-16, -12, -8, -4, 0)],
-            xlim=(0, right.job.steps),
-            xlabel="optimizer step",
-            ylabel="nats",
-            title="Difference from one process",
-        )
+        ticks = [10.0**power for power in (-16, -12, -8, -4, 0)]
+        bottom.set(yscale="log", ylim=(2**-54, 10), yticks=ticks, xlim=(0, right.job.steps))
+        bottom.set(xlabel="optimizer step", ylabel="nats", title="Difference from one process")
 
 
 def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
@@ -62,9 +51,8 @@ def embeddings(comparison: Comparison, digits: Digits, path: Path) -> None:
             for digit, colour in enumerate(TEN):
                 x, y = plane[labels == digit].T
                 axis.scatter(x, y, marker=f"${digit}$", s=54, color=colour, linewidth=0)
-            axis.set_title(
-                f"{name} training: nearest neighbour of the same class {comparison.recall(rows, digits):.1%}"
-            )
+            recall = comparison.recall(rows, digits)
+            axis.set_title(f"{name} training: nearest neighbour of the same class {recall:.1%}")
             axis.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim")
             axis.spines[:].set_visible(False)
 

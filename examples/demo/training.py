@@ -112,13 +112,13 @@ class Comparison:
     @property
     def difference(self) -> float:
         """Return the largest difference between a parameter on one process and on any rank of two."""
-        return self._largest_difference_from(self.one_process)
+        return self._difference_from(self.one_process)
 
     @property
     def difference_between_ranks(self) -> float:
-        return self._largest_difference_from(self.two_processes[0])
+        return self._difference_from(self.two_processes[0])
 
-    def _largest_difference_from(self, reference: Trained) -> float:
+    def _difference_from(self, reference: Trained) -> float:
         all_ranks = torch.stack([rank.parameters for rank in self.two_processes])
         return (all_ranks - reference.parameters).abs().max().item()  # torch's max returns NaN if any is NaN
 
