@@ -5,7 +5,6 @@ which order. The pictures stand in ``docs/pages/figures``; a test compares them 
 """
 
 import sys
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,13 +103,10 @@ def picture(names: list[str]) -> str:
             continue
         x = centres[event.room]
         lines += _arrow(centres[before], x, y)
-        side = "end" if x > WIDTH / 2 else "start"
-        at = x - 12 if side == "end" else x + 12
+        side, at = ("end", x - 12) if x > WIDTH / 2 else ("start", x + 12)
+        style = f'text-anchor="{side}" stroke="#fff" stroke-width="4" paint-order="stroke"'
         lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="#1f77b4"/>')
-        lines.append(
-            f'<text x="{at}" y="{y - 7}" text-anchor="{side}" stroke="#fff" stroke-width="4" paint-order="stroke">'
-            f"{escape(event.text)}</text>"
-        )
+        lines.append(f'<text x="{at}" y="{y - 7}" {style}>{escape(event.text)}</text>')
         before = event.room
     return "\n".join([*lines, "</svg>", ""])
 
@@ -126,10 +122,6 @@ def _arrow(start: int, end: int, y: int) -> list[str]:
     ]
 
 
-def main(write: Callable[[Path, str], Any] = lambda path, text: path.write_text(text, encoding="utf-8")) -> None:
-    for name, names in measured().items():
-        write(FIGURES / f"{name}.svg", picture(names))
-
-
 if __name__ == "__main__":
-    main()
+    for of_call, entered in measured().items():
+        (FIGURES / f"{of_call}.svg").write_text(picture(entered), encoding="utf-8")

@@ -43,12 +43,8 @@ def problems(site: Path) -> list[str]:
         for link in [*page.links, *page.loaded]:
             target = urlsplit(link)
             if target.scheme or target.netloc:
-                elsewhere = link in page.loaded
-                if (
-                    elsewhere
-                    or any(x in link for x in " …")
-                    or (target.scheme in ("http", "https") and "." not in target.netloc)
-                ):
+                elsewhere, on_web = link in page.loaded, target.scheme in ("http", "https")
+                if elsewhere or any(x in link for x in " …") or (on_web and "." not in target.netloc):
                     found.append(f"{here}: {'loads' if elsewhere else 'bad address'} {link}")
                 continue
             file = (path.parent / unquote(target.path)).resolve() if target.path else path.resolve()

@@ -50,13 +50,8 @@ class Row:
         """Return in words what differs on unequal shards."""
         if self.uneven.failure:
             return bold(self.uneven.failure)
-        words = _describe([self.uneven])
-        names = ("value", "encoder", "parameters")
-        changed = [
-            f"{name} {now}"
-            for name, now, before in zip(names, words, self.on_even, strict=True)
-            if now.partition(" (")[0] != before.partition(" (")[0]
-        ]
+        words = zip(("value", "encoder", "parameters"), _describe([self.uneven]), self.on_even, strict=True)
+        changed = [f"{name} {now}" for name, now, even in words if now.partition(" (")[0] != even.partition(" (")[0]]
         return ", ".join(changed) or "nothing"
 
 
@@ -77,9 +72,8 @@ def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
         worlds=worlds,
         name=recipe.name,
     )
-    return Row(
-        recipe, tuple(measure(recipe.case, x, worlds) for x in EVEN), measure(recipe.case, UNEVEN, worlds), report
-    )
+    *even, uneven = (measure(recipe.case, x, worlds) for x in (*EVEN, UNEVEN))
+    return Row(recipe, tuple(even), uneven, report)
 
 
 def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:

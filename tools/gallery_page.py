@@ -26,16 +26,9 @@ TRUTH_TABLE = (
 )
 """Rows of the truth table, by recipe."""
 
-TRUTHS = (
-    "what people write",
-    "encoder gradient",
-    "loss's own parameters",
-    "value returned",
-    "what uneven shards change",
-)
-MEASUREMENTS = (
-    "what people write", "value", "encoder gradient", "loss's own parameters", "uneven shards change", "diagnosis",
-)  # fmt: skip
+_GRADIENTS = "encoder gradient", "loss's own parameters"
+TRUTHS = ("what people write", *_GRADIENTS, "value returned", "what uneven shards change")
+MEASUREMENTS = ("what people write", "value", *_GRADIENTS, "uneven shards change", "diagnosis")
 DIAGNOSES = ("diagnosis", "what the loss does", "fix")
 """Heads of the tables."""
 
@@ -80,11 +73,9 @@ def invariants() -> str:
     sections = []
     for invariant in INVARIANTS:
         meaning, _, failing = invariant.meaning.partition(" When it fails, ")
-        sections.append(
-            f"## `{invariant.name}`\n\n{meaning}\n\n**When it fails,** {failing}\n\n"
-            f"**Mistake it catches:** *{invariant.catches}* of [the gallery](gallery.md): "
-            f"{_about(GALLERY[invariant.catches])}."
-        )
+        mistake = f"*{invariant.catches}* of [the gallery](gallery.md): {_about(GALLERY[invariant.catches])}."
+        parts = f"## `{invariant.name}`", meaning, f"**When it fails,** {failing}", f"**Mistake it catches:** {mistake}"
+        sections.append("\n\n".join(parts))
     return "\n\n".join(sections)
 
 
@@ -93,9 +84,8 @@ def _wide(rows: Sequence[Row]) -> str:
     for row in rows:
         value, encoder, parameters = row.on_even
         diagnosis = row.report.diagnosis.mistake if row.report.diagnosis else "none needed"
-        lines.append(
-            [f"*{row.recipe.name}*: {_about(row.recipe)}", value, encoder, parameters, row.on_uneven, diagnosis]
-        )
+        title = f"*{row.recipe.name}*: {_about(row.recipe)}"
+        lines.append([title, value, encoder, parameters, row.on_uneven, diagnosis])
     return table(MEASUREMENTS, lines, texts=len(MEASUREMENTS))
 
 

@@ -58,9 +58,8 @@ def try_row(row: Row, tests: tuple[str, ...]) -> None:
         run("uv", "pip", "install", *target, row.torch, f"{ROOT}[{EXTRAS}]", *TEST_TOOLS)
         print(f"{row}: installed in {time.perf_counter() - start:.0f} s", flush=True)
         print(" ", run(python, "-c", VALUE), flush=True)
-        print(
-            " ", run(python, "-c", "import torch, numpy; print('torch', torch.__version__, 'numpy', numpy.__version__)")
-        )
+        versions = "import torch, numpy; print('torch', torch.__version__, 'numpy', numpy.__version__)"
+        print(" ", run(python, "-c", versions))
         print(" ", run(programs / "contrastive-zoo", "check", "nt-xent", "--world-size", "1", "2", "--examples", "3"))
         print(" ", run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests), flush=True)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tools import pages
 from tools.mutants import report
 from tools.mutants.changes import PACKAGE, ROOT, Mutant, modules, mutants
 
@@ -175,11 +176,10 @@ def main() -> None:
         files = [*FILES, *(f"{PACKAGE.name}/{path}" for path in modules())]
         status = pytest.main([*settings, f"--rootdir={ROOT}", *files], plugins=[run])
         assert status in (0, 5), f"pytest ended with {status}"
-    print(
-        f"{report.table(run.results)}\n\n{report.summary(run.results, run.controls)}\n{report.survivors(run.results)}"
-    )
+    table, summary = report.table(run.results), report.summary(run.results, run.controls)
+    print(f"{table}\n\n{summary}\n{report.survivors(run.results)}")
     if options.docs:
-        report.write_page(run.results, run.controls)
+        pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": f"{summary}\n\n{table}"})
 
 
 if __name__ == "__main__":

@@ -96,12 +96,9 @@ def _first_line(node: ast.FunctionDef) -> int:
 
 def _rebind(module: Any, statement: ast.stmt) -> bool:
     """Give a constant its changed value wherever it was imported; False if it is no constant."""
-    if isinstance(statement, ast.Assign):
-        target: ast.expr = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    else:
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return False
+    target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
     if not (isinstance(target, ast.Name) and isinstance(getattr(module, target.id), (bool, int, float, dict))):
         return False
     old, new = getattr(module, target.id), _value(module, statement.value)

@@ -58,8 +58,3 @@ def survivors(results: Sequence[dict[str, Any]]) -> str:
         for x in results
         if outcome(x) == "survived"
     )
-
-
-def write_page(results: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> None:
-    text = f"{summary(results, controls)}\n\n{table(results)}"
-    pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": text})

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,12 +73,10 @@ class Suite:
             for test, x in self.known.items()
             if x.passed and test in self.items and any(first <= y <= last for y in x.lines.get(mutant.path, ()))
         ]
-        reached.sort(key=lambda test: self.known[test].seconds)
-        cases = Counter[str]()
-        price: dict[str, float] = {}
-        for test in reached:  # the tenth case of a test is less likely to notice what nine have not
+        cases, price = Counter[str](), dict[str, float]()
+        for test in sorted(reached, key=lambda test: self.known[test].seconds):
             function = test.partition("[")[0]
-            cases[function] += 1
+            cases[function] += 1  # the tenth case of a test is less likely to notice what nine have not
             price[test] = (self.known[test].seconds + 0.05) * cases[function] / (1 + 10 * killers[test])
         reached.sort(key=price.__getitem__)
         total, chosen = 0.0, list[str]()
@@ -177,13 +175,8 @@ class Fork:
 
 def finished(forks: Iterator[tuple[Any, Fork]], jobs: int, limit: float) -> Iterator[tuple[Any, int | None, Fork]]:
     """Run forks, ``jobs`` at a time, and yield each with its key and its exit status, None for one that was ended."""
-    running: list[tuple[Any, Fork]] = []
-    waiting = True
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            new = next(forks, None)
-            waiting = new is not None
-            running += [new] if new is not None else []
+    running = list(islice(forks, jobs))
+    while running:
         for key, fork in list(running):
             status, late = fork.status(), time.monotonic() - fork.began > limit
             if status is not None or late:
@@ -191,4 +184,5 @@ def finished(forks: Iterator[tuple[Any, Fork]], jobs: int, limit: float) -> Iter
                 if status is None:
                     fork.kill()
                 yield key, status, fork
+        running += islice(forks, jobs - len(running))
         time.sleep(0.02)
