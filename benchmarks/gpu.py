@@ -17,8 +17,7 @@ import torch
 import triton
 from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
 from gpu_suite.install import installed, missing
-from gpu_suite.measure import Measurement, Size, measured
-from gpu_suite.rates import H100, Ceilings
+from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured
 from gpu_suite.report import LARGE, MILLION, SMALL, Results, notes, side_by_side, summary, times
 from suite.harness import command_line
 
@@ -48,12 +47,6 @@ def page(device: str, found: list[Measurement], ceilings: dict[str, Ceilings]) -
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def peers_in(folder: str) -> str:
-    found = ", ".join(f"{name} {version}" for name, version in installed(folder).items()) if folder else ""
-    absent = ", ".join(missing(folder))
-    return f"Peers: {found or 'none'}." + (f" Not installed: {absent}." if absent else "")
-
-
 def main() -> None:
     parser = command_line(__doc__, quick=False, peers="", model=False)
     parser.add_argument("--only", nargs="+", choices=[*IMPLEMENTATIONS], default=[*IMPLEMENTATIONS], help="losses")
@@ -64,7 +57,11 @@ def main() -> None:
         print(*predictions(Ceilings(*(1e12 * x for x in options.rates))), sep="\n")
         return
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    device = f"{versions}. {peers_in(options.peers)}"
+    peers = (
+        ", ".join(f"{name} {version}" for name, version in installed(options.peers).items()) if options.peers else ""
+    )
+    absent = ", ".join(missing(options.peers))
+    device = f"{versions}. Peers: {peers or 'none'}." + (f" Not installed: {absent}." if absent else "")
     print(device, flush=True)
     folder = str(Path(options.peers).resolve()) if options.peers else ""
     found: list[Measurement] = []

@@ -63,24 +63,14 @@ def train(steps: int) -> None:
             report(reading(step))
 
 
-def soak(steps: int) -> list[dict[str, float]]:
-    readings: list[dict[str, float]] = []
+def main() -> int:
+    steps, readings = command_line(__doc__, steps=10_000).parse_args().steps, list[dict[str, float]]()
     with Worlds(timeout=600.0) as worlds:
         worlds.run(2, train, steps, on_message=lambda _, message: readings.append(message))
-    return readings
-
-
-def growth(readings: list[dict[str, float]]) -> dict[str, float]:
-    """Return how much each number has grown since the second reading, when all shapes have been seen."""
-    first, last = readings[1], readings[-1]
-    return {name: last[name] - first[name] for name in first if name != "step"}
-
-
-def main() -> int:
-    readings = soak(command_line(__doc__, steps=10_000).parse_args().steps)
     forms = {"RSS MiB": ".1f"}
     print(table([*readings[0]], [[format(x, forms.get(name, ",.0f")) for name, x in of.items()] for of in readings], 0))
-    grown = growth(readings)
+    first, last = readings[1], readings[-1]  # when all shapes have been seen
+    grown = {name: last[name] - first[name] for name in first if name != "step"}
     print("growth since the second reading: " + ", ".join(f"{name} {value:+.1f}" for name, value in grown.items()))
     return int(any(value > (ALLOWED if name == "RSS MiB" else 0) for name, value in grown.items()))
 

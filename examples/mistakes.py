@@ -215,24 +215,7 @@ def _setup(training: type[Right]) -> Setup:
     return Setup(name, lambda: training().train(), reference=reference, step=training.step, **kind)
 
 
-TRAININGS = (
-    Right,
-    NotOptimized,
-    NeverZeroed,
-    GatheredFirst,
-    GatheredFirstUnchecked,
-    Padded,
-    SameOrder,
-    SumUnderMean,
-    MeanUnderSum,
-    TimesW,
-    Local,
-    LocalInDDP,
-    SeededPerRank,
-    NotSaved,
-)
-
-SETUPS = [_setup(training) for training in TRAININGS]
+SETUPS = [_setup(x) for x in list(globals().values()) if isinstance(x, type) and issubclass(x, Right)]
 
 if __name__ == "__main__":
     main(SETUPS)

@@ -24,12 +24,8 @@ class Trained(NamedTuple):
     @classmethod
     def of(cls, encoder: nn.Module, loss: nn.Module) -> "Trained":
         """Copy the parameters of both modules; a DTensor is gathered, so every rank must call this."""
-        return cls(*([_whole(x) for x in module.parameters()] for module in (encoder, loss)))
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    detached = parameter.detach()
-    return (detached.full_tensor() if hasattr(detached, "full_tensor") else detached).clone()
+        parameters = ([x.detach() for x in module.parameters()] for module in (encoder, loss))
+        return cls(*([(x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for x in of] for of in parameters))
 
 
 def one_process(

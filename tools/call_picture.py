@@ -73,11 +73,6 @@ def events_of(samples: int) -> list[str]:
     return names
 
 
-def measured() -> dict[str, list[str]]:
-    with Worlds(timeout=60) as worlds:
-        return {name: worlds.run(2, events_of, samples)[0] for name, samples in SIZES.items()}
-
-
 WIDTH, LANE, ROW, TOP = 900, 150, 34, 46
 
 
@@ -123,5 +118,7 @@ def _arrow(start: int, end: int, y: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    for of_call, entered in measured().items():
-        (FIGURES / f"{of_call}.svg").write_text(picture(entered), encoding="utf-8")
+    with Worlds(timeout=60) as worlds:
+        for name, samples in SIZES.items():
+            entered = worlds.run(2, events_of, samples)[0]
+            (FIGURES / f"{name}.svg").write_text(picture(entered), encoding="utf-8")

@@ -73,31 +73,18 @@ def _wrapped(loss: str, **settings: Any) -> nn.Module:
     return _Padded(DistributedLossWrapper(getattr(losses, loss)(**settings_of_proxies), **settings))
 
 
-_PML = "pytorch_metric_learning"
+_PML_WRAPPERS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
+    ("pml wrapper", "times W", "ContrastiveLoss()", {}),
+    ("pml wrapper, proxies", "times W", "ProxyAnchorLoss(...)", {}),
+    ("pml wrapper, efficient", "uneven shards", "ContrastiveLoss()", {"efficient": True}),
+    ("pml wrapper, efficient, proxies", "raises", "ProxyAnchorLoss(...)", {"efficient": True}),
+)
+"""Name, mistake, loss and settings of the wrapper."""
 
-
-@peer("pml wrapper", library=_PML, mistake="times W")
-def _() -> Any:
-    """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss())`"""
-    return _wrapped("ContrastiveLoss")
-
-
-@peer("pml wrapper, proxies", library=_PML, mistake="times W")
-def _() -> Any:
-    """pytorch-metric-learning's `DistributedLossWrapper(ProxyAnchorLoss(...))`"""
-    return _wrapped("ProxyAnchorLoss")
-
-
-@peer("pml wrapper, efficient", library=_PML, mistake="uneven shards")
-def _() -> Any:
-    """pytorch-metric-learning's `DistributedLossWrapper(ContrastiveLoss(), efficient=True)`"""
-    return _wrapped("ContrastiveLoss", efficient=True)
-
-
-@peer("pml wrapper, efficient, proxies", library=_PML, mistake="raises")
-def _() -> Any:
-    """pytorch-metric-learning's `DistributedLossWrapper(ProxyAnchorLoss(...), efficient=True)`"""
-    return _wrapped("ProxyAnchorLoss", efficient=True)
+for _name, _mistake, _loss, _settings in _PML_WRAPPERS:
+    _call = f"DistributedLossWrapper({', '.join([_loss, *(f'{x}={y}' for x, y in _settings.items())])})"
+    _make, _about = partial(_wrapped, _loss.partition("(")[0], **_settings), f"pytorch-metric-learning's `{_call}`"
+    PEERS[_name] = Peer(_name, _make, _mistake, "labels", "mean", _about, library="pytorch_metric_learning")
 
 
 @peer("accelerate gather", library="accelerate", mistake="detached", call="views")

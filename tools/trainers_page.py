@@ -48,7 +48,7 @@ def wrong_table(
     rows = []
     for example, setup, deviation, _ in outcomes:
         if setup.mistake:
-            found = [_percent(x) for x in deviation] if deviation else ["refused", "refused"]
+            found = [f"{float(f'{100 * x:.2g}'):g} %" for x in deviation] if deviation else ["refused", "refused"]
             doctor = diagnoses.get((example, setup.name), NOT_EXAMINED)
             rows.append([*_trainer(titles, example), setup.name, setup.mistake, setup.fix, *found, doctor])
     return table([*_trainer(titles), *_WRONG], rows, texts=len(_WRONG) + 1)
@@ -69,29 +69,18 @@ def _trainer(titles: dict[str, str] | None, example: str = "") -> list[str]:
     return [] if titles is None else [titles[example] if example else "trainer"]
 
 
-def _percent(x: float) -> str:
-    return f"{float(f'{100 * x:.2g}'):g} %"
-
-
 def title(example: str) -> str:
     path = PAGES / "trainers" / f"{recipe_of(example)}.md"
     heading = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
     return f"[{heading}](trainers/{path.name})"
 
 
-def write_listings(pages: Path = PAGES) -> None:
-    for example in EXAMPLES:
-        path = pages / "trainers" / f"{example}.md"
-        if path.exists():
-            fill(path, {"example": listing(example)})
-
-
-def write_tables(outcomes: Sequence[Outcome], diagnoses: Diagnoses, pages: Path = PAGES) -> None:
+def write_tables(outcomes: Sequence[Outcome], diagnoses: Diagnoses) -> None:
     titles = {example: title(example) for example in EXAMPLES}
     tables = {"right set-ups": right_table(outcomes, titles), "mistakes": wrong_table(outcomes, titles, diagnoses)}
-    fill(pages / "trainers.md", tables)
+    fill(PAGES / "trainers.md", tables)
     for example in EXAMPLES:
-        path = pages / "trainers" / f"{example}.md"
+        path = PAGES / "trainers" / f"{example}.md"
         own = [outcome for outcome in outcomes if recipe_of(outcome.example) == example]
         if path.exists() and own:
             deviations = right_table(own)
@@ -104,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.trainers_page", description=__doc__)
     parser.add_argument("--listings", action="store_true", help="write the listings only; run nothing")
     given = parser.parse_args(arguments)
-    write_listings()
+    for path, example in ((PAGES / "trainers" / f"{example}.md", example) for example in EXAMPLES):
+        if path.exists():
+            fill(path, {"example": listing(example)})
     if given.listings:
         return 0
     outcomes = []

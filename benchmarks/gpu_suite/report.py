@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpu_suite.implementations import IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
-from gpu_suite.measure import Measurement
-from gpu_suite.rates import Ceilings
+from gpu_suite.measure import Ceilings, Measurement
 
 LARGE, MILLION = (65_536, 768), (1_048_576, 512)
 SMALL = (256, 512, 1024, 2048)
