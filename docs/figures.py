@@ -35,81 +35,40 @@ WORLD = 3
 ALL_RANKS = tuple(range(WORLD))
 
 
-def each(text: Callable[[int], str], colour: Callable[[int], tuple[int, ...]] = lambda r: (r,)) -> Side:
-    return [[(text(r), colour(r))] for r in ALL_RANKS]
+def only_0(block: Block, rest: str = "0") -> Side:
+    return [[block] if r == 0 else [(rest, ())] for r in ALL_RANKS]
 
 
-def stack_on(root: int, text: Callable[[int], str]) -> Side:
-    return [[(text(s), (s,)) for s in ALL_RANKS] if r == root else [] for r in ALL_RANKS]
+def slices(letter: str) -> Side:
+    return [[(f"{letter}{SUBSCRIPTS[r]}[{s}]", (s,)) for s in ALL_RANKS] for r in ALL_RANKS]
 
+
+def sums_of_slices(letter: str) -> Side:
+    return [[(f"Σᵣ {letter}ᵣ[{r}]", (r,))] for r in ALL_RANKS]
+
+
+SUBSCRIPTS = "₀₁₂"
+X, G = ([[(f"{letter}{SUBSCRIPTS[r]}", (r,))] for r in ALL_RANKS] for letter in "xg")
+X0, G0 = ([side[0]] * WORLD for side in (X, G))
+X_STACKED, G_STACKED = ([block for (block,) in side] for side in (X, G))
+SUM_X, SUM_G = ("x₀+x₁+x₂", ALL_RANKS), ("g₀+g₁+g₂", ALL_RANKS)
+PARAMETER: Side = [[("φ", ())]] * WORLD
 
 ALL_TO_ALL = [(a, b) for a in ALL_RANKS for b in ALL_RANKS]
 STAY = [(r, r) for r in ALL_RANKS]
 FROM_0 = [(0, r) for r in ALL_RANKS]
 TO_0 = [(r, 0) for r in ALL_RANKS]
 
-
-def summed(text: str) -> Side:
-    return each(lambda r: text, lambda r: ALL_RANKS)
-
-
-def only_0(block: Block, rest: str = "0") -> Side:
-    return [[block] if r == 0 else [(rest, ())] for r in ALL_RANKS]
-
-
-def stacks(text: Callable[[int, int], str]) -> Side:
-    return [[(text(r, s), (s,)) for s in ALL_RANKS] for r in ALL_RANKS]
-
-
-def sub(letter: str) -> Callable[[int], str]:
-    return lambda r: f"{letter}{'₀₁₂'[r]}"
-
-
 COLLECTIVES: dict[str, tuple[Side, Side, list[tuple[int, int]], Side, Side, list[tuple[int, int]]]] = {
     # name: inputs, outputs, who sends to whom; gradients of outputs, of inputs, who sends to whom
-    "reduce": (
-        each(sub("x")),
-        only_0(("x₀+x₁+x₂", ALL_RANKS)),
-        TO_0,
-        only_0(("g₀", (0,)), "not read"),
-        each(lambda r: "g₀", lambda r: (0,)),
-        FROM_0,
-    ),
-    "all_reduce": (each(sub("x")), summed("x₀+x₁+x₂"), ALL_TO_ALL, each(sub("g")), summed("g₀+g₁+g₂"), ALL_TO_ALL),
-    "scatter": (stack_on(0, sub("x")), each(sub("x")), FROM_0, each(sub("g")), stack_on(0, sub("g")), TO_0),
-    "gather": (each(sub("x")), stack_on(0, sub("x")), TO_0, stack_on(0, sub("g")), each(sub("g")), FROM_0),
-    "all_gather": (
-        each(sub("x")),
-        stacks(lambda r, s: f"x{'₀₁₂'[s]}"),
-        ALL_TO_ALL,
-        stacks(lambda r, s: f"g{'₀₁₂'[r]}[{s}]"),
-        each(lambda r: f"Σᵣ gᵣ[{r}]", lambda r: (r,)),
-        ALL_TO_ALL,
-    ),
-    "broadcast": (
-        only_0(("x₀", (0,)), "not read"),
-        each(lambda r: "x₀", lambda r: (0,)),
-        FROM_0,
-        each(sub("g")),
-        only_0(("g₀+g₁+g₂", ALL_RANKS)),
-        TO_0,
-    ),
-    "reduce_scatter": (
-        stacks(lambda r, s: f"x{'₀₁₂'[r]}[{s}]"),
-        each(lambda r: f"Σᵣ xᵣ[{r}]", lambda r: (r,)),
-        ALL_TO_ALL,
-        each(sub("g")),
-        stacks(lambda r, s: f"g{'₀₁₂'[s]}"),
-        ALL_TO_ALL,
-    ),
-    "replicated": (
-        each(lambda r: "φ", lambda r: ()),
-        each(lambda r: "φ", lambda r: ()),
-        STAY,
-        each(sub("g")),
-        summed("g₀+g₁+g₂"),
-        ALL_TO_ALL,
-    ),
+    "reduce": (X, only_0(SUM_X), TO_0, only_0(("g₀", (0,)), "not read"), G0, FROM_0),
+    "all_reduce": (X, [[SUM_X]] * WORLD, ALL_TO_ALL, G, [[SUM_G]] * WORLD, ALL_TO_ALL),
+    "scatter": ([X_STACKED, [], []], X, FROM_0, G, [G_STACKED, [], []], TO_0),
+    "gather": (X, [X_STACKED, [], []], TO_0, [G_STACKED, [], []], G, FROM_0),
+    "all_gather": (X, [X_STACKED] * WORLD, ALL_TO_ALL, slices("g"), sums_of_slices("g"), ALL_TO_ALL),
+    "broadcast": (only_0(("x₀", (0,)), "not read"), X0, FROM_0, G, only_0(SUM_G), TO_0),
+    "reduce_scatter": (slices("x"), sums_of_slices("x"), ALL_TO_ALL, G, [G_STACKED] * WORLD, ALL_TO_ALL),
+    "replicated": (PARAMETER, PARAMETER, STAY, G, [[SUM_G]] * WORLD, ALL_TO_ALL),
 }
 
 WIDE, HIGH, PITCH = 1.0, 0.34, 1.3
