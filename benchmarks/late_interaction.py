@@ -111,15 +111,9 @@ def main() -> None:
     results = [measure(*case, sizes) for case in [CASES[i] for i in given.cases] or CASES]
     print(json.dumps({"sizes": sizes, "results": results}, indent=1))
     if given.docs:
+        tokens = {True: "half on rank 1", False: "equal"}
         lines = [
-            [
-                str(x["ranks"]),
-                x["way"],
-                "half on rank 1" if x["uneven"] else "equal",
-                number(x["MB"]),
-                number(x["seconds"]),
-            ]
-            for x in results
+            [str(x["ranks"]), x["way"], tokens[x["uneven"]], number(x["MB"]), number(x["seconds"])] for x in results
         ]
         head = ["ranks", "", "tokens", "extra MB", "seconds"]
         fill(PAGES / "late_interaction.md", {"times": table(head, lines)})

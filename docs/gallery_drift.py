@@ -74,13 +74,8 @@ def main() -> None:
             axis.plot(list(found), list(found.values()), color=colour, ls=dashes, lw=1.8, label=label)
             gap = max(abs(found[step] - truth[step]) for step in truth)
             print(f"{label:18} ends at {found[STEPS]:.4f}, one process at {truth[STEPS]:.4f}; farthest {gap:.1e}")
-    axis.set(
-        xlabel="optimizer step",
-        ylabel="true loss on held-out digits, nats",
-        title="Four processes, shards of 12, 24, 36 and 48 images",
-        yscale="log",
-        xlim=(0, STEPS),
-    )
+    axis.set(xlabel="optimizer step", ylabel="true loss on held-out digits, nats", yscale="log", xlim=(0, STEPS))
+    axis.set_title("Four processes, shards of 12, 24, 36 and 48 images")
     ticks = [x for x in (0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 6) if axis.get_ylim()[0] < x < axis.get_ylim()[1]]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()

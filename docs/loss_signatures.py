@@ -32,21 +32,16 @@ _OPTIONAL = {"adapters", "audit", "cli", "demo", "kernels", "testing", "__main__
 """Parts that define no public losses, and need optional libraries."""
 
 
-def _constructor(cls: griffe.Class, kind: type[Settings]) -> griffe.Function:
+def _constructor(cls: griffe.Class, loss: type[Settings]) -> griffe.Function:
     kinds = griffe.ParameterKind
     parameters = [griffe.Parameter("self", kind=kinds.positional_or_keyword)]
-    for name, of_field in kind.fields.items():
+    for name, of_field in loss.fields.items():
         if of_field.init:
             declared = next(
                 x.members[name] for x in (cls, *cls.mro()) if getattr(x.members.get(name), "annotation", None)
             )
             default = of_field.value()
-            parameters.append(
-                griffe.Parameter(
-                    name,
-                    annotation=declared.annotation,
-                    kind=kinds.keyword_only if of_field.kw_only else kinds.positional_or_keyword,
-                    default=None if default is inspect.Parameter.empty else default_text(default),
-                )
-            )
+            text = None if default is inspect.Parameter.empty else default_text(default)
+            kind = kinds.keyword_only if of_field.kw_only else kinds.positional_or_keyword
+            parameters.append(griffe.Parameter(name, annotation=declared.annotation, kind=kind, default=text))
     return griffe.Function("__init__", parameters=griffe.Parameters(*parameters))

@@ -57,13 +57,10 @@ def train(data: Any = Digits, module: Any = Embedder, sampler: bool = False, **s
     return Trained(encoder, [*loss, *trainer.callback_metrics.values()])
 
 
+accumulated = partial(reference, accumulate=5)
 SETUPS = [
     Setup("training and validation", train, reference=reference),
-    Setup(
-        "accumulation of 5 batches",
-        partial(train, accumulate_grad_batches=5),
-        reference=partial(reference, accumulate=5),
-    ),
+    Setup("accumulation of 5 batches", partial(train, accumulate_grad_batches=5), reference=accumulated),
 ]
 
 if __name__ == "__main__":

@@ -16,19 +16,15 @@ from hypothesis import strategies as st
 from tests import fuzzing
 from tools import pages
 
+LENIENT = settings(database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
 
 def errors_of(name: str, examples: int, first: int) -> tuple[int, Counter[str]]:
     """The number of examples tried, and how often each internal error came."""
     target, found, tried = fuzzing.TARGETS[name](), Counter[str](), 0
 
     @seed(first)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(LENIENT, max_examples=examples)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         nonlocal tried

@@ -175,17 +175,10 @@ def measured(
     seconds: float = SECONDS,
 ) -> list[Measurement]:
     """Measure an implementation in a new process; a size of which it says nothing has the reason of its end."""
-    program = command or (
-        sys.executable,
-        "-m",
-        "gpu_suite.measure",
-        folder,
-        loss,
-        name,
-        *(f"{n}x{d}" for n, d in sizes),
-    )
+    measuring = sys.executable, "-m", "gpu_suite.measure", folder, loss, name, *(f"{n}x{d}" for n, d in sizes)
     pipe, root = subprocess.PIPE, Path(__file__).parent.parent
-    with subprocess.Popen(program, stdout=pipe, stderr=pipe, text=True, cwd=root, start_new_session=True) as process:
+    options = {"stdout": pipe, "stderr": pipe, "text": True, "cwd": root, "start_new_session": True}
+    with subprocess.Popen(command or measuring, **options) as process:
         try:
             out, err = process.communicate(timeout=seconds)
             last = (err.strip().splitlines() or [""])[-1]

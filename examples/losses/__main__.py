@@ -42,11 +42,8 @@ def main() -> int:
             one, several = worlds.run(1, train)[0], worlds.run(2, train)[0]
             far = difference(one, several)
             failed += not far <= TOLERANCE
-            print(
-                f"{title:<24} {one.recall_before:>15.3f} {one.recall_after:>8.3f} {far:>11.0e} "
-                f"{time.perf_counter() - start:>8.0f}",
-                flush=True,
-            )
+            recalls = f"{one.recall_before:>15.3f} {one.recall_after:>8.3f}"
+            print(f"{title:<24} {recalls} {far:>11.0e} {time.perf_counter() - start:>8.0f}", flush=True)
             rows.append([f"`{name}`", loss, f"{one.recall_before:.3f}", f"{one.recall_after:.3f}", f"{far:.0e}"])
             if folder:
                 folder.mkdir(parents=True, exist_ok=True)
