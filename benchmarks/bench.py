@@ -32,8 +32,7 @@ from tools.pages import ROOT, fill
 
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 QUICK, FULL = StoppingRule(rounds=2, seconds=5.0), StoppingRule(rounds=7, seconds=60.0)
-MANY = ("small", "scaling")
-"""Groups of many cases; a case of these or of few rows gets a quarter of the time."""
+MANY = ("small", "scaling")  # groups of many cases; a case of these or of few rows gets a quarter of the time
 SMALL = 512
 ROWS_FOR_ERRORS = 1024
 

@@ -63,8 +63,7 @@ def mlp() -> nn.Module:
 
 
 ENCODERS: dict[str, Callable[[], nn.Module]] = {"small ResNet": small_resnet, "MLP": mlp}
-ONE_PROCESS = "the loss alone"
-"""Forward and backward pass of the loss from given embeddings."""
+ONE_PROCESS = "the loss alone"  # forward and backward pass of the loss from given embeddings
 
 
 def nothing_agreed() -> Loss:

@@ -31,11 +31,8 @@ from contrastive_zoo.wrapper.step import splitting
 from tools.pages import PAGES, fill, table
 
 PAGE = PAGES / "when-a-rank-fails.md"
-LONGEST = 220
-"""Characters of a text in the page's table."""
-
-TIMEOUT = 3.0
-"""Seconds of the process group."""
+LONGEST = 220  # characters of a text in the page's table
+TIMEOUT = 3.0  # seconds of the process group
 
 FAULTY_STEP, STEPS = 3, 5
 
@@ -243,8 +240,7 @@ FAULTS: dict[str, type[Training]] = {
 class Outcome(NamedTuple):
     """How a rank ended: with which error, of which class, or with which exit code; and whether by itself."""
 
-    seconds: float | None
-    """Since the fault; None if the rank was still alive when the others had ended."""
+    seconds: float | None  # since the fault; None if the rank was still alive when the others had ended
     text: str
     kind: str
     ended: bool

@@ -16,11 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-INTERFACE = "eth0"
-"""The name of the interface of each host, for ``GLOO_SOCKET_IFNAME``."""
-
-CUT = ("ip", "link", "set", INTERFACE, "down")
-"""The command that cuts the link, run on either host."""
+INTERFACE = "eth0"  # the name of the interface of each host, for ``GLOO_SOCKET_IFNAME``
+CUT = ("ip", "link", "set", INTERFACE, "down")  # the command that cuts the link, run on either host
 
 _CLONE_NEWNET = 0x40000000
 

@@ -34,8 +34,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
         losses.TripletMarginLoss(), miner=miners.MultiSimilarityMiner()
     ),
 }
-TENSORS = {"NNCLR": 4}
-"""Number of arguments, where it is not 2."""
+TENSORS = {"NNCLR": 4}  # number of arguments, where it is not 2
 LABELLED = {"SupCon", "Triplet", "ProxyAnchor", "pml TripletMarginLoss, miner"}
 
 

@@ -41,8 +41,7 @@ STEPS = 3
 BREAKING = ("Triplet, semi-hard",)
 """Losses whose graphs break, so that the compiler counts a part of the traffic."""
 
-PER_CLASS = 8
-"""Rows of a class."""
+PER_CLASS = 8  # rows of a class
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "Circle": cz.Circle,

@@ -22,8 +22,7 @@ from suite.report import number, picture
 
 from tools.pages import PAGES, fill, table
 
-FLOAT = 4
-"""Bytes of an element."""
+FLOAT = 4  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Option:
     towers: int
     kept: bool = False
     ring: bool = False
-    mesh: bool = False
-    """Whether the ring has two levels, inside machines and between them."""
+    mesh: bool = False  # whether the ring has two levels, inside machines and between them
 
     @property
     def name(self) -> str:
@@ -144,8 +142,7 @@ _TF32 = Gpu(flop=2.5e14, touched=2.5e12, inside=3e11, outside=4e10, latency=1e-5
 GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), "flop": 5e14, "row_element": 2})}
 WIDTH = 768
 ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024, 4096)
-MESH_EXAMPLE = 2**22, 2**10
-"""Rows and ranks of the example of a ring of two levels."""
+MESH_EXAMPLE = 2**22, 2**10  # rows and ranks of the example of a ring of two levels
 LIMITS = ("matrix products", "passes over tiles", "network", "network", "fixed cost")
 
 

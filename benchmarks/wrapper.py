@@ -29,8 +29,7 @@ from contrastive_zoo.testing.worlds import Worlds
 BY_HAND = "by hand"
 PACKAGE = "contrastive_zoo"
 SUBJECTS = [case for case in CASES if BY_HAND in case.implementations]
-CALLS_OF = 10
-"""Steps whose calls are counted."""
+CALLS_OF = 10  # steps whose calls are counted
 
 
 class Found(NamedTuple):

@@ -18,8 +18,7 @@ from examples.ddp import add_up
 from examples.digits import EPOCHS, LEARNING_RATE, make_dataset, make_encoder, make_loader, make_loss
 from examples.setup import Setup, Trained, main, one_process
 
-SAMPLES, BATCH_SIZE = 155, 32
-"""Two epochs of batches of 32, 32, 32, 32 and 27: ten steps."""
+SAMPLES, BATCH_SIZE = 155, 32  # two epochs of batches of 32, 32, 32, 32 and 27: ten steps
 
 
 class Right:

@@ -22,8 +22,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from examples.stereo import SIZE, Pairs, Stereo, normalized, reoriented, stereo_pairs
 
 WIDTH, NEGATIVES = 128, 2
-APART = 8.0
-"""Pixels between a point and its negatives: nearer patches show nearly the same."""
+APART = 8.0  # pixels between a point and its negatives: nearer patches show nearly the same
 
 
 class Settings(NamedTuple):
@@ -32,8 +31,7 @@ class Settings(NamedTuple):
     points: int = 20_000
     batch_size: int = 200
     epochs: int = 4
-    mine_from: int = 200
-    """Steps without mined negatives: two epochs."""
+    mine_from: int = 200  # steps without mined negatives: two epochs
     mine_every: int = 100
     learning_rate: float = 1e-3
 

@@ -40,8 +40,7 @@ EXAMPLES = (
 A module of mistakes, ``mistakes`` (of DDP) or ``<trainer>_mistakes``, has no page: its rows are on the page of its trainer.
 """
 
-TIMEOUT = 120.0
-"""Seconds after which a set-up has failed."""
+TIMEOUT = 120.0  # seconds after which a set-up has failed
 
 
 class Outcome(NamedTuple):

@@ -13,20 +13,14 @@ from scipy import ndimage
 from skimage.data import stereo_motorcycle
 from torch import Tensor
 
-SIZE = 16
-"""Side of a patch in pixels."""
-
-MARGIN = 12
-"""Pixels between a point and the border of the photograph: a turned patch lies within it."""
+SIZE = 16  # side of a patch in pixels
+MARGIN = 12  # pixels between a point and the border of the photograph: a turned patch lies within it
 
 TEST_ROWS = 0.7
 """Points below this share of the photograph's height are for the test: no test patch overlaps a patch of the training."""
 
-SPACING = 4
-"""Pixels between two test points: a shift by one pixel is no mistake that the test should count."""
-
-VERSIONS = 24
-"""Right photographs in the training: the undisturbed one, and others with random disturbances."""
+SPACING = 4  # pixels between two test points: a shift by one pixel is no mistake that the test should count
+VERSIONS = 24  # right photographs in the training: the undisturbed one, and others with random disturbances
 
 Image = NDArray[np.float64]
 Points = NDArray[np.float64]
@@ -36,11 +30,9 @@ class Disturbance(NamedTuple):
     """What a second camera may do to a photograph."""
 
     degrees: float = 0.0
-    blur: float = 0.0
-    """Standard deviation in pixels."""
+    blur: float = 0.0  # standard deviation in pixels
     gamma: float = 1.0
-    noise: float = 0.0
-    """Standard deviation, where white is 1."""
+    noise: float = 0.0  # standard deviation, where white is 1
     seed: int = 0
 
 
@@ -51,23 +43,18 @@ TEST_DISTURBANCE = Disturbance(degrees=15.0, blur=1.0, gamma=0.7, noise=0.03, se
 class Pairs(NamedTuple):
     """Patches of points that both cameras see: ``left[i]`` and ``right[i]`` show the same point."""
 
-    left: Tensor
-    """[n, SIZE, SIZE], grey, 0 … 1."""
+    left: Tensor  # [n, SIZE, SIZE], grey, 0 … 1
     right: Tensor
-    points: Points
-    """[n, 2] row and column in the left photograph."""
-    partners: Points
-    """[n, 2] row and column in the right photograph."""
+    points: Points  # [n, 2] row and column in the left photograph
+    partners: Points  # [n, 2] row and column in the right photograph
 
 
 class Stereo(NamedTuple):
     """Pairs for training and for the test."""
 
-    train: Pairs
-    """Every pair is from one of the versions of the right photograph."""
+    train: Pairs  # every pair is from one of the versions of the right photograph
     test: Pairs
-    disturbed: Pairs
-    """The points of the test, with ``TEST_DISTURBANCE``."""
+    disturbed: Pairs  # the points of the test, with ``TEST_DISTURBANCE``
 
 
 @cache

@@ -16,8 +16,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 
 FIGURES = Path(__file__).parent.parent / "docs" / "pages" / "figures"
-SIZES = {"call-small": 32, "call-large": 2048}
-"""Samples of each rank, by the name of the picture."""
+SIZES = {"call-small": 32, "call-large": 2048}  # samples of each rank, by the name of the picture
 
 ROOMS = ("your script", "wrapper", "loss_base", "losses", "engine", "ranks")
 MESSAGE = "message"

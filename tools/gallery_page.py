@@ -29,8 +29,7 @@ TRUTH_TABLE = (
 _GRADIENTS = "encoder gradient", "loss's own parameters"
 TRUTHS = ("what people write", *_GRADIENTS, "value returned", "what uneven shards change")
 MEASUREMENTS = ("what people write", "value", *_GRADIENTS, "uneven shards change", "diagnosis")
-DIAGNOSES = ("diagnosis", "what the loss does", "fix")
-"""Heads of the tables."""
+DIAGNOSES = ("diagnosis", "what the loss does", "fix")  # heads of the tables
 
 
 def truth_table(rows: Sequence[Row]) -> str:

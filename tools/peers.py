@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
 from contrastive_zoo.testing.measurement import Call, Case
 
-WIDTH = 8
-"""Width to which embeddings are padded with zeros, for losses with a fixed width."""
+WIDTH = 8  # width to which embeddings are padded with zeros, for losses with a fixed width
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Peer(Recipe):
         return find_spec(self.library) is not None
 
 
-PEERS: dict[str, Peer] = {}
-"""All peers by name, importable or not."""
+PEERS: dict[str, Peer] = {}  # all peers by name, importable or not
 
 
 def make(name: str) -> Any:

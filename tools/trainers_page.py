@@ -14,8 +14,7 @@ from contrastive_zoo.testing.check import examine
 from examples.run import EXAMPLES, Outcome, measure, recipe_of
 from tools.pages import PAGES, ROOT, fill, table
 
-Diagnoses = Mapping[tuple[str, str], str]
-"""The doctor's diagnosis by example and set-up."""
+Diagnoses = Mapping[tuple[str, str], str]  # the doctor's diagnosis by example and set-up
 
 _RIGHT = ("set-up", "processes", "shards", "encoder", "loss parameters", "bound")
 _WRONG = ("mistake", "what happens", "fix", "encoder", "loss parameters", "doctor")

@@ -23,8 +23,7 @@ GROUPS = {
 }
 """Headings, and the rooms or modules whose messages are below each; texts of other modules are no errors of a training."""
 
-FEWEST_SPACES = 4
-"""A string with fewer is a name or a fragment."""
+FEWEST_SPACES = 4  # a string with fewer is a name or a fragment
 
 
 def template(node: ast.AST) -> str | None:

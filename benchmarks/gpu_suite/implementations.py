@@ -72,10 +72,8 @@ class Implementation:
 
     construct: Construct
     kind: Literal["ours", "dense", "peer"]
-    note: str = ""
-    """How it differs from the dense formula, or from the same work."""
-    normalizes: bool = False
-    """Whether it divides rows by their norms first."""
+    note: str = ""  # how it differs from the dense formula, or from the same work
+    normalizes: bool = False  # whether it divides rows by their norms first
 
 
 def kernel(module: str, name: str) -> Implementation:

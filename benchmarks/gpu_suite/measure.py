@@ -29,14 +29,9 @@ ROWS_FOR_ERRORS = 512
 LIMIT = 2e-2
 """Largest relative error of a value or a gradient: bfloat16 has 2⁻⁹, and a wrong call changes a gradient by its own size."""
 
-SECONDS = 300.0
-"""For all sizes of an implementation, its compilation and tuning included."""
-
-ROTATED = 2**28
-"""Bytes of all inputs of a step together, at least: several times the L2 cache."""
-
-MARK = "measured "
-"""Begins a line that is a measurement; peers print others."""
+SECONDS = 300.0  # for all sizes of an implementation, its compilation and tuning included
+ROTATED = 2**28  # bytes of all inputs of a step together, at least: several times the L2 cache
+MARK = "measured "  # begins a line that is a measurement; peers print others
 
 Size = tuple[int, int]
 

@@ -92,8 +92,7 @@ def notes(results: Results) -> Iterator[str]:
 class Target:
     text: str
     limit: float
-    figure: Callable[[Results], tuple[float, str]]
-    """Returns the figure, and what it was taken from."""
+    figure: Callable[[Results], tuple[float, str]]  # returns the figure, and what it was taken from
     at_least: bool = False
 
     def row(self, results: Results) -> str:

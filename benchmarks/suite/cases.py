@@ -26,20 +26,11 @@ from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, til
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from suite.harness import Absent
 
-AMPLE = 2**32
-"""A budget in bytes that holds the similarity matrix of every case."""
-
-OF_A_CLASS = 16
-"""Samples per class."""
-
-GEMM = "GEMM"
-"""One matmul into preallocated memory: the unit of time of all others."""
-
-ALLOCATING = "A @ B.T"
-"""One matmul that allocates its result."""
-
-IN_TILES = "products of tiles"
-"""All matmuls of a tiled step and nothing else: the lower bound of its time."""
+AMPLE = 2**32  # a budget in bytes that holds the similarity matrix of every case
+OF_A_CLASS = 16  # samples per class
+GEMM = "GEMM"  # one matmul into preallocated memory: the unit of time of all others
+ALLOCATING = "A @ B.T"  # one matmul that allocates its result
+IN_TILES = "products of tiles"  # all matmuls of a tiled step and nothing else: the lower bound of its time
 
 BARE = (GEMM, ALLOCATING, IN_TILES)
 

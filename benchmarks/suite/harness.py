@@ -17,19 +17,13 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 Runner = Callable[[], object]
-Round = dict[str, float]
-"""Seconds per call, by implementation, of those measured in the round."""
-
-DOUBTFUL = 0.15
-"""Distance of the quartiles relative to the median, above which a figure is doubtful."""
+Round = dict[str, float]  # seconds per call, by implementation, of those measured in the round
+DOUBTFUL = 0.15  # distance of the quartiles relative to the median, above which a figure is doubtful
 
 MOST_ROUNDS = 50
 
-MOST_CALLS = 10_000
-"""Largest number of calls in one reading."""
-
-SLOW = 1.0
-"""Seconds of a first call above which no second call estimates the number of calls per reading."""
+MOST_CALLS = 10_000  # largest number of calls in one reading
+SLOW = 1.0  # seconds of a first call above which no second call estimates the number of calls per reading
 
 
 class Absent(Exception):

@@ -17,8 +17,7 @@ from examples.demo import pictures
 from examples.demo.recipes import CROSS_VIEW, RIGHT, SUP_CON, WRONG, Job, Rows
 from examples.demo.training import SHARES, Comparison, Digits, Trained, run
 
-TOLERANCE = 1e-9
-"""Largest difference between parameters that counts as rounding, in float64."""
+TOLERANCE = 1e-9  # largest difference between parameters that counts as rounding, in float64
 
 
 def demo(output: Path, console: Console | None = None) -> bool:

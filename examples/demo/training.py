@@ -15,8 +15,7 @@ from contrastive_zoo.testing.worlds import Worlds, report
 from examples.demo.recipes import Job, Rows, WrongInfoNCE
 
 HELD_OUT = 360
-EVERY = 4
-"""Steps between two evaluations of the held-out loss."""
+EVERY = 4  # steps between two evaluations of the held-out loss
 SHARES = {1: (1.0,), 2: (0.4, 0.6)}
 """World size -> share of each rank of every batch; uneven, to test uneven shards."""
 

@@ -20,8 +20,7 @@ LOSSES = {
 """Modules of this package with a function ``train``, the titles of their pictures, and their losses for the table."""
 
 COLUMNS = ("example", "loss", "recall@1 before", "after", "difference, W = 2 from W = 1")
-TOLERANCE = 1e-8
-"""Largest difference between one process and two; rounding grows over the steps of a training."""
+TOLERANCE = 1e-8  # largest difference between one process and two; rounding grows over the steps of a training
 
 
 def main() -> int:

@@ -58,14 +58,9 @@ FILES = [
 ]
 """The tests of the mutated modules, beside their doctests. Of whole trainings there are more; these are the quick ones."""
 
-CONTROLS = 10
-"""After so many mutants the tests of one run without it: they must pass."""
-
-BATCH = 8
-"""After so many mutants the output is written."""
-
-WORLD_TIMEOUT = 20
-"""Seconds of a job of several ranks."""
+CONTROLS = 10  # after so many mutants the tests of one run without it: they must pass
+BATCH = 8  # after so many mutants the output is written
+WORLD_TIMEOUT = 20  # seconds of a job of several ranks
 
 
 @dataclass

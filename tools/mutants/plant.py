@@ -81,17 +81,14 @@ def _redefine(module: Any, before: ast.Module, after: ast.Module, function: str)
         return any(_rebind(module, y) for x, y in pairs if ast.dump(x) != ast.dump(y))
     for node in ast.walk(after):
         if isinstance(node, ast.FunctionDef) and function.endswith(node.name):
+            first_line = min([node.lineno, *(x.lineno for x in node.decorator_list)])
             named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             for x in functions(str(module.__file__)):
-                if (x.__code__.co_qualname, x.__code__.co_firstlineno) == (function, _first_line(node)):
+                if (x.__code__.co_qualname, x.__code__.co_firstlineno) == (function, first_line):
                     x.__defaults__ = tuple(_value(module, d) for d in node.args.defaults) or None
                     x.__kwdefaults__ = {arg.arg: _value(module, d) for arg, d in named if d is not None} or None
                     return True
     return False
-
-
-def _first_line(node: ast.FunctionDef) -> int:
-    return min([node.lineno, *(x.lineno for x in node.decorator_list)])
 
 
 def _rebind(module: Any, statement: ast.stmt) -> bool:

@@ -27,11 +27,8 @@ from tools.mutants.plant import COVERED, PLANTED, NotPlantedError, Trace, plant,
 SECONDS_OF_TESTS = 40.0
 """The tests of one mutant: those that execute the changed lines, the quickest first, up to so many seconds in all."""
 
-SECONDS = 150.0
-"""Limit of the tests of one mutant: one that makes a test hang is ended."""
-
-NOT_PLANTED = 3
-"""Exit status of a fork that could not plant its mutant."""
+SECONDS = 150.0  # limit of the tests of one mutant: one that makes a test hang is ended
+NOT_PLANTED = 3  # exit status of a fork that could not plant its mutant
 
 
 class Measured(NamedTuple):

@@ -19,11 +19,8 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.vectors import oracle
 from tools.vectors.cases import CASES, LEFT_OUT, SAMPLES, SPLITS, Array, Case
 
-FORMAT = 1
-"""Number of the format; it changes when a reader must change."""
-
-TOLERANCE = 1e-10
-"""Largest relative error of an implementation in float64, see the conventions."""
+FORMAT = 1  # number of the format; it changes when a reader must change
+TOLERANCE = 1e-10  # largest relative error of an implementation in float64, see the conventions
 
 CONVENTIONS = {
     "argument.*": "the global batch, in the order of the call: the shards of all ranks, in rank order",

@@ -115,13 +115,11 @@ def of_entry(entry: Entry) -> Case:
     return Case(entry.name, entry.cls, entry.kinds, settings)
 
 
-def _of_options() -> Iterable[Case]:
-    for name, cls, kinds, several in _OPTIONS:
-        for number, settings in enumerate(several, 1):
-            yield Case(f"{name}-option-{number}", cls, kinds, settings)
-
-
+_OF_OPTIONS = (
+    Case(f"{name}-option-{number}", cls, kinds, settings)
+    for name, cls, kinds, several in _OPTIONS
+    for number, settings in enumerate(several, 1)
+)
 _OF_CATALOGUE = (of_entry(entry) for entry in CATALOGUE.values() if not entry.draws)
 
-CASES = {case.name: case for case in (*_OF_CATALOGUE, *_of_options())}
-"""All cases by name."""
+CASES = {case.name: case for case in (*_OF_CATALOGUE, *_OF_OPTIONS)}  # all cases by name

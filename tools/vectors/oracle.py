@@ -13,11 +13,8 @@ from numpy.typing import NDArray
 
 STEP = 1e-30
 
-Array = NDArray[Any]
-"""float64, complex128, int64 or bool."""
-
-Settings = Mapping[str, Any]
-"""Settings and parameters of a loss, by name."""
+Array = NDArray[Any]  # float64, complex128, int64 or bool
+Settings = Mapping[str, Any]  # settings and parameters of a loss, by name
 
 Formula = Callable[..., Any]
 
@@ -36,16 +33,13 @@ def softplus(x: Array) -> Array:
     return relu(x) + np.log(1 + np.exp(np.where(x.real > 0, -x, x)))
 
 
-def log_sum_exp(x: Array, where: Array) -> Array:
-    """Return the logarithm of the sum of exp over each row's chosen elements; −inf for none."""
+def log_sum_exp(x: Array, where: Array | None = None) -> Array:
+    """Return the logarithm of the sum of exp over each row's chosen elements, or all; −inf for none."""
+    where = np.ones(x.shape, dtype=bool) if where is None else where
     peak = np.where(where, x.real, -np.inf).max(1, keepdims=True)
     peak = np.where(np.isfinite(peak), peak, 0)
     total = np.where(where, np.exp(np.where(where, x - peak, 0)), 0).sum(1)
     return np.log(np.where(total == 0, 1, total)) + peak[:, 0] + np.where(total == 0, -np.inf, 0)
-
-
-def every(rows: Array, columns: Array) -> Array:
-    return np.ones((len(rows), len(columns)), dtype=bool)
 
 
 def others(rows: Array) -> Array:
@@ -95,13 +89,13 @@ def nt_xent(s: Settings, *views: Array) -> Any:
 def info_nce(s: Settings, queries: Array, keys: Array, *negatives: Array) -> Any:
     q, k = unit(queries, s), unit(keys, s)
     logits = q @ k.T / s["temperature"]
-    seen = every(q, k) if s.get("in_batch_negatives", True) else np.eye(len(q), dtype=bool)
+    seen = np.eye(*logits.shape, dtype=bool) | s.get("in_batch_negatives", True)
     extra = [unit(x, s) for x in negatives]
     of_extra = [(q @ x.T if x.ndim == 2 else (q[:, None] * x).sum(-1)) / s["temperature"] for x in extra]
     columns = np.concatenate([np.where(seen, logits, -1e300), *of_extra], 1)
     losses = log_sum_exp(columns, columns.real > -1e299) - np.diag(logits)
     if s["symmetric"]:
-        losses = (losses + log_sum_exp(logits.T, every(k, q)) - np.diag(logits)) / 2
+        losses = (losses + log_sum_exp(logits.T) - np.diag(logits)) / 2
     return mean_of_rows(losses, s)
 
 
@@ -189,9 +183,9 @@ def token_scores(s: Settings, queries: Array, documents: Array, query_mask: Arra
 
 def max_sim(s: Settings, *tokens_and_masks: Array) -> Any:
     logits = token_scores(s, *tokens_and_masks) / s["temperature"]
-    losses = log_sum_exp(logits, every(logits, logits)) - np.diag(logits)
+    losses = log_sum_exp(logits) - np.diag(logits)
     if s["symmetric"]:
-        losses = (losses + log_sum_exp(logits.T, every(logits, logits)) - np.diag(logits)) / 2
+        losses = (losses + log_sum_exp(logits.T) - np.diag(logits)) / 2
     return mean_of_rows(losses, s)
 
 
@@ -255,15 +249,13 @@ def circle(s: Settings, embeddings: Array, labels: Array) -> Any:
 
 def normalized_softmax(s: Settings, embeddings: Array, labels: Array) -> Any:
     logits = unit(embeddings, {}) @ unit(s["weights"], {}).T / s["temperature"]
-    return mean_of_rows(
-        log_sum_exp(logits, every(embeddings, s["weights"])) - logits[np.arange(len(labels)), labels], s
-    )
+    return mean_of_rows(log_sum_exp(logits) - logits[np.arange(len(labels)), labels], s)
 
 
 def cos_face(s: Settings, embeddings: Array, labels: Array) -> Any:
     own = labels[:, None] == np.arange(len(s["weights"]))
     logits = s["scale"] * (unit(embeddings, {}) @ unit(s["weights"], {}).T - s["margin"] * own)
-    return mean_of_rows(log_sum_exp(logits, every(embeddings, s["weights"])) - logits[own], s)
+    return mean_of_rows(log_sum_exp(logits) - logits[own], s)
 
 
 def proxy_anchor(s: Settings, embeddings: Array, labels: Array) -> Any:
