@@ -210,7 +210,7 @@ def _setup(training: type[Right]) -> Setup:
     reference = partial(one_process, samples=SAMPLES, batch_size=BATCH_SIZE)
     shards = "padded" if training is Padded else "uneven"
     name = training.name if mistake else "the training that the mistakes change"
-    kind = {"mistake": mistake, "fix": training.fix, "shards": shards}
+    kind: dict[str, Any] = {"mistake": mistake, "fix": training.fix, "shards": shards}
     return Setup(name, lambda: training().train(), reference=reference, step=training.step, **kind)
 
 
