@@ -89,7 +89,7 @@ def nt_xent(s: Settings, *views: Array) -> Any:
 def info_nce(s: Settings, queries: Array, keys: Array, *negatives: Array) -> Any:
     q, k = unit(queries, s), unit(keys, s)
     logits = q @ k.T / s["temperature"]
-    seen = np.eye(*logits.shape, dtype=bool) | s.get("in_batch_negatives", True)
+    seen = np.eye(len(q), dtype=bool) | s.get("in_batch_negatives", True)
     extra = [unit(x, s) for x in negatives]
     of_extra = [(q @ x.T if x.ndim == 2 else (q[:, None] * x).sum(-1)) / s["temperature"] for x in extra]
     columns = np.concatenate([np.where(seen, logits, -1e300), *of_extra], 1)
