@@ -1,8 +1,11 @@
 """The standard terms are used: no private vocabulary in the package, the pages and the README."""
 
+import ast
+import functools
 import io
 import re
 import tokenize
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -53,23 +56,49 @@ PRIVATE_PARTS = {
 }
 """Parts of identifiers, between underscores or capitals, that say nothing to who reads them first; and what does."""
 
+NOT_NOUNS = {"own": "local", "wrong": "mistake", "found": "result", "given": "settings"}
+"""Names of variables, arguments and functions of the package that say nothing alone; and what may stand for them."""
+
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_ANY_PART = re.compile("|".join(PRIVATE_PARTS), re.IGNORECASE)
 
 
 def private_names(source: str) -> set[str]:
     """Return the identifiers of Python code that have such a part."""
+    if not _ANY_PART.search(source):  # tokens take longer
+        return set()
     words = {x.string for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type == tokenize.NAME}
     return {word for word in words if {x.lower() for x in _PART.findall(word)} & PRIVATE_PARTS.keys()}
 
 
-def files() -> list[Path]:
-    """Return the covered Python and Markdown files."""
-    found = []
+def not_nouns(source: str) -> set[str]:
+    """Return the names that Python code gives to variables, arguments and functions and that are no nouns."""
+    names = set()
+    for x in ast.walk(ast.parse(source)):
+        if isinstance(x, ast.Name | ast.Attribute) and isinstance(x.ctx, ast.Store):
+            names.add(x.id if isinstance(x, ast.Name) else x.attr)
+        elif isinstance(x, ast.arg):
+            names.add(x.arg)
+        elif isinstance(x, ast.FunctionDef | ast.ClassDef):
+            names.add(x.name)
+    return names & NOT_NOUNS.keys()
+
+
+@functools.cache
+def files() -> dict[str, str]:
+    """Return the texts of the covered Python and Markdown files, by path."""
+    paths: list[Path] = []
     for name in COVERED:
         path = ROOT / name
-        inside = [*path.rglob("*.py"), *path.rglob("*.md")] if path.is_dir() else [path]
-        found += [x for x in inside if x.exists() and x != Path(__file__)]
-    return sorted(found)
+        paths += [*path.rglob("*.py"), *path.rglob("*.md")] if path.is_dir() else [path]
+    covered = sorted(path for path in paths if path.exists() and path != Path(__file__))
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in covered}
+
+
+def violations(rule: Callable[[str], Collection[str]], suffix: str, under: str = "") -> dict[str, Collection[str]]:
+    """Return what a rule refuses in each covered file of a folder."""
+    refused = {path: rule(text) for path, text in files().items() if path.endswith(suffix) and path.startswith(under)}
+    return {path: words for path, words in refused.items() if words}
 
 
 def private_words(text: str) -> list[str]:
@@ -85,42 +114,40 @@ _SWITCHED_OFF = re.compile(r"#\s*(?:type:\s*ignore|noqa)\S*(?:\s+[A-Z]\d+,?)*\s*
 
 def unexplained(text: str) -> list[str]:
     """Return the lines in which a check is switched off without a reason."""
-    found = ((line, match) for line in text.splitlines() if (match := _SWITCHED_OFF.search(line)))
-    return [line.strip() for line, match in found if not match[1].lstrip("# -")]
+    matches = ((line, match) for line in text.splitlines() if (match := _SWITCHED_OFF.search(line)))
+    return [line.strip() for line, match in matches if not match[1].lstrip("# -")]
 
 
-def test_a_check_that_is_switched_off_says_why() -> None:
-    python = [path for path in files() if path.suffix == ".py"]
-    found = {str(path.relative_to(ROOT)): unexplained(path.read_text(encoding="utf-8")) for path in python}
-    assert {path: lines for path, lines in found.items() if lines} == {}
-
-
-def test_a_missing_reason_is_found() -> None:
-    """The sign is put together here, so that this file has none."""
-    off = [f"{sign} {what}" for sign in "#" for what in ("type: ignore[misc]", "noqa: F401, I001", "noqa")]
-    assert unexplained("\n".join([*off, *(f"{x}  # a reason" for x in off), *(f"{x} - why" for x in off)])) == off
-
-
-def test_the_files_are_found() -> None:
-    assert {"README.md", "check.py", "cli.py", "zoo.md"} <= {path.name for path in files()}
+def test_the_files_are_read() -> None:
+    assert {"README.md", "check.py", "cli.py", "zoo.md"} <= {Path(path).name for path in files()}
 
 
 def test_standard_terms_are_used() -> None:
-    found = {str(path.relative_to(ROOT)): private_words(path.read_text(encoding="utf-8")) for path in files()}
-    assert {path: words for path, words in found.items() if words} == {}
+    assert violations(private_words, "") == {}
 
 
 def test_names_are_standard_terms() -> None:
-    python = [path for path in files() if path.suffix == ".py"]
-    found = {str(path.relative_to(ROOT)): private_names(path.read_text(encoding="utf-8")) for path in python}
-    assert {path: names for path, names in found.items() if names} == {}
+    assert violations(private_names, ".py") == {}
 
 
-def test_a_private_name_is_found() -> None:
-    code = "def meet(guilty, embedding_bag): foreignLoss = 'pull'; impulley, DrawsLaws, Law = 1, 2, 3"
-    assert private_names(code) == {"meet", "guilty", "foreignLoss", "Law"}
+def test_names_of_the_package_are_nouns() -> None:
+    assert violations(not_nouns, ".py", "contrastive_zoo/") == {}
 
 
-def test_a_private_word_is_found() -> None:
+def test_a_check_that_is_switched_off_says_why() -> None:
+    assert violations(unexplained, ".py") == {}
+
+
+def test_violations_are_noticed() -> None:
+    """The sign of a comment is put together here, so that this file has none."""
     assert private_words("The mend travels in everybody's luggage.") == ["mend", "travels", "everybody's", "luggage"]
     assert private_words("[losses](everybody-elses-losses.md), a recommended flaw") == []
+    code = "def meet(guilty, embedding_bag): foreignLoss = 'pull'; impulley, DrawsLaws, Law = 1, 2, 3"
+    assert private_names(code) == {"meet", "guilty", "foreignLoss", "Law"}
+    assert not_nouns("from hypothesis import given\ndef f(own, found_there): x.wrong = found = own") == {
+        "own",
+        "wrong",
+        "found",
+    }
+    off = [f"{sign} {what}" for sign in "#" for what in ("type: ignore[misc]", "noqa: F401, I001", "noqa")]
+    assert unexplained("\n".join([*off, *(f"{x}  # a reason" for x in off), *(f"{x} - why" for x in off)])) == off

@@ -89,7 +89,7 @@ class Batch:
     settings: SimpleNamespace = field(default_factory=SimpleNamespace)
     world: World = ONE_PROCESS
     kernels: Kernels = NO_KERNELS
-    own: slice | None = None
+    local_slice: slice | None = None
     parts: Sequence[Part] = ()
     host: Mapping[str, Any] = field(default_factory=dict)
     name: str = "Loss"

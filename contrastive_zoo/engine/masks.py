@@ -91,6 +91,6 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
 def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
     """The masks of a block of anchors, the first of which is row ``start`` of the gathered rows."""
     alike = ids[:, None] == all_ids[None, :]
-    own = torch.zeros_like(alike)
-    own.diagonal(start).fill_(True)
-    return PairMasks(own, alike & ~own, ~alike)
+    self_pairs = torch.zeros_like(alike)
+    self_pairs.diagonal(start).fill_(True)
+    return PairMasks(self_pairs, alike & ~self_pairs, ~alike)

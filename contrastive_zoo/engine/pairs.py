@@ -62,7 +62,12 @@ class ViewPairs(_Pairs):
         small = not on_kernel and len(views) == 2 and self.normalize
         if small and uses_small_batch_path(first, reduction, batch.world, views=True):
             return small_batch_info_nce(
-                first, views[1], temperature=self.temperature, comparison="views", reduction=reduction, own=batch.own
+                first,
+                views[1],
+                temperature=self.temperature,
+                comparison="views",
+                reduction=reduction,
+                local_slice=batch.local_slice,
             )
         if on_kernel and is_one_call(reduction, batch.world):
             from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
@@ -117,7 +122,7 @@ class TowerPairs(_Pairs):
         if small and uses_small_batch_path(queries, reduction, batch.world):
             return small_batch_info_nce(
                 queries, keys, temperature=self.temperature, comparison="rows and columns" if symmetric else "rows",
-                reduction=reduction, own=batch.own,
+                reduction=reduction, local_slice=batch.local_slice,
             )  # fmt: skip
         q, k, *extra = self.rows
         if on_kernel and is_one_call(reduction, batch.world):
@@ -182,7 +187,12 @@ class TowerPairs(_Pairs):
         on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total, unsupported=unsupported)
         if not on_kernel and self.normalize and uses_small_batch_path(queries, reduction, batch.world):
             return small_batch_siglip(
-                queries, keys, temperature=self.temperature, bias=bias, reduction=reduction, own=batch.own
+                queries,
+                keys,
+                temperature=self.temperature,
+                bias=bias,
+                reduction=reduction,
+                local_slice=batch.local_slice,
             )
         x, y = (batch.prepared(rows, normalize=self.normalize) for rows in (queries, keys))
         scale = 1 / self.temperature
@@ -320,10 +330,10 @@ class LabelledPairs(_Pairs):
         if anchors == "all":
             return reduce_rows(self.batch, loss, z, self.ids, times=views, companions=companions, reduction=reduction)
         first = slice(None, None, views)
-        own = torch.arange(samples.start * views, samples.start * views + len(z), device=z.device)[first]
+        positions = torch.arange(samples.start * views, samples.start * views + len(z), device=z.device)[first]
         return reduce_rows(
             self.batch, loss, z[first], self.ids[first], candidates=z, candidate_ids=self.ids,
-            candidate_shards=samples.times(views), own_candidates=own,
+            candidate_shards=samples.times(views), own_candidates=positions,
             companions=[(of_anchors[first], x) for of_anchors, x in companions], reduction=reduction,
         )  # fmt: skip
 

@@ -83,10 +83,10 @@ class AnyOf(Statistic):
         (tensor([True]),)
     """
 
-    found: Tensor
+    is_any: Tensor
 
     def partial(self) -> Tensor:
-        return self.found
+        return self.is_any
 
     def merge(self, one: State, other: State) -> State:
         return (one[0] | other[0],)

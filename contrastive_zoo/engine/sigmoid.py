@@ -173,19 +173,19 @@ class _Block:
         for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
             x, other = (buffer.tile(i, j) for buffer in self.scratch)
             torch.mm(self.scaled[i], candidates[j].t(), out=x).add_(self.bias)
-            own = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
+            diagonal = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
             if ids is None:  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive
-                own.neg_()
+                diagonal.neg_()
             else:
                 signs = torch.eq(ids[0][i, None], ids[1][j], out=torch.empty_like(x)).mul_(-2).add_(1)
                 x.mul_(signs)
-                own.fill_(-torch.inf)  # an anchor is no candidate of its own
+                diagonal.fill_(-torch.inf)  # an anchor is no candidate of its own
             self.losses[i] += softplus(x, threshold=_LINEAR_FROM, out=other).sum(1)
             if not self.learns:
                 continue
             g = x.sigmoid_()
             if ids is None:
-                own.neg_()
+                diagonal.neg_()
             else:
                 g.mul_(signs)
             if self.weights is not None:

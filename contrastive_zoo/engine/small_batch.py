@@ -55,20 +55,20 @@ def small_batch_info_nce(
     temperature: float | Tensor,
     comparison: Comparison,
     reduction: Reduction,
-    own: slice | None = None,
+    local_slice: slice | None = None,
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
-    Row i of a belongs to row i of b. ``"views"`` reduces over the rows of both. Rows ``own`` of either side get a
+    Row i of a belongs to row i of b. ``"views"`` reduces over the rows of both. Rows ``local_slice`` of either side get a
     gradient, others zeros: a rank that computes the loss of all ranks' rows needs that of its own. None: all.
     """
     parameter, scale, slope = _learnt(temperature)
-    keeps_logits = own is not None and parameter is not None
+    keeps_logits = local_slice is not None and parameter is not None
     terms: Callable[[Tensor], Terms] = partial(softmaxes, comparison=comparison)
     if isinstance(scale, float) and scale <= LARGEST_SCALE and devices.on_cpu(a):  # where an exponential takes time
         terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=not keeps_logits)
     sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
-    settings = _Settings(terms, scale, slope, views, sides, reduction == "mean", own, torch.is_grad_enabled())
+    settings = _Settings(terms, scale, slope, views, sides, reduction == "mean", local_slice, torch.is_grad_enabled())
     with _rounded_matmuls(a):
         return _SmallBatch.apply(a, b, parameter, None, settings)
 
@@ -80,14 +80,14 @@ def small_batch_siglip(
     temperature: float | Tensor,
     bias: float | Tensor,
     reduction: Reduction,
-    own: slice | None = None,
+    local_slice: slice | None = None,
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
 
     Arguments are those of :func:`small_batch_info_nce`.
     """
     parameter, scale, slope = _learnt(temperature)
-    settings = _Settings(sigmoids, scale, slope, False, 1, reduction == "mean", own, torch.is_grad_enabled())
+    settings = _Settings(sigmoids, scale, slope, False, 1, reduction == "mean", local_slice, torch.is_grad_enabled())
     with _rounded_matmuls(a):
         return _SmallBatch.apply(a, b, parameter, bias, settings)
 
@@ -129,7 +129,7 @@ class _Settings(NamedTuple):
     views: bool
     sides: int
     mean: bool
-    own: slice | None
+    local_slice: slice | None
     learns: bool
 
 
@@ -139,7 +139,7 @@ class _SmallBatch(Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, settings: _Settings
     ) -> Tensor:
-        terms, scale, slope, views, sides, mean, own, learns = settings
+        terms, scale, slope, views, sides, mean, local_slice, learns = settings
         rows = at_least_float32(torch.cat([a, b]))
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         # or may have: an accelerator is not read
@@ -153,9 +153,9 @@ class _SmallBatch(Function):
         drows = None
         if learns and any(ctx.needs_input_grad):
             w, count = weights(), losses.numel() if mean else sides
-            dz = _gradient_of_rows(w, q, k, own, views, count)
+            dz = _gradient_of_rows(w, q, k, local_slice, views, count)
             radial = (z * dz).sum(1, keepdim=True)
-            if ctx.needs_input_grad[2] and own is None:
+            if ctx.needs_input_grad[2] and local_slice is None:
                 # the rows of a side have each pair once, those of two views twice
                 of_pairs = radial if factors is z else factors * dz
                 of_pairs = (of_pairs if views else of_pairs[: len(a)]).sum()
@@ -190,15 +190,15 @@ def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
     return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)
 
 
-def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, own: slice | None, views: bool, count: int) -> Tensor:
+def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool, count: int) -> Tensor:
     """Return the gradient of Σ losses / count, over the scale, by the unit rows of both sides; zeros but for own rows."""
-    dz = (q.new_empty if own is None else q.new_zeros)(len(q) * (1 if views else 2), q.shape[1])
-    if views and own is None:
+    dz = (q.new_empty if local_slice is None else q.new_zeros)(len(q) * (1 if views else 2), q.shape[1])
+    if views and local_slice is None:
         return dz.addmm_(w, q, beta=0, alpha=1 / count)
     weights, others = (w.chunk(2), (q, q)) if views else ((w, w.T), (k, q))
     for dx, of_side, other in zip(dz.chunk(2), weights, others, strict=True):
-        if own is not None:
-            dx, of_side = dx[own], of_side[own]
+        if local_slice is not None:
+            dx, of_side = dx[local_slice], of_side[local_slice]
         dx.addmm_(of_side, other, beta=0, alpha=1 / count)
     return dz
 
@@ -208,8 +208,8 @@ def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, over
     n, views = len(logits), comparison == "views"
     e = logits.exp_() if overwrite else logits.exp()
     positive = e.diagonal(n // 2 if views else 0).clone()
-    own = e.as_strided((2, 2, n // 2), (n // 2 * n, n // 2, n + 1)) if views else e.diagonal()
-    own.zero_()  # the sums leave the positive out, so that it cancels nowhere
+    diagonal = e.as_strided((2, 2, n // 2), (n // 2 * n, n // 2, n + 1)) if views else e.diagonal()
+    diagonal.zero_()  # the sums leave the positive out, so that it cancels nowhere
     others = torch.stack([e.sum(1), e.sum(0)]) if comparison == "rows and columns" else e.sum(1).view(-1, len(positive))
 
     def weights() -> Tensor:

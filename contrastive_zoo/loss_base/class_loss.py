@@ -85,8 +85,8 @@ class ClassLoss(LabelledLoss):
         classes = self.num_classes if self.sharded else len(weights)
 
         def labels_problem(least: int, most: int) -> str:
-            wrong = least if least < 0 else most
-            return f"labels are classes 0 … {classes - 1}, got {wrong}. Number them from 0, or raise num_classes."
+            label = least if least < 0 else most
+            return f"labels are classes 0 … {classes - 1}, got {label}. Number them from 0, or raise num_classes."
 
         values = [range_rule(labels, 0, classes - 1, labels_problem)]
         if self.sharded:

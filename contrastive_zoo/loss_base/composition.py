@@ -130,10 +130,10 @@ def merged(name: str, members: Sequence[Stated]) -> Stated:
     compared: dict[str, object] = {}
     for index, stated in enumerate(members):
         names = {}
-        for own, x in stated.inputs.rows.items():
+        for row_name, x in stated.inputs.rows.items():
             known = next((key for key, y in rows.items() if y is x), None)
-            names[own] = known or (own if own not in rows else f"{own} of loss {index}")
-            rows[names[own]] = x
+            names[row_name] = known or (row_name if row_name not in rows else f"{row_name} of loss {index}")
+            rows[names[row_name]] = x
         parts.append(Part(names, stated.inputs.parts, stated.inputs.host, stated.name))
         compared |= {f"{stated.name} {index}: {key}": x for key, x in stated.compared.items()}
     bad = next((x for x in members if x.problem is not None), None)

@@ -73,7 +73,7 @@ class _Call(NamedTuple):
 
     loss: int
     """Id of a module."""
-    given: list[bool]
+    is_tensor: list[bool]
     """Whether each positional argument is a tensor; otherwise it is None."""
     names: list[str]
     """Names of the tensors that are passed by name."""

@@ -31,11 +31,11 @@ class Scores:
     shards: Shards  # the split of queries, and of the documents that belong to them, over the ranks
 
     @property
-    def own(self) -> Tensor:
+    def is_pair(self) -> Tensor:
         """Which document each query belongs to, as a mask [n, N + K]."""
-        own = torch.zeros_like(self.scores, dtype=torch.bool)
-        own[:, self.shards.local].fill_diagonal_(True)
-        return own
+        is_pair = torch.zeros_like(self.scores, dtype=torch.bool)
+        is_pair[:, self.shards.local].fill_diagonal_(True)
+        return is_pair
 
     @property
     def positive(self) -> Tensor:

@@ -42,12 +42,12 @@ class Stated:
     kernels: Kernels  # whether Triton kernels can compute the loss on this rank
 
     def batch(
-        self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, own: slice | None = None
+        self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, local_slice: slice | None = None
     ) -> Batch:
         """Return the batch of these tensors, which ranks have agreed on."""
         split = dict(zip(rows, shards, strict=True))
         inputs = self.inputs
-        return Batch(rows, split, self.settings, world, self.kernels, own, inputs.parts, inputs.host, self.name)
+        return Batch(rows, split, self.settings, world, self.kernels, local_slice, inputs.parts, inputs.host, self.name)
 
 
 def has_user_code(module: nn.Module) -> bool:

@@ -99,8 +99,8 @@ class LossModules:
     def shared_state(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
         for path, module in self.by_path.items():
-            own = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
-            for name, x in own.items():
+            of_module = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
+            for name, x in of_module.items():
                 is_sharded = hasattr(x, "device_mesh")  # a DTensor, of which each rank holds another part
                 if x is not None and not is_sharded and not is_lazy(x):
                     yield f"{path}.{name}" if path else name, x

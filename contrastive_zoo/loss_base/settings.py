@@ -208,12 +208,13 @@ class Settings(WholeState):
             inherited = {**inherited, **vars(base).get("_own_fields", {}), **inherited}
         declared = [name for name, hint in inspect.get_annotations(cls).items() if name in held and not _of_class(hint)]
         redefined = [name for name in inherited if name in held and name not in declared]
-        own = {name: x if isinstance(x := held[name], Field) else Field(x) for name in (*declared, *redefined)}
-        cls._own_fields = own
-        new = {name: x for name, x in own.items() if name not in inherited}
-        old = {name: own.get(name, x) for name, x in inherited.items()}
+        class_fields = {name: x if isinstance(x := held[name], Field) else Field(x) for name in (*declared, *redefined)}
+        cls._own_fields = class_fields
+        new = {name: x for name, x in class_fields.items() if name not in inherited}
+        old = {name: class_fields.get(name, x) for name, x in inherited.items()}
         cls.fields = dict(sorted({**new, **old}.items(), key=lambda entry: entry[1].kw_only))
-        for name in own:  # nn.Module finds parameters and submodules only where the class has no such attribute
+        for name in class_fields:
+            # nn.Module finds parameters and submodules only where the class has no such attribute
             delattr(cls, name)
 
     def __init__(self, *args: Any, **settings: Any) -> None:

@@ -16,9 +16,9 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in {**module._parameters, **buffers}.items() if x is not None}
 
 
-def loading_problem(own: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
+def loading_problem(tensors: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
     """What is wrong with the saved tensors of these names, in words; None if nothing is. Missing ones are torch's matter."""
-    for name, present in own.items():
+    for name, present in tensors.items():
         saved = state_dict.get(prefix + name, present)
         same_kind = isinstance(saved, Tensor) and saved.is_floating_point() == present.is_floating_point()
         if not same_kind or saved.shape != present.shape:

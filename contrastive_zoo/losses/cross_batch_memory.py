@@ -177,7 +177,7 @@ class CrossBatchMemory(Loss):
             return value
         with state_kept_on_error(self):  # the batch is part of the memory that it is compared with
             slots = self._enqueue(batch, rows, partners, mask)
-            batch = replace(batch, rows={"embeddings": rows, "labels": partners}, own=None)
+            batch = replace(batch, rows={"embeddings": rows, "labels": partners}, local_slice=None)
             if mask is not None:
                 slots = slots[~batch.gathered(mask).to(slots.device)]
                 anchors = {name: x[~mask] for name, x in batch.rows.items()}
@@ -189,8 +189,8 @@ class CrossBatchMemory(Loss):
         """Return the values of the settings, with those of the loss as ``members[0]``, if its ``forward`` is not called."""
         values, computed, problem = super().evaluated()
         if isinstance(self.loss, Loss) and self._is_own():
-            inner, computed, wrong = self.loss.evaluated()
-            values.members, problem = [inner], None if wrong is None else f"{loss_name(self.loss)}: {wrong}"
+            inner, computed, reason = self.loss.evaluated()
+            values.members, problem = [inner], None if reason is None else f"{loss_name(self.loss)}: {reason}"
         return Evaluated(values, computed, problem)
 
     def settings_problem(self) -> str | None:

@@ -56,9 +56,9 @@ class MegaBatchMargin(Loss):
 
 def _margin_hinges(block: AnchorBlock, positive_margin: float, negative_margin: float) -> tuple[Tensor, Tensor]:
     similarity = dot_products(block.anchors, block.candidates)
-    own = similarity.where(block.positive, 0).sum(1)
+    of_positive = similarity.where(block.positive, 0).sum(1)
     hardest = masked_max(similarity, block.negative)  # −inf without a negative
-    return (positive_margin - own).relu() + (hardest - negative_margin).relu(), block.positive.any(1)
+    return (positive_margin - of_positive).relu() + (hardest - negative_margin).relu(), block.positive.any(1)
 
 
 class DynamicSoftMargin(Loss):
@@ -128,7 +128,7 @@ def _differences(batch: Batch) -> Tensor:
     """Return δ of the local pairs; a gradient is shared by equal minima, and 0 where a distance is 0."""
     a, p = (batch.prepared(x, normalize=True) for x in batch.rows.values())
     squares = (a - p).square().sum(1)
-    own = squares.where(squares > 0, 1).sqrt().where(squares > 0, 0)
+    distances = squares.where(squares > 0, 1).sqrt().where(squares > 0, 0)
     pairs = batch.indices()
     of_anchor, of_positive = (
         reduce_rows(batch, BlockLoss(_nearest), x, pairs, candidates=y, candidate_ids=pairs, reduction="none")
@@ -136,7 +136,7 @@ def _differences(batch: Batch) -> Tensor:
     )
     # of repeated rows the two differ by rounding only
     equal = (of_anchor.square() - of_positive.square()).abs() <= _ROUNDING_UNITS * torch.finfo(a.dtype).eps
-    return own - ((of_anchor + of_positive) / 2).where(equal, torch.minimum(of_anchor, of_positive))
+    return distances - ((of_anchor + of_positive) / 2).where(equal, torch.minimum(of_anchor, of_positive))
 
 
 def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ class MaxSim(LateInteractionLoss):
 def _losses(result: Scores, scale: float | Tensor, batch: Batch | None) -> Tensor:
     """Return the losses of the local queries, with the direction from documents to queries if there is a batch."""
     positive = scale * result.positive
-    others = (scale * result.scores).masked_fill(result.own, -torch.inf)
+    others = (scale * result.scores).masked_fill(result.is_pair, -torch.inf)
     losses = cross_entropy(positive, log_sum_exp(others, 1))
     if batch is None:
         return losses
@@ -119,6 +119,6 @@ class MaxSimPairwise(LateInteractionLoss):
 
 @without_autocast
 def _pairwise_losses(result: Scores, scale: float | Tensor) -> Tensor:
-    others = result.scores.masked_fill(result.own, -torch.inf)
+    others = result.scores.masked_fill(result.is_pair, -torch.inf)
     hardest = others.amax(1) if result.scores.shape[1] > 1 else torch.zeros_like(result.positive)
     return F.softplus(scale * (hardest - result.positive), threshold=40)

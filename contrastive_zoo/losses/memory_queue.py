@@ -78,10 +78,10 @@ class MemoryQueue(nn.Module):
         *lists: list[str],
     ) -> None:
         """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
-        own = own_tensors(self)
-        if missing := [prefix + name for name in own if prefix + name not in state_dict]:
+        tensors = own_tensors(self)
+        if missing := [prefix + name for name in tensors if prefix + name not in state_dict]:
             missing_keys.extend(missing)
-        elif problem := loading_problem(own, state_dict, prefix) or self._ring_problem(state_dict, prefix):
+        elif problem := loading_problem(tensors, state_dict, prefix) or self._ring_problem(state_dict, prefix):
             _, error_messages = lists
             error_messages.append(f"MemoryQueue: {problem} It stays as it was.")
         else:

@@ -154,22 +154,30 @@ def _ranked(
     hardness_mode: Hardness | None,
     hardness_strength: float,
 ) -> tuple[Tensor, Tensor]:
-    x, own = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
+    x, is_positive = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
     mined = ~x.is_pair
 
     cos = x.first @ x.documents.T
     logits = cos / temperature
-    positive = logits.where(own & ~mined, 0).sum(1)
+    positive = logits.where(is_positive & ~mined, 0).sum(1)
     if hardness_mode is not None:
-        hard = {"in_batch_negatives": ~own, "hard_negatives": own & mined, "all_negatives": ~own | mined}[hardness_mode]
+        hard = {
+            "in_batch_negatives": ~is_positive,
+            "hard_negatives": is_positive & mined,
+            "all_negatives": ~is_positive | mined,
+        }[hardness_mode]
         logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
-    others: dict[Direction, Tensor] = {"query_to_doc": masked_log_sum_exp(logits, ~own | mined)}
+    others: dict[Direction, Tensor] = {"query_to_doc": masked_log_sum_exp(logits, ~is_positive | mined)}
     if "query_to_query" in directions:
-        others["query_to_query"] = masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, x.is_pair & ~own)
+        others["query_to_query"] = masked_log_sum_exp(
+            x.first @ x.candidate_first.T / temperature, x.is_pair & ~is_positive
+        )
     if "doc_to_query" in directions:
-        others["doc_to_query"] = masked_log_sum_exp(x.second @ x.candidate_first.T / temperature, x.is_pair & ~own)
+        others["doc_to_query"] = masked_log_sum_exp(
+            x.second @ x.candidate_first.T / temperature, x.is_pair & ~is_positive
+        )
     if "doc_to_doc" in directions:
-        others["doc_to_doc"] = masked_log_sum_exp(x.second @ x.documents.T / temperature, ~own)
+        others["doc_to_doc"] = masked_log_sum_exp(x.second @ x.documents.T / temperature, ~is_positive)
     return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
@@ -278,21 +286,21 @@ def _guided(
     contrast_positives: bool,
 ) -> tuple[Tensor, Tensor]:
     (_, single), (guide_rows, guide_columns) = block.companions
-    own = block.positive
+    is_positive = block.positive
     x = split_pairs(block.anchors, block.candidates, single)
     guide = split_pairs(guide_rows, guide_columns, single)
     similarity = (guide.first * guide.second).sum(1, keepdim=True)
     threshold = similarity - margin * (similarity.abs() if relative else 1)
 
     logits = x.first @ x.documents.T / temperature
-    sums = [masked_log_sum_exp(logits, (guide.first @ guide.documents.T <= threshold) & ~own)]
+    sums = [masked_log_sum_exp(logits, (guide.first @ guide.documents.T <= threshold) & ~is_positive)]
     if contrast_anchors:
-        mask = (guide.first @ guide.candidate_first.T <= threshold) & x.is_pair & ~own
+        mask = (guide.first @ guide.candidate_first.T <= threshold) & x.is_pair & ~is_positive
         sums.append(masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, mask))
     if contrast_positives:
-        mask = (guide.second @ guide.documents.T <= threshold) & x.is_pair & ~own
+        mask = (guide.second @ guide.documents.T <= threshold) & x.is_pair & ~is_positive
         sums.append(masked_log_sum_exp(x.second @ x.documents.T / temperature, mask))
-    positive = logits.where(own & x.is_pair, 0).sum(1)
+    positive = logits.where(is_positive & x.is_pair, 0).sum(1)
     return cross_entropy(positive, log_sum_exp(torch.stack(sums), 0)), torch.ones_like(block.ids, dtype=torch.bool)
 
 

@@ -135,8 +135,8 @@ def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplica
 
 
 def _problem(queries: Tensor, keys: Tensor, ids: Tensor, key_ids: Tensor | None, weights: Tensor | None) -> str | None:
-    if wrong := rows_problem("queries", queries) or rows_problem("keys", keys):
-        return wrong
+    if problem := rows_problem("queries", queries) or rows_problem("keys", keys):
+        return problem
     if keys.shape[1:] != queries.shape[1:] or keys.dtype != queries.dtype:
         return (
             f"queries and keys are of one width and dtype, got queries {described(queries)} and keys {described(keys)}."

@@ -190,8 +190,8 @@ def _mean_similarities(batch: Batch, z: Tensor, ids: Tensor) -> tuple[Tensor, Te
     """Return the mean similarities of positive and of negative pairs; each class's pairs are the square of its sum."""
     index, counts = class_numbers(batch.gathered(ids))
     sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[batch.samples.local], z)
-    own = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
-    total = batch.sum(torch.cat([sums, own]), gradient="complete")
+    self_pairs = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
+    total = batch.sum(torch.cat([sums, self_pairs]), gradient="complete")
     sums, squares = total[:-1], total[-1].sum()
     same_class = sums.square().sum()
     positives, pairs = (counts * (counts - 1)).sum(), counts.sum().square()

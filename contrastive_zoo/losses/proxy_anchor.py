@@ -67,5 +67,5 @@ class P2SGrad(ClassLoss):
         pairs = self.pairs(batch)
         z, w = pairs.embeddings, batch.shared(pairs.centers[:, 0])
         squares = (matmul(z, matmul(w.T, w)) * z).sum(1)
-        own = (z * w.index_select(0, pairs.targets)).sum(1)
-        return batch.reduce((squares - 2 * own + 1) / len(w), reduction=self.reduction)
+        of_target = (z * w.index_select(0, pairs.targets)).sum(1)
+        return batch.reduce((squares - 2 * of_target + 1) / len(w), reduction=self.reduction)

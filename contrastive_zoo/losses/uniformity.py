@@ -88,10 +88,10 @@ class SpectralContrastive(TwoViewLoss):
     def compute(self, batch: Batch) -> Tensor:
         max_norm, n = batch.settings.mu**0.5, batch.total
         a, b = (_clip_norms(batch.prepared(x, normalize=False), max_norm) for x in batch.rows.values())
-        own = (a * b).sum(1)
+        of_pairs = (a * b).sum(1)
         all_pairs = (second_moments(batch, a, a) * second_moments(batch, b, b)).sum()
-        others = all_pairs - batch.reduce(own.square(), reduction="sum")
-        return -2 * batch.reduce(own) + others / max(1, n * (n - 1))
+        others = all_pairs - batch.reduce(of_pairs.square(), reduction="sum")
+        return -2 * batch.reduce(of_pairs) + others / max(1, n * (n - 1))
 
 
 def _clip_norms(z: Tensor, max_norm: float) -> Tensor:

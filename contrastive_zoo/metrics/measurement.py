@@ -126,8 +126,8 @@ def measured(
             groups, ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
             for metric in near:
                 if metric.kind == KNN and isinstance(task.relevance, Labels):
-                    own = task.relevance.queries[block.local].numpy()
-                    means.add(metric.name, knn_accuracy(groups, own, metric.k or depth, settings.ties))
+                    classes = task.relevance.queries[block.local].numpy()
+                    means.add(metric.name, knn_accuracy(groups, classes, metric.k or depth, settings.ties))
                 else:
                     means.add(metric.name, metric.values(ranking, settings.ties)[ranking.total > 0])
     if whole := [metric for metric in metrics if metric.whole]:
@@ -235,9 +235,12 @@ def cross_modal_recall(
         refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
     names = {number: f"hit_rate@{number}" for number in k}
     sides = ((first, labels), (second, second_labels))
-    for direction, ((queries, own), (gallery, other)) in (("first_to_second", sides), ("second_to_first", sides[::-1])):
+    for direction, ((queries, side), (gallery, other)) in (
+        ("first_to_second", sides),
+        ("second_to_first", sides[::-1]),
+    ):
         values = evaluate(
-            queries, gallery, metrics=list(names.values()), labels=own, gallery_labels=other,
+            queries, gallery, metrics=list(names.values()), labels=side, gallery_labels=other,
             ties=ties, normalize=normalize, process_group=process_group,
         )  # fmt: skip
         result |= {f"{direction}@{number}": values[name] for number, name in names.items()}

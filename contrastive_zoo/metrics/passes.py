@@ -47,7 +47,7 @@ class Labels:
 
     queries: Int[Tensor, " n"]
     gallery: Int[Tensor, " m"]
-    own: Int[Tensor, " n"] | None
+    positions: Int[Tensor, " n"] | None
     """For each of this rank's queries, its own index in the gallery of all ranks; None if it is not there."""
     start: int
     """The index of this rank's first row in the gallery of all ranks."""
@@ -56,8 +56,8 @@ class Labels:
         """Gather the labels of a round."""
         labels = block.gathered(self.queries)
         excluded = torch.empty(len(labels), 0, dtype=torch.int64)
-        if self.own is not None:
-            excluded = local_positions(block.gathered(self.own), self.start, len(self.gallery))[:, None]
+        if self.positions is not None:
+            excluded = local_positions(block.gathered(self.positions), self.start, len(self.gallery))[:, None]
         nothing = torch.empty(0, dtype=torch.int64)
         return Question(labels, Pairs(nothing, nothing, nothing.double()), excluded)
 

@@ -238,10 +238,10 @@ def _pair_counts(
     shards, of_gallery, _ = agree_on_shards(name, arguments, world=world, problem=problem, settings=settings)
     assert of_rows is not None  # the problem has been raised
     compared, own_labels = prepared(queries, normalize=True), labels.cpu().long()
-    own = torch.arange(shards.start, shards.start + shards.size)
+    positions = torch.arange(shards.start, shards.start + shards.size)
     counts = torch.zeros(2, bins, dtype=torch.int64)
     for block in rounds(shards, world, size=256):
-        of_block, indices, here = block.gathered(own_labels), block.gathered(own), block.gathered(compared)
+        of_block, indices, here = block.gathered(own_labels), block.gathered(positions), block.gathered(compared)
         for start in range(0, len(rows), _ROWS):
             some = slice(start, start + _ROWS)
             cosines = similarities(here, prepared(rows[some], normalize=True))

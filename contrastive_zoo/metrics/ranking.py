@@ -80,7 +80,7 @@ class Ranking:
 
         Examples:
             >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
-            >>> ranking.higher, ranking.tied, ranking.found
+            >>> ranking.higher, ranking.tied, ranking.relevant
             (array([1]), array([2]), array([1]))
         """
         score, grade = np.asarray(scores, dtype=np.float64), np.asarray(grades, dtype=np.float64)
@@ -97,14 +97,14 @@ class Ranking:
         return len(self.total)
 
     @property
-    def found(self) -> Ints:
+    def relevant(self) -> Ints:
         """[l], relevant items at each level."""
         return whole_sums(self.level, self.count, len(self.query))
 
     @property
     def found_higher(self) -> Ints:
         """[l], relevant items of the same query at higher levels."""
-        return running_before(self.query, self.found)
+        return running_before(self.query, self.relevant)
 
 
 def levels_of(groups: Groups) -> Levels:

@@ -19,7 +19,7 @@ Ties: TypeAlias = Literal["pessimistic", "optimistic", "expected"]
 def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return the number of relevant items among the first ``cutoff`` items."""
     places = _places(ranking, cutoff)
-    result = ranking.found
+    result = ranking.relevant
     if ties == "pessimistic":
         at_level = np.maximum(0, places - (ranking.tied - result)).astype(np.float64)
     elif ties == "optimistic":
@@ -63,7 +63,7 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """
     if ties != "expected":
         return (hits(ranking, cutoff, ties) > 0).astype(np.float64)
-    places, result = _places(ranking, cutoff), ranking.found
+    places, result = _places(ranking, cutoff), ranking.relevant
     few, many = np.minimum(places, result), np.maximum(places, result)
     none = np.ones(len(places))
     for i in range(int(few.max(initial=0))):
@@ -94,7 +94,7 @@ def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """
     first = changes(ranking.query)
     query, higher, tied = ranking.query[first], ranking.higher[first], ranking.tied[first]
-    result, limit = ranking.found[first], cutoff[query]
+    result, limit = ranking.relevant[first], cutoff[query]
     value = np.zeros(ranking.queries)
     if ties != "expected":
         position = higher + 1 + (tied - result) * (ties == "pessimistic")
@@ -122,7 +122,7 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
     Source: MAP@R: Musgrave et al. 2020, https://arxiv.org/abs/2003.08505
     """
-    result, above, higher = ranking.found, ranking.found_higher, ranking.higher
+    result, above, higher = ranking.relevant, ranking.found_higher, ranking.higher
     total = np.maximum(ranking.total, 1)
     if ties != "expected":
         start = higher + (ranking.tied - result) * (ties == "pessimistic")
@@ -155,7 +155,7 @@ def ndcg(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     else:
         order = np.lexsort((ranking.grade if ties == "pessimistic" else -ranking.grade, ranking.level))
         level, grade, count = ranking.level[order], ranking.grade[order], ranking.count[order]
-        worst = (ranking.tied - ranking.found) * (ties == "pessimistic")
+        worst = (ranking.tied - ranking.relevant) * (ties == "pessimistic")
         start = (ranking.higher + worst)[level] + running_before(level, count)
         gained = _gained(ranking.query[level], grade, start, count, limit[level], ranking.queries)
     order = np.lexsort((-ranking.ideal_grade, ranking.ideal_query))
@@ -237,14 +237,14 @@ def _inverse_sums(higher: Ints, places: Ints) -> Floats:
     return _sums(owner, 1.0 / (cases[0][owner] + number), cases.shape[1])[which.reshape(-1)]
 
 
-def _expected_reciprocal(higher: int, tied: int, found: int, limit: int) -> float:
-    """Return the mean of 1 / position of the first of ``found`` relevant items among ``tied`` in random order."""
-    last = min(tied - found + 1, limit - higher)
+def _expected_reciprocal(higher: int, tied: int, relevant: int, limit: int) -> float:
+    """Return the mean of 1 / position of the first of ``relevant`` relevant items among ``tied`` in random order."""
+    last = min(tied - relevant + 1, limit - higher)
     if last < 1:
         return 0.0
     i = np.arange(last)
-    none_before = np.concatenate([[1.0], np.cumprod((tied - found - i[:-1]) / (tied - i[:-1]))])
-    return float(np.sum(none_before * found / (tied - i) / (higher + i + 1)))
+    none_before = np.concatenate([[1.0], np.cumprod((tied - relevant - i[:-1]) / (tied - i[:-1]))])
+    return float(np.sum(none_before * relevant / (tied - i) / (higher + i + 1)))
 
 
 _AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {

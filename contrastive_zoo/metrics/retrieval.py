@@ -161,17 +161,17 @@ class RetrievalMetrics(nn.Module):
     def _collected(self, world: World) -> dict[str, Tensor]:
         """Return the collected rows, and empty ones for what only other ranks have collected."""
         names = [*_ROWS, *_NUMBERS, "grades"]
-        own = {name: torch.cat(self.batches[name]) for name in names if name in self.batches}
-        rows = own.get("queries", own.get("gallery"))
+        tensors = {name: torch.cat(self.batches[name]) for name in names if name in self.batches}
+        rows = tensors.get("queries", tensors.get("gallery"))
         like = [rows.shape[-1], 1 + _DTYPES.index(rows.dtype)] if rows is not None and rows.dtype in _DTYPES else [0, 0]
-        by_rank = world.exchange([*like, *(name in own for name in names)])
+        by_rank = world.exchange([*like, *(name in tensors for name in names)])
         width, dtype = max(x[:2] for x in by_rank)
         empty = torch.empty(0, width, dtype=_DTYPES[max(0, dtype - 1)])
         for name, *known in zip(names, *(x[2:] for x in by_rank), strict=True):
-            if name not in own and (any(known) or name == "queries"):
+            if name not in tensors and (any(known) or name == "queries"):
                 numbers = torch.empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
-                own[name] = empty if name in _ROWS else numbers
-        return own
+                tensors[name] = empty if name in _ROWS else numbers
+        return tensors
 
 
 _OWNERS = {

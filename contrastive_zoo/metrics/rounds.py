@@ -41,8 +41,8 @@ class Round:
 
     def floors(self, reached: Tensor) -> Tensor:
         """Return for each query of the round a score that k rows of all ranks reach, [g, 1], given this rank's k scores."""
-        own = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
-        return _gathered(own, self.shards, self.world)
+        thresholds = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
+        return _gathered(thresholds, self.shards, self.world)
 
     def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Send the owners any number of rows per query; return each rank's answers and the local queries they are for.
@@ -79,8 +79,8 @@ def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Ite
     ends = list(accumulate(queries.sizes))
     for start in range(0, queries.total, size):
         overlaps = [
-            slice(*(min(max(x - end + own, 0), own) for x in (start, start + size)))
-            for own, end in zip(queries.sizes, ends, strict=True)
+            slice(*(min(max(x - end + count, 0), count) for x in (start, start + size)))
+            for count, end in zip(queries.sizes, ends, strict=True)
         ]
         shards = Shards(tuple(x.stop - x.start for x in overlaps), queries.rank)
         yield Round(shards, overlaps[queries.rank], world)

@@ -85,8 +85,8 @@ def top_k(
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
     excluded = torch.empty(len(queries), 0, dtype=torch.int64) if excluded is None else excluded.cpu()
     if gallery is None:
-        own = torch.arange(shards[0].start, shards[0].start + shards[0].size)
-        excluded = torch.cat([excluded, own[:, None]], 1)
+        self_indices = torch.arange(shards[0].start, shards[0].start + shards[0].size)
+        excluded = torch.cat([excluded, self_indices[:, None]], 1)
     prepared_queries = prepared(queries, normalize=normalize)
     local = Gallery("top_k", rows.detach(), normalize=normalize, index=index, world=world)
     shape, start = (len(queries), k), shards[1].start

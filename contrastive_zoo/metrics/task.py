@@ -166,8 +166,8 @@ def agreed_task(
     query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
     relevance: Labels | Judgements
     if inputs.judgements is None:
-        own = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
-        relevance = Labels(labels[kept], gallery_labels[gallery_kept], own, gallery_shards.start)
+        positions = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
+        relevance = Labels(labels[kept], gallery_labels[gallery_kept], positions, gallery_shards.start)
     else:
         assert inputs.ids is not None  # EvaluationInputs.problem has refused it
         gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids

@@ -157,11 +157,11 @@ class _Gathered(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shards: Sequence[Shards], world: World, factor: int, found: Sequence[Tensor], *rows: Tensor
+        ctx: Any, shards: Sequence[Shards], world: World, factor: int, results: Sequence[Tensor], *rows: Tensor
     ) -> Any:
         ctx.shards, ctx.world, ctx.factor = shards, world, factor
-        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
-        return tuple(found)
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:

@@ -54,8 +54,8 @@ def agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **s
     Raises:
         ValueError: on every rank alike, they are not.
     """
-    if wrong := sent_problem(x):
-        refuse(name, wrong, world=world)
+    if reason := sent_problem(x):
+        refuse(name, reason, world=world)
     agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
 
 
@@ -65,8 +65,8 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
     Raises:
         ValueError: on every rank alike, they are not.
     """
-    if wrong := sent_problem(rows):
-        refuse(name, wrong, world=world)
+    if reason := sent_problem(rows):
+        refuse(name, reason, world=world)
     op, gradient = settings.get("op", "sum"), settings.get("gradient", "partial")
     if not (isinstance(op, str) and op in OPS):
         problem = f"op is one of {', '.join(OPS)}, got {described(op)}."
@@ -223,8 +223,8 @@ def reduce_scatter(
         [[1.0], [1.0]]
     """
     world = World.of(process_group, "reduce_scatter")
-    if wrong := sent_problem(rows):
-        refuse("reduce_scatter", wrong, world=world)
+    if reason := sent_problem(rows):
+        refuse("reduce_scatter", reason, world=world)
     total = len(rows) if rows.ndim else 0
     if shards is None:
         shards = Shards(_even(total, world.size), world.rank)
@@ -288,8 +288,8 @@ def scatter(
         [1, 2, 3]
     """
     world = World.of(process_group, "scatter")
-    if wrong := sent_problem(rows):
-        refuse("scatter", wrong, world=world)
+    if reason := sent_problem(rows):
+        refuse("scatter", reason, world=world)
     total = len(rows) if rows.ndim else 0
     if not (sizes is None or (isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes))):
         refuse("scatter", f"sizes are {world.size} integers, one per rank, got {described(sizes)}.", world=world)

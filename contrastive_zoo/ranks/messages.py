@@ -166,11 +166,11 @@ def report(error: BaseException, member: Member) -> None:
     words = f"{type(error).__name__}: {error}".strip().rstrip(":.")
     of_loss = f" in {member.caller}" if member.caller else ""
     note = f"{status.handshakes}\n{member.rank}\nRank {member.rank} failed{of_loss}: {words}."
-    own = f"{status.handshakes}\n{note.split(chr(10), 2)[2]}"
+    message = f"{status.handshakes}\n{note.split(chr(10), 2)[2]}"
 
     def leave(store: Any) -> None:
         store.set(_key(member), note)
-        store.set(f"{_key(member)}/{member.rank}", own)
+        store.set(f"{_key(member)}/{member.rank}", message)
 
     _in_store(leave)
 

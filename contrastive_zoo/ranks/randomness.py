@@ -21,13 +21,13 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
     if world.size == 1:
         yield
         return
-    own = _states(device)
-    _restore(broadcast_states(own, world), device)
+    states = _states(device)
+    _restore(broadcast_states(states, world), device)
     try:
         yield
     finally:
         if world.rank != 0:
-            _restore(own, device)
+            _restore(states, device)
 
 
 class StateWatch:

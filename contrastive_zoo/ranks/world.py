@@ -150,12 +150,12 @@ class World:
     @property
     def _host_group(self) -> dist.ProcessGroup | None:
         """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend."""
-        own = self.process_group
+        group = self.process_group
         if not self.on_accelerators:
-            return own
-        state = state_of(own)
+            return group
+        state = state_of(group)
         if not state.has_looked_for_host_group:
-            ranks = dist.get_process_group_ranks(own)
+            ranks = dist.get_process_group_ranks(group)
             made = dist.is_gloo_available() and dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             state.host_group, state.has_looked_for_host_group = made or None, True
         return state.host_group

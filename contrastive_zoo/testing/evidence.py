@@ -220,8 +220,8 @@ class Evidence:
         return self.every(lambda x: x.encoder is not None and all(abs(y.cosine - 1) <= CLOSE for y in x.encoder.ranks))
 
     def __str__(self) -> str:
-        wrong = [x for x in (self.uneven, self.one_sided) if x and not x.has_values(1.0)]
-        return ". ".join(map(str, [*self.comparisons, *wrong])) or "no probe returned a value on several processes"
+        probes = [x for x in (self.uneven, self.one_sided) if x and not x.has_values(1.0)]
+        return ". ".join(map(str, [*self.comparisons, *probes])) or "no probe returned a value on several processes"
 
 
 def is_near(x: float, y: float) -> bool:

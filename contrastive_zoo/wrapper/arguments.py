@@ -91,8 +91,8 @@ class Arguments:
     @property
     def problem(self) -> str | None:
         """Why these cannot be gathered, in words; None if they can."""
-        if wrong := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
-            return wrong
+        if reason := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
+            return reason
         for path, leaf in self.leaves.items():
             if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
                 return (
@@ -161,7 +161,7 @@ class Arguments:
             here = [x.to(world.device if world.on_accelerators else self.device) for x in here]
         result = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
         if moves:
-            result = [x.to(own.device) for x, own in zip(result, self.rows.values(), strict=True)]
+            result = [x.to(argument.device) for x, argument in zip(result, self.rows.values(), strict=True)]
         for index, (i, j) in enumerate(itertools.combinations(range(min(len(result), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
                 result[j] = result[i]

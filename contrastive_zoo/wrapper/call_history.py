@@ -104,8 +104,8 @@ class CallHistory:
         for of_device, read in checks:
             numbers = iter(read())
             result = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
-            if wrong := next(filter(None, result), None):
-                return f"at the previous call (on accelerators values are looked at without waiting): {wrong}"
+            if reason := next(filter(None, result), None):
+                return f"at the previous call (on accelerators values are looked at without waiting): {reason}"
         return None
 
     def shapes_problem(self, sizes: list[int], names: Iterable[str]) -> str | None:

@@ -86,8 +86,8 @@ class LossAttributes(GraphModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # a schedule that sets loss_fn.temperature means the loss's; without this it would change nothing
-        own = name in vars(self) or name in vars(self).get("_modules", ()) or hasattr(type(self), name)
-        bare = None if own else self._has(name)
+        is_present = name in vars(self) or name in vars(self).get("_modules", ()) or hasattr(type(self), name)
+        bare = None if is_present else self._has(name)
         if bare is None:
             super().__setattr__(name, value)
         else:

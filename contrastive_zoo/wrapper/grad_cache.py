@@ -79,8 +79,8 @@ def cached_step(
     """
     several = isinstance(model, (tuple, list))
     chunks = list(chunks) if several and _is_sequence(chunks) else chunks
-    if (wrong := _arguments_problem(chunks, loss_fn, several)) is not None:
-        refuse("cached_step", wrong, world=World.of(process_group))
+    if (reason := _arguments_problem(chunks, loss_fn, several)) is not None:
+        refuse("cached_step", reason, world=World.of(process_group))
     models: Sequence[Any] = model if isinstance(model, (tuple, list)) else (model,)
     sequences = [list(x) for x in chunks] if several else [list(chunks)]
     problem, encoders = _models_problem(models, sequences), []

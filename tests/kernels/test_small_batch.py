@@ -117,7 +117,7 @@ def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, accel
     own, rows = slice(5, 11), rows_of("gaussian")
     expected = value_and_gradients(LOSSES[name], name, rows, 0.07)
     batch = Stated.batch
-    monkeypatch.setattr(Stated, "batch", lambda *x: replace(batch(*x), own=own))
+    monkeypatch.setattr(Stated, "batch", lambda *x: replace(batch(*x), local_slice=own))
     value, *gradients = value_and_gradients(LOSSES[name], name, rows, 0.07)
     close(value, expected[0])
     for x, y in zip(gradients[:2], expected[1:3], strict=True):

@@ -73,7 +73,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "engine/small_batch.py",
         "_gradient_of_rows",
-        "own is None → own is not None (2)",
+        "local_slice is None → local_slice is not None (2)",
     ): "Gradients of other ranks' rows, too, of which the caller takes its own.",
     (
         "engine/softmax_sweep.py",

@@ -121,8 +121,8 @@ def _blocks(rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice,
     Candidates are the ``rows`` of all ranks; every rank gathers equally often.
     """
     for index, of_round in enumerate(rounds(shards, world, size=CANDIDATES)):
-        own = rows[of_round.local].to(world.device).contiguous()
-        gathered = gather_rows(own, of_round.shards, world).to(rows.device)
+        local_rows = rows[of_round.local].to(world.device).contiguous()
+        gathered = gather_rows(local_rows, of_round.shards, world).to(rows.device)
         first = index * CANDIDATES
         columns = torch.arange(first, first + len(gathered), device=rows.device)
         height = max(1, _BLOCK // len(gathered))

@@ -77,7 +77,9 @@ def _self_supervised(loss: Any, miner: Any) -> Loss:
 def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
     require(miner is None or not loss.miners, "it has miners of its own.")
     result = members(loss)
-    return WeightedSum([_translate(x, own or miner) for x, own, _ in result], weights=[w for *_, w in result])
+    return WeightedSum(
+        [_translate(x, own_miner or miner) for x, own_miner, _ in result], weights=[w for *_, w in result]
+    )
 
 
 _WITH_MINER = (*COMPOSITES, losses.TripletMarginLoss, losses.MultiSimilarityLoss)

@@ -168,13 +168,13 @@ def n_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str,
     local = _first_of_each_label(torch.stack([batch.labels[a], a + start, p], 1))
     pairs = _first_of_each_label(gather_rows(local, batch.world.shards(len(local)), batch.world))
     loss.num_pairs = len(pairs)
-    own = torch.where((pairs[:, 1] >= start) & (pairs[:, 1] < stop))[0]
-    anchors = pairs[own, 1] - start
+    positions = torch.where((pairs[:, 1] >= start) & (pairs[:, 1] < stop))[0]
+    anchors = pairs[positions, 1] - start
     if len(pairs) == 0:
         return {}
     similarity = loss.distance(batch.anchors[anchors], batch.candidates[pairs[:, 2]])
     logits = similarity if loss.distance.is_inverted else -similarity
-    return _of_anchors(F.cross_entropy(logits, own, reduction="none"), anchors)
+    return _of_anchors(F.cross_entropy(logits, positions, reduction="none"), anchors)
 
 
 def _first_of_each_label(pairs: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | Non
     if kind is losses.MultipleLosses:
         if miner is not None and loss.miners:
             return "it has miners of its own."
-        result = ((x, _member_refusal(x, own or miner)) for x, own, _ in members(loss))
+        result = ((x, _member_refusal(x, own_miner or miner)) for x, own_miner, _ in members(loss))
         return next((f"{type(x).__name__}: {reason}" for x, reason in result if reason), None)
     if kind is losses.SelfSupervisedLoss:
         return refusal(loss.loss, miner)
@@ -146,7 +146,7 @@ def _arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> s
     if type(loss) is losses.SelfSupervisedLoss:
         return None
     if type(loss) is losses.MultipleLosses:
-        problems = ((x, _arguments_problem(x, own or miner, arguments)) for x, own, _ in members(loss))
+        problems = ((x, _arguments_problem(x, own_miner or miner, arguments)) for x, own_miner, _ in members(loss))
         return next((f"{type(x).__name__}: {problem}" for x, problem in problems if problem), None)
     if arguments.get("labels") is None:
         return f"labels are missing: call loss(embeddings, labels){', also with indices_tuple' if has_indices else ''}."

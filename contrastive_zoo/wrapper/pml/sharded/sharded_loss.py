@@ -47,8 +47,8 @@ def _of_all_ranks(loss: Any, batch: AnchorBatch, indices: Indices | None) -> Ten
     """Return the loss of all ranks' samples with the pairs or triplets that were chosen for the local anchors."""
     if type(loss) is losses.MultipleLosses:
         values = [
-            weight * _of_all_ranks(x, batch, indices if own is None else mined(own, batch))
-            for x, own, weight in members(loss)
+            weight * _of_all_ranks(x, batch, indices if own_miner is None else mined(own_miner, batch))
+            for x, own_miner, weight in members(loss)
         ]
         return torch.stack(values).sum()
     if hasattr(loss, "cast_types"):  # before functional_call replaces the weights: it replaces their data
