@@ -172,6 +172,8 @@ class Loss(Settings, GraphModule):
     ) -> Stated:
         """Return what this rank states of a call; nothing is sent.
 
+        Losses of the same arguments share ``known``: a static :meth:`inputs` is called once for all of them.
+
         Raises:
             TypeError: the loss does not take these arguments.
         """

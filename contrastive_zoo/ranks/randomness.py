@@ -31,18 +31,10 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
 
 
 class StateWatch:
-    """Detects whether a loss draws random numbers, changes its buffers or counts in its attributes, and undoes that.
-
-    Args:
-        loss: the module with the buffers and attributes.
-        device: the accelerator with the generator, if any.
-
-    Attributes:
-        found_on_any_rank: whether ranks have told each other of a change.
-    """
+    """Detects whether a loss draws random numbers, changes its buffers or counts in its attributes, and undoes that."""
 
     def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
-        self.found_on_any_rank = False
+        self.found_on_any_rank = False  # whether ranks have told each other of a change
         self.device, self.states = device, _states(device)
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
         self.attributes = [(vars(x), _plain(x)) for x in loss.modules()]
@@ -88,7 +80,9 @@ def _states(device: torch.device | None) -> list[torch.Tensor]:
         torch.tensor([version, next_gauss is not None, *words], dtype=torch.int64),
         torch.tensor([next_gauss or 0.0], dtype=torch.float64),
     ]
-    return [*states, torch.get_device_module(device).get_rng_state(device)] if _accelerated(device) else states
+    if device is None or device.type == "cpu":
+        return states
+    return [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
 def _restore(states: list[torch.Tensor], device: torch.device | None) -> None:
@@ -99,7 +93,3 @@ def _restore(states: list[torch.Tensor], device: torch.device | None) -> None:
     random.setstate((version, tuple(rest), next_gauss.item() if has_next else None))
     if accelerator:
         torch.get_device_module(device).set_rng_state(accelerator[0], device)
-
-
-def _accelerated(device: torch.device | None) -> bool:
-    return device is not None and device.type != "cpu"

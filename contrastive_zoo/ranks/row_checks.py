@@ -191,7 +191,8 @@ class ValueRule(NamedTuple):
 def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *, waits: bool = True) -> str | None:
     """Return what is wrong with values, in words; None if nothing is, or if it turns out in the next call.
 
-    Values on a CPU are read at once. Compute with values that are not in a way that is safe for any.
+    Values on a CPU are read at once, those on an accelerator if ``waits``. Otherwise ``later`` takes their checks; None
+    where they are not checked. Compute with values that are not read in a way that is safe for any.
     """
     for rule in rules:
         if not rule.x.numel():
