@@ -120,7 +120,8 @@ class CallHistory:
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
     """The session of a step; NaN and infinite values of rows on an accelerator are refused in the next call."""
-    if not session.options.check_finite or all(x.is_cpu or x.is_meta for x in rows.values()):
+    on_accelerators = [x for x in rows.values() if not (x.is_cpu or x.is_meta)]
+    if not on_accelerators or not session.options.check_finite:
         return session
     floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
     if (later := session.findings.later) is not None:

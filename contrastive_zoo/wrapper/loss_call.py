@@ -12,6 +12,9 @@ from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 
+_NAME_PARTNERS = ("labels", "indices_tuple", "ref_labels")
+"""Arguments that tell which rows belong together; without them a loss pairs each row with its other view."""
+
 
 class LossCall(NamedTuple):
     loss: Any
@@ -30,8 +33,8 @@ class LossCall(NamedTuple):
     def problem(self, world: World) -> str | None:
         arguments = self.bound.arguments
         outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
-        paired = arguments
-        if loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss" and _views_are_partners(arguments):
+        paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
+        if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):
             paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
         return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
 
@@ -64,11 +67,6 @@ def _outside_problem(name: str, indices: Tensor, rows: Tensor) -> str | None:
     if indices.is_floating_point() or not len(indices) or -1 <= int(indices.min()) <= int(indices.max()) < len(rows):
         return None
     return f"{name} are rows of this rank's {len(rows)}, or -1, got {int(indices.min())} … {int(indices.max())}."
-
-
-def _views_are_partners(arguments: Mapping[str, Any]) -> bool:
-    """Whether a loss pairs each row with its other view, since nothing else tells which rows belong together."""
-    return all(arguments.get(name) is None for name in ("labels", "indices_tuple", "ref_labels"))
 
 
 def signature(loss: Any) -> inspect.Signature:
@@ -104,7 +102,7 @@ def paired_problem(arguments: Mapping[str, Any]) -> str | None:
     counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
     inputs = {name for name, x in arguments.items() if x is not None}
     pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
-    if _views_are_partners(arguments):
+    if inputs.isdisjoint(_NAME_PARTNERS):
         pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
     first_view = next((name for name in arguments if name.startswith("view")), "")
     pairs += [
