@@ -45,7 +45,7 @@ def trainings() -> Iterator[tuple[str, str, str, int]]:
     for example in EXAMPLES:
         for setup in importlib.import_module(f"examples.{example}").SETUPS:
             yield f"examples.{example}", setup.name, setup.mistake, setup.processes
-    for name, mistake in importlib.import_module("tests.audit_trainings").names():
+    for name, (_, mistake) in importlib.import_module("tests.audit_trainings").TRAININGS.items():
         yield "tests.audit_trainings", name, mistake or "", 2
 
 

@@ -1,7 +1,5 @@
 """A random right training: model, loss, optimizer, precision, shards and accumulation are drawn from a seed."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Audit set-ups of the examples and trainings of tests/audit_trainings.py, in processes that have imported all libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

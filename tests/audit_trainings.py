@@ -1,8 +1,6 @@
 """Trainings that the audit must name rightly, besides the mistakes of the examples, and right ones it must not accuse."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -16,34 +14,21 @@ from examples.digits import make_dataset, make_encoder, make_loader, make_loss
 from examples.mistakes import BATCH_SIZE, EPOCHS, LEARNING_RATE, SAMPLES, Right
 from examples.setup import Trained
 
-MISTAKES: dict[str, tuple[Any, str]] = {}
-"""Name: the training, and the diagnosis that is expected."""
-
-RIGHT: dict[str, type[Right]] = {}
-"""Right trainings, by name."""
+TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
+"""Trainings by name, each with the diagnosis that is expected; None for a right one."""
 
 
-def wrong(name: str, mistake: str) -> Callable[[type], type]:
-    """Register a training with a mistake."""
+def training(name: str, mistake: str | None = None) -> Callable[[type], type]:
+    """Register a training."""
 
-    def register(training: type) -> type:
-        MISTAKES[name] = training, mistake
-        return training
+    def register(cls: type) -> type:
+        TRAININGS[name] = cls, mistake
+        return cls
 
     return register
 
 
-def right(name: str) -> Callable[[type[Right]], type[Right]]:
-    """Register a right training."""
-
-    def register(training: type[Right]) -> type[Right]:
-        RIGHT[name] = training
-        return training
-
-    return register
-
-
-@wrong("the same shard on every rank", "same shard")
+@training("the same shard on every rank", "same shard")
 class SameShard(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +36,7 @@ class SameShard(Right):
         self.loader = make_loader(0, self.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
 
 
-@wrong("every rank draws from all samples", "not sharded")
+@training("every rank draws from all samples", "not sharded")
 class NotSharded(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +47,7 @@ class NotSharded(Right):
         pass
 
 
-@wrong("one rank has fewer batches", "different numbers of steps")
+@training("one rank has fewer batches", "different numbers of steps")
 class FewerBatches(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +55,14 @@ class FewerBatches(Right):
         self.loader = make_loader(self.rank, self.world_size, samples=samples, batch_size=BATCH_SIZE)
 
 
-@wrong("gradients not reduced", "not reduced")
+@training("gradients not reduced", "not reduced")
 class NotReduced(Right):
     def __init__(self) -> None:
         super().__init__()
         self.model = make_encoder()  # type: ignore[assignment]  # without DDP
 
 
-@wrong('loss parameters not reduced under "sum"', "parameters not reduced")
+@training('loss parameters not reduced under "sum"', "parameters not reduced")
 class SumOutside(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +72,7 @@ class SumOutside(Right):
         self.model.register_comm_hook(None, add_up)
 
 
-@wrong("BatchNorm", "batch statistics")
+@training("BatchNorm", "batch statistics")
 class BatchNormed(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +87,7 @@ def distributed() -> nn.Module:
     return cz.DistributedLoss(make_loss(), check_distinct=False)
 
 
-@wrong("Fabric's all_gather before DistributedLoss", "gathered first")
+@training("Fabric's all_gather before DistributedLoss", "gathered first")
 class FabricGathered:
     def train(self) -> Trained:
         from examples import fabric
@@ -111,7 +96,7 @@ class FabricGathered:
             return fabric.train(gather=True)
 
 
-@wrong("accelerator.gather before DistributedLoss", "gathered first")
+@training("accelerator.gather before DistributedLoss", "gathered first")
 class AccelerateGathered:
     def train(self) -> Trained:
         from examples import accelerate_loop
@@ -120,7 +105,7 @@ class AccelerateGathered:
             return accelerate_loop.train(120, compute=accelerate_loop.gathered_first)
 
 
-@wrong("gathered without gradient", "detached")
+@training("gathered without gradient", "detached")
 class GatheredWithoutGradient(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -132,13 +117,13 @@ class GatheredWithoutGradient(Right):
         return self.loss_fn(z, cz.collectives.all_gather(labels))
 
 
-@wrong("the loss divided by W", "divided by W")
+@training("the loss divided by W", "divided by W")
 class DividedByW(Right):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return super().loss(images, labels) / self.world_size
 
 
-@wrong("the gradient of the loss parameters scaled", "parameters scaled")
+@training("the gradient of the loss parameters scaled", "parameters scaled")
 class ParametersScaled(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +131,7 @@ class ParametersScaled(Right):
             parameter.register_hook(lambda gradient: gradient * self.world_size)
 
 
-@wrong("encoder gradient of an unknown mistake", "not recognised")
+@training("encoder gradient of an unknown mistake", "not recognised")
 class Unknown(Right):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         z = self.model(images)
@@ -154,7 +139,7 @@ class Unknown(Right):
         return self.loss_fn(z, labels)
 
 
-@right("gradient clipping, Adam, a weight of the loss")
+@training("gradient clipping, Adam, a weight of the loss")
 class Clipped(Right):
     def train(self) -> Trained:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
@@ -168,7 +153,7 @@ class Clipped(Right):
         return Trained.of(self.model, self.loss_fn)
 
 
-@right("dropout")
+@training("dropout")
 class Dropout(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +161,7 @@ class Dropout(Right):
         torch.manual_seed(self.rank)
 
 
-@right("an overflow under GradScaler")
+@training("an overflow under GradScaler")
 class Overflow(Right):
     def train(self) -> Trained:
         optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
@@ -190,7 +175,7 @@ class Overflow(Right):
         return Trained.of(self.model, self.loss_fn)
 
 
-@right("two towers, normalised before the loss")
+@training("two towers, normalised before the loss")
 class Towers(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +190,7 @@ class Towers(Right):
         return self.loss_fn(*towers)
 
 
-@right("a third-party loss")
+@training("a third-party loss")
 class ThirdParty(Right):
     def __init__(self) -> None:
         super().__init__()
@@ -216,11 +201,4 @@ class ThirdParty(Right):
 
 def run(name: str) -> Any:
     """Run a training by its name, on this rank."""
-    training = MISTAKES[name][0] if name in MISTAKES else RIGHT[name]
-    return training().train()
-
-
-def names() -> Iterator[tuple[str, str | None]]:
-    """Yield every training and the diagnosis that is expected; None if it is right."""
-    yield from ((name, mistake) for name, (_, mistake) in MISTAKES.items())
-    yield from ((name, None) for name in RIGHT)
+    return TRAININGS[name][0]().train()

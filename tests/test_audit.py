@@ -1,13 +1,12 @@
 """The audit names every mistake of the real trainers, and accuses no right training; a probe switched off is missed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ IN_A_POOL = {
     "examples.amp": {"autocast to bfloat16, parameters in float32": [], "GradScaler, float64": []},
     OWN: {
         name: [mistake] if mistake else []
-        for name, mistake in audit_trainings.names()
+        for name, (_, mistake) in audit_trainings.TRAININGS.items()
         if mistake not in ("not sharded", "different numbers of steps") and "before DistributedLoss" not in name
     },
 }
@@ -163,63 +162,52 @@ def test_every_diagnosis_has_a_reason_and_a_fix() -> None:
         assert mistake.why.endswith("."), name
         assert mistake.fix.endswith("."), name
     of_training = {name for name, x in MISTAKES.items() if x.of_training}
-    assert {mistake for _, mistake in audit_trainings.names() if mistake} <= of_training
+    assert {mistake for _, mistake in audit_trainings.TRAININGS.values() if mistake} <= of_training
 
 
 # --- what cannot be compared ------------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, loss_fn: nn.Module, between: object = None) -> AuditReport:
-    """Audit two steps on one process; ``between`` changes the embeddings before the loss."""
+def train(loss_fn: nn.Module, model: nn.Module | None = None, **options: Any) -> AuditReport:
+    """Audit two steps on one process; options may change the embeddings before the loss, or the loss."""
+    model = model or nn.Linear(4, 3)
+    between, add = options.pop("between", lambda z: z), options.pop("add", lambda model: 0)
     optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], 0.1)
-    with audit(steps=2) as report:
+    with audit(steps=2, **options) as report:
         for _ in range(2):
             optimizer.zero_grad()
-            z = model(torch.eye(4))
-            loss_fn(between(z) if callable(between) else z, torch.tensor([0, 0, 1, 1])).backward()
+            (loss_fn(between(model(torch.eye(4))), torch.tensor([0, 0, 1, 1])) + add(model)).backward()
             optimizer.step()
     return report
 
 
-def test_embeddings_changed_before_the_loss_are_not_compared() -> None:
-    report = train(nn.Linear(4, 3), cz.SupCon(), between=lambda z: z.sigmoid())
+class Remembering(nn.Linear):
+    """A module that cannot be copied, because it holds a tensor of the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "words"),
+    [
+        (cz.SupCon(), {"between": lambda z: z.sigmoid()}, "no selection of rows of an encoder's output"),
+        (cz.SupCon(), {"add": lambda model: model.weight.square().sum()}, "adds other terms to the loss"),
+        (cz.SupCon(), {"model": Remembering(4, 3)}, "cannot be copied"),
+        (nn.CrossEntropyLoss(), {}, "no loss was called"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(loss_fn: nn.Module, options: dict[str, Any], words: str) -> None:
+    report = train(loss_fn, **options)
     assert report.ok is None
-    assert {x.name: x.ok for x in report.worlds[0].quantities}["gradient of the encoder"] is None
-    assert "not compared" in str(report)
-
-
-def test_a_loss_with_other_terms_is_not_compared() -> None:
-    model, loss_fn = nn.Linear(4, 3), cz.SupCon()
-    with audit(steps=1) as report:
-        (loss_fn(model(torch.eye(4)), torch.tensor([0, 0, 1, 1])) + model.weight.square().sum()).backward()
-        torch.optim.SGD(model.parameters(), 0.1).step()
-    assert report.ok is None
-    assert "adds other terms to the loss" in str(report)
-
-
-def test_a_module_that_cannot_be_copied_is_not_compared() -> None:
-    class Remembering(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last = super().forward(x)
-            return self.last
-
-    report = train(Remembering(4, 3), cz.SupCon())
-    assert report.ok is None
-    assert "cannot be copied" in str(report)
-
-
-def test_a_training_without_a_known_loss_is_not_compared() -> None:
-    report = train(nn.Linear(4, 3), nn.CrossEntropyLoss())
-    assert report.ok is None
-    assert "no loss was called" in report.worlds[0].problem
+    assert words in str(report)
+    assert {x.name: x.ok for x in report.worlds[0].quantities}.get("gradient of the encoder") is None
 
 
 def test_a_loss_that_is_named_is_compared() -> None:
-    model, loss_fn = nn.Linear(4, 3), nn.CrossEntropyLoss()
-    with audit(loss=loss_fn, steps=1) as report:
-        loss_fn(model(torch.eye(4)), torch.tensor([0, 0, 1, 1])).backward()
-        torch.optim.SGD(model.parameters(), 0.1).step()
-    assert report.ok is True
+    loss_fn = nn.CrossEntropyLoss()
+    assert train(loss_fn, loss=loss_fn).ok is True
 
 
 def test_an_exception_of_the_training_is_raised_and_hooks_are_removed() -> None:

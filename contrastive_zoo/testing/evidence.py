@@ -35,12 +35,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def between(cls, x: Tensor, y: Tensor) -> "Ratio":
-        """Compare x with the reference y.
-
-        Examples:
-            >>> Ratio.between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
-            Ratio(ratio=2.0, cosine=1.0, error=1.0, rest=0.0)
-        """
+        """Compare x with the reference y."""
         x, y = x.double(), y.double()
         norms = float(x.norm()), float(y.norm())
         if norms[1] == 0:

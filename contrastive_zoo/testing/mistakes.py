@@ -136,8 +136,6 @@ def _returns_local_means(e: Evidence) -> bool:
 
 # --- the signatures of each stage, in the order in which they are tried ----------------------------------------------
 
-_FAILURES = ("hang", "raises", "uneven shards")
-
 _INVARIANTS = {
     "ignored grad_output": "scales_with_grad_output",
     "overwritten tensors": "gradients_accumulate",
@@ -155,7 +153,11 @@ _INVARIANTS = {
 
 SIGNATURES: dict[Stage, dict[str, Signature]] = {
     "start": {"unequal parameters": lambda e: True},
-    "failure": {name: lambda e, name=name: e.failure == name for name in _FAILURES},  # type: ignore[misc]  # a default
+    "failure": {
+        "hang": lambda e: e.failure == "hang",
+        "raises": lambda e: e.failure == "raises",
+        "uneven shards": lambda e: e.failure == "uneven shards",
+    },
     "value": {
         "batch statistics": lambda e: e.depends_on_shard,
         "gathered first": _is_gathered_first,

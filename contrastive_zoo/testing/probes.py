@@ -68,12 +68,7 @@ EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
 class LossEvidence(Evidence):
     """The evidence of a loss or a training step; the same in every run, whatever batches a check has drawn.
 
-    Args:
-        case: the loss or the training step.
-        broken: names of the invariants that a check found broken.
-        worlds: the process groups to run on.
-        width: width of the embeddings.
-        failing: a batch on which some rank failed.
+    A check names the broken invariants, and gives a batch on which some rank failed.
     """
 
     def __init__(
@@ -99,11 +94,7 @@ class LossEvidence(Evidence):
         return Trial(self.case, GlobalBatch(shards, d=self.width, seed=7), self.worlds)
 
     def _compared(self, shards: tuple[int, ...]) -> Comparison:
-        """Compare one batch with one process.
-
-        Raises:
-            RankError: a rank raised, died or never answered.
-        """
+        """Compare one batch with one process; a RankError says that a rank raised, died or never answered."""
         trial = self._trial(shards)
         one, ranks = trial.on_one_process(), trial.on_ranks(Plan(record_collectives=True))
         self.ranks.append(ranks)
@@ -117,14 +108,18 @@ class LossEvidence(Evidence):
             mean = {name: torch.stack([x[name] for x in by_rank]).mean(0) for name in expected if name in names}
             return Gradients(tuple(compare(x, expected) for x in by_rank), compare(mean, expected))
 
+        embeddings, lengths = None, [[len(y) for y in x.embeddings] for x in (one, *ranks)]
+        if one.embeddings and all(len(x) == len(lengths[0]) for x in lengths):
+            by_input = zip(*(x.embeddings for x in ranks), strict=True)
+            embeddings = _ratio([x for of_ranks in by_input for x in of_ranks], one.embeddings)
         return Comparison(
             values=torch.tensor([[x.value] for x in ranks], dtype=torch.float64),
             expected=torch.tensor([one.value], dtype=torch.float64),
             encoder=gradients("encoder"),
             parameters=gradients("parameters"),
-            embeddings=_compare_embeddings(ranks, one),
+            embeddings=embeddings,
             equal_parameters=_are_equal([x.parameters for x in ranks]),
-            gathered=bool(one.embeddings) and all(_lengths(x) == _lengths(one) for x in ranks),
+            gathered=bool(one.embeddings) and all(x == lengths[0] for x in lengths),
             shards=shards,
         )
 
@@ -248,17 +243,6 @@ def _ratio(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Ratio:
     if x.shape != y.shape:
         return Ratio(math.nan, math.nan, math.nan)
     return Ratio.between(x, y) if y.norm() > 0 else Ratio(1.0, 1.0, 0.0)
-
-
-def _compare_embeddings(ranks: Sequence[Measurement], one: Measurement) -> Ratio | None:
-    if not one.embeddings or any(len(x.embeddings) != len(one.embeddings) for x in ranks):
-        return None
-    by_input = zip(*(x.embeddings for x in ranks), strict=True)
-    return _ratio([x for shards in by_input for x in shards], one.embeddings)
-
-
-def _lengths(x: Measurement) -> list[int]:
-    return [len(embeddings) for embeddings in x.embeddings]
 
 
 def _are_equal(by_rank: Sequence[Tensors]) -> bool:

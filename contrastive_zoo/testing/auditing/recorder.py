@@ -15,11 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -67,18 +63,12 @@ class Recorder:
 
     Args:
         losses: further losses, modules or classes.
-        steps: number of steps to record.
-        on_finish: called when all steps are recorded.
+        steps: number of steps to record, after which ``on_finish`` is called.
         needs_group: whether to record only once torch.distributed is initialised.
     """
 
     def __init__(
-        self,
-        losses: Sequence[Any],
-        steps: int,
-        *,
-        on_finish: Callable[[], None] = lambda: None,
-        needs_group: bool = True,
+        self, losses: Sequence[Any], steps: int, on_finish: Callable[[], None] = lambda: None, needs_group: bool = True
     ) -> None:
         self.steps, self.on_finish, self.needs_group = steps, on_finish, needs_group
         self._loss_classes = (Loss, DistributedLoss, *(x for x in losses if isinstance(x, type)))
@@ -92,30 +82,29 @@ class Recorder:
         self.epochs = 0
         self.finished = False
         self._active: tuple[nn.Module, Arguments, Tensor] | None = None
-        self._watches = ExitStack()
+        self._hooks = ExitStack()
         self._nodes: set[Any] = set()  # of the graph, in which the losses of the step end
         self._stepped = False
 
     def start(self) -> None:
         """Register the hooks."""
         self._begin = time.monotonic()
-        self._handles = [
+        for handle in (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        ]
+        ):
+            self._hooks.callback(remove_hook, handle)
         for name in CLIPPING:
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-                self._watches.enter_context(_watched(home, name, functools.partial(self._on_clip, name)))
-        self._watches.enter_context(_watched(torch.autograd, "backward", self._before_backward))
-        self._watches.enter_context(_watched(DataLoader, "__iter__", self._on_loader))
+                self._hooks.enter_context(_watched(home, name, functools.partial(self._on_clip, name)))
+        self._hooks.enter_context(_watched(torch.autograd, "backward", self._before_backward))
+        self._hooks.enter_context(_watched(DataLoader, "__iter__", self._on_loader))
 
     def stop(self) -> Record:
         """Remove the hooks, close the last step and return the record."""
-        for handle in self._handles:
-            remove_hook(handle)
-        self._watches.close()
+        self._hooks.close()
         if self._stepped and not self.finished:
             self._close_step()
         elif self.step.micro_batches and not self.finished:  # the script raised within a step
@@ -211,7 +200,9 @@ class Recorder:
         """Number a module at its first call, and copy its state at its first call of a step."""
         known = self.encoders if kind == "encoder" else self.losses
         if _add(known, module) and kind == "loss":
-            self.record.loss_names.append(_loss_name(module))
+            inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
+            inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
+            self.record.loss_names.append(f"{type(module).__name__}{inner_name}")
             # of a loss of the embeddings that it receives None; not an attribute of the wrapped loss
             self.record.options.append(vars(module).get("grad_reduction"))
         prefix = f"{kind}{known.index(module)}"
@@ -377,14 +368,6 @@ def _other_leaves(roots: Sequence[Any], losses: set[Any]) -> list[Tensor]:
 def _is_a(module: nn.Module, names: set[str]) -> bool:
     """Return whether a module is of a class with one of these names, whose library need not be installed."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-def _loss_name(module: nn.Module) -> str:
-    """Return the class of a loss; of a wrapper, also that of the wrapped loss: ``DistributedLoss(NTXent)``."""
-    name, inner = type(module).__name__, getattr(module, "loss", None)
-    if inner is None or not isinstance(module, DistributedLoss):
-        return name
-    return f"{name}({getattr(inner, '__name__', type(inner).__name__)})"
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -61,14 +61,12 @@ class OneProcess:
         except Exception as error:
             self.optimizer_problem = f"the optimizer cannot be copied: {type(error).__name__}"
         self.tensors: dict[str, Tensor] = {}  # parameters and buffers by the names that the recorder gave
-        for kind, originals, copied in (
-            ("encoder", recorder.encoders, self.encoders),
-            ("loss", recorder.losses, self.losses),
-        ):
-            for index, (original, module) in enumerate(zip(originals, copied, strict=True)):
-                names = [name for name, _ in _named_tensors(original)]
-                tensors = [x for _, x in _named_tensors(module)]
-                self.tensors |= {f"{kind}{index}.{name}": x for name, x in zip(names, tensors, strict=True)}
+        by_kind = {"encoder": (recorder.encoders, self.encoders), "loss": (recorder.losses, self.losses)}
+        for kind, (originals, copied) in by_kind.items():
+            for index, modules in enumerate(zip(originals, copied, strict=True)):
+                # DDP is copied as its module, so that the names of the copy differ
+                named = ([*x.named_parameters(), *x.named_buffers()] for x in modules)
+                self.tensors |= {f"{kind}{index}.{name}": x for (name, _), (_, x) in zip(*named, strict=True)}
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         for module in (y for x in (*self.encoders, *self.losses) for y in x.modules()):
             for name, value in vars(module).items():
@@ -78,13 +76,10 @@ class OneProcess:
     def repeat(
         self, ranks: Sequence[Step], *, by_shard: bool = False, noise: torch.Generator | None = None
     ) -> Repeated:
-        """Repeat a step.
+        """Repeat the step that these ranks recorded.
 
-        Args:
-            ranks: the step as each rank recorded it.
-            by_shard: whether encoders compute each rank's samples apart, with the random numbers of that rank, instead of
-                all samples together.
-            noise: draws changes of up to half a unit of rounding of parameters and embeddings; None changes nothing.
+        Encoders compute all samples together, or ``by_shard`` those of each rank apart, with its random numbers. The noise
+        draws changes of up to half a unit of rounding of parameters and embeddings.
 
         Raises:
             NotComparable: ranks made different calls, or the step raises.
@@ -282,10 +277,6 @@ class StepEvidence:
         """Return the largest relative error of a right result, from repetitions of the expected one."""
         noise = max((Ratio.between(x, expected).error for x in repeated), default=0.0)
         return NOISE_FACTOR * noise + ROUNDING_FACTOR * self.eps
-
-
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _memo(modules: Sequence[nn.Module]) -> dict[int, Any]:
