@@ -15,7 +15,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from contrastive_zoo.testing.catalogue import Entry
-    from contrastive_zoo.testing.report import AuditReport, Report, Section
+    from contrastive_zoo.testing.report import AuditReport, Report
 
 _ANSWERS = {True: "yes", False: "no", None: "not compared"}
 _STYLES = {True: "green", False: "bold red", None: "yellow"}
@@ -34,26 +34,21 @@ def show(report: Report | AuditReport, console: Console | None = None) -> None:
     """Print a report: tables, the mistakes and their fixes, and the verdict."""
     console = console or Console()
     for section in report.sections():
-        _show_section(section, console)
-    console.print(Text(report.verdict, _STYLES[report.ok]))
-
-
-def _show_section(section: Section, console: Console) -> None:
-    if section.title:
         console.print(Text(section.title, "bold"))
-    table = _table(section.headings)
-    for name, holds, measured in section.rows:
-        answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
-        table.add_row(name, answer, *(Text(x) for x in measured))
-    console.print(table)
-    for problem in section.problems:
-        console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
-    for x in section.diagnoses:
-        numbers = Text.assemble("\n", ("Measured: ", "bold"), x.measured) if x.measured else ""
-        text = Text.assemble(x.why, numbers, "\n", ("Fix: ", "bold"), x.fix)
-        console.print(Panel(text, title=x.mistake, title_align="left"))
-    for note in section.notes:
-        console.print(Padding(Text(f"Note: {note}.", "dim"), (0, 0, 0, 2)))
+        table = _table(section.headings)
+        for name, holds, measured in section.rows:
+            answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
+            table.add_row(name, answer, *(Text(x) for x in measured))
+        console.print(table)
+        for problem in section.problems:
+            console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
+        for x in section.diagnoses:
+            numbers = Text.assemble("\n", ("Measured: ", "bold"), x.measured) if x.measured else ""
+            text = Text.assemble(x.why, numbers, "\n", ("Fix: ", "bold"), x.fix)
+            console.print(Panel(text, title=x.mistake, title_align="left"))
+        for note in section.notes:
+            console.print(Padding(Text(f"Note: {note}.", "dim"), (0, 0, 0, 2)))
+    console.print(Text(report.verdict, _STYLES[report.ok]))
 
 
 def show_catalogue(entries: Iterable[Entry]) -> None:

@@ -80,7 +80,9 @@ class Report(_Result):
     def verdict(self) -> str:
         """The result in a sentence."""
         trainer = f"a trainer that {'averages' if self.grad_reduction == 'mean' else 'sums'} gradients"
-        extent = f"{self.examples} global batches on {processes(self.world_sizes)}, {trainer}"
+        *others, last = map(str, self.world_sizes)
+        sizes = f"{', '.join(others)} and {last}" if others else last
+        extent = f"{self.examples} global batches on {sizes} processes, {trainer}"
         return f"{self.name} is {'' if self.ok else 'not '}the same function on any number of processes ({extent})."
 
     def _by_invariant(self) -> dict[str, tuple[bool | None, Finding | None]]:
@@ -117,12 +119,6 @@ class Report(_Result):
             },
             "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
         }
-
-
-def processes(world_sizes: Sequence[int]) -> str:
-    """Return world sizes in words, such as ``1, 2 and 4 processes``."""
-    *others, last = map(str, world_sizes)
-    return f"{' and '.join([', '.join(others), last] if others else [last])} processes"
 
 
 class NotInvariant(AssertionError):

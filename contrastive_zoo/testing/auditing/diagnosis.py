@@ -86,7 +86,9 @@ def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> I
     for step in () if explained else steps:
         if step.truth is not None and any(step.ranks[0].gradients):
             evidence = TrainingEvidence(step, step.truth, records[0].options)
-            if not evidence.is_right:
+            x = evidence.comparison
+            # every value may be that of one process, or only the ranks' mean
+            if not (x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))):
                 result = diagnose(evidence)
                 yield result.mistake, result.measured
                 return
@@ -123,12 +125,6 @@ class TrainingEvidence(Evidence):
             return None
         ranks = [(step.flat(x.gradients, names) - step.flat(x.stale, names)) / self.factor for x in step.ranks]
         return Gradients.between(ranks, step.flat(truth.gradients, names), step.reference(group)[1])
-
-    @property
-    def is_right(self) -> bool:
-        """Whether gradients are right, and every value or the ranks' mean is that of one process."""
-        x = self.comparison
-        return x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))
 
     @cached_property
     def selection(self) -> str | None:

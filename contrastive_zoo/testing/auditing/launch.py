@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.samples import listed
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
@@ -97,8 +96,15 @@ def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence
                         stdin=subprocess.DEVNULL,
                     )
                 )
+        records = [folder / f"rank{rank}.record" for rank in range(world_size)]
         try:
-            _wait(processes, folder, start + timeout)
+            while time.monotonic() < start + timeout and processes[0].poll() is None:
+                if any(
+                    x.poll() is not None and not record.exists() for x, record in zip(processes, records, strict=True)
+                ):
+                    time.sleep(1.0)  # another rank died without a record, and rank 0 may just be about to fail as well
+                    break
+                time.sleep(0.02)
         finally:
             for process in processes:
                 process.kill()
@@ -178,18 +184,6 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, end: float) -> None:
-    """Wait until rank 0 has ended, or another rank died without a record."""
-    while time.monotonic() < end and processes[0].poll() is None:
-        died = [
-            i for i, x in enumerate(processes) if x.poll() is not None and not (folder / f"rank{i}.record").exists()
-        ]
-        if died:
-            time.sleep(1.0)  # rank 0 may just be about to fail as well
-            return
-        time.sleep(0.02)
-
-
 def collected(folder: Path, world_size: int) -> WorldReport:
     """Return the report of rank 0; without it, one of what the ranks recorded."""
     if (folder / "report").exists():
@@ -250,9 +244,13 @@ class Rank:
             record.rank, record.error = self.rank, error
             record.samplers = listed(self.recorder.loaders)
             _write(record, self.folder / f"rank{self.rank}.record")
-            records = self._records(wait if self.rank else WAIT)
-            if self.rank == 0 and len(records) == self.world_size:
-                report = assemble(records, self.recorder)
+            paths = [self.folder / f"rank{rank}.record" for rank in range(self.world_size)]
+            end = time.monotonic() + (wait if self.rank else WAIT)
+            # a rank other than 0 must not end before the others, which may need it
+            while not all(x.exists() for x in paths) and time.monotonic() < end:
+                time.sleep(0.02)
+            if self.rank == 0 and all(x.exists() for x in paths):
+                report = assemble([read(x) for x in paths], self.recorder)
                 _write(report, self.folder / "report")
                 status = self.on_report(report)
         except BaseException:
@@ -260,14 +258,6 @@ class Rank:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-    def _records(self, wait: float) -> list[Record]:
-        """Wait for the records of all ranks; a rank other than 0 must not end before, since the others may need it."""
-        paths = [self.folder / f"rank{rank}.record" for rank in range(self.world_size)]
-        end = time.monotonic() + wait
-        while not all(x.exists() for x in paths) and time.monotonic() < end:
-            time.sleep(0.02)
-        return [read(x) for x in paths if x.exists()] if self.rank == 0 else []
 
 
 def _write(content: Any, path: Path) -> None:

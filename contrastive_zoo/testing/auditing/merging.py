@@ -45,7 +45,8 @@ class Outputs:
 
     def add(self, outputs: Sequence[Any]) -> None:
         """Add the outputs of a call on each rank."""
-        self.leaves += map(list, zip(*map(_tensors, outputs), strict=True))
+        tensors = [[x for x in tree_leaves(y) if isinstance(x, Tensor) and x.is_floating_point()] for y in outputs]
+        self.leaves += map(list, zip(*tensors, strict=True))
 
     def table(self, width: int, rank: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Return all rows with this number of elements, and their indices; or those of one rank."""
@@ -188,10 +189,6 @@ def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
         return list(parts)
     length = max(x.shape[1] for x in parts)
     return [torch.nn.functional.pad(x, (*([0, 0] * (x.ndim - 2)), 0, length - x.shape[1])) for x in parts]
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _width(x: Tensor) -> int:

@@ -151,8 +151,8 @@ class Recorder:
             self._close_step()
             if self.finished:
                 return
-        if kind == "encoder" and self._is_skipped():
-            self.step = Step()
+        if kind == "encoder" and self._has_begun_backward() and not self._gradients():
+            self.step = Step()  # gradients were cleared without a step, as a GradScaler does after an overflow
         self._remember(module, kind)
         self._active = (module, Arguments.of(args, {}), torch.get_rng_state())
 
@@ -243,7 +243,8 @@ class Recorder:
             return
         call.factor = float(gradient)
         if abs(call.factor) > LARGEST_WEIGHT:
-            self.step.scale = _grad_scale()
+            scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
+            self.step.scale = scalers[0].get_scale() if scalers else 1.0
         if sum(x.factor is not None for x in self.step.losses) == 1:
             self.step.stale = {name: snapshot(x) for name, x in self._gradients().items() if bool(x.any())}
 
@@ -253,13 +254,12 @@ class Recorder:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.other_terms |= self._names(_other_leaves(roots, self._nodes)).keys()
 
+    def _has_begun_backward(self) -> bool:
+        return any(x.factor is not None for x in self.step.losses)
+
     def _gradients(self) -> dict[str, Tensor]:
         """Return the present gradients of parameters that this rank holds in full."""
         return {name: x.grad for name, x in self.parameters().items() if x.grad is not None and not is_sharded(x)}
-
-    def _is_skipped(self) -> bool:
-        """Return whether gradients were cleared without a step, as a GradScaler does after an overflow."""
-        return any(x.factor is not None for x in self.step.losses) and not self._gradients()
 
     def _on_clip(self, function: str, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -286,7 +286,7 @@ class Recorder:
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Copy what the optimizer receives, and its state before the step."""
-        if self.finished or not any(x.factor is not None for x in self.step.losses):
+        if self.finished or not self._has_begun_backward():
             return
         _add(self.optimizers, optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -373,12 +373,6 @@ def _is_a(module: nn.Module, names: set[str]) -> bool:
 def is_sharded(x: Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which this rank holds a part."""
     return hasattr(x, "device_mesh")
-
-
-def _grad_scale() -> float:
-    """Return the scale of the process's GradScaler; 1 if there is none."""
-    scales = [x.get_scale() for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
-    return scales[0] if scales else 1.0
 
 
 def _autocast() -> tuple[str, bool, torch.dtype]:

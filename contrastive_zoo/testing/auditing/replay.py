@@ -142,7 +142,10 @@ class OneProcess:
         for calls in zip(*(x.losses for x in micro_batches), strict=True):
             merge = merged(calls, "a loss")
             result.is_gathered |= merge.is_gathered
-            value = _scalar(self._call(self.losses[calls[0].module], calls[0], merge.of_all_ranks(self.device)))
+            output = self._call(self.losses[calls[0].module], calls[0], merge.of_all_ranks(self.device))
+            value = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0), None)
+            if value is None:
+                raise NotComparable("in one process the loss returns no scalar")
             result.values.append(float(value.detach()))
             total = total + ranks[0].weight(calls[0], len(ranks)) / len(ranks[0].micro_batches) * value
         if isinstance(total, Tensor):
@@ -317,10 +320,3 @@ def _noisy(x: Tensor, noise: torch.Generator) -> Tensor:
         return x
     change = torch.rand(x.shape, generator=noise, dtype=torch.float64).to(x.device) * 2 - 1
     return (x * (1 + torch.finfo(x.dtype).eps / 2 * change)).to(x.dtype)
-
-
-def _scalar(output: Any) -> Tensor:
-    value = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0), None)
-    if value is None:
-        raise NotComparable("in one process the loss returns no scalar")
-    return value

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from contrastive_zoo.testing.auditing.records import Call, Record, Step
+from contrastive_zoo.testing.auditing.records import Record, Step
 
 SECONDS, BATCHES = 2.0, 20_000
 """Limits of the part of an epoch whose indices are listed."""
@@ -98,7 +98,11 @@ def of_samples(records: Sequence[Record], steps: object) -> Iterator[tuple[str, 
 
 def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[str]]]) -> Iterator[tuple[str, str]]:
     """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
-    loaders = [x for x in zip(*(record.samplers for record in records), strict=False) if _same_dataset(x)]
+    loaders = [
+        epochs
+        for epochs in zip(*(record.samplers for record in records), strict=False)
+        if epochs[0].first and len({(x.first, x.size) for x in epochs}) == 1  # over the same dataset
+    ]
     for epochs in loaders:
         each = [[i for batch in epoch.batches for i in batch] for epoch in epochs]
         total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
@@ -112,10 +116,6 @@ def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[str
             if shared := sum(map(len, ranks)) - len(set().union(*ranks)):
                 yield "repeated samples", f"{shared} of {sum(map(len, ranks))} samples of step {i + 1} are repeated"
                 return
-
-
-def _same_dataset(epochs: Sequence[Epoch]) -> bool:
-    return bool(epochs[0].first) and len({(x.first, x.size) for x in epochs}) == 1
 
 
 def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[str]]]) -> Iterator[tuple[str, str]]:
@@ -132,14 +132,12 @@ def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[str]
 
 def _digests(step: Step) -> list[str]:
     """Return a digest of every sample of a step: of the inputs of the first encoder, or of a loss that holds its encoder."""
-    first = [(micro.encoders or micro.losses)[0] for micro in step.micro_batches if micro.encoders or micro.losses]
-    return [digest for call in first for digest in _digests_of_call(call)]
-
-
-def _digests_of_call(call: Call) -> list[str]:
-    tensors = [x for x in call.arguments.leaves if isinstance(x, Tensor) and x.ndim]
-    by_sample = zip(*(x for x in tensors if len(x) == len(tensors[0])), strict=True)
-    return [hashlib.sha256(b"".join(map(_bytes, sample))).hexdigest() for sample in by_sample]
+    digests = []
+    for call in [(x.encoders or x.losses)[0] for x in step.micro_batches if x.encoders or x.losses]:
+        tensors = [x for x in call.arguments.leaves if isinstance(x, Tensor) and x.ndim]
+        by_sample = zip(*(x for x in tensors if len(x) == len(tensors[0])), strict=True)
+        digests += [hashlib.sha256(b"".join(map(_bytes, sample))).hexdigest() for sample in by_sample]
+    return digests
 
 
 def _bytes(x: Tensor) -> bytes:
