@@ -77,6 +77,7 @@ OF_MODULES: dict[str, Change] = {
     "a backward hook": lambda loss: loss.register_full_backward_hook(lambda module, inner, outer: None),
     "a patched forward": patches,
     "evaluation": lambda loss: loss.temperature.eval(),
+    "evaluation of the loss alone": lambda loss: setattr(loss, "training", False),
     "no gradients": lambda loss: torch.set_grad_enabled(False),
 }
 SAYS: dict[str, str] = {
@@ -84,6 +85,7 @@ SAYS: dict[str, str] = {
     "a parameter is frozen": ", learnt, rank 1 has float64",
     "another dtype": "rank 1 has float32",
     "evaluation": "training: rank 0 has True, rank 1 has False",
+    "evaluation of the loss alone": "the loss's training: rank 0 has True, rank 1 has False",
     "no gradients": "carry a gradient",
 }
 HOOKS = "with hooks or a forward of its own"
@@ -142,6 +144,29 @@ def test_what_tells_ranks_apart_by_its_name_is_no_difference(worlds: Worlds) -> 
 
     first, second = worlds.run(2, job)
     assert first == second
+
+
+class Powered(nn.Module):
+    """A loss whose attribute has the name of an option, and whose parameter has that of an argument."""
+
+    def __init__(self, mode: str, scale: float) -> None:
+        super().__init__()
+        self.mode, self.scale = mode, nn.Parameter(torch.tensor(scale, dtype=torch.float64))
+
+    def forward(self, embeddings: Tensor, scale: Tensor) -> Tensor:
+        return (scale * self.scale * embeddings).square().sum()
+
+
+@pytest.mark.parametrize(("difference", "words"), [({"mode": "b"}, "the loss's mode"), ({"scale": 3.0}, "parameters")])
+def test_a_name_that_an_option_or_an_argument_has_hides_nothing(
+    difference: dict[str, Any], words: str, worlds: Worlds
+) -> None:
+    def bad() -> None:
+        rank = dist.get_rank()
+        loss = Powered(**{"mode": "a", "scale": 2.0, **(difference if rank else {})})
+        cz.DistributedLoss(loss)(numbers(3, 2, seed=rank), torch.tensor(0.5))
+
+    assert words in common_error(worlds, 2, bad, lambda: None)[0]
 
 
 def test_a_setting_that_draws_is_refused_in_words(worlds: Worlds) -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.options import WrapperOptions
+
+T = TypeVar("T")
 
 ASKED = object()
 """In place of a value: this call begins again, after parameters and buffers have been set to rank 0's."""
@@ -118,7 +120,8 @@ class DistributedStep:
     def _completed(self, statement: Statement) -> Statement:
         """The statement with settings, options, and what earlier calls have left to compare."""
         history, options = self.history, self.options
-        compared = {**self.modules.settings(third_party=options.check_equal), **options.compared(), **self.compared}
+        settings = self.modules.settings(third_party=options.check_equal)
+        compared = _with_names_apart(settings, {**options.compared(), **self.compared})
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         compared["gradients are computed"] = gradients_are_computed()
@@ -135,7 +138,7 @@ class DistributedStep:
         statement.wrapper, statement.made = history.wrapper, history.made
         statement.asks = int(options.broadcast_parameters)
         if options.check_equal:
-            numbers = {**dict(self.modules.numbers()), **self.computed}
+            numbers = _with_names_apart(dict(self.modules.numbers()), self.computed)
             if (sums := history.state_sums(numbers)) is not None:
                 statement.level, statement.projection = sums.level, sums.projection
                 statement.numbers = numbers
@@ -171,6 +174,11 @@ class DistributedStep:
                 return compute()
             with state_kept_on_error(self.modules.loss):
                 return failing_together(self.name, compute, self.session)
+
+
+def _with_names_apart(of_loss: Mapping[str, T], others: Mapping[str, T]) -> dict[str, T]:
+    """Both tables: a loss may have an attribute with the name of an option or of an argument, which would hide it."""
+    return {f"the loss's {name}" if name in others else name: x for name, x in of_loss.items()} | dict(others)
 
 
 @dataclass
