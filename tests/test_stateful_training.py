@@ -220,9 +220,11 @@ def test_steps_of_every_loss_are_those_of_one_process(name: str, worlds: Worlds)
         assert worlds.run(2, play, name, thresholds, program, timeout=TIMEOUT) == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("name", "reentrant"), drawn(["Clip", "NTXent", "Triplet", "SupCon", "WeightedSum"], [False, True], one_in=2)
-)
+FORGET = [name for name, loss in LOSSES.items() if not loss.remembers]
+"""Losses without a memory, which a checkpoint may compute again."""
+
+
+@pytest.mark.parametrize(("name", "reentrant"), [(x, False) for x in FORGET] + drawn(FORGET, [True], one_in=4))
 def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, worlds: Worlds) -> None:
     for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
         assert worlds.run(2, play, name, thresholds, steps(reentrant=reentrant), timeout=TIMEOUT) == [[], []]

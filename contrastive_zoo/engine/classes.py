@@ -210,7 +210,8 @@ class _OverBlocks(Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *g: Tensor) -> Any:
-        inputs, totals = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
+        inputs, totals = saved[:4], saved[4:]
         labels, z, weights, scale = (x.detach() for x in inputs)
         dz, dweights, dscale = (torch.zeros_like(x) for x in (z, weights, scale))
         for rows in _blocks(z, weights):
