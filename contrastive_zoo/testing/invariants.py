@@ -21,8 +21,7 @@ from contrastive_zoo.testing.invariant import (
 )
 from contrastive_zoo.testing.measurement import UNCHANGED, Measurement, Plan
 from contrastive_zoo.testing.messages import Message
-from contrastive_zoo.testing.training import Fault, Outcome, StepError, Training
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.trial import Fault, Outcome, StepError, Training, Trial
 from contrastive_zoo.testing.worlds import RankError
 
 MIN_STEPS = 4
