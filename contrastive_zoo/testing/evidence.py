@@ -150,38 +150,13 @@ class Evidence:
     failure: str | None = None  # "hang", "raises" or "uneven shards" if a rank fails on some batch
     calls_in_backward = False  # whether a collective of embeddings or gradients is called in the loss's backward pass
 
-    # --- interventions: what happens when the samples of some ranks change -------------------------------------------
-
-    @property
-    def selection(self) -> str | None:
-        """The mistake that compares exactly the samples that every rank compares; None if there is none."""
-        return None
-
-    @property
-    def lacks_labels(self) -> bool:
-        """Whether the samples of other ranks have an effect and their labels have none."""
-        return False
-
-    @property
-    def lacks_offset(self) -> bool:
-        """Whether ranks take their own index for the global one: values are right if all hold the same samples."""
-        return False
-
-    @property
-    def uses_positions(self) -> bool:
-        """Whether the order of the samples on a rank has an effect, unless it changes on all ranks."""
-        return False
-
-    @property
-    def depends_on_shard(self) -> bool:
-        """Whether one process that encodes the samples of each rank apart computes what the ranks do."""
+    def confirms(self, mistake: str) -> bool:
+        """Return whether a change of the samples of some ranks shows that a mistake is made."""
         return False
 
     def calls(self, name: str) -> bool:
         """Return whether a collective of such a name is called in the forward pass."""
         return False
-
-    # --- what the comparisons say ------------------------------------------------------------------------------------
 
     def every(self, holds: Callable[[Comparison], bool]) -> bool:
         """Return whether a statement holds for every batch on equal shards."""

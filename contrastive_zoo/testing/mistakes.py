@@ -159,21 +159,21 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
         "uneven shards": lambda e: e.failure == "uneven shards",
     },
     "value": {
-        "batch statistics": lambda e: e.depends_on_shard,
+        "batch statistics": lambda e: e.confirms("batch statistics"),
         "gathered first": _is_gathered_first,
         "times W": lambda e: e.every(lambda x: x.has_values(x.world_size)),
-        "local negatives": lambda e: e.selection == "local negatives",
-        "own rank first": lambda e: e.selection == "own rank first",
-        "labels not gathered": lambda e: e.selection == "labels not gathered" or e.lacks_labels,
-        "views split wrongly": lambda e: e.selection == "views split wrongly",
+        "local negatives": lambda e: e.confirms("local negatives"),
+        "own rank first": lambda e: e.confirms("own rank first"),
+        "labels not gathered": lambda e: e.confirms("labels not gathered"),
+        "views split wrongly": lambda e: e.confirms("views split wrongly"),
         "local loss × W": lambda e: e.has_mean("W") and e.is_scaled("W", "W"),
         "local loss": lambda e: e.has_mean("1") and e.is_scaled("1", "1"),
         "parameters not reduced": lambda e: e.has_mean("1") and _lacks_parameter_reduction(e),
         "detached candidates": lambda e: (
             e.has_mean("1") and e.calls("gather") and not e.calls_in_backward and not e.has_direction
         ),
-        "mask without offset": lambda e: e.lacks_offset,
-        "labels by position": lambda e: e.uses_positions,
+        "mask without offset": lambda e: e.confirms("mask without offset"),
+        "labels by position": lambda e: e.confirms("labels by position"),
     },
     "gradient": {
         "gathered first": _is_gathered_first,

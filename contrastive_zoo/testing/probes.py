@@ -164,12 +164,27 @@ class LossEvidence(Evidence):
 
     # --- interventions ------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def selection(self) -> str | None:
-        for mistake, selections in SELECTIONS[self.case.call].items():
-            if all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
-                return mistake
-        return None
+    def confirms(self, mistake: str) -> bool:
+        selections = SELECTIONS[self.case.call].get(mistake, ())
+        if selections and all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
+            return True
+        if mistake == "labels not gathered":
+            is_labelled = self.case.call == "labels"
+            return is_labelled and self._changes("other samples") is True and self._changes("other labels") is False
+        if mistake == "mask without offset":  # ranks take their own index for the global one
+            return (
+                not self.every(lambda x: x.equal_values)
+                and self._right_on_equal_samples
+                and self._changes("other samples") is True
+                and self._changes("last shard reversed") is True
+            )
+        return (
+            mistake == "labels by position"
+            and self.case.call == "views"
+            and self._changes("last shard reversed") is True
+            and self._changes("all shards reversed") is False
+            and not self._right_on_equal_samples
+        )
 
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
         batch = self._trial(comparison.shards).batch
@@ -177,29 +192,6 @@ class LossEvidence(Evidence):
         return all(
             is_near(value_of(self.case, select(samples, shards, rank), batch.d, self.worlds), float(value))
             for rank, value in enumerate(comparison.values)
-        )
-
-    @property
-    def lacks_labels(self) -> bool:
-        is_labelled = self.case.call == "labels"
-        return is_labelled and self._changes("other samples") is True and self._changes("other labels") is False
-
-    @property
-    def lacks_offset(self) -> bool:
-        return (
-            not self.every(lambda x: x.equal_values)
-            and self._right_on_equal_samples
-            and self._changes("other samples") is True
-            and self._changes("last shard reversed") is True
-        )
-
-    @property
-    def uses_positions(self) -> bool:
-        return (
-            self.case.call == "views"
-            and self._changes("last shard reversed") is True
-            and self._changes("all shards reversed") is False
-            and not self._right_on_equal_samples
         )
 
     def _changes(self, edit: Edit) -> bool | None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 import torch
 
@@ -126,22 +125,16 @@ class TrainingEvidence(Evidence):
         ranks = [(step.flat(x.gradients, names) - step.flat(x.stale, names)) / self.factor for x in step.ranks]
         return Gradients.between(ranks, step.flat(truth.gradients, names), step.reference(group)[1])
 
-    @cached_property
-    def selection(self) -> str | None:
+    def confirms(self, mistake: str) -> bool:
         x = self.comparison
-        if self.option is not None or self.truth.is_gathered or x.has_values(1.0):
-            return None
-        alone = [y.values if y and y.values else [math.nan] * len(x.expected) for y in self.step.alone]
-        local = torch.tensor(alone, dtype=torch.float64)
-        return "local negatives" if torch.allclose(x.values, local, x.tolerance, x.tolerance, equal_nan=True) else None
-
-    @cached_property
-    def depends_on_shard(self) -> bool:
-        apart = self.step.by_shard
-        if self.step.draws or apart is None:
-            return False
-        result = self._compared(apart)
-        return result.has_values(1.0) and result.is_scaled(1.0, 1.0)
+        if mistake == "local negatives" and not (self.option or self.truth.is_gathered or x.has_values(1.0)):
+            alone = [y.values if y and y.values else [math.nan] * len(x.expected) for y in self.step.alone]
+            local = torch.tensor(alone, dtype=torch.float64)
+            return torch.allclose(x.values, local, x.tolerance, x.tolerance, equal_nan=True)
+        if mistake == "batch statistics" and not self.step.draws and self.step.by_shard is not None:
+            by_shard = self._compared(self.step.by_shard)
+            return by_shard.has_values(1.0) and by_shard.is_scaled(1.0, 1.0)
+        return False
 
     def calls(self, name: str) -> bool:
         """Return whether the script gathers, which it must where the loss does not."""
