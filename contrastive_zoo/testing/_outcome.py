@@ -100,7 +100,6 @@ class Outcome:
         return not self.failures or (len(self.steps) == 1 and all(f.kind == RAISED for f in self.failures.values()))
 
     def results(self) -> list[Any]:
-        """Return the results in rank order, or raise the error of the job."""
         if not self.failures and not self.stuck:
             return [self.returned[rank] for rank in range(self.world_size)]
         failures = dict(sorted(self.failures.items(), key=lambda item: (item[1].kind, item[0])))
@@ -165,7 +164,6 @@ def _is_user_code(file: str) -> bool:
 
 
 def explain_hang(world_size: int, stuck: Mapping[int, Where]) -> str:
-    """Explain why a job hangs, from the places of its stuck ranks."""
     waits = {rank: stuck[rank].collective if rank in stuck else None for rank in range(world_size)}
     absent = {name: [rank for rank in waits if waits[rank] != name] for name in waits.values() if name is not None}
     if not absent and len(stuck) < world_size:

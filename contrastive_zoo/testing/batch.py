@@ -45,7 +45,6 @@ class GlobalBatch:
 
     @property
     def total(self) -> int:
-        """Return the number of samples of all ranks."""
         return sum(self.shards)
 
     def samples(self, views: int = 1) -> list[Tensor]:
@@ -67,7 +66,6 @@ class GlobalBatch:
         return list(x)
 
     def classes(self) -> Tensor:
-        """Return one integer label per sample."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         n = self.total
         if self.labels == "same":

@@ -20,7 +20,6 @@ Factor = Literal["0", "1", "W", "W²", "1/W", "1/√W"]
 
 
 def factor_of(factor: Factor, world_size: int) -> float:
-    """Return a factor as a number."""
     w = world_size
     return {"0": 0, "1": 1, "W": w, "W²": w * w, "1/W": 1 / w, "1/√W": w**-0.5}[factor]
 
@@ -35,7 +34,6 @@ class Ratio(NamedTuple):
 
     @classmethod
     def between(cls, x: Tensor, y: Tensor) -> "Ratio":
-        """Compare x with the reference y."""
         x, y = x.double(), y.double()
         norms = float(x.norm()), float(y.norm())
         if norms[1] == 0:
@@ -46,7 +44,6 @@ class Ratio(NamedTuple):
 
     @property
     def norms(self) -> float:
-        """The ratio of the norms of x and y."""
         return math.hypot(self.ratio, self.rest)
 
     def is_scaled(self, factor: float, tolerance: float = CLOSE) -> bool:
@@ -100,11 +97,9 @@ class Comparison:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks W."""
         return len(self.values)
 
     def near(self, x: Tensor, y: Tensor) -> bool:
-        """Return whether values are equal up to the tolerance."""
         return torch.allclose(x, y.expand_as(x), rtol=self.tolerance, atol=self.tolerance)
 
     def has_values(self, factor: float) -> bool:
@@ -117,7 +112,6 @@ class Comparison:
 
     @property
     def equal_values(self) -> bool:
-        """Whether all ranks returned the same value."""
         return self.near(self.values, self.values[0])
 
     def is_scaled(self, encoder: float, parameters: float) -> bool:
@@ -163,7 +157,6 @@ class Evidence:
         return all(map(holds, self.comparisons))
 
     def is_scaled(self, encoder: Factor, parameters: Factor) -> bool:
-        """Return whether both gradients have these factors."""
         return self.every(lambda x: x.is_scaled(factor_of(encoder, x.world_size), factor_of(parameters, x.world_size)))
 
     def passes_on(self, factor: Factor) -> bool:
@@ -176,7 +169,6 @@ class Evidence:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the gradient of the encoder was compared."""
         return self.every(lambda x: x.encoder is not None)
 
     @property
@@ -195,5 +187,4 @@ class Evidence:
 
 
 def is_near(x: float, y: float) -> bool:
-    """Return whether two ratios are equal up to :data:`CLOSE`."""
     return abs(x - y) <= CLOSE * max(1.0, abs(y))

@@ -36,7 +36,6 @@ class Invariant(Generic[T]):
 
     @property
     def name(self) -> str:
-        """The name of the check function."""
         return self.check.__name__
 
     @property

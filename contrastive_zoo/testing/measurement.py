@@ -87,8 +87,6 @@ def call_form(loss: Any) -> Call:
 
 @dataclass
 class Measurement:
-    """The measurement of one rank."""
-
     value: float
     encoder: Gradients  # after the local backward pass
     parameters: Gradients  # of the loss's own parameters that are replicated on every rank
@@ -191,7 +189,6 @@ class Subject:
             return scalar(self.step(self.model, *samples))
 
     def start(self) -> Gradients:
-        """Return copies of the loss's own replicated parameters."""
         return split_parameters(self.module, copies(self.parameters.items()))[0]
 
 
@@ -209,8 +206,6 @@ def remove_hook(handle: Any) -> None:
 
 
 class LossCall(NamedTuple):
-    """One call of a loss."""
-
     loss: nn.Module  # the outermost module that received embeddings and returned a scalar
     embedding_gradients: list[Tensor]  # of its inputs [n, ...] that require gradients, zero before the backward pass
     position: int  # the number that count returned when the loss returned
@@ -255,7 +250,6 @@ class LossRecorder:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all losses by name."""
         named: dict[str, nn.Parameter] = {}
         for index, call in enumerate(self.calls):
             for name, parameter in call.loss.named_parameters():

@@ -46,16 +46,13 @@ class Diagnosis:
 
     @property
     def why(self) -> str:
-        """What the loss or the training does wrong, in a sentence."""
         return MISTAKES[self.mistake].why
 
     @property
     def fix(self) -> str:
-        """What to do, in a line."""
         return MISTAKES[self.mistake].fix
 
     def as_dict(self) -> dict[str, str]:
-        """Return the diagnosis in plain types, for JSON."""
         return {"mistake": self.mistake, "why": self.why, "measured": self.measured, "fix": self.fix}
 
     def __str__(self) -> str:
@@ -64,7 +61,6 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Infer the mistake from the evidence of a check or of an audit."""
     for stage in evidence.stages:
         for name, fits in SIGNATURES[stage].items():
             if MISTAKES[name].of_training >= evidence.is_training and fits(evidence):

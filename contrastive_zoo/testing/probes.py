@@ -21,7 +21,6 @@ Selection = Callable[[list[Tensor], list[int], int], list[Tensor]]
 
 
 def local_samples(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
-    """Return the samples of one rank."""
     return [x.split(shards)[rank] for x in samples]
 
 
@@ -124,7 +123,6 @@ class LossEvidence(Evidence):
         )
 
     def _stages(self, failing: GlobalBatch | None) -> list[Stage]:
-        """Return where the loss goes wrong first."""
         if self._starts_unequal():
             return ["start"]
         if not self.comparisons:
@@ -226,7 +224,6 @@ class LossEvidence(Evidence):
 
 
 def compare(gradients: Tensors, expected: Tensors) -> Ratio:
-    """Compare two gradients by name of the parameter."""
     return _ratio([gradients[name] for name in expected if name in gradients], list(expected.values()))
 
 

@@ -55,8 +55,6 @@ class Finding:
 
 @dataclass
 class Report(_Result):
-    """The result of a check."""
-
     name: str  # of the loss
     world_sizes: tuple[int, ...]
     grad_reduction: GradReduction  # whether the trainer is assumed to average or sum gradients over ranks
@@ -78,7 +76,6 @@ class Report(_Result):
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence."""
         trainer = f"a trainer that {'averages' if self.grad_reduction == 'mean' else 'sums'} gradients"
         *others, last = map(str, self.world_sizes)
         sizes = f"{', '.join(others)} and {last}" if others else last
@@ -239,7 +236,6 @@ class AuditReport(_Result):
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence."""
         words = {
             True: "the training is the same as on one process",
             False: "the training is not the same as on one process",

@@ -142,7 +142,6 @@ class Traits:
 
 
 def traits(case: Case) -> Traits:
-    """Construct the loss and return its properties; runs on a rank."""
     set_float64_and_seed()
     loss = case.make()
     if case.step:
@@ -192,7 +191,6 @@ class Trial:
         return self._results[key]
 
     def on_ranks(self, plan: Plan = UNCHANGED) -> list[Measurement]:
-        """Measure on W ranks; return the measurements in rank order."""
         return self._run(len(plan.shards or self.batch.shards), measure, self.batch, plan)
 
     def on_one_process(self, plan: Plan = UNCHANGED) -> Measurement:
@@ -205,7 +203,6 @@ class Trial:
         return self.reduce([getattr(result, of) for result in self.on_ranks(plan)])
 
     def reduce(self, by_rank: Sequence[Gradients]) -> Gradients:
-        """Reduce gradients over ranks as the trainer does."""
         if self.case.step:  # the step has already reduced them
             return by_rank[0]
         weight = 1 / len(by_rank) if self.case.grad_reduction == "mean" else 1.0
@@ -213,7 +210,6 @@ class Trial:
 
     @property
     def traits(self) -> Traits:
-        """Return the properties of the loss that decide which invariants apply."""
         return self._run(1, traits)[0]
 
     @cached_property
@@ -228,7 +224,6 @@ class Trial:
         return self._run(self.world_size, train, training, timeout=min(self.worlds.timeout, TRAINING_TIMEOUT))
 
     def train_on_one_process(self, training: Training) -> list[Outcome]:
-        """Train on one process; return the outcomes of all steps."""
         return self._run(1, train, training.on_one_process())[0][0]
 
 

@@ -139,7 +139,6 @@ def own_folder(path: Path) -> Path:
 
 
 def is_under_torchrun() -> bool:
-    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -267,7 +266,6 @@ def _write(content: Any, path: Path) -> None:
 
 
 def read(path: Path) -> Any:
-    """Read a record or a report that this audit has written."""
     return torch.load(path, weights_only=False)
 
 

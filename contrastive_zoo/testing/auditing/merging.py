@@ -44,7 +44,6 @@ class Outputs:
         self.leaves: list[list[Tensor]] = []
 
     def add(self, outputs: Sequence[Any]) -> None:
-        """Add the outputs of a call on each rank."""
         tensors = [[x for x in tree_leaves(y) if isinstance(x, Tensor) and x.is_floating_point()] for y in outputs]
         self.leaves += map(list, zip(*tensors, strict=True))
 

@@ -87,7 +87,6 @@ class Recorder:
         self._stepped = False
 
     def start(self) -> None:
-        """Register the hooks."""
         self._begin = time.monotonic()
         for handle in (
             register_module_forward_pre_hook(self._enter),

@@ -21,7 +21,6 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> "Arguments":
-        """Copy the arguments of a call."""
         trained = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))]
         return cls(snapshot(args), snapshot(kwargs), trained)
 
@@ -31,7 +30,6 @@ class Arguments(NamedTuple):
         return tree_leaves((self.args, self.kwargs))
 
     def rebuild(self, leaves: list[Any]) -> tuple[Any, Any]:
-        """Return ``(args, kwargs)`` with other leaves."""
         args, kwargs = tree_unflatten(leaves, tree_structure((self.args, self.kwargs)))
         return args, kwargs
 
@@ -88,7 +86,6 @@ class Step:
 
     @property
     def losses(self) -> list[Call]:
-        """All calls of losses, in order."""
         return [call for micro in self.micro_batches for call in micro.losses]
 
     def factor(self, call: Call) -> float:
@@ -115,8 +112,6 @@ class Step:
 
 @dataclass
 class Record:
-    """What one rank recorded."""
-
     rank: int = 0
     steps: list[Step] = field(default_factory=list)  # the last may be unfinished if the script raised
     finished: int = 0  # number of finished steps

@@ -120,7 +120,6 @@ class OneProcess:
         by_shard: bool,
         noise: torch.Generator | None,
     ) -> None:
-        """Run forward and backward of one micro-batch."""
         recorded, repeated = Outputs(), Outputs()
 
         def merged(calls: Sequence[Call], receiver: str) -> Merge:
@@ -228,13 +227,11 @@ class StepEvidence:
 
     @property
     def _has_low_precision(self) -> bool:
-        """Whether encoders compute in 16 bits."""
         encoders = [call for micro in self.ranks[0].micro_batches for call in micro.encoders]
         return any(call.autocast[1] for call in encoders) or self.eps > 1e-4
 
     @property
     def truth(self) -> Repeated | None:
-        """The step in one process."""
         return self.by_shard if self.draws else self.together
 
     @cached_property
@@ -250,7 +247,6 @@ class StepEvidence:
         return torch.tensor(values, dtype=torch.float64)
 
     def names(self, group: str) -> list[str]:
-        """Return the names of the parameters of a group."""
         return [name for name, x in self.groups.items() if x == group and name in self.ranks[0].state]
 
     def lacks_terms(self, names: Sequence[str]) -> bool:
@@ -258,7 +254,6 @@ class StepEvidence:
         return any(name in step.other_terms for step in self.ranks for name in names)
 
     def is_sharded(self, names: Sequence[str]) -> bool:
-        """Return whether ranks hold parts of these parameters."""
         return any(name in step.sharded for step in self.ranks for name in names)
 
     def flat(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
