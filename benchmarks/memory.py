@@ -24,7 +24,7 @@ WITHOUT_LIMIT = ("sigreg", "lejepa")
 
 def made(entry: Entry, width: int) -> torch.nn.Module:
     sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
-    settings = {name: sizes.get(name, value) for name, value in entry.settings}
+    settings = {name: sizes.get(name, value) for name, value in entry.settings.items()}
     return replace(entry, settings=tuple(settings.items())).make()
 
 

@@ -79,7 +79,9 @@ def refusals() -> list[list[str]]:
         loss = entry.make()
         reason = loss.ring_problem() if isinstance(loss, Loss) else None
         if reason:
-            settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings if isinstance(value, str))
+            settings = ", ".join(
+                f"{name}={value!r}" for name, value in entry.settings.items() if isinstance(value, str)
+            )
             found.setdefault(reason, []).append(f"{entry.cls}({settings})" if settings else entry.cls)
     return [[", ".join(dict.fromkeys(names)), reason] for reason, names in found.items()]
 

@@ -35,7 +35,7 @@ def test_every_loss_has_a_row() -> None:
     public = {name: getattr(cz, name) for name in cz.__all__}
     losses = {name for name, found in public.items() if isinstance(found, type) and issubclass(found, Loss)}
     missing = losses - {entry.cls for entry in CATALOGUE.values()} - COMPOSED
-    assert not missing, f"{missing}: add an Entry to contrastive_zoo/testing/catalogue.py"
+    assert not missing, f"{missing}: add a row to contrastive_zoo/testing/catalogue.md"
 
 
 BASES = {"MemoryLoss"}

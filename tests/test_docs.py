@@ -177,7 +177,7 @@ def test_the_reference_lists_every_public_name():
     }
     missing = public - set(built)
     assert not missing, (
-        f"{missing}: a loss has a row in contrastive_zoo/testing/catalogue.py, others a page in docs/pages/reference"
+        f"{missing}: a loss has a row in contrastive_zoo/testing/catalogue.md, others a page in docs/pages/reference"
     )
     modules = {x for x in built if (ROOT / "contrastive_zoo" / x.replace(".", "/")).with_suffix(".py").exists()}
     assert set(built) <= public | modules

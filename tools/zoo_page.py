@@ -93,7 +93,7 @@ def _section(entries: list[Entry]) -> list[str]:
     if first.formula:
         lines.append(f"```text\n{first.formula}\n```\n")
     for entry in entries:
-        settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings)
+        settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings.items())
         lines.append(
             f"- `{entry.cls}({settings})(…)` of `{entry.called_with}`: `{entry.name}` on the command line; {entry.engine}"
         )

@@ -118,7 +118,7 @@ def kind_of(name: str) -> str:
 def of_entry(entry: Entry) -> Subject:
     """The loss of a row of the catalogue, without the arguments that may be left out."""
     kinds = [x for x in entry.kinds.values() if x in KINDS_OF_ROWS]
-    given = {name: SIZES.get(name, x) for name, x in entry.settings}
+    given = {name: SIZES.get(name, x) for name, x in entry.settings.items()}
     given |= {"num_slices": 8} if "num_slices" in entry.loss.fields else {}
     of_losses = {name: x.value() for name, x in entry.loss.fields.items() if x.init and name not in given}
     finite = {name: COLD if name == "temperature" else ANY for name, x in of_losses.items() if is_number(x)}

@@ -1,7 +1,7 @@
 """Parts of the gallery's recipes: the registry, two dense losses, and functions of gathered tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +28,8 @@ class Recipe:
     mistake: str | None  # key of the diagnosis; None if the contract holds
     call: Call
     grad_reduction: GradReduction
-    step: bool
-
-    @property
-    def about(self) -> str:
-        return ABOUT[self.name]
+    about: str
+    step: bool = field(default=False, kw_only=True)
 
     @property
     def case(self) -> Case:
@@ -69,7 +66,7 @@ def recipe(
     def register(function: T) -> T:
         make = (lambda: function) if is_loss else function
         recipes = TRAINING_STEPS if step else GALLERY
-        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, step)
+        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], step=step)
         return function
 
     return register
