@@ -46,22 +46,23 @@ def test_one_of_ours_is_found_right(tmp_path: Path, here: Here) -> None:
     assert report["world_sizes"] == [1, 2]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's working directory."""
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("mean of means", [], ("mean of means", "Fix: divide the global sum by the global count.", "W=2, shards [")),
+        ("step × W", ["--level", "training-step", "--call", "views"], ("times W",)),
+    ],
+)
+def test_a_function_of_the_users_own_file_is_found_wrong(
+    name: str, options: list[str], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here
+) -> None:
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_loss_of_the_users_own_file_is_found_wrong(folder: Path, here: Here) -> None:
-    (folder / "mine_loss.py").write_text(
-        "from contrastive_zoo.testing.gallery import make\ndef make_loss():\n    return make('mean of means')\n"
-    )
-    code, out, error = here("check", "mine_loss:make_loss", *QUICK)
+    module = f"own_{name.split()[0]}"
+    lines = ["from contrastive_zoo.testing.gallery import make", "def make_it():", f"    return make({name!r})"]
+    (tmp_path / f"{module}.py").write_text("\n".join(lines), encoding="utf-8")
+    code, out, error = here("check", f"{module}:make_it", *QUICK, *options)
     assert code == 1, out + error
-    assert "mean of means" in out
-    assert "Fix: divide the global sum by the global count." in out
-    assert "W=2, shards [" in out
+    assert all(x in out for x in words), out
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -92,6 +93,10 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "nt-xnt"], "Did you mean nt-xent?"),
         (["check", "torch.nn:SoftMarginLos"], "Did you mean SoftMarginLoss?"),
         (["check", "contrastive_zoo:ArcFace"], "needs a value of 'num_classes'"),
+        (
+            ["check", "builtins:print", *QUICK],
+            "returns a loss, which is callable, got NoneType.",
+        ),
         (["check", "contrastive_zoo:NTXent", "--set", "temp=0.1"], "has no setting 'temp'"),
         (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "cannot be written"),
     ],
@@ -121,23 +126,6 @@ def test_a_target_that_is_no_function_of_a_loss_exits_with_2(
     code, _, error = here("check", f"{module}:make")
     assert code == 2
     assert words in error
-
-
-def test_a_function_that_returns_nothing_exits_with_2(folder: Path, here: Here) -> None:
-    (folder / "mine_nothing.py").write_text("def make_loss():\n    pass\n")
-    code, _, error = here("check", "mine_nothing:make_loss", *QUICK)
-    assert code == 2
-    assert "returns a loss, which is callable, got NoneType." in error
-    assert "Traceback" not in error
-
-
-def test_a_training_step_is_checked(folder: Path, here: Here) -> None:
-    (folder / "mine_step.py").write_text(
-        "from contrastive_zoo.testing.gallery import make\ndef make_step():\n    return make('step × W')\n"
-    )
-    code, out, error = here("check", "mine_step:make_step", *QUICK, "--level", "training-step", "--call", "views")
-    assert code == 1, out + error
-    assert "times W" in out
 
 
 def test_without_its_extra_the_command_says_one_line() -> None:

@@ -21,32 +21,18 @@ _SECTION = re.compile(r"^(?:Args|Raises|Examples|Source):", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Entry:
-    """A loss of the catalogue.
+    """A loss of the catalogue."""
 
-    Args:
-        name: name on the command line.
-        cls: name of its class in :mod:`contrastive_zoo`.
-        call: ``"views"`` for ``loss(view1, view2)``, ``"labels"`` for ``loss(embeddings, labels)``, ``"other"``.
-        family: the heading under which the page lists it.
-        engine: the engine that computes it; GEMM counts are forward + backward, in units of one N × d × N matmul.
-        settings: constructor arguments for a check.
-        arguments: names and kinds of the arguments, if they are not those that ``call`` implies; a kind is a key of
-            :data:`tools.vectors.cases.KINDS`.
-        inputs: the arguments in words, where their names do not say enough.
-        draws: what the loss draws, if it does: there are no conformance vectors of it.
-        peers: names of the same formula in other libraries.
-    """
-
-    name: str
-    cls: str
-    call: Literal["views", "labels", "other"]
-    family: str
-    engine: str
-    settings: dict[str, Any]
-    arguments: dict[str, str]
-    inputs: str
-    draws: str
-    peers: str
+    name: str  # on the command line
+    cls: str  # name of its class in contrastive_zoo
+    call: Literal["views", "labels", "other"]  # loss(view1, view2), loss(embeddings, labels), or another form
+    family: str  # the heading under which the page lists it
+    engine: str  # that computes it; GEMM counts are forward + backward, in units of one N × d × N matmul
+    settings: dict[str, Any]  # constructor arguments for a check
+    arguments: dict[str, str]  # their kinds, keys of tools.vectors.cases.KINDS; empty for those that call implies
+    inputs: str  # the arguments in words, where their names do not say enough
+    draws: str  # what the loss draws, if it does: there are no conformance vectors of it
+    peers: str  # names of the same formula in other libraries
 
     @property
     def loss(self) -> type[Loss]:

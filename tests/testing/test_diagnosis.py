@@ -1,6 +1,5 @@
 """A diagnosis names known mistakes, the same on every run; a mistake in no table is not recognised."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,9 @@ from contrastive_zoo.testing.measurement import Call, Case
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EVERY_CASE
 
 WRONG_STEPS = [recipe for recipe in TRAINING_STEPS.values() if recipe.mistake is not None]
-RUNS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 2
 CONTRACT_NAMES = [invariant.name for invariant in CONTRACT]
 
 
@@ -94,15 +93,10 @@ def with_a_bonus_of_rank(view1, view2):
     return cz.DistributedLoss(DenseInfoNCE())(view1, view2) + 0.1 * rank() * view1.square().sum()
 
 
-UNKNOWN = (
-    larger_on_several_processes,
-    without_the_last_sample,
-    sharper_on_several_processes,
-    with_a_bonus_of_rank,
+@pytest.mark.parametrize(
+    "loss",
+    [larger_on_several_processes, without_the_last_sample, sharper_on_several_processes, with_a_bonus_of_rank],
 )
-
-
-@pytest.mark.parametrize("loss", UNKNOWN, ids=lambda loss: loss.__name__)
 def test_a_mistake_in_no_table_is_not_recognised(loss: Callable[..., Any], impatient: Worlds) -> None:
     found = diagnosed(Case(lambda: loss, "views"), impatient)
     assert found.mistake == NOT_RECOGNISED, str(found)
@@ -120,16 +114,10 @@ def test_a_gradient_of_wrong_direction_is_described_without_a_guess(impatient: W
 # --- training steps ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", WRONG_STEPS, ids=lambda recipe: recipe.name)
-def test_the_mistake_of_a_training_step_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
-    found = {diagnosed(recipe.case, impatient).mistake for _ in range(RUNS)}
-    assert found == {recipe.mistake}
-
-
-@pytest.mark.skipif(RUNS == 2, reason="the long profile diagnoses every recipe five times")
-@pytest.mark.parametrize("recipe", GALLERY.values(), ids=lambda recipe: recipe.name)
-def test_the_diagnosis_of_a_loss_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
-    assert len({str(diagnosed(recipe.case, impatient)) for _ in range(RUNS)}) == 1
+@pytest.mark.skipif(not EVERY_CASE, reason="test_check.py diagnoses a recipe of every mistake once")
+@pytest.mark.parametrize("recipe", [*GALLERY.values(), *WRONG_STEPS], ids=lambda recipe: recipe.name)
+def test_the_diagnosis_is_the_same_on_every_run(recipe: Recipe, impatient: Worlds) -> None:
+    assert len({str(diagnosed(recipe.case, impatient)) for _ in range(5)}) == 1
 
 
 @pytest.mark.parametrize("in_model", [True, False], ids=["loss in the model", "loss outside"])

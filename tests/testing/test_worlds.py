@@ -73,11 +73,12 @@ def test_a_closure_keywords_and_arguments_of_each_rank_are_sent(worlds):
     def job(common, local, *, offset):
         return (scale * (common + local) + offset).item()
 
-    assert worlds.run(2, job, 10, each=[(1,), (2,)], offset=1) == [34, 37]
+    assert worlds.run(2, job, 10, each=[(1,), (2,)], offset=1, timeout=math.inf) == [34, 37]
 
 
 def test_tensors_are_returned_detached_and_by_value(worlds):
     def job(x):
+        assert x.requires_grad
         y = 2 * x
         y.register_hook(print)
         return {
@@ -97,10 +98,6 @@ def test_tensors_are_returned_detached_and_by_value(worlds):
     assert result["half"].dtype == torch.bfloat16
     assert result["none"].shape == (0,)
     assert isinstance(result["parameter"].weight, torch.nn.Parameter)
-
-
-def test_an_argument_that_requires_grad_still_does(worlds):
-    assert worlds.run(1, lambda x: x.requires_grad, torch.ones(2, requires_grad=True)) == [True]
 
 
 @dataclasses.dataclass
@@ -373,10 +370,6 @@ def skip_a_wait():
 def test_a_hang_is_explained(worlds, job, text):
     with pytest.raises(WorldTimeout, match=text):
         worlds.run(2, job, timeout=0.5)
-
-
-def test_an_infinite_timeout(worlds):
-    assert worlds.run(1, total, timeout=math.inf) == [1.0]
 
 
 # --- the parent -----------------------------------------------------------------------------------------------------
