@@ -180,14 +180,6 @@ def test_each_invariant_catches_its_mutant(invariant: Invariant, impatient: Worl
     assert all(len(complaint) > 20 for complaint in complaints)
 
 
-@pytest.mark.parametrize("recipe", [x for x in GALLERY.values() if x.mistake is None], ids=lambda x: x.name)
-@given(batch=global_batches((2, 3)))
-def test_no_invariant_accuses_the_right_recipes(recipe, batch, worlds: Worlds) -> None:
-    trial = Trial(recipe.case, batch, worlds)
-    for invariant in CONTRACT:
-        invariant(trial)
-
-
 @pytest.mark.parametrize(("entry", "few"), drawn(WHOLE_ZOO, [-1, 10**6], one_in=2), ids=str)
 def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeypatch) -> None:
     """Leaves still say that they need a gradient under ``no_grad``."""

@@ -203,11 +203,7 @@ class Examination:
         self.tried: set[str] = set()  # the invariants that applied to at least one batch
 
     def survey(self, max_examples: int) -> None:
-        """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples.
-
-        Raises:
-            ValueError: the loss raises on one process for every batch.
-        """
+        """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
         fixed = _fixed_batches(self.world_sizes, self.width or DEFAULT_WIDTH)
         for batch in fixed[:max_examples]:
             self._test(batch)

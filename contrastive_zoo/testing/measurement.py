@@ -66,12 +66,7 @@ class Case:
 
 
 def call_form(loss: Any) -> Call:
-    """Infer the call form of a loss from its parameters: labels if one has such a name, otherwise views.
-
-    Examples:
-        >>> call_form(lambda z, labels: z.sum()), call_form(lambda view1, view2: view1.sum())
-        ('labels', 'views')
-    """
+    """Infer the call form of a loss from its parameters: labels if one has such a name, otherwise views."""
     inner = getattr(loss, "loss", None) or getattr(loss, "module", None)
     if inner is not None and callable(inner) and type(loss).__name__.startswith("Distributed"):
         return call_form(inner)

@@ -45,9 +45,6 @@ def audit_script(
 
     The command is the script and its arguments, or ``-m``, a module and its arguments. Losses that are not found by
     themselves are ``"module:Class"`` each. The timeout in seconds is that of each number of processes.
-
-    Raises:
-        ValueError: no processes, no steps, or a script that does not exist.
     """
     _require_valid(command, world_sizes, steps)
     for loss in losses:
@@ -127,9 +124,6 @@ def own_folder(path: Path) -> Path:
     """Create a folder that only this user can read, or take the one that another rank has created.
 
     Its files are unpickled, so a folder of somebody else is refused.
-
-    Raises:
-        PermissionError: the folder belongs to another user, or others can write to it.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -270,11 +264,7 @@ def read(path: Path) -> Any:
 
 
 def named_loss(name: str) -> Any:
-    """Return the loss or the class that ``module:name`` denotes.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the loss or the class that ``module:name`` denotes; raise a ValueError if there is none."""
     module, separator, attribute = name.partition(":")
     try:
         result: Any = importlib.import_module(module)

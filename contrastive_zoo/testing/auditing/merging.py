@@ -90,11 +90,7 @@ class Outputs:
 
 
 class Merge:
-    """Merge the calls that all ranks made of one module, after encoders with these outputs, recorded and repeated.
-
-    Raises:
-        NotComparable: the ranks' arguments have different structures.
-    """
+    """Merge the calls that all ranks made of one module, after encoders with these outputs, recorded and repeated."""
 
     def __init__(self, calls: Sequence[Call], recorded: Outputs, repeated: Outputs) -> None:
         self.calls, self.recorded, self.repeated = calls, recorded, repeated

@@ -59,12 +59,8 @@ class Recorder:
     """Record the first steps of a training on this rank.
 
     A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses``. An encoder is
-    a module with trained parameters that contains no loss and wraps no other module.
-
-    Args:
-        losses: further losses, modules or classes.
-        steps: number of steps to record, after which ``on_finish`` is called.
-        needs_group: whether to record only once torch.distributed is initialised.
+    a module with trained parameters that contains no loss and wraps no other module. After this number of steps
+    ``on_finish`` is called. ``needs_group``: record only once torch.distributed is initialised.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ class Repeated:
 
 
 class OneProcess:
-    """Copies of a training's modules and optimizers, without process group and without DDP.
-
-    Raises:
-        NotComparable: a module cannot be copied.
-    """
+    """Copies of a training's modules and optimizers, without process group and without DDP."""
 
     def __init__(self, recorder: Recorder) -> None:
         live = recorder.parameters()
@@ -80,9 +76,6 @@ class OneProcess:
 
         Encoders compute all samples together, or ``by_shard`` those of each rank apart, with its random numbers. The noise
         draws changes of up to half a unit of rounding of parameters and embeddings.
-
-        Raises:
-            NotComparable: ranks made different calls, or the step raises.
         """
         if len({_called_modules(x) for x in ranks}) > 1:
             raise NotComparable("ranks made different calls of encoders and losses in one step")
