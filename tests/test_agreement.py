@@ -104,6 +104,8 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("closure", "a number"): content(0, lambda power: 1.1 * power),
     ("closure", "a tensor in a dict"): content(1, lambda weights: {"all": 1.1 * weights["all"]}),
     ("object", "an attribute"): lambda loss: setattr(loss, "scale", 1.1),
+    ("an empty bank", "a hook"): OF_MODULES["a hook"],
+    ("an empty bank", "a patched forward"): patches,
     ("partial", "a number"): lambda loss: loss.keywords.update(scale=2.1),
     ("partial", "a tensor"): lambda loss: loss.keywords["power"].add_(1),
 } | {

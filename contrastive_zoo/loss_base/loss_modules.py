@@ -18,7 +18,7 @@ from torch.linalg import vector_norm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
 from contrastive_zoo.engine.precision import has_float64, sum_dtype
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Loss, has_user_code
 from contrastive_zoo.ranks.devices import read_later
 from contrastive_zoo.ranks.row_checks import in_one_line
 
@@ -55,7 +55,7 @@ class LossModules:
         if not self.by_path:
             lines["the loss"] = loss_name(self.loss)
         for path, module in self.by_path.items():
-            is_plain = not isinstance(module, Loss) or module.is_plain
+            is_plain = module.is_plain if isinstance(module, Loss) else not has_user_code(module)
             own_code = "" if is_plain else " with hooks or a forward of its own"
             lines[path or "the loss"] = f"{type(module).__name__}{own_code}"
         for name, value in self._held(third_party=third_party):
