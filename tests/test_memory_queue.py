@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
-from contrastive_zoo.losses.memory_queue import MemoryQueue
+from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
-from contrastive_zoo.losses.momentum_encoder import MomentumEncoder
 from contrastive_zoo.losses.pair_margins import Contrastive
 from contrastive_zoo.losses.soft_margins import MultiSimilarity
 from contrastive_zoo.testing.batch import GlobalBatch

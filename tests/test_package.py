@@ -19,7 +19,7 @@ NAME = PACKAGE.name
 ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data", "adapters", "testing"]
 """Folders of the package; each imports only from those before it."""
 
-MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue", "losses.momentum_encoder"}
+MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue"}
 """Modules of losses that keep what all ranks have sent: more than a formula."""
 
 GALLERY = "testing.gallery"

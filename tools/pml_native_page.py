@@ -6,7 +6,7 @@ from pytorch_metric_learning import losses
 
 from contrastive_zoo.wrapper.pml.meaning import COMPOSITES
 from contrastive_zoo.wrapper.pml.native.translation import NO_LOSS, REFUSED, TRANSLATED
-from contrastive_zoo.wrapper.pml.sharded import refusals
+from contrastive_zoo.wrapper.pml.sharded import sharded_loss
 
 
 def as_markdown() -> str:
@@ -24,7 +24,7 @@ def as_markdown() -> str:
         native = f"`{get_type_hints(TRANSLATED[kind])['return'].__name__}`" if kind in TRANSLATED else REFUSED[kind]
         if kind is losses.SelfSupervisedLoss:
             native = "`NTXent`, `InfoNCE`, or what its loss is, called with views"
-        sharded = "as its losses" if kind in COMPOSITES else refusals.REFUSED.get(kind, "yes")
+        sharded = "as its losses" if kind in COMPOSITES else sharded_loss.REFUSED.get(kind, "yes")
         lines.append(f"| `{kind.__name__}` | {native} | {sharded} |")
     return "\n".join(lines) + "\n"
 

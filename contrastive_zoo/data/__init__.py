@@ -2,8 +2,7 @@
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler
-from contrastive_zoo.data.hard_negative_batches import HardNegativeBatchSampler
-from contrastive_zoo.data.hard_negatives import mine_hard_negatives
+from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler, mine_hard_negatives
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.data.refreshed import RefreshedNegatives
 

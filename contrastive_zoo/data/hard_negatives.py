@@ -1,18 +1,24 @@
-"""Hard negatives of the queries of all ranks in the corpus of all ranks."""
+"""Hard negatives: of the queries of all ranks in the corpus of all ranks, and as near neighbours in a batch."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
 from contrastive_zoo.data.mining import Guide, Mined, Sampling, Selection, Task, mine
 from contrastive_zoo.metrics.local_search import ApproximateIndex
+from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.world import Processes
+from contrastive_zoo.ranks.random_keys import random_keys
+from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import Processes, World
 
 Rows: TypeAlias = Tensor | NDArray[np.generic]
 
@@ -141,3 +147,127 @@ def as_tensor(rows: Any) -> Any:
             return torch.as_tensor(rows)
         except (TypeError, ValueError, RuntimeError):  # an array of text, or lists of unequal length
             return rows
+
+
+class HardNegativeBatchSampler(BaseBatchSampler):
+    """Global batches of near neighbours, each sample once per epoch: in-batch negatives are hard negatives.
+
+    A batch is filled with groups: a random sample that no batch has yet, and its nearest neighbours that no batch has yet,
+    up to ``group_size``. Neighbours that are used up make a group smaller; the batch is then filled with further groups.
+
+    Args:
+        neighbours: [n, k] indices of each sample's neighbours, nearest first, the same on every rank; −1 is none. The
+            sample itself is skipped. Leave out known positives, or pair this with labels in the loss.
+        batch_size: samples of a global batch, on all ranks together.
+        group_size: samples that are near each other, at most ``batch_size``.
+        seed: see :class:`BaseBatchSampler`.
+        rank_weights: each rank's share of a global batch; None is an even split.
+        process_group: see :class:`BaseBatchSampler`.
+
+    Raises:
+        ValueError: neighbours that are not integers [n, k] between −1 and n − 1, sizes below 1, a group larger than a
+            batch, or what the base class refuses.
+
+    Examples:
+        >>> from contrastive_zoo import World
+        >>> neighbours = [[1, 2], [0, 2], [3, 1], [2, 1]]  # 0 and 1, 2 and 3
+        >>> sampler = HardNegativeBatchSampler(neighbours, batch_size=2, group_size=2, process_group=World())
+        >>> sorted(sorted(batch) for batch in sampler)
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(
+        self,
+        neighbours: Tensor | NDArray[np.integer] | Sequence[Sequence[int]],
+        *,
+        batch_size: int,
+        group_size: int,
+        seed: int = 0,
+        rank_weights: Sequence[float] | None = None,
+        process_group: Processes = None,
+    ) -> None:
+        table, unreadable = _as_table(neighbours)
+        problem = unreadable or size_problem("batch_size", batch_size) or size_problem("group_size", group_size)
+        problem = problem or _table_problem(table)
+        if problem is None and group_size > batch_size:
+            problem = f"a group is not larger than a batch, got group_size={group_size} and batch_size={batch_size}."
+        self.neighbours, self.batch_size, self.group_size = table, batch_size, group_size
+        settings = {"neighbours": table, "batch_size": batch_size, "group_size": group_size}
+        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+
+    @classmethod
+    def from_embeddings(
+        cls,
+        embeddings: Float[Tensor, "n d"],
+        *,
+        num_neighbours: int,
+        positives: Int[Tensor, "n p"] | None = None,
+        normalize: bool = True,
+        process_group: Processes = None,
+        **settings: Any,
+    ) -> "HardNegativeBatchSampler":
+        """Return a sampler over the nearest rows of all ranks' embeddings, by an exact search.
+
+        Args:
+            embeddings: this rank's rows; the dataset is those of all ranks in rank order.
+            num_neighbours: neighbours of each sample.
+            positives: global indices that are not wanted as neighbours; −1 for none.
+            normalize: whether neighbours have the highest cosine; otherwise the highest dot product.
+            process_group: who holds rows, and trains.
+            settings: ``batch_size``, ``group_size``, ``seed`` and ``rank_weights``.
+
+        Raises:
+            ValueError: on every rank alike: embeddings that are no finite rows of one width, more neighbours than other
+                rows, what the constructor refuses, or faiss is not installed.
+
+        Examples:
+            >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])
+            >>> sampler = HardNegativeBatchSampler.from_embeddings(
+            ...     rows, num_neighbours=1, batch_size=2, group_size=2)
+            >>> sorted(sorted(batch) for batch in sampler)
+            [[0, 2], [1, 3]]
+        """
+        world = World.of(process_group, cls.__name__)
+        result = top_k(embeddings, k=num_neighbours, excluded=positives, normalize=normalize, process_group=world)
+        table = gather_rows(result.indices, world.shards(len(embeddings)), world)
+        return cls(table, process_group=process_group, **settings)
+
+    def global_batches(self, epoch: int) -> Batches:
+        size = len(self.neighbours)
+        unused = [True] * size
+        order: list[int] = []
+        keys = random_keys(self.seed, epoch, np.arange(size))
+        for first in np.argsort(keys).tolist():
+            if not unused[first]:
+                continue
+            end = min(len(order) + self.group_size, -(-(len(order) + 1) // self.batch_size) * self.batch_size)
+            unused[first] = False
+            order.append(first)
+            for near in self.neighbours[first].tolist():
+                if len(order) == end:
+                    break
+                if near >= 0 and unused[near]:
+                    unused[near] = False
+                    order.append(near)
+        batch_of = np.empty(size, np.int64)
+        batch_of[order] = np.arange(size) // self.batch_size
+        return grouped(batch_of, keys)  # in random order, so that no rank gets whole groups
+
+
+def _as_table(neighbours: Any) -> tuple[NDArray[Any], str | None]:
+    """Return neighbours as an array, and why there is none, in words."""
+    problem = tensor_problem("neighbours", neighbours) if isinstance(neighbours, Tensor) else None
+    if problem is not None:
+        return np.empty((0, 0)), problem
+    try:
+        return np.asarray(neighbours.numpy(force=True) if isinstance(neighbours, Tensor) else neighbours), None
+    except (ValueError, TypeError):  # ragged lists
+        return np.empty((0, 0)), f"neighbours are a table of indices, one row per sample, got {described(neighbours)}."
+
+
+def _table_problem(table: NDArray[np.generic]) -> str | None:
+    if table.ndim != 2 or not len(table) or not np.issubdtype(table.dtype, np.integer):
+        return f"neighbours are integers [n, k], got {table.dtype} {list(table.shape)}."
+    if table.size and (table.min() < -1 or table.max() >= len(table)):
+        return f"neighbours of {len(table)} samples are between -1 and {len(table) - 1}, got {table.min()} … {table.max()}."
+    return None

@@ -73,16 +73,6 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     return 1.0 - miss
 
 
-def r_precision(ranking: Ranking, ties: Ties) -> Floats:
-    """Return the share of relevant items among the first R items, where R is the number of relevant items.
-
-    Examples:
-        >>> r_precision(Ranking.of_items(scores=[0.9, 0.5, 0.1], grades=[0, 1, 1]), "pessimistic")
-        array([0.5])
-    """
-    return precision(ranking, ranking.total, ties)
-
-
 def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return 1 / position of the first relevant item; 0 if it is beyond the cutoff.
 

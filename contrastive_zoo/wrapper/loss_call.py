@@ -41,7 +41,7 @@ class LossCall(NamedTuple):
     def sharded_problem(self) -> str | None:
         """Why the loss cannot be evaluated in shards with these arguments, in words; None if it can."""
         # imported here: pytorch-metric-learning is an optional dependency
-        from contrastive_zoo.wrapper.pml.sharded.refusals import call_problem
+        from contrastive_zoo.wrapper.pml.sharded.sharded_loss import call_problem
 
         return call_problem(self.loss, self.miner, self.bound.arguments)
 

@@ -169,7 +169,7 @@ def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: st
         )
     if mode == "sharded" and not is_own:
         # imported here: pytorch-metric-learning is an optional dependency
-        from contrastive_zoo.wrapper.pml.sharded.refusals import refusal
+        from contrastive_zoo.wrapper.pml.sharded.sharded_loss import refusal
 
         if (reason := refusal(loss, miner)) is not None:
             raise ValueError(f"DistributedLoss: {name} cannot be computed in shards: {reason}")

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
-from contrastive_zoo.losses.momentum_encoder import MomentumEncoder
+from contrastive_zoo.losses.memory_queue import MomentumEncoder
 from examples.losses.digits import Result, augmented, batches, encoder, held_out, images, local, result
 
 

@@ -16,7 +16,7 @@ from pytorch_metric_learning import regularizers as G
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.wrapper.pml.sharded.refusals import EVALUATED
+from contrastive_zoo.wrapper.pml.sharded.sharded_loss import EVALUATED
 from tests.helpers import distance, split
 from tools.pml_matrix.constructors import BUILT, WIDTH
 

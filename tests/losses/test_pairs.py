@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.losses.annotated_pairs import AnglE, CoSENT, OnlineContrastive
+from contrastive_zoo.losses.class_softmax import P2SGrad
 from contrastive_zoo.losses.distillation import MarginMSE, ScoreDistillation
-from contrastive_zoo.losses.hardest_negative import MegaBatchMargin
 from contrastive_zoo.losses.pair_margins import IntraPairVariance
-from contrastive_zoo.losses.proxy_anchor import P2SGrad
+from contrastive_zoo.losses.triplet import MegaBatchMargin
 from contrastive_zoo.losses.uniformity import OrthogonalRegularization
 from tests.helpers import assert_same, close, numbers
 from tests.losses import zoo_softmax

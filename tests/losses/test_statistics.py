@@ -12,8 +12,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.statistics import balanced_assignment, centered, second_moments, squared_sums
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.redundancy import BarlowTwins, VICReg
-from contrastive_zoo.losses.self_distillation import DINO
-from contrastive_zoo.losses.swav import SwAV
+from contrastive_zoo.losses.self_distillation import DINO, SwAV
 from contrastive_zoo.losses.uniformity import AlignUniform, SpectralContrastive
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds

@@ -18,11 +18,11 @@ from contrastive_zoo.losses.class_softmax import (
     CosFace,
     LargeMarginSoftmax,
     NormalizedSoftmax,
+    ProxyAnchor,
     ProxyNCA,
     SoftTriple,
     SphereFace,
 )
-from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, assert_same
 from tests.losses.zoo_weights import InstanceOfLabels

@@ -9,9 +9,9 @@ from torch import Tensor
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.losses.annotated_pairs import CoSENT, OnlineContrastive
 from contrastive_zoo.losses.distillation import MarginMSE, ScoreDistillation
-from contrastive_zoo.losses.hardest_negative import MegaBatchMargin
 from contrastive_zoo.losses.pair_margins import IntraPairVariance
 from contrastive_zoo.losses.ranking import Histogram
+from contrastive_zoo.losses.triplet import MegaBatchMargin
 from tests.losses import zoo_softmax
 from tests.zoo import row, unit
 

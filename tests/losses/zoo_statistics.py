@@ -11,14 +11,18 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.losses.hardest_negative import DynamicSoftMargin
 from contrastive_zoo.losses.memory_loss import NNCLR, ReSSL
-from contrastive_zoo.losses.redundancy import BarlowTwins, TiCo, VIbCReg, VICReg
-from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine
-from contrastive_zoo.losses.sigreg import LeJEPA, SIGReg
-from contrastive_zoo.losses.spectra import MMCR, WMSE, FroSSL
-from contrastive_zoo.losses.swav import SwAV
-from contrastive_zoo.losses.uniformity import AlignUniform, KoLeo, OrthogonalRegularization, SpectralContrastive
+from contrastive_zoo.losses.redundancy import MMCR, WMSE, BarlowTwins, FroSSL, TiCo, VIbCReg, VICReg
+from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
+from contrastive_zoo.losses.triplet import DynamicSoftMargin
+from contrastive_zoo.losses.uniformity import (
+    AlignUniform,
+    KoLeo,
+    LeJEPA,
+    OrthogonalRegularization,
+    SIGReg,
+    SpectralContrastive,
+)
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards

@@ -18,11 +18,12 @@ from contrastive_zoo.losses.class_softmax import (
     Instance,
     LargeMarginSoftmax,
     NormalizedSoftmax,
+    P2SGrad,
+    ProxyAnchor,
     ProxyNCA,
     SoftTriple,
     SphereFace,
 )
-from contrastive_zoo.losses.proxy_anchor import P2SGrad, ProxyAnchor
 from tests.losses import zoo_softmax
 from tests.zoo import Entry, row
 

@@ -10,10 +10,9 @@ from pytorch_metric_learning import distances, miners
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.losses.class_softmax import ArcFace, CosFace, NormalizedSoftmax, ProxyNCA, SoftTriple
+from contrastive_zoo.losses.class_softmax import ArcFace, CosFace, NormalizedSoftmax, ProxyAnchor, ProxyNCA, SoftTriple
 from contrastive_zoo.losses.multi_positive import NPairs
 from contrastive_zoo.losses.pair_margins import Contrastive, SignalToNoise
-from contrastive_zoo.losses.proxy_anchor import ProxyAnchor
 from contrastive_zoo.losses.ranking import FastAP
 from contrastive_zoo.losses.soft_margins import LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sup_con import SINCERE, TupletMargin

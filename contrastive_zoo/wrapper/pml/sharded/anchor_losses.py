@@ -17,10 +17,11 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import class_numbers
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.row_statistics import complete
-from contrastive_zoo.losses.ranking import FastAP
+from contrastive_zoo.losses.ranking import PNP, FastAP
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.wrapper.pml.meaning import EPSILON
+from contrastive_zoo.wrapper.pml.native.variants import RankedListOfDistinct
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info, miner_weights
 
 # ------------------------------------------------------------------------------------ by the library's own compute_loss
@@ -131,6 +132,21 @@ def fast_ap(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str,
     return _of_anchors((values * weights)[counted], counted)
 
 
+def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Penalise the number of negatives before each positive, and before the anchor itself, in the anchor's ranking."""
+    row_loss = PNP(variant=loss.variant, temperature=loss.anneal, alpha=loss.alpha, b=loss.b, with_self=True)
+    values, valid = row_loss.rows(loss.distance(batch.anchors, batch.candidates), *batch.masks())
+    return {"loss": _already_averaged(values[valid], int(valid.sum()))}
+
+
+def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
+    """Compare each anchor with the positives and negatives that violate a margin."""
+    settings = {"margin": loss.margin, "alpha": loss.alpha, "imbalance": loss.imbalance, "epsilon": EPSILON}
+    row_loss = RankedListOfDistinct(**settings, t_p=loss.Tp, t_n=loss.Tn)
+    values, _ = complete(row_loss.rows(loss.distance(batch.anchors, batch.candidates), *batch.masks()))
+    return _of_anchors(values, batch.anchor_indices())
+
+
 # ------------------------------------------------------------------------------------------- after the library's own code
 
 
@@ -192,38 +208,6 @@ def threshold_consistent(loss: Any, batch: AnchorBatch, indices: Indices | None)
         violation = violation[violation >= 0]
         sub_losses[name] = _already_averaged(getattr(loss, f"lambda_{name}") * violation, len(violation))
     return sub_losses
-
-
-def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Penalise the number of negatives before each positive, and before the anchor itself, in the anchor's ranking."""
-    similarity, (positive, negative) = loss.distance(batch.anchors, batch.candidates), batch.masks()
-    ranked = ~negative & positive.any(1, keepdim=True)
-    a, p = torch.where(ranked)
-    before = loss.sigmoid(similarity[a] - similarity[a, p][:, None], temp=loss.anneal).where(negative[a], 0).sum(1)
-    penalty = {
-        "Ds": lambda x: (1 + x).log(),
-        "Dq": lambda x: 1 - (1 + x) ** -loss.alpha,
-        "Iu": lambda x: (1 + x) * (1 + x).log(),
-        "Ib": lambda x: (loss.b * x - (1 + loss.b * x).log()) / loss.b**2,
-        "O": lambda x: x,
-    }[loss.variant](before)
-    values = similarity.new_zeros(len(similarity)).index_add(0, a, penalty) / ranked.sum(1).clamp(min=1)
-    return {"loss": _already_averaged(values, int(positive.any(1).sum()))}
-
-
-def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    """Compare each anchor with the positives and negatives that violate a margin."""
-    distance, (positive, negative) = loss.distance(batch.anchors, batch.candidates), batch.masks()
-    values = distance.new_zeros(len(distance))
-    for share, t, margin, pairs in (
-        (1 - loss.imbalance, loss.Tp, distance - (loss.alpha - loss.margin), positive),
-        (loss.imbalance, loss.Tn, loss.alpha - distance, negative),
-    ):
-        # the library takes no pair of equal embeddings for a violation
-        violates = pairs & (margin > 0) & (distance > 0)
-        weights = (t * margin).exp().where(violates, 0)
-        values = values + share * (weights * margin).sum(1) / (weights + EPSILON).sum(1)
-    return _of_anchors(values, batch.anchor_indices())
 
 
 def p2s_grad(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
