@@ -14,7 +14,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_problem
+from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_problem, two_models_problem
 
 
 class ClipDistillation(Loss):
@@ -65,7 +65,7 @@ class ClipDistillation(Loss):
         teacher_texts: Float[Tensor, "n e"],
     ) -> Inputs:
         rows = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
-        return Inputs(rows, _clip_problem(images, texts, teacher_images, teacher_texts))
+        return Inputs(rows, two_models_problem("row i is one sample everywhere", **rows))
 
     def compute(self, batch: Batch) -> Tensor:
         images, texts, *teachers = batch.rows.values()
@@ -94,16 +94,6 @@ def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: flo
     targets = weight * shares + (1 - weight) * block.positive.to(logits.dtype)
     (expected,) = yield (Sum((targets * logits).sum(1)),)
     return total - expected, torch.ones_like(block.ids, dtype=torch.bool)
-
-
-def _clip_problem(images: Tensor, texts: Tensor, teacher_images: Tensor, teacher_texts: Tensor) -> str | None:
-    rule = "row i is one sample everywhere"
-    if problem := rows_problem("images", images) or rows_problem("teacher_images", teacher_images):
-        return problem
-    if len(teacher_images) != len(images):
-        return f"{rule}, got teacher_images {described(teacher_images)} and images {described(images)}."
-    result = towers_problem(rule, images=images, texts=texts)
-    return result or towers_problem(rule, teacher_images=teacher_images, teacher_texts=teacher_texts)
 
 
 class MarginMSE(Loss):

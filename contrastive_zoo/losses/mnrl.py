@@ -16,7 +16,7 @@ from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, rows_problem, towers_problem
+from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem, two_models_problem
 
 PartitionMode = Literal["joint", "per_direction"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
@@ -257,10 +257,11 @@ class GIST(Loss):
         negatives: Float[Tensor, "m d"] | None = None,
         guide_negatives: Float[Tensor, "m e"] | None = None,
     ) -> Inputs:
-        rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
-        rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}
-        problem = _gist_problem(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)
-        return Inputs.of(rows, problem)
+        pairs = {"anchors": anchors, "positives": positives}
+        guides = {"guide_anchors": guide_anchors, "guide_positives": guide_positives}
+        problem = two_models_problem("row i is one pair everywhere", **pairs, **guides)
+        problem = problem or _gist_problem(negatives, guide_negatives, anchors, guide_anchors)
+        return Inputs.of({**pairs, "negatives": negatives, **guides, "guide_negatives": guide_negatives}, problem)
 
     def compute(self, batch: Batch) -> Tensor:
         arguments = dict(batch.rows)
@@ -305,26 +306,17 @@ def _guided(
 
 
 def _gist_problem(
-    anchors: Tensor,
-    positives: Tensor,
-    guide_anchors: Tensor,
-    guide_positives: Tensor,
-    negatives: Tensor | None,
-    guide_negatives: Tensor | None,
+    negatives: Tensor | None, guide_negatives: Tensor | None, anchors: Tensor, guide_anchors: Tensor
 ) -> str | None:
-    rule = "row i is one pair everywhere"
-    if problem := rows_problem("anchors", anchors) or rows_problem("guide_anchors", guide_anchors):
-        return problem
-    if len(guide_anchors) != len(anchors):
-        return f"{rule}, got guide_anchors {described(guide_anchors)} and anchors {described(anchors)}."
+    """Return what is wrong with the negatives of anchors that are fine, or None."""
     if (negatives is None) != (guide_negatives is None):
         return "negatives and guide_negatives come together, got one of them."
-    if negatives is not None and guide_negatives is not None:
-        fits = negatives.shape[1:] == anchors.shape[1:] and guide_negatives.shape[1:] == guide_anchors.shape[1:]
-        fits = fits and negatives.ndim == guide_negatives.ndim == 2
-        same = negatives.dtype == anchors.dtype and guide_negatives.dtype == guide_anchors.dtype
-        if not (fits and same and len(negatives) == len(guide_negatives)):
-            got = f"got negatives {described(negatives)} and guide_negatives {described(guide_negatives)}"
-            return f"negatives are rows like anchors, one for each of guide_negatives, {got}."
-    result = towers_problem(rule, anchors=anchors, positives=positives)
-    return result or towers_problem(rule, guide_anchors=guide_anchors, guide_positives=guide_positives)
+    if negatives is None or guide_negatives is None:
+        return None
+    fits = negatives.shape[1:] == anchors.shape[1:] and guide_negatives.shape[1:] == guide_anchors.shape[1:]
+    fits = fits and negatives.ndim == guide_negatives.ndim == 2
+    same = negatives.dtype == anchors.dtype and guide_negatives.dtype == guide_anchors.dtype
+    if fits and same and len(negatives) == len(guide_negatives):
+        return None
+    got = f"got negatives {described(negatives)} and guide_negatives {described(guide_negatives)}"
+    return f"negatives are rows like anchors, one for each of guide_negatives, {got}."

@@ -152,12 +152,7 @@ def recall_at_k(
 ) -> float:
     """Return the share of queries that find a relevant row among their k nearest: ``hit_rate@k`` of :func:`evaluate`.
 
-    What is relevant to query i:
-
-    - ``recall_at_k(queries, gallery)``: row i of the gallery of all ranks, its partner.
-    - ``recall_at_k(queries, gallery, labels=…, gallery_labels=…)``: every row of the gallery with its label.
-    - ``recall_at_k(rows, labels=…)``: every other row with its label. A row never finds itself, and one whose label
-      no other row has does not count.
+    What is relevant is what :func:`evaluate` says of the same arguments.
 
     Ties count against the query: it finds a relevant row if fewer than k irrelevant ones score as high or higher. So a
     constant embedding scores 0, and the order of the gallery does not matter.

@@ -155,6 +155,17 @@ def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
     return _shape_problem(first, one)
 
 
+def two_models_problem(rule: str, **towers: Tensor) -> str | None:
+    """Return what is wrong with a model's two towers and another model's two towers of the same samples, or None."""
+    (first, x), second, (other, y), other_second = towers.items()
+    if problem := rows_problem(first, x) or rows_problem(other, y):
+        return problem
+    if len(y) != len(x):
+        return f"{rule}, got {other} {described(y)} and {first} {described(x)}."
+    pairs = dict([(first, x), second]), dict([(other, y), other_second])
+    return next(filter(None, (towers_problem(rule, "", **pair) for pair in pairs)), None)
+
+
 def views_problem(views: Sequence[Tensor]) -> str | None:
     """Return what is wrong with views of the same samples, or None."""
     if len(views) < 2:

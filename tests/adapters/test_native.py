@@ -189,11 +189,14 @@ def test_a_wrong_setting_is_detected(name: str, setting: str) -> None:
     assert error(result(native, given), theirs(case, given)) > 1e-5
 
 
-def test_the_table_names_the_returned_class() -> None:
+def test_the_table_names_the_returned_class_and_a_variant_has_the_name_of_its_base() -> None:
     for case in CASES.values():
         loss, miner = made(case)
         named = get_type_hints(TRANSLATED[type(loss)])["return"]
-        assert isinstance(to_native(loss, miner), named), named
+        native = to_native(loss, miner)
+        assert isinstance(native, named), named
+        assert not type(native).__name__.startswith("_")
+        assert not repr(native).startswith("_")
 
 
 def test_every_export_translates_or_is_refused_with_a_reason() -> None:
@@ -389,13 +392,6 @@ def test_distinct_classes_over_ranks_are_nan_everywhere(worlds: Worlds) -> None:
 def test_an_empty_batch_on_one_process_equals_pytorch_metric_learning() -> None:
     given = [normal(0), torch.zeros(0, dtype=torch.long)]
     assert same(called("SupCon", given), called("SupCon", given, native=False))
-
-
-def test_a_variant_has_the_name_of_its_base() -> None:
-    for case in CASES.values():
-        native = to_native(*made(case))
-        assert not type(native).__name__.startswith("_")
-        assert not repr(native).startswith("_")
 
 
 # ------------------------------------------------------------------------------- called as that library's losses are

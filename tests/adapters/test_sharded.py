@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.loss_call import paired_problem
 from contrastive_zoo.wrapper.pml import meaning
 from contrastive_zoo.wrapper.pml.sharded import anchor_batch, anchor_losses, sharded_loss
 from contrastive_zoo.wrapper.pml.sharded.sharded_loss import EVALUATED, REFUSED, refusal, sharded
@@ -527,20 +526,6 @@ def test_every_rank_raises_the_same_error_and_goes_on(call: Callable[[], Any], w
         assert "rank 1: " in text
         # a rank without rows evaluates one of the batch's labels, which is wrong there, too
         assert ("rank 0: " in text) == (call.args == ("ArcFace, no rows",))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"embeddings": torch.eye(3), "labels": torch.arange(3), "ref_emb": torch.eye(2), "ref_labels": torch.arange(2)},
-        {"embeddings": torch.eye(3), "indices_tuple": (), "ref_emb": torch.eye(2)},
-        {"embeddings": torch.eye(3), "labels": torch.arange(3), "enqueue_mask": torch.ones(3).bool()},
-        {"queries": torch.eye(2), "keys": torch.eye(4)},
-        {"embeddings": torch.eye(3), "labels": None, "temperature": torch.tensor(1.0), "ref_emb": None},
-    ],
-)
-def test_matching_arguments_are_no_problem(arguments: dict[str, Any]) -> None:
-    assert paired_problem(arguments) is None
 
 
 def test_weights_are_normalised_before_they_are_cast(worlds: Worlds) -> None:
