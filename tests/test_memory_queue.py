@@ -27,7 +27,7 @@ from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, common_error, drawn, later, local_shard, numbers
+from tests.helpers import EVERY_CASE, close, common_error, drawn, later, learnt, local_shard, numbers
 from tests.zoo import BatchHard
 
 D = 3
@@ -41,10 +41,10 @@ def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
     slots: dict[int, tuple[Tensor, Tensor]] = {}
     for turn, pair in enumerate(zip(rows, labels, strict=True)):
         slots[turn % size] = pair
-    held = [slots[slot] for slot in sorted(slots)]
-    return torch.stack([x for x, _ in held]) if held else rows[:0], torch.stack(
-        [y for _, y in held]
-    ) if held else labels
+    if not slots:
+        return rows, labels
+    held_rows, held_labels = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
+    return torch.stack(held_rows), torch.stack(held_labels)
 
 
 def enqueued(size: int, steps: list[tuple[int, ...]], masked: bool) -> tuple[dict[str, Tensor], list[Tensor], int]:
@@ -133,15 +133,21 @@ def test_rows_are_rounded_to_the_dtype_of_the_memory() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- peers
 
-PML = [
-    ("ContrastiveLoss", {}, ""),
-    ("TripletMarginLoss", {"margin": 0.3}, ""),
-    ("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner"),
-    ("MultiSimilarityLoss", {}, "MultiSimilarityMiner"),
-    ("SupConLoss", {"temperature": 0.3}, ""),
-    ("NTXentLoss", {"temperature": 0.3}, ""),
-    ("CircleLoss", {"gamma": 8}, ""),
+PEERS = [
+    ("ContrastiveLoss", {}, "", None),
+    ("TripletMarginLoss", {"margin": 0.3}, "", None),
+    ("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner", None),
+    ("MultiSimilarityLoss", {}, "MultiSimilarityMiner", None),
+    ("SupConLoss", {"temperature": 0.3}, "", None),
+    ("NTXentLoss", {"temperature": 0.3}, "", None),
+    ("CircleLoss", {"gamma": 8}, "", None),
+    ("SupConLoss", {"temperature": 0.3}, "", lambda: cz.SupCon(temperature=0.3)),
+    ("ContrastiveLoss", {"neg_margin": 1.2}, "", lambda: Contrastive(neg_margin=1.2)),
+    ("MultiSimilarityLoss", {}, "", MultiSimilarity),
+    ("NTXentLoss", {"temperature": 0.3}, "", lambda: cz.SINCERE(temperature=0.3, average="pairs")),
+    ("TupletMarginLoss", {"scale": 8}, "", lambda: cz.TupletMargin(temperature=1 / 8)),
 ]
+"""A loss of theirs, its settings and its miner; and the loss of ours that equals it, None for the same loss."""
 
 
 def pml(name: str, kept: dict[str, Any], miner: str) -> tuple[Any, Any]:
@@ -162,35 +168,13 @@ def labelled(step: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all enter", "some enter"])
-@pytest.mark.parametrize(("name", "kept", "miner"), PML, ids=lambda x: x if isinstance(x, str) else "")
-def test_third_party_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, masked: bool) -> None:
+@pytest.mark.parametrize(("name", "kept", "miner", "make"), PEERS, ids=lambda x: x if isinstance(x, str) else "")
+def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make, masked: bool) -> None:
     from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
 
     inner, mined = pml(name, kept, miner)
     theirs = Theirs(inner, embedding_size=D, memory_size=13, miner=mined)
-    ours = CrossBatchMemory(inner, 13, D, miner=mined, dtype=torch.float64)
-    assert_same_steps(ours, theirs, masked)
-
-
-OWN = [
-    ("SupConLoss", {"temperature": 0.3}, lambda: cz.SupCon(temperature=0.3)),
-    ("ContrastiveLoss", {"neg_margin": 1.2}, lambda: Contrastive(neg_margin=1.2)),
-    ("MultiSimilarityLoss", {}, MultiSimilarity),
-    ("NTXentLoss", {"temperature": 0.3}, lambda: cz.SINCERE(temperature=0.3, average="pairs")),
-    ("TupletMarginLoss", {"scale": 8}, lambda: cz.TupletMargin(temperature=1 / 8)),
-]
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["all enter", "some enter"])
-@pytest.mark.parametrize(("name", "kept", "make"), OWN, ids=lambda x: x if isinstance(x, str) else "")
-def test_own_losses_compare_as_in_pytorch_metric_learning(name, kept, make, masked: bool) -> None:
-    from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
-
-    theirs = Theirs(pml(name, kept, "")[0], embedding_size=D, memory_size=13)
-    assert_same_steps(CrossBatchMemory(make(), 13, D, dtype=torch.float64), theirs, masked)
-
-
-def assert_same_steps(ours: CrossBatchMemory, theirs: Any, masked: bool) -> None:
+    ours = CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
     for step, n in enumerate([5, 4, 6, 3, 7]):
         rows, labels = labelled(step, n)
         extra = {"enqueue_mask": torch.arange(n) % 3 == 1} if masked else {}
@@ -232,21 +216,10 @@ def test_a_row_loss_is_compared_with_the_memory_without_its_own_copy(size: int) 
         close(gradient, torch.autograd.grad(expected, z)[0])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        cz.SupCon,
-        lambda: cz.SupCon(variant="in"),
-        lambda: cz.SupCon(normalize=False),
-        cz.SINCERE,
-        cz.NCA,
-        cz.TupletMargin,
-        cz.SupSigmoid,
-        Contrastive,
-        MultiSimilarity,
-        BatchHard,
-    ],
-)
+OF_LABELS = [cz.SupCon, cz.SINCERE, cz.NCA, cz.TupletMargin, cz.SupSigmoid, Contrastive, MultiSimilarity, BatchHard]
+
+
+@pytest.mark.parametrize("make", [*OF_LABELS, lambda: cz.SupCon(variant="in"), lambda: cz.SupCon(normalize=False)])
 def test_a_memory_of_the_batch_alone_equals_the_batch(make: Callable[[], nn.Module]) -> None:
     rows, labels = labelled(0, 9)
     close(CrossBatchMemory(make().double(), 20, D, dtype=torch.float64)(rows, labels), make().double()(rows, labels))
@@ -272,13 +245,12 @@ def test_negatives_are_earlier_keys(inner: Any) -> None:
 
 def test_without_in_batch_negatives_info_nce_equals_moco() -> None:
     inner = cz.InfoNCE(temperature=0.2, in_batch_negatives=False)
-    ours, theirs = (CrossBatchMemory(x, 9, D, dtype=torch.float64) for x in (inner, moco))
-    for step, n in enumerate([4, 3, 6, 2]):
-        queries, keys = numbers(n, D, seed=step), numbers(n, D, seed=50 + step)
-        found, expected = (value_and_gradient(loss, queries, keys) for loss in (ours, theirs))
+    for count in (0, 9):
+        queries, keys, earlier = (numbers(n, D, seed=n) for n in (4, 4, count))
+        found, expected = (value_and_gradient(loss, queries, keys + 1, earlier) for loss in (inner, moco))
         for x, y in zip(found, expected, strict=True):
             close(x, y, 1e-12)
-        assert (found[0] == 0) == (step == 0)  # nothing yet to confuse a key with
+        assert (found[0] == 0) == (count == 0)  # nothing to confuse a key with
 
 
 def test_nothing_enters_in_eval_mode() -> None:
@@ -310,45 +282,36 @@ class Recipe(NamedTuple):
     """A loss against a memory, and how it is called."""
 
     name: str
-    make: Callable[[], nn.Module]
+    inner: Callable[[], Any]
     call: str
+    size: int = 13
+    dtype: torch.dtype = torch.float64
+    miner: Callable[[], Any] = lambda: None
 
     def __str__(self) -> str:
         return self.name
 
-
-def pml_triplet(size: int) -> nn.Module:
-    inner, miner = pml("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner")
-    return CrossBatchMemory(inner, size, D, miner=miner, dtype=torch.float64)
+    def make(self) -> CrossBatchMemory:
+        return CrossBatchMemory(self.inner(), self.size, D, miner=self.miner(), dtype=self.dtype)
 
 
-def symmetric() -> nn.Module:
-    return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
-
-
-def queue_only() -> nn.Module:
-    return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), in_batch_negatives=False)
+def mined_triplet() -> tuple[Any, Any]:
+    return pml("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner")
 
 
 RECIPES = [
-    Recipe("InfoNCE", lambda: CrossBatchMemory(symmetric(), 13, D, dtype=torch.float64), "views"),
-    Recipe("MoCo's own", lambda: CrossBatchMemory(moco, 5, D, dtype=torch.float64), "views"),
-    Recipe(
-        "SupCon",
-        lambda: CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature(0.5)), 13, D, dtype=torch.float64),
-        "labels",
-    ),
-    Recipe("MoCo's own, of InfoNCE", lambda: CrossBatchMemory(queue_only(), 13, D, dtype=torch.float64), "views"),
-    Recipe(
-        "SupSigmoid", lambda: CrossBatchMemory(cz.SupSigmoid(logit_bias=-1.0), 13, D, dtype=torch.float64), "labels"
-    ),
-    Recipe("SupCon, in", lambda: CrossBatchMemory(cz.SupCon(variant="in"), 13, D, dtype=torch.float64), "labels"),
-    Recipe("MNRL", lambda: CrossBatchMemory(MNRL(), 13, D, dtype=torch.float64), "views"),
-    Recipe("Contrastive", lambda: CrossBatchMemory(Contrastive(), 13, D, dtype=torch.float64), "labels"),
-    Recipe("RowLoss", lambda: CrossBatchMemory(BatchHard(), 20, D, dtype=torch.float64), "labels"),
-    Recipe("RowLoss, small memory", lambda: CrossBatchMemory(BatchHard(), 3, D, dtype=torch.float64), "labels"),
-    Recipe("RowLoss, bfloat16", lambda: CrossBatchMemory(BatchHard(), 9, D, dtype=torch.bfloat16), "labels"),
-    Recipe("pml triplet, mined", lambda: pml_triplet(13), "labels"),
+    Recipe("InfoNCE", lambda: cz.InfoNCE(**learnt(0.5), symmetric=True), "views"),
+    Recipe("MoCo's own", lambda: moco, "views", size=5),
+    Recipe("SupCon", lambda: cz.SupCon(**learnt(0.5)), "labels"),
+    Recipe("MoCo's own, of InfoNCE", lambda: cz.InfoNCE(**learnt(0.5), in_batch_negatives=False), "views"),
+    Recipe("SupSigmoid", lambda: cz.SupSigmoid(logit_bias=-1.0), "labels"),
+    Recipe("SupCon, in", lambda: cz.SupCon(variant="in"), "labels"),
+    Recipe("MNRL", MNRL, "views"),
+    Recipe("Contrastive", Contrastive, "labels"),
+    Recipe("RowLoss", BatchHard, "labels", size=20),
+    Recipe("RowLoss, small memory", BatchHard, "labels", size=3),
+    Recipe("RowLoss, bfloat16", BatchHard, "labels", size=9, dtype=torch.bfloat16),
+    Recipe("pml triplet, mined", lambda: mined_triplet()[0], "labels", miner=lambda: mined_triplet()[1]),
 ]
 SHARDS = {
     1: [(8,)],
@@ -536,6 +499,7 @@ def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
 # -------------------------------------------------------------------------------------------------------------- errors
 
 ROWS = torch.ones(2, D)
+LABELLED = ROWS, torch.arange(2)
 
 
 @pytest.mark.parametrize(
@@ -549,14 +513,10 @@ ROWS = torch.ones(2, D)
         (lambda: CrossBatchMemory(lambda z, labels: z.sum(), 8, D), "compares a batch with itself only"),
         (lambda: CrossBatchMemory(3, 8, D), "can be called"),
         (lambda: CrossBatchMemory(cz.SupCon(), 8, D, miner=print), "takes no miner"),
-        (lambda: MomentumEncoder(nn.Linear(1, 1), momentum=1.5), "momentum"),
+        (lambda: MomentumEncoder(nn.Linear(1, 1), momentum=1.5), r"momentum is in \[0, 1\], got 1.5"),
         (lambda: MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
         (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
         (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
-        (
-            lambda: later(MomentumEncoder(nn.Linear(1, 1)), momentum=1.1).update(nn.Linear(1, 1)),
-            r"momentum is in \[0, 1\], got 1.1",
-        ),
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
@@ -572,13 +532,10 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "NaN or infinite": (cz.InfoNCE, lambda rank: (ROWS, ROWS / rank)),
     "global batch is empty": (cz.SupCon, lambda rank: (ROWS[:0], torch.arange(0))),
     "enqueue_mask is one bool per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool())),
-    "temperature must be positive": (
-        lambda: later(cz.SupCon(), temperature=-1.0),
-        lambda rank: (ROWS, torch.arange(2)),
-    ),
+    "temperature must be positive": (lambda: later(cz.SupCon(), temperature=-1.0), lambda rank: LABELLED),
     "SupSigmoid: logit_bias must be finite": (
         lambda: later(cz.SupSigmoid(), logit_bias=nn.Parameter(torch.tensor([torch.nan]))),
-        lambda rank: (ROWS, torch.arange(2)),
+        lambda rank: LABELLED,
     ),
 }
 
@@ -587,15 +544,11 @@ BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
 def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds: Worlds) -> None:
     make, rows = BAD[text]
 
-    def job() -> tuple[Any, Any]:
-        loss = CrossBatchMemory(make(), 8, D)
-        return loss, cz.DistributedLoss(loss)
-
     def bad() -> None:
-        loss, distributed = job()
+        loss = CrossBatchMemory(make(), 8, D)
         first, second, *mask = rows(dist.get_rank())
         try:
-            distributed(first, second, **({"enqueue_mask": mask[0]} if mask else {}))
+            cz.DistributedLoss(loss)(first, second, **({"enqueue_mask": mask[0]} if mask else {}))
         finally:
             assert len(loss.memory) == 0
 

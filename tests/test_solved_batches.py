@@ -235,17 +235,11 @@ def errors(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch
 # ------------------------------------------------------------------------------------------------ ways to compute them
 
 
-@contextmanager
-def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
-    with patch.object(where, name, value):
-        yield
-
-
 PATHS: dict[str, Callable[[], list[Any]]] = {
-    "tiled": lambda: [replaced(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(0)],
-    "cached": lambda: [replaced(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
-    "a maximum for each row": lambda: [replaced(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
-    "small": lambda: [replaced(implementation, "SMALL_BATCH_ELEMENTS", 2**24)],
+    "tiled": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(0)],
+    "cached": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
+    "a maximum for each row": lambda: [patch.object(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
+    "small": lambda: [patch.object(implementation, "SMALL_BATCH_ELEMENTS", 2**24)],
     "dense": lambda: [cz.engine.plain_formulas()],
 }
 
@@ -421,5 +415,5 @@ def softmaxes_with_the_positive(logits: Tensor, comparison: Any) -> Any:
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_subtraction_in_the_small_batch_path_is_caught(name: str) -> None:
-    with path("small"), replaced(small_batch, "softmaxes", softmaxes_with_the_positive):
+    with path("small"), patch.object(small_batch, "softmaxes", softmaxes_with_the_positive):
         assert errors(name, 256, 0.01, 0.3)[0] > 100 * GOAL

@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine import tiling
@@ -57,13 +57,13 @@ def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int
     return (index_sums[classes] - index).where(has_two[classes], index)
 
 
-def clear_excluded(tile: Float[Tensor, "h w"], excluded: Int[Tensor, " h"]) -> None:
-    """Write −inf over one logit of each row: that of the column ``excluded``, if it is one of the tile's."""
+def clear_excluded(tile: Shaped[Tensor, "h w"], excluded: Int[Tensor, " h"], value: float | bool) -> None:
+    """Write a value over one entry of each row: that of the column ``excluded``, if it is one of the tile's."""
     if tile.shape[1] == 0:
         return
     column = excluded.clamp(0, tile.shape[1] - 1)
-    logits = tile.gather(1, column[:, None])
-    tile.scatter_(1, column[:, None], logits.masked_fill_((column == excluded)[:, None], -torch.inf))
+    entries = tile.gather(1, column[:, None])
+    tile.scatter_(1, column[:, None], entries.masked_fill_((column == excluded)[:, None], value))
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,8 @@ class BatchLayout:
     companions: tuple[tuple[Tensor, Tensor], ...]
     candidate_shards: Shards
     world: World
-    first_own_candidate: int | None
-    """The candidate that is the first local anchor, where anchors are candidates too."""
     own_candidates: Tensor | None
-    """The candidate that is a copy of each local anchor, −1 for none."""
+    """The candidate that is each local anchor or a copy of it, another number for none; None if no anchor has one."""
     restore: Callable[[Tensor], Tensor] = unchanged
     """Computes candidates from the rows that a ring sends in their place."""
     largest_count: Callable[[], int] | None = None
@@ -149,27 +147,13 @@ class BatchLayout:
         anchors, candidates = self._ids_as_floats[0][rows], self._ids_as_floats[1]
         return torch.eq(anchors[:, None], candidates, out=anchors.new_empty(len(anchors), len(candidates))).bool()
 
-    def copies_of(self, rows: slice) -> Tensor | None:
-        """Return the candidate that is a copy of each of some anchors, −1 for none; None if no anchor has one."""
-        if self.own_candidates is not None:
-            return self.own_candidates[rows]
-        if self.first_own_candidate is None:
-            return None
-        first = self.first_own_candidate
-        return torch.arange(first + rows.start, first + rows.stop, device=self.ids.device)
-
     def block(self, rows: slice, anchors: Tensor, candidates: Tensor) -> AnchorBlock:
         """Return the block of some local anchors."""
-        ids = self.ids[rows]
         positive = self._same_id(rows)
-        negative = ~positive
-        if self.first_own_candidate is not None:
-            positive.diagonal(self.first_own_candidate + rows.start).fill_(False)
+        negative, ids = ~positive, (self.ids[rows], self.candidate_ids)
         if self.own_candidates is not None:
-            index = torch.arange(positive.shape[1], device=positive.device)
-            positive &= self.own_candidates[rows, None] != index
-        companions, all_ids = self.companions_of(rows), self.candidate_ids
-        return AnchorBlock(anchors, candidates, positive, negative, ids, all_ids, companions, self.largest_count)
+            clear_excluded(positive, self.own_candidates[rows], False)
+        return AnchorBlock(anchors, candidates, positive, negative, *ids, self.companions_of(rows), self.largest_count)
 
     def companions_of(self, rows: slice) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return the companions of some local anchors and of all candidates."""

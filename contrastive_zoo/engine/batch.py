@@ -72,16 +72,10 @@ class Part:
 class Batch:
     """What all ranks have agreed to compute a loss from; its methods are all that a formula needs of other ranks.
 
-    Args:
-        rows: the local tensors by name; those of all ranks where every process computes all of the loss.
-        shards: the split of each of them over ``world``.
-        settings: the values of the loss's settings in this step.
-        world: the processes that compute the loss together.
-        kernels: whether Triton kernels compute it.
-        own: which of the first of ``rows`` are this rank's, if others are, too; those need no gradient. None: all.
-        parts: the views of the members of a sum of losses.
-        host: what the host has read of the tensors.
-        name: of the loss, the first word of its errors.
+    ``rows`` are the local tensors by name, or those of all ranks where every process computes all of the loss. Then
+    ``local_slice`` says which are this rank's; the others need no gradient. ``shards`` are the split of each of them over
+    ``world``, ``parts`` the views of the members of a sum of losses, ``host`` what the host has read of the tensors, and
+    ``name`` that of the loss, the first word of its errors.
     """
 
     rows: Mapping[str, Tensor]

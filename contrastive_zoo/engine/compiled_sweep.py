@@ -29,12 +29,13 @@ class CompiledSweep(RowwiseSweep):
     """Call a compiled block function on all local anchors, block by block; uncompiled, with a warning, if that fails."""
 
     def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        loss = owner_of(self.on_block)
-        function = compiled_for(kind_of(loss))
+        loss, kind = owner_and_kind(self.on_block)
+        function = compiled_for(kind)
         if function is None:
             return super()._block_losses(rows, anchors, candidates)
         layout = self.layout
-        of_rows = layout.ids[rows], layout.candidate_ids, layout.copies_of(rows), layout.companions_of(rows)
+        copies = None if layout.own_candidates is None else layout.own_candidates[rows]
+        of_rows = layout.ids[rows], layout.candidate_ids, copies, layout.companions_of(rows)
         with every_size_a_symbol():
             return function(loss, self.terms, anchors, candidates, *of_rows)
 
@@ -49,7 +50,7 @@ class CompiledSweep(RowwiseSweep):
 
         No message is sent in between, so other ranks do not notice.
         """
-        kind = kind_of(owner_of(self.on_block))
+        _, kind = owner_and_kind(self.on_block)
         if compiled_for(kind) is None:
             return compute()
         try:
@@ -93,14 +94,14 @@ def block_losses(
     return losses.where(counts > 0, 0), counts
 
 
-def owner_of(on_block: BlockFunction) -> Any:
-    """Return the module whose method is the block function: torch 2.6 compiles anew for each object that is a method."""
-    return getattr(on_block, "__self__", on_block)
+def owner_and_kind(on_block: BlockFunction) -> tuple[Any, Any]:
+    """Return the module whose method is the block function, and what losses with the same graphs share.
 
-
-def kind_of(loss: Any) -> Any:
-    """Return what losses with the same graphs share: a class, or the code of a :class:`BlockLoss`'s function."""
-    return getattr(loss, "graph_kind", type(loss))
+    torch 2.6 compiles anew for each object that is a method. Losses share a class, or the code of a :class:`BlockLoss`'s
+    function.
+    """
+    loss = getattr(on_block, "__self__", on_block)
+    return loss, getattr(loss, "graph_kind", type(loss))
 
 
 def compiled_for(kind: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -193,15 +194,10 @@ def _problem(rows: Tensor) -> str | None:
     return None
 
 
+@cache
 def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "Triton is not installed, so torch operations compute this loss, more slowly than the kernels. "
-            "Install contrastive_zoo[triton], or choose use_implementation('torch').",
-            stacklevel=5,
-        )
-
-
-_warned = False
+    warnings.warn(
+        "Triton is not installed, so torch operations compute this loss, more slowly than the kernels. "
+        "Install contrastive_zoo[triton], or choose use_implementation('torch').",
+        stacklevel=5,
+    )

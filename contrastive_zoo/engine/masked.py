@@ -67,15 +67,15 @@ def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: boo
     Equal maxima share the gradient, so that it does not depend on their order; with ``first`` the first of them gets
     all of it, as from ``x.max(1)``.
     """
-    return _masked_extreme(x, mask, -1, first)
+    return masked_extreme(x, mask, -1, first)
 
 
 def masked_min(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
     """Return the smallest selected entry of each row, as :func:`masked_max`; +inf for a row without any."""
-    return _masked_extreme(x, mask, 1, first)
+    return masked_extreme(x, mask, 1, first)
 
 
-def _masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
+def masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
     """Return the minimum (sign 1) or the maximum (sign −1)."""
     if not x.shape[1]:  # torch has no extreme of nothing
         return x.sum(1) + sign * torch.inf

@@ -34,7 +34,7 @@ from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
-from contrastive_zoo.ranks.compiling import Function, differentiable_once, saved_tensors_are_hooked
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -150,7 +150,7 @@ class MaxSimSweep:
         return best, position
 
     def scores(
-        self, queries: Tensor, exchange: GatherExchange | Ring, cached: CachedLogits | None
+        self, queries: Tensor, exchange: GatherExchange | Ring, cached: CachedLogits
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the scores, and the positions of the selected tokens of each block; None where they do not fit."""
         scores = queries.new_empty(len(self.query_lengths), len(self.document_lengths))
@@ -158,7 +158,7 @@ class MaxSimSweep:
         for tokens, blocks in self._visits(exchange, queries):
             for columns, index in blocks:
                 small = _small_integer(index.shape[1])
-                keep = cached is not None and cached.reserve(len(queries) * len(index) * small.itemsize)
+                keep = cached.reserve(len(queries) * len(index) * small.itemsize)
                 best, position = self._best(queries, tokens, index, select=keep)
                 scores[:, columns] = sum_by_set(best, self.query_lengths)
                 positions.append(position)
@@ -193,9 +193,7 @@ class _MaxSim(Function):
     def forward(ctx: Any, sweep: MaxSimSweep, queries: Tensor, documents: Tensor) -> Tensor:
         keep_freed_memory(queries)
         ctx.sweep, exchange = sweep, sweep.exchange(documents)
-        # a checkpoint computes the positions again in any case, and must find as many saved tensors as the first time
-        cache = sweep.learns and any(ctx.needs_input_grad) and not saved_tensors_are_hooked()
-        ctx.cached = CachedLogits() if cache else None
+        ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
         with matmul_rounding(sweep.dtype, queries.device.type):
             scores, positions = sweep.scores(queries, exchange, ctx.cached)
         ctx.save_for_backward(queries, documents, exchange.gathered, *positions)
@@ -218,8 +216,7 @@ class _MaxSim(Function):
                     pass
             else:
                 exchange.return_gradients(ddocuments, parts)
-            if ctx.cached is not None:
-                ctx.cached.release()
+            ctx.cached.release()
         return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments))
 
 

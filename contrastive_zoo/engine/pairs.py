@@ -15,7 +15,12 @@ from contrastive_zoo.engine.implementation import is_dense, is_one_call
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows, sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
-from contrastive_zoo.engine.small_batch import small_batch_info_nce, small_batch_siglip, uses_small_batch_path
+from contrastive_zoo.engine.small_batch import (
+    Comparison,
+    small_batch_info_nce,
+    small_batch_siglip,
+    uses_small_batch_path,
+)
 from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, cross_entropy_of_several, log_sum_exp
 from contrastive_zoo.ranks.world import Shards
@@ -62,12 +67,7 @@ class ViewPairs(_Pairs):
         small = not on_kernel and len(views) == 2 and self.normalize
         if small and uses_small_batch_path(first, reduction, batch.world, views=True):
             return small_batch_info_nce(
-                first,
-                views[1],
-                temperature=self.temperature,
-                comparison="views",
-                reduction=reduction,
-                local_slice=batch.local_slice,
+                batch, first, views[1], temperature=self.temperature, comparison="views", reduction=reduction
             )
         if on_kernel and is_one_call(reduction, batch.world):
             from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
@@ -112,18 +112,14 @@ class TowerPairs(_Pairs):
         """
         batch, (queries, keys, *negatives) = self.batch, self.batch.rows.values()
         others = sum(x.total for x in self.negative_shards)
-        on_kernel = batch.kernels.compute(
-            batch.name,
-            batch.total,
-            batch.total + others,
-            unsupported=_unsupported(negatives, symmetric, in_batch_negatives),
-        )
+        unsupported = _unsupported(negatives, symmetric, in_batch_negatives)
+        on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total + others, unsupported=unsupported)
         small = not on_kernel and not negatives and self.normalize
         if small and uses_small_batch_path(queries, reduction, batch.world):
+            comparison: Comparison = "rows and columns" if symmetric else "rows"
             return small_batch_info_nce(
-                queries, keys, temperature=self.temperature, comparison="rows and columns" if symmetric else "rows",
-                reduction=reduction, local_slice=batch.local_slice,
-            )  # fmt: skip
+                batch, queries, keys, temperature=self.temperature, comparison=comparison, reduction=reduction
+            )
         q, k, *extra = self.rows
         if on_kernel and is_one_call(reduction, batch.world):
             from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
@@ -187,12 +183,7 @@ class TowerPairs(_Pairs):
         on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total, unsupported=unsupported)
         if not on_kernel and self.normalize and uses_small_batch_path(queries, reduction, batch.world):
             return small_batch_siglip(
-                queries,
-                keys,
-                temperature=self.temperature,
-                bias=bias,
-                reduction=reduction,
-                local_slice=batch.local_slice,
+                batch, queries, keys, temperature=self.temperature, bias=bias, reduction=reduction
             )
         x, y = (batch.prepared(rows, normalize=self.normalize) for rows in (queries, keys))
         scale = 1 / self.temperature

@@ -71,15 +71,13 @@ class RingSweep(RowwiseSweep):
         visits = zip(exchange.blocks, exchange, *others, strict=True)
         for index, (block, candidates, ids, *companions) in enumerate(visits):
             first, copies = sum(self.layout.candidate_shards.sizes[: block.ahead]), self.layout.own_candidates
-            pairs = tuple(
-                (of_anchors, of) for (of_anchors, _), of in zip(self.layout.companions, companions, strict=True)
-            )
-            copies, is_local = None if copies is None else copies - first, index == 0
-            start = 0 if is_local and self.layout.first_own_candidate is not None else None
-            layout = replace(
-                self.layout, candidate_ids=ids, companions=pairs, first_own_candidate=start, own_candidates=copies
-            )
+            layout = self._layout(ids, companions, None if copies is None else copies - first)
             yield layout, self.candidates if index == 0 else layout.restore(candidates)
+
+    def _layout(self, candidate_ids: Tensor, companions: Sequence[Tensor], copies: Tensor | None) -> BatchLayout:
+        """Return the layout of blocks of some candidates; companions are the candidates' own."""
+        pairs = tuple((of_anchors, of) for (of_anchors, _), of in zip(self.layout.companions, companions, strict=True))
+        return replace(self.layout, candidate_ids=candidate_ids, companions=pairs, own_candidates=copies)
 
     def _step(self, block: AnchorBlock, values: Sequence[Any]) -> tuple[Sequence[Statistic] | None, Any]:
         """Return the statistics that follow the values of earlier stages, or losses and counts."""
@@ -91,10 +89,7 @@ class RingSweep(RowwiseSweep):
 
     def _without_candidates(self, values: Sequence[Any], anchors: Tensor) -> tuple[Sequence[Statistic] | None, Any]:
         nothing = slice(0, 0)
-        ids, companions = self.layout.candidate_ids[nothing], tuple((x, y[nothing]) for x, y in self.layout.companions)
-        layout = replace(
-            self.layout, candidate_ids=ids, companions=companions, first_own_candidate=None, own_candidates=None
-        )
+        layout = self._layout(self.layout.candidate_ids[nothing], [y[nothing] for _, y in self.layout.companions], None)
         return self._step(layout.block(slice(0, len(anchors)), anchors, self.candidates[nothing]), values)
 
     def _merged(self) -> list[Stage]:

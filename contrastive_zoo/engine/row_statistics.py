@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.masked import masked_log_sum_exp, masked_max, masked_min
+from contrastive_zoo.engine.masked import masked_extreme, masked_log_sum_exp
 
 State = tuple[Tensor, ...]
 """What a statistic merges, without gradient."""
@@ -74,25 +74,13 @@ class Sum(Statistic):
         return None
 
 
-@dataclass(frozen=True)
-class AnyOf(Statistic):
-    """Whether any of the block's candidates has a property, [c].
+class AnyOf(Sum):
+    """Whether any of the block's candidates has a property, [c]: in torch the sum of two booleans is ``or``.
 
     Examples:
         >>> AnyOf(torch.tensor([False])).merge((torch.tensor([False]),), (torch.tensor([True]),))
         (tensor([True]),)
     """
-
-    is_any: Tensor
-
-    def partial(self) -> Tensor:
-        return self.is_any
-
-    def merge(self, one: State, other: State) -> State:
-        return (one[0] | other[0],)
-
-    def derivative(self, partial: State, state: State) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -137,6 +125,9 @@ class _Extreme(Statistic):
     first: bool = False
     sign: ClassVar[int]
 
+    def partial(self) -> Tensor:
+        return masked_extreme(self.entries, self.mask, self.sign, self.first)
+
     def state(self, partial: Tensor) -> State:
         """The extreme and how many entries attain it, which are counted in floats: a CPU adds booleans one by one."""
         entries, extreme = self.entries.detach(), partial.detach()
@@ -166,9 +157,6 @@ class Maximum(_Extreme):
 
     sign = -1
 
-    def partial(self) -> Tensor:
-        return masked_max(self.entries, self.mask, first=self.first)
-
 
 class Minimum(_Extreme):
     """The smallest of the selected entries of each row, +inf for a row without any.
@@ -179,9 +167,6 @@ class Minimum(_Extreme):
     """
 
     sign = 1
-
-    def partial(self) -> Tensor:
-        return masked_min(self.entries, self.mask, first=self.first)
 
 
 Rows = Generator[Sequence[Statistic], tuple[Tensor, ...], tuple[Tensor, Tensor]]

@@ -57,25 +57,15 @@ def sum_over_anchors(
 
     Equal to ``reduce(*loss.on_block(AnchorBlock(Z, candidates, …)))`` with the anchors of all ranks in one block.
 
-    Args:
-        loss: a module whose method ``on_block(block)`` is a :data:`BlockFunction`, with ``loss.terms`` terms (1 if it
-            has no such attribute). Its parameters get their complete gradient on every rank. With ``loss.lists_positives()``
-            blocks know how many positives an anchor has at most.
-        anchors: the local anchors.
-        ids: ids of the local anchors; candidates with an equal id are their positives.
-        shards: shard sizes of the anchors.
-        world: the ranks that hold them.
-        candidates: the local candidates; None if anchors are the candidates, and then no anchor is its own positive.
-        candidate_ids, candidate_shards: ids and shard sizes of the local candidates.
-        own_candidates: for each local anchor the index, among the candidates of all ranks, of a copy of it, which is
-            then no positive; −1 for none.
-        companions: pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for the losses of the local anchors.
-        may_draw: whether the loss may draw random numbers or change a buffer, which a rank that sees a part of the anchors
-            does differently. If it has, every rank computes it from all anchors instead.
+    The method ``on_block`` is a :data:`BlockFunction` of ``loss.terms`` terms, 1 by default. The loss's parameters get
+    their complete gradient on every rank. With ``loss.lists_positives()`` blocks know how many positives an anchor has
+    at most. Candidates None are the anchors; candidates with the id of an anchor are its positives, but for the one
+    that is the anchor itself: ``own_candidates`` are the indices of these copies among the candidates of all ranks, −1
+    for none. Companions are pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
 
-    Raises:
-        ValueError: on every rank alike, it has, with ``reduction="none"``.
+    ``may_draw``: whether the loss may draw random numbers or change a buffer, which a rank that sees a part of the anchors
+    does differently. If it has, every rank computes it from all anchors instead, and raises ValueError alike with
+    ``reduction="none"``.
     """
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
     where, ring = candidate_shards or shards, uses_ring(loss, world)
@@ -89,8 +79,9 @@ def sum_over_anchors(
     # before candidates are sent: the host waits for the number, not for them
     lists = getattr(loss, "lists_positives", bool)()
     largest_count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if lists else None
-    pairs, first = tuple((x, visible(y)) for x, y in companions), shards.start if is_one_tower else None
-    layout = BatchLayout(ids, all_ids, pairs, where, world, first, own_candidates, restore, largest_count)
+    pairs = tuple((x, visible(y)) for x, y in companions)
+    copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
+    layout = BatchLayout(ids, all_ids, pairs, where, world, copies, restore, largest_count)
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():
         return _dense(loss, anchors, columns, layout, parameters, reduction)

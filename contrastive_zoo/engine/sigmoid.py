@@ -22,7 +22,7 @@ from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
-from contrastive_zoo.engine.tiling import ScratchBuffer, keep_freed_memory, tile_shape, tiles
+from contrastive_zoo.engine.tiling import keep_freed_memory, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -162,8 +162,7 @@ class _Block:
         self.danchors = torch.zeros_like(self.anchors) if self.learns else self.anchors[:0]
         self.scaled = self.scale * self.anchors
         height, width = tile_shape(self.anchors)
-        size = min(height, len(self.anchors)) * width
-        self.scratch = [ScratchBuffer(self.anchors.new_empty(size)) for _ in range(2)]
+        self.scratch = self.anchors.new_empty(2, min(height, len(self.anchors)) * width)
 
     def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
         """Add the pairs with some candidates.
@@ -171,7 +170,7 @@ class _Block:
         ``ids`` are those of anchors and of candidates; None where positives are candidates of the anchors' own index.
         """
         for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
-            x, other = (buffer.tile(i, j) for buffer in self.scratch)
+            x, other = (tile_of(scratch, i, j) for scratch in self.scratch)
             torch.mm(self.scaled[i], candidates[j].t(), out=x).add_(self.bias)
             diagonal = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
             if ids is None:  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive

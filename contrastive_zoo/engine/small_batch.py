@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.batch import Reduction
+from contrastive_zoo.engine.batch import Batch, Reduction
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
@@ -49,45 +49,41 @@ def uses_small_batch_path(a: Tensor, reduction: Reduction, world: World, *, view
 
 
 def small_batch_info_nce(
+    batch: Batch,
     a: Float[Tensor, "n d"],
     b: Float[Tensor, "n d"],
     *,
     temperature: float | Tensor,
     comparison: Comparison,
     reduction: Reduction,
-    local_slice: slice | None = None,
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
-    Row i of a belongs to row i of b. ``"views"`` reduces over the rows of both. Rows ``local_slice`` of either side get a
-    gradient, others zeros: a rank that computes the loss of all ranks' rows needs that of its own. None: all.
+    Row i of a belongs to row i of b. ``"views"`` reduces over the rows of both. Rows ``batch.local_slice`` of either side
+    get a gradient, others zeros: a rank that computes the loss of all ranks' rows needs that of its own. None: all.
     """
     parameter, scale, slope = _learnt(temperature)
-    keeps_logits = local_slice is not None and parameter is not None
+    keeps_logits = batch.local_slice is not None and parameter is not None
     terms: Callable[[Tensor], Terms] = partial(softmaxes, comparison=comparison)
     if isinstance(scale, float) and scale <= LARGEST_SCALE and devices.on_cpu(a):  # where an exponential takes time
         terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=not keeps_logits)
     sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
-    settings = _Settings(terms, scale, slope, views, sides, reduction == "mean", local_slice, torch.is_grad_enabled())
+    mean, learns = reduction == "mean", torch.is_grad_enabled()
+    settings = _Settings(terms, scale, slope, views, sides, mean, batch.local_slice, learns)
     with _rounded_matmuls(a):
         return _SmallBatch.apply(a, b, parameter, None, settings)
 
 
 def small_batch_siglip(
-    a: Float[Tensor, "n d"],
-    b: Float[Tensor, "n d"],
-    *,
-    temperature: float | Tensor,
-    bias: float | Tensor,
-    reduction: Reduction,
-    local_slice: slice | None = None,
+    batch: Batch, a: Tensor, b: Tensor, *, temperature: float | Tensor, bias: float | Tensor, reduction: Reduction
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
 
     Arguments are those of :func:`small_batch_info_nce`.
     """
     parameter, scale, slope = _learnt(temperature)
-    settings = _Settings(sigmoids, scale, slope, False, 1, reduction == "mean", local_slice, torch.is_grad_enabled())
+    mean, learns = reduction == "mean", torch.is_grad_enabled()
+    settings = _Settings(sigmoids, scale, slope, False, 1, mean, batch.local_slice, learns)
     with _rounded_matmuls(a):
         return _SmallBatch.apply(a, b, parameter, bias, settings)
 

@@ -34,7 +34,7 @@ from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradien
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
-from contrastive_zoo.ranks.compiling import Function, differentiable_once, saved_tensors_are_hooked
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.world import Shards, World
 
 Scale = float | Tensor
@@ -58,17 +58,11 @@ def self_log_sum_exp(
     Without partners: ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z and all rows Z; −inf where no
     row is left. The logits are ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
 
-    Args:
-        z: the local rows.
-        scale: the factor of similarities; each rank's gradient of it is that of its local rows.
-        unit_norm: whether all rows are known to have norms of at most 1.
-        dtype: the dtype of the input. If it has 16 bits, z is rounded to it, and matmuls round their factors to it.
-        partner_offsets: offsets o; row i + o of the same rank is a partner of row i, and row i of it.
-        excluded: the index, among all ranks' rows, of one more row that a row's sum leaves out, and the reverse; or its own.
-            None on every rank, or on none.
-        shards: shard sizes of the rows.
-        world: the ranks that hold them.
-        on_kernel: whether Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
+    Rows i and i + o of the same rank are partners of each other, for each offset o. ``excluded`` is the index, among all
+    ranks' rows, of one more row that a row's sum leaves out, and the reverse; or its own. It is None on every rank, or on
+    none. Each rank's gradient of the scale is that of its local rows. ``unit_norm``: all rows are known to have norms of
+    at most 1. If the input's ``dtype`` has 16 bits, z is rounded to it, and matmuls round their factors to it.
+    ``on_kernel``: Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
     """
     if _by_plain_formula(len(z) ** 2, world, on_kernel):
         s = scale * z @ _of_all_ranks(z, shards, world).T
@@ -177,11 +171,9 @@ class _LogSumExp(Function):
         exchange = sweep.exchange(columns)
         largest = sweep.largest_logit(rows, columns, ctx.scale)
         shifted = [] if largest is None else [ShiftedSums.for_logits_up_to(largest, rows.dtype)]
-        # a checkpoint recomputes the logits in any case, and must find as many saved tensors as the first time
-        cache = sweep.learns and any(ctx.needs_input_grad) and not saved_tensors_are_hooked()
         for ctx.arithmetic in (*shifted, sweep.exact_sums):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
-            ctx.cached = CachedLogits() if cache else None
+            ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
             with matmul_rounding(sweep.dtype, rows.device.type):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
             if largest is not None and not sweep.lost_precision(r, c, largest):
@@ -215,8 +207,7 @@ class _LogSumExp(Function):
                     pass
             else:
                 exchange.return_gradients(dcolumns, parts)
-            if ctx.cached is not None:
-                ctx.cached.release()
+            ctx.cached.release()
             dscale = None
             if ctx.needs_input_grad[3]:  # with one tower each pair appears in two rows
                 dscale = torch.dot(rows.flatten(), drows.flatten()) / (2 if sweep.one_tower else 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, merge_at_owners, start_exchange
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
-from contrastive_zoo.engine.tiling import CachedLogits, ScratchBuffer, tile_shape, tiles
+from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import extreme_over_ranks, gather_rows
 from contrastive_zoo.ranks.world import Shards, World
@@ -130,9 +130,9 @@ class SoftmaxSweep:
         first = sum(self.column_shards.sizes[: block.ahead]) + block.columns.start
         return self.excluded[block.rows] - first
 
-    def _scratch_buffer(self, like: Tensor) -> ScratchBuffer:
+    def _scratch(self, like: Tensor) -> Tensor:
         height, width = tile_shape(like)
-        return ScratchBuffer(like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes))))
+        return like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes)))
 
     def _tiles(
         self, rows: Tensor, exchange: GatherExchange | Ring
@@ -149,13 +149,13 @@ class SoftmaxSweep:
         rows: Tensor,
         exchange: GatherExchange | Ring,
         scale: float | Tensor,
-        cached: CachedLogits | None,
+        cached: CachedLogits,
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
         """Return sums of local rows over all columns, sums of local columns over all rows, partners' logits, and tiles.
 
         The sums leave partners out. Tiles are those that fit into the budget, None in place of the others.
         """
-        scratch, total, parts = self._scratch_buffer(rows), arithmetic.empty(len(rows), rows), []
+        scratch, total, parts = self._scratch(rows), arithmetic.empty(len(rows), rows), []
         positives = self.partners.empty(rows, len(rows), self.column_shards.size)
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
@@ -164,8 +164,8 @@ class SoftmaxSweep:
             for i, strip in groupby(cut, itemgetter(0)):
                 a, strip_total = block_rows[i], row_total[i]
                 for _, j, diagonal in strip:
-                    tile = scratch.tile(i, j)
-                    keep = cached is not None and cached.reserve(tile.nbytes)
+                    tile = tile_of(scratch, i, j)
+                    keep = cached.reserve(tile.nbytes)
                     out = torch.empty_like(tile) if keep else tile
                     s = _logits(a, columns[j], scale, out, diagonal, _in_tile(excluded, i, j))
                     if index == 0:
@@ -200,11 +200,11 @@ class SoftmaxSweep:
         weights of partners. The caller multiplies gradients by a scale that is a tensor.
         """
         alpha = 1.0 if isinstance(scale, Tensor) else scale
-        scratch, row_weights, column_weights = self._scratch_buffer(rows), arithmetic.coefficients(row_statistics), None
+        scratch, row_weights, column_weights = self._scratch(rows), arithmetic.coefficients(row_statistics), None
         if column_statistics is not None:
             column_statistics = gather_rows(column_statistics, self.column_shards, self.world)
             column_weights = arithmetic.coefficients(column_statistics).split(self.column_shards.sizes)
-        out, cached = self._scratch_buffer(rows), iter(stored)
+        out, cached = self._scratch(rows), iter(stored)
         for index, block, columns, cut in self._tiles(rows, exchange):
             block_rows, block_weights, block_drows = rows[block.rows], row_weights[block.rows], drows[block.rows]
             excluded = self._excluded_columns(block)
@@ -215,10 +215,10 @@ class SoftmaxSweep:
                 for _, j, diagonal in strip:
                     b, s = columns[j], next(cached)
                     if s is None:
-                        s = _logits(a, b, scale, scratch.tile(i, j), diagonal, _in_tile(excluded, i, j))
+                        s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j))
                         arithmetic.transform(s)
                     weights = arithmetic.weights(
-                        s, strip_weights, None if by_column is None else by_column[j], out.tile(i, j)
+                        s, strip_weights, None if by_column is None else by_column[j], tile_of(out, i, j)
                     )
                     if index == 0:
                         self.partners.put(weights, i, j, dpositives, mirrored=diagonal)
@@ -252,5 +252,5 @@ def _logits(
     else:
         torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
     if excluded is not None:
-        clear_excluded(out, excluded)
+        clear_excluded(out, excluded, -torch.inf)
     return out.fill_diagonal_(-torch.inf) if diagonal else out

@@ -165,7 +165,7 @@ def pair_histograms(
     """
     shards, world = batch.samples, batch.world
     candidates = all_gather(z, shards=shards, process_group=world)
-    layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, shards.start, None)
+    layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, batch.indices())
     total = z.new_zeros(2, num_bins + 1)
     # an empty block connects the candidates, whose backward pass is a message, with a shard without rows
     for rows in [slice(0, len(z))] if is_dense() else row_blocks(len(z), 4 * len(candidates), z.dtype):

@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked
+
 BLOCK_BYTES = 32 * 2**20  # largest size of one block of similarities
 TILE_BYTES = 4 * 2**20  # and of a tile, so that it stays in a CPU's cache; a GPU's tiles are 32 times as large
 
@@ -51,19 +53,10 @@ def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         yield slice(start, min(rows, start + height))
 
 
-class ScratchBuffer:
-    """Hold memory for one tile at a time, with its views cached by shape."""
-
-    def __init__(self, elements: Tensor) -> None:
-        self.elements = elements
-        self.views: dict[tuple[int, int], Tensor] = {}
-
-    def tile(self, i: slice, j: slice) -> Tensor:
-        """Return a view of the buffer in the shape of rows i and columns j."""
-        shape = i.stop - i.start, j.stop - j.start
-        if shape not in self.views:
-            self.views[shape] = self.elements[: math.prod(shape)].view(shape)
-        return self.views[shape]
+def tile_of(scratch: Tensor, i: slice, j: slice) -> Tensor:
+    """Return a view of memory for one tile at a time, in the shape of rows i and columns j."""
+    height, width = i.stop - i.start, j.stop - j.start
+    return scratch[: height * width].view(height, width)
 
 
 _budget: ContextVar[int] = ContextVar("budget", default=128 * 2**20)
@@ -110,17 +103,21 @@ def budget() -> int:
 
 
 class CachedLogits:
-    """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses."""
+    """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses.
+
+    Nothing is cached unless ``learns``, nor in a checkpoint: it recomputes the logits in any case, and must find as many
+    saved tensors as the first time.
+    """
 
     _all: ClassVar[weakref.WeakSet["CachedLogits"]] = weakref.WeakSet()
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, *, learns: bool) -> None:
+        self.size, self.is_used = 0, learns and not saved_tensors_are_hooked()
         CachedLogits._all.add(self)
 
     def reserve(self, size: int) -> bool:
         """Reserve so many more bytes if they fit into the budget, and return whether they do."""
-        fits = sum(cached.size for cached in CachedLogits._all) + size <= budget()
+        fits = self.is_used and sum(cached.size for cached in CachedLogits._all) + size <= budget()
         self.size += size if fits else 0
         return fits
 

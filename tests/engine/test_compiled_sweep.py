@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, compiled_sweep
 from contrastive_zoo.testing.worlds import Worlds
-from tests.engine.test_ring import GENERAL_PATH, Call, batch, called, replaced
+from tests.engine.test_ring import GENERAL_PATH, Call, batch, called
 from tests.engine.test_ring import LOSSES as RINGS
 from tests.helpers import EVERY_CASE, EXACT, distance, local_shard
 from tests.stateful_rank import limits
@@ -77,9 +78,9 @@ def compiling(backend: Any = "eager") -> Iterator[None]:
         return [slice(x.start, min(x.stop, len(anchors))) for x in slices if x.start < len(anchors)]
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(compiled_sweep, "BACKEND", backend))
-        stack.enter_context(replaced(compiled_sweep, "_compiled", type(compiled_sweep._compiled)()))
-        stack.enter_context(replaced(anchor_block, "anchor_slices", anchor_slices))
+        stack.enter_context(patch.object(compiled_sweep, "BACKEND", backend))
+        stack.enter_context(patch.object(compiled_sweep, "_compiled", type(compiled_sweep._compiled)()))
+        stack.enter_context(patch.object(anchor_block, "anchor_slices", anchor_slices))
         stack.enter_context(limits(GENERAL_PATH))
         stack.enter_context(cz.engine.use_implementation("compiled"))
         yield

@@ -1,9 +1,9 @@
 """A ring of one or two levels: the loss of one process, without all candidates on any rank."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -159,16 +159,6 @@ def test_a_ring_is_one_process(shards: tuple[int, ...], layout: Any, tiles: dict
         assert max(found.values()) <= EXACT, {name: x for name, x in found.items() if x > EXACT}
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 # ------------------------------------------------------------------------------------------------------- what is sent
 
 
@@ -187,7 +177,7 @@ def rows_sent(name: str, shards: Sequence[int], layout: Any) -> tuple[dict[int, 
         gathered += len(rows) * (rows.ndim > 1)
         return GATHER(rows, *rest)
 
-    counting = replaced(exchange, "SendReceive", Counted), replaced(rowwise, "gather_rows", gather)
+    counting = patch.object(exchange, "SendReceive", Counted), patch.object(rowwise, "gather_rows", gather)
     with limits(GENERAL_PATH), counting[0], counting[1], torch.no_grad():
         error_of(name, shards, layout, learning=False)
     return sent, gathered

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange
 from contrastive_zoo.testing.worlds import Worlds
-from tests.engine.test_ring import GENERAL_PATH, replaced
+from tests.engine.test_ring import GENERAL_PATH
 from tests.helpers import EVERY_CASE, local_shard, numbers
 from tests.losses import zoo_margins, zoo_softmax
 from tests.stateful_rank import limits
@@ -57,7 +58,7 @@ def in_ring(index: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor],
 
     mine = [local_shard(x, SHARDS) for x in batch(entry, dtype)]
     found = []
-    with limits(GENERAL_PATH), replaced(exchange, "SendReceive", Seen), warnings.catch_warnings():
+    with limits(GENERAL_PATH), patch.object(exchange, "SendReceive", Seen), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for option in (True, False):
             loss = cz.DistributedLoss(entry.make(temperature=0.1), grad_reduction="sum", ring=option)

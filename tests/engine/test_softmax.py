@@ -2,10 +2,10 @@
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
 from contrastive_zoo.ranks.session import Session
-from contrastive_zoo.ranks.transport import scatters_sums
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
@@ -83,15 +82,6 @@ OPTIONS = [
 ]
 
 
-@contextmanager
-def tiled(size: int) -> Iterator[None]:
-    before, tiling.TILE_BYTES = tiling.TILE_BYTES, size
-    try:
-        yield
-    finally:
-        tiling.TILE_BYTES = before
-
-
 def weighed(positives: Iterable[Tensor]) -> Tensor:
     """Σ w·P of one rank."""
     return sum(((numbers(len(p), seed=5) * p).sum() for p in positives), torch.zeros(()))
@@ -145,7 +135,7 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
     scale = torch.tensor(options.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
     settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "dtype": options.dtype, "world": world}
-    with tiled(options.tile_bytes), tiling.memory_budget(options.keep):
+    with patch.object(tiling, "TILE_BYTES", options.tile_bytes), tiling.memory_budget(options.keep):
         if kind == "one tower":
             excluded = options.excluded(sum(sizes))
             excluded = None if excluded is None else local_shard(excluded, sizes)
@@ -192,15 +182,13 @@ def test_where_the_backend_scatters_sums_itself(sizes: tuple[int, ...], worlds: 
         return len(set(shards.sizes)) == 1
 
     def jobs() -> list[list[Tensor]]:
-        made, original = [], transport.reduce_scatter_single
-        transport.reduce_scatter_single = lambda *args, **named: (made.append(args), original(*args, **named))[1]
-        transport.scatters_sums, exchange.scatters_sums = evenly, evenly
-        try:
+        with pytest.MonkeyPatch.context() as patching:
+            for module in (transport, exchange):
+                patching.setattr(module, "scatters_sums", evenly)
+            calls = Mock(side_effect=transport.reduce_scatter_single)
+            patching.setattr(transport, "reduce_scatter_single", calls)
             results = [job(options, kind, sizes, sizes) for options, kind in every]
-            return [*results, [torch.tensor(len(made))]]
-        finally:
-            transport.reduce_scatter_single = original
-            transport.scatters_sums = exchange.scatters_sums = scatters_sums
+            return [*results, [torch.tensor(calls.call_count)]]
 
     *found, calls = zip(*worlds.run(len(sizes), jobs), strict=True)
     for (options, kind), of_ranks in zip(every, found, strict=True):
@@ -313,11 +301,13 @@ def test_similarities_are_kept_where_they_fit() -> None:
 
 
 def test_no_similarities_are_kept_that_no_backward_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling.CachedLogits, "reserve", lambda *_: pytest.fail("they are kept"))
+    answers, reserve = [], tiling.CachedLogits.reserve
+    monkeypatch.setattr(tiling.CachedLogits, "reserve", lambda *of: answers.append(reserve(*of)) or answers[-1])
     z, args = numbers(8, 4, seed=0), {"scale": 1.0, "shards": Shards((8,)), "world": World()}
     softmax.self_log_sum_exp(z, **args)
     with torch.no_grad():
         softmax.self_log_sum_exp(z.requires_grad_(), **args)
+    assert answers == [False, False]
 
 
 def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

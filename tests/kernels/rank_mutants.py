@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastive_zoo.engine.kernels import softmax_sweep
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_sweep import ExponentSums, KernelSweep
-from tests.kernels.cases import DEVICE
 from tests.simulated import READS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -56,13 +56,13 @@ def without_reads(patch: pytest.MonkeyPatch) -> None:
 def reading(patch: pytest.MonkeyPatch) -> None:
     """The mutant that asks whether a sum lost precision."""
     without_reads(patch)
-    add = softmax_sweep._add_sums
+    add = SoftmaxPairs.add_precise_sums
 
     def wrong(*given: Any) -> None:
         add(*given)
         bool(given[-1].sum() > 0)
 
-    patch.setattr(softmax_sweep, "_add_sums", wrong)
+    patch.setattr(SoftmaxPairs, "add_precise_sums", wrong)
 
 
 def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def never_recomputed(patch: pytest.MonkeyPatch) -> None:
     def never(pairs: SoftmaxPairs, *given: Any) -> None:
         pairs.add_sums(*given, torch.zeros((), dtype=torch.int32, device=DEVICE))
 
-    patch.setattr(softmax_sweep, "_add_sums", never)
+    patch.setattr(SoftmaxPairs, "add_precise_sums", never)
 
 
 def not_transposed(patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""Kernels on several ranks against the dense formula in float64: a program for each rank, of which rank 0 prints JSON.
+"""Kernels on one or several ranks against the dense formula in float64: a program for each rank; rank 0 prints JSON.
 
-Each case is three steps of one loss, with shards of other sizes at each.
+A program, because Triton decides when it is imported whether its interpreter is on, for the whole process. Each case is
+three steps of one loss, with shards of other sizes at each.
 """
 
 import json
@@ -22,8 +23,8 @@ import contrastive_zoo as cz
 from contrastive_zoo.wrapper.step import splitting
 from tests import zoo
 from tests.helpers import learnt
-from tests.kernels.cases import DEVICE, interpret_bfloat16
 from tests.kernels.rank_mutants import (
+    DEVICE,
     Mutant,
     mantissas_only,
     never_recomputed,
@@ -50,6 +51,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
 """The loss, its dense formula, and the number of its rows; SupCon has labels, too."""
 
 SIZES = {
+    1: [((40,), (1,), (33,)), ((66,), (8,), (20,))],
     2: [((20, 13), (33, 0), (2, 30)), ((0, 9), (70, 1), (16, 16))],
     3: [((9, 0, 17), (5, 21, 1), (11, 11, 11)), ((0, 0, 12), (8, 9, 17), (30, 3, 0))],
 }
@@ -72,6 +74,8 @@ class Case:
         generator = torch.Generator().manual_seed(step)
         counts = [sum(sizes), sum(sizes), 2 * sum(sizes)][: LOSSES[self.loss][2]]
         rows = [torch.randn(n, self.width, generator=generator) for n in counts]
+        if self.rows == "clustered":  # about two centres: most similarities are near ±1
+            rows = [x * 0.05 + torch.where(torch.arange(len(x)) % 2 == 0, 1.0, -1.0)[:, None] for x in rows]
         if self.rows == "solved":
             rows[1] = rows[0] + 0.01 * rows[1]
         if self.rows == "duplicates":
@@ -82,6 +86,8 @@ class Case:
         elif self.rows == "opposite":  # all others of a column are as far below its neighbours' as can be
             rows[1][: counts[1] // 2] = -rows[0][:1]
             rows[0] = rows[0][:1] + 0.01 * rows[0]
+        if not self.normalize:
+            rows = [F.normalize(x, dim=1) for x in rows]
         rows = [x.to(DEVICE, getattr(torch, self.dtype)) for x in rows]
         if self.loss == "SupCon":  # classes of one, two and three rows, on any ranks
             labels = torch.arange(sum(sizes)) * 4 // 9
@@ -91,11 +97,11 @@ class Case:
     def found(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[list[Tensor]]:
         """Return value and gradients of each step, of this rank's rows and of the parameters."""
         make = LOSSES[self.loss][0]
-        loss = make(**learnt(self.temperature), reduction=self.reduction)
+        loss = make(**learnt(self.temperature), normalize=self.normalize, reduction=self.reduction)
         wrapped, results = cz.DistributedLoss(loss, ring=self.ring).to(DEVICE), []
         parameters = [x for _, x in sorted(wrapped.named_parameters(), reverse=True)]  # the temperature first
         for step, sizes in enumerate(shards):
-            given = self.local(self.inputs(sizes, step), sizes, rank)
+            given = [self.laid_out(x) for x in self.local(self.inputs(sizes, step), sizes, rank)]
             rows = [x.requires_grad_() for x in given if x.is_floating_point()]
             with splitting(always=True), cz.engine.use_implementation("triton"):
                 value = wrapped(*rows, *given[len(rows) :])
@@ -106,6 +112,16 @@ class Case:
                 dist.all_reduce(value)
             results.append([value, *(x / world for x in gradients[: len(rows)]), *gradients[len(rows) :]])
         return results
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        if self.rows == "shifted":  # no row begins where a copy of a tile may
+            return F.pad(x, (1, 0))[:, 1:]
+        return x.T.contiguous().T if self.rows == "strided" else x
+
+    @property
+    def normalize(self) -> bool:
+        """Whether the loss normalises its rows; otherwise they reach the kernels as they are."""
+        return self.rows not in ("strided", "shifted")
 
     def anchors(self, sizes: Sequence[int]) -> int:
         return sum(sizes) * (2 if self.loss == "NTXent" else 1)
@@ -118,7 +134,7 @@ class Case:
         numbers = [log_scale]
         if self.loss == "SigLIP":
             numbers.append(torch.tensor(-10.0, device=DEVICE, dtype=dtype, requires_grad=True))
-        unit, labels = (F.normalize(x, dim=1) for x in rows), given[len(rows) :]
+        unit, labels = (F.normalize(x, dim=1) if self.normalize else x for x in rows), given[len(rows) :]
         value = LOSSES[self.loss][1](*unit, *labels, 1 / (-log_scale).exp(), *numbers[1:])
         value = value * self.anchors(sizes) if self.reduction == "sum" else value
         gradients = torch.autograd.grad(value, [*rows, *numbers])
@@ -166,7 +182,9 @@ CASES = [
     *(Case(loss, rows="duplicates", reduction="none") for loss in ("NTXent", "Clip", "InfoNCE")),
     *(Case(loss, reduction="sum") for loss in ("NTXent", "Clip", "SigLIP")),
     *(Case("SupCon", dtype, temperature, ring=ring) for dtype, temperature, ring in _SUP_CON),
-    *(Case(loss, temperature=0.01, width=8, rows="opposite") for loss in ("Clip", "SupCon")),
+    *(Case(loss, temperature=0.01, width=8, rows="opposite") for loss in ("SupCon", "Clip")),
+    *(Case(loss, temperature=0.01, width=9, rows="clustered") for loss in ("NTXent", "InfoNCE", "Clip", "SigLIP")),
+    *(Case("Clip", width=20, rows=rows) for rows in ("strided", "shifted")),
 ]
 
 
@@ -179,6 +197,23 @@ MUTANTS = [
     (reading, Case("Clip")),  # last, as it ends in the middle of a step
 ]
 """Each with a case that catches it."""
+
+
+def interpret_bfloat16() -> None:
+    """Teach the interpreter products of bfloat16, of which it multiplies the bits."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):  # type: ignore[no-untyped-def]  # Triton's own has no types
+        for x in (a, b):
+            if x.dtype.scalar == tl.bfloat16 and x.data.dtype == np.uint16:
+                x.data = (x.data.astype(np.uint32) << 16).view(np.float32)
+        return plain(self, a, b, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def selected() -> list[tuple[Mutant | None, Case]]:

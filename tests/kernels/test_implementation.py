@@ -68,7 +68,7 @@ def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "find_spec", lambda name: None)
-    monkeypatch.setattr(chosen, "_warned", False)
+    chosen._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="Triton is not installed"):
         assert not choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
     with warnings.catch_warnings():

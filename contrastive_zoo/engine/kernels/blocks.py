@@ -13,8 +13,6 @@ from torch import Tensor
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastive_zoo.engine.implementation import DTYPES, LARGEST_WIDTH
-
 # mypy: ignore-errors
 
 
@@ -236,23 +234,6 @@ def write_scaled(x: Tensor, of: Operand, scale: Tensor, factor: Tensor, out: Ten
         x, of.rows[part], out[part], dots[part], scale, factor, n, width, of.rows.stride(0),
         BLOCK_M=4, BLOCK_D=1024, num_warps=4,
     )  # fmt: skip
-
-
-def check_inputs(name: str, a: Tensor, b: Tensor, *, same_length: bool = False) -> None:
-    """Raise ValueError if the kernels cannot compare a and b."""
-    got = f"got {_kind(a)} and {_kind(b)}"
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or not len(a) or not len(b):
-        raise ValueError(f"{name}: a and b are [n, d] and [m, d] of at least one row, {got}.")
-    if same_length and len(a) != len(b):
-        raise ValueError(f"{name}: a and b have as many rows, {got}.")
-    if a.dtype not in DTYPES or a.dtype != b.dtype or a.device != b.device:
-        raise ValueError(f"{name}: a and b are both float32, bfloat16 or float16, on one device, {got}.")
-    if not 1 <= a.shape[1] <= LARGEST_WIDTH:
-        raise ValueError(f"{name}: rows have 1 to {LARGEST_WIDTH} numbers, {got}.")
-
-
-def _kind(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)} on {x.device}"
 
 
 def as_scalar(x: float | Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from contrastive_zoo.engine.kernels.blocks import (
     add_product,
     as_scalar,
     blocks,
-    check_inputs,
     launches,
     precision_of,
     rows_per_program,
@@ -78,11 +77,7 @@ def siglip(
 
     Rows are float32, bfloat16 or float16 of any strides, d at most 4,096. A scale or bias that is a tensor gets a gradient.
     The result has float32, in nats per row of a.
-
-    Raises:
-        ValueError: another shape or dtype, or rows on different devices.
     """
-    check_inputs("siglip", a, b)
     return _Sigmoid.apply(a, b, as_scalar(scale, a), as_scalar(bias, a), torch.is_grad_enabled())
 
 

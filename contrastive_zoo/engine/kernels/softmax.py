@@ -27,7 +27,6 @@ from contrastive_zoo.engine.kernels.blocks import (
     add_product,
     as_scalar,
     blocks,
-    check_inputs,
     launches,
     precision_of,
     rows_per_program,
@@ -110,6 +109,17 @@ class SoftmaxPairs:
                     IF_LOST=if_lost, BLOCK_N=32, BLOCK_P=64, num_warps=4,
                 )  # fmt: skip
 
+    def add_precise_sums(self, of_rows: Tensor, of_columns: Tensor, positives: Tensor) -> None:
+        """Add sums as :meth:`add_sums`, but recompute those of columns if one lost precision, each with its own maximum."""
+        precision_lost = positives.new_zeros((), dtype=torch.int32)
+        self.add_sums(of_rows, of_columns, positives, precision_lost)
+        if not self.symmetric:
+            return
+        recomputed = torch.full_like(of_columns, NOTHING.value)
+        unread = torch.empty_like(recomputed[0])
+        self.swapped.add_sums(recomputed, recomputed, unread, precision_lost, if_lost=True)  # or does nothing
+        of_columns.copy_(torch.where(precision_lost > 0, recomputed, of_columns))
+
     def fill(
         self, w: Tensor, i: slice, j: slice, of_rows: Tensor, of_columns: Tensor, positive_weights: Tensor, bits: int
     ) -> None:
@@ -137,29 +147,17 @@ def clip(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor
 
     The result is in nats, float32. Rows are float32, bfloat16 or float16 of any strides, d at most 4,096. A scale that
     is a tensor gets a gradient.
-
-    Raises:
-        ValueError: another shape or dtype, or rows on different devices.
     """
-    check_inputs("clip", a, b, same_length=True)
     return _Softmax.apply(a, b, as_scalar(scale, a), True, False)
 
 
 def info_nce(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"], scale: float | Tensor) -> Float[Tensor, ""]:
-    """Return ``cross_entropy(scale * a @ b.T, arange(n))``, as :func:`clip`; rows of b from n on are negatives of all rows.
-
-    Raises:
-        ValueError: what :func:`clip` refuses, or fewer rows of b than of a.
-    """
-    check_inputs("info_nce", a, b)
-    if len(b) < len(a):
-        raise ValueError(f"info_nce: every row of a needs its row of b, got {len(a)} and {len(b)} rows.")
+    """Return ``cross_entropy(scale * a @ b.T, arange(n))``, as :func:`clip`; rows of b from n on are further negatives."""
     return _Softmax.apply(a, b, as_scalar(scale, a), False, False)
 
 
 def nt_xent(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"], scale: float | Tensor) -> Float[Tensor, ""]:
     """Return ``cross_entropy((scale * z @ z.T).fill_diagonal_(-inf), partner)`` of ``z = cat([a, b])``, as :func:`clip`."""
-    check_inputs("nt_xent", a, b, same_length=True)
     z = torch.cat([a, b])
     return _Softmax.apply(z, z, as_scalar(scale, a), True, True)
 
@@ -189,20 +187,15 @@ def _losses(pairs: SoftmaxPairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the losses of pairs, the sums of rows and of columns, and the weights of positive pairs."""
     a, b, partner, one_tower = pairs.a, pairs.b, pairs.partner, pairs.one_tower
     count = partner or len(a)
-    buffer = a.rows.new_full((2, len(a) + 2 * len(b)), NOTHING.value, dtype=torch.float32)
-    of_rows, of_columns, recomputed = buffer.split([len(a), len(b), len(b)], 1)
+    buffer = a.rows.new_full((2, len(a) + len(b)), NOTHING.value, dtype=torch.float32)
+    of_rows, of_columns = buffer.split([len(a), len(b)], 1)
     if one_tower:
         of_columns = of_rows
     losses, positives, positive_weights = (a.rows.new_empty(k, dtype=torch.float32) for k in (count, len(a), len(a)))
-    precision_lost = a.rows.new_zeros((), dtype=torch.int32)
-    pairs.add_sums(of_rows, of_columns, positives, precision_lost)
-    if pairs.symmetric:
-        # columns whose sums lost precision are recomputed as rows, each with its own maximum; else this does nothing
-        pairs.swapped.add_sums(recomputed, recomputed, torch.empty_like(positives), precision_lost, if_lost=True)
+    pairs.add_precise_sums(of_rows, of_columns, positives)
     finish[(cdiv(count, 128),)](
-        of_rows, of_columns[:, partner:], recomputed[:, partner:], recomputed, precision_lost, positives, pairs.scale,
-        losses, positive_weights, count, buffer.stride(0), buffer.stride(0), buffer.stride(0), partner,
-        SIDES=2 if pairs.symmetric else 1, ONE_TOWER=one_tower, BLOCK=128,
+        of_rows, of_columns[:, partner:], positives, pairs.scale, losses, positive_weights, count, buffer.stride(0),
+        partner, SIDES=2 if pairs.symmetric else 1, ONE_TOWER=one_tower, BLOCK=128,
     )  # fmt: skip
     return losses, of_rows, of_columns, positive_weights
 

@@ -85,7 +85,7 @@ class KernelSweep(SoftmaxSweep):
             pairs = self._pairs(index, block, rows, columns, factor, self.columnwise)
             column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
             if pairs is not None:
-                _add_sums(pairs, total[block.rows].T, column_total.T, positives)
+                pairs.add_precise_sums(total[block.rows].T, column_total.T, positives)
             parts.append(column_total)
         counts = [len(x) for x in self.partners.empty(rows, len(rows), self.column_shards.size)]
         logits = [positives[:count].double() * scale for count in counts]
@@ -162,17 +162,6 @@ class KernelSweep(SoftmaxSweep):
             for start in (0, offset) if self.one_tower else (0,):
                 torch.neg(gradient, out=weights[start : start + len(gradient)])
         return weights
-
-
-def _add_sums(pairs: SoftmaxPairs, of_rows: Tensor, of_columns: Tensor, positives: Tensor) -> None:
-    """Add the sums of a block to those of its rows, and write those of its columns, which no other block has."""
-    precision_lost, b = positives.new_zeros((), dtype=torch.int32), pairs.b.rows
-    pairs.add_sums(of_rows, of_columns, positives, precision_lost)
-    if pairs.symmetric:
-        recomputed = ExponentSums().empty(len(b), positives).T
-        unread = torch.empty_like(b[:, 0], dtype=torch.float32)
-        pairs.swapped.add_sums(recomputed, recomputed, unread, precision_lost, if_lost=True)
-        of_columns.copy_(torch.where(precision_lost > 0, recomputed, of_columns))
 
 
 def _add_gradients(

@@ -163,17 +163,12 @@ def merge(
 def finish(
     of_rows,  # [2, ·]: sums of exponentials of row i's negatives; overwritten by exponent and factor for ``softmax_weights``
     of_partners,  # [2, ·]: sums of column i, or of the partner row of row i
-    recomputed,  # [2, ·]: replaces ``of_partners`` if precision was lost
-    recomputed_rows,  # the same for ``of_rows`` of one tower
-    precision_lost,
     positives,  # [count]: dot products of pairs
     scale,
     losses,  # [count]
     positive_weights,  # [count], and again at offset ``partner`` for one tower
     count,
-    rows_stride,
-    partners_stride,
-    recomputed_stride,
+    stride,
     partner,
     SIDES: tl.constexpr,  # softmaxes per pair
     ONE_TOWER: tl.constexpr,
@@ -183,17 +178,9 @@ def finish(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < count
     positive = tl.load(positives + i, mask=there, other=0.0).to(tl.float64) * (tl.load(scale) * LOG2E)
-    redo = False
+    loss, weight = _finish_side(of_rows, stride, positive, i, there)
     if SIDES == 2:
-        redo = tl.load(precision_lost) > 0
-    if ONE_TOWER:
-        loss, weight = _finish_side(of_rows, rows_stride, recomputed_rows, recomputed_stride, redo, positive, i, there)
-    else:
-        loss, weight = _finish_side(of_rows, rows_stride, of_rows, rows_stride, False, positive, i, there)
-    if SIDES == 2:
-        partner_loss, partner_weight = _finish_side(
-            of_partners, partners_stride, recomputed, recomputed_stride, redo, positive, i, there
-        )
+        partner_loss, partner_weight = _finish_side(of_partners, stride, positive, i, there)
         loss, weight = (loss + partner_loss) / 2, weight + partner_weight
     tl.store(losses + i, loss.to(tl.float32), mask=there)
     tl.store(positive_weights + i, weight.to(tl.float32), mask=there)
@@ -202,12 +189,9 @@ def finish(
 
 
 @triton.jit
-def _finish_side(sums, stride, recomputed, recomputed_stride, redo, positive, i, there):
-    place, mantissas = sums + i, sums + stride + i
-    if redo:
-        place, mantissas = recomputed + i, recomputed + recomputed_stride + i
-    exponent = tl.load(place, mask=there, other=NOTHING).to(tl.float64)
-    mantissa = tl.load(mantissas, mask=there, other=0.0).to(tl.float64)
+def _finish_side(sums, stride, positive, i, there):
+    exponent = tl.load(sums + i, mask=there, other=NOTHING).to(tl.float64)
+    mantissa = tl.load(sums + stride + i, mask=there, other=0.0).to(tl.float64)
     some = (mantissa > 0) | (mantissa != mantissa)  # NaN is kept
     others = tl.where(some, exponent + tl.log2(tl.where(some, mantissa, 1.0)), float("-inf"))
     gap = others - positive
