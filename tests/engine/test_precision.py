@@ -29,16 +29,6 @@ def test_the_setting_is_that_of_the_device_and_comes_back(device: str, before: s
         matmul.fp32_precision = at_first
 
 
-def test_the_outermost_context_restores_the_setting() -> None:
-    matmul = MATMUL["cpu"]
-    before = matmul.fp32_precision
-    with matmul_rounding(torch.bfloat16, "cpu"):
-        with matmul_rounding(torch.bfloat16, "cpu"):
-            pass
-        assert matmul.fp32_precision == "bf16"
-    assert matmul.fp32_precision == before
-
-
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (None, "cuda"), (torch.float16, "cpu")])
 def test_nothing_is_set_where_nothing_would_be_won(dtype: torch.dtype | None, device: str) -> None:
     before = {name: matmul.fp32_precision for name, matmul in MATMUL.items()}

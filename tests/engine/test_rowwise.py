@@ -8,16 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, hinges, implementation, masked, pairwise, tiling
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
+from contrastive_zoo.engine.anchor_block import (
+    AnchorBlock,
+    BatchLayout,
+    class_numbers,
+    class_numbers_as_floats,
+    only_positives,
+)
 from contrastive_zoo.engine.batch import reduce_anchors
 from contrastive_zoo.engine.row_statistics import Maximum
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
@@ -354,3 +363,24 @@ def test_few_anchors_of_several_ranks_have_one_mean(worlds: Worlds) -> None:
         return reduce_anchors(torch.full((1 + world.rank,), float(world.rank)), world=world).item()
 
     assert worlds.run(2, mean) == pytest.approx([2 / 3, 2 / 3])
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+
+IDS = st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**60, 2**60 + 1, 2**63 - 1]), max_size=12)
+
+
+@given(ids=IDS)
+def test_an_accelerator_numbers_classes_as_a_cpu(ids: list[int]) -> None:
+    x = torch.tensor(ids, dtype=torch.int64)
+    classes, counts = class_numbers(x)
+    partners = only_positives(classes, counts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "on_cpu", lambda x: False)
+        found, found_counts = class_numbers(x)
+        found_partners = only_positives(found, found_counts)
+    assert torch.equal(found, classes)
+    assert found_counts.tolist() == counts.tolist() + [0] * (len(ids) - len(counts))
+    assert found_partners is not None
+    assert torch.equal(found_partners, torch.arange(len(ids)) if partners is None else partners)
+    assert class_numbers_as_floats(x).tolist() == classes.tolist()
