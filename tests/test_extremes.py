@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.tiling import memory_budget
+from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, formula, loss, nudged, ordinary
@@ -116,15 +116,12 @@ def test_every_path_of_three_ranks_is_one_process_and_gives_the_same_bits_twice(
                 assert off <= 1e-10 + 8 * moved, (entry, path, off)
 
 
-BUDGETS = {"default": None, "nothing is cached": 0, "everything": 2**40}
+BUDGETS = {"default": budget(), "nothing is cached": 0, "everything": 2**40}
 
 
-def with_budget(entry: Entry, rows: list[Tensor], size: int | None, dtype: torch.dtype) -> Result:
-    if size is None:
+def with_budget(entry: Entry, rows: list[Tensor], size: int, dtype: torch.dtype) -> Result:
+    with memory_budget(size):
         found = loss(entry, rows, 0.1, dtype)
-    else:
-        with memory_budget(size):
-            found = loss(entry, rows, 0.1, dtype)
     assert isinstance(found, Result), found
     return found
 
