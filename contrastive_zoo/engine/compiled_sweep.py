@@ -62,9 +62,11 @@ class CompiledSweep(RowwiseSweep):
             except BaseException:
                 _compiled[kind] = function  # the loss itself raises
                 raise
+            inner = getattr(error, "inner_exception", error)
+            reason = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
             warnings.warn(
                 f"torch.compile cannot compile {_name(kind)}, which is computed uncompiled. Choose "
-                f"use_implementation('auto'), or see what the compiler says: {_reason(error)}",
+                f"use_implementation('auto'), or see what the compiler says: {reason}",
                 stacklevel=2,
             )
             return result
@@ -114,11 +116,6 @@ def compiled_for(kind: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
         function = FunctionType(code, block_losses.__globals__)
         _compiled[kind] = torch.compile(function, dynamic=True, backend=BACKEND, options=OPTIONS.get(BACKEND))
     return _compiled[kind]
-
-
-def _reason(error: Exception) -> str:
-    inner = getattr(error, "inner_exception", error)
-    return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
 
 
 def _name(kind: Any) -> str:

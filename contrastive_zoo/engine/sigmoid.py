@@ -10,7 +10,7 @@ is recomputed, and candidates are sent once. In a ring, their gradients return t
 ``reduction="none"`` the weights of the anchors are known in the backward pass, which sweeps again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,8 @@ def sum_over_sigmoid_pairs(
     bits, anchors and candidates are rounded to it, and are sent in it. ``on_kernel`` says whether a Triton kernel
     computes it, which all ranks have agreed on; without ids, not for ``"none"``.
     """
-    sweep = _Sweep(shards, world, dtype, ids, on_kernel, reduction)
+    all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
+    sweep = _Sweep(shards, world, dtype, all_ids, on_kernel, reduction)
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
     return _SigmoidPairs.apply(sweep, anchors, candidates, *numbers)
 
@@ -97,18 +98,12 @@ class _Sweep:
     shards: Shards
     world: World
     dtype: torch.dtype | None
-    ids: Tensor | None
+    all_ids: Sequence[Tensor] | None
+    """By rank, renumbered so that floats represent them exactly."""
     on_kernel: bool
     reduction: Reduction
     learns: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too."""
-    all_ids: list[Tensor] = field(init=False)
-    """By rank, renumbered so that floats represent them exactly."""
-
-    def __post_init__(self) -> None:
-        if self.ids is not None:
-            numbers = class_numbers_as_floats(gather_rows(self.ids, self.shards, self.world))
-            self.all_ids = list(numbers.split(self.shards.sizes))
 
     def __call__(
         self, anchors: Tensor, candidates: Tensor | None, *numbers: Tensor, learns: bool, weights: Tensor | None = None
@@ -140,8 +135,8 @@ class _Sweep:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
         for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
-            signs = None if self.ids is None else (self.all_ids[self.shards.rank], self.all_ids[of_rank.ahead])
-            block.add(columns, signs, total, local=index == 0)
+            ids = None if self.all_ids is None else (self.all_ids[self.shards.rank], self.all_ids[of_rank.ahead])
+            block.add(columns, ids, total, local=index == 0)
             if index > 0:
                 yield total
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp
+from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window
 from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
@@ -170,7 +170,8 @@ class _LogSumExp(Function):
         ctx.scale = scale.item() if isinstance(scale, Tensor) and devices.on_cpu(scale) else scale
         exchange = sweep.exchange(columns)
         largest = sweep.largest_logit(rows, columns, ctx.scale)
-        shifted = [] if largest is None else [ShiftedSums.for_logits_up_to(largest, rows.dtype)]
+        # neither a logit up to the largest nor a sum of many overflows
+        shifted = [] if largest is None else [ShiftedSums(max(0.0, largest - shift_window(rows.dtype)[1]))]
         for ctx.arithmetic in (*shifted, sweep.exact_sums):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
             ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))

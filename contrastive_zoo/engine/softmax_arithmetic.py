@@ -58,13 +58,14 @@ def log_sum_of_inversions(s: Float[Tensor, " N"], y: Shaped[Tensor, " N"]) -> Fl
     return torch.cat([s.new_zeros(1), terms]).logsumexp(0)
 
 
-class _Sums:
+class Sums:
     def statistics(self, total: Tensor, gradient: Tensor) -> Tensor:
-        return torch.stack([total, gradient.to(total.dtype)], 1)
+        """Join sums, one or several numbers each, and the gradients of their logarithms."""
+        return torch.column_stack([total, gradient.to(total.dtype)])
 
 
 @dataclass(frozen=True)
-class ShiftedSums(_Sums):
+class ShiftedSums(Sums):
     """Accumulate sums of exp(s − u), with one exponential for rows, columns and both passes.
 
     G = exp(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c. Their logarithms have an error of 4e-6 in float32
@@ -72,11 +73,6 @@ class ShiftedSums(_Sums):
     """
 
     u: float
-
-    @classmethod
-    def for_logits_up_to(cls, largest: float, dtype: torch.dtype) -> "ShiftedSums":
-        """Choose u so that neither a logit up to ``largest`` nor a sum of many overflows."""
-        return cls(max(0.0, largest - shift_window(dtype)[1]))
 
     def empty(self, count: int, like: Tensor) -> Tensor:
         return like.new_zeros(count)
@@ -103,7 +99,7 @@ class ShiftedSums(_Sums):
         return torch.add(rows[:, None], columns, out=out).mul_(e)
 
 
-class ExactSums(_Sums):
+class ExactSums(Sums):
     """Accumulate log-sum-exps of s, with a maximum for every row and column of a tile."""
 
     def empty(self, count: int, like: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from contrastive_zoo.engine.kernels.blocks import (
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING
 from contrastive_zoo.engine.precision import is_16_bit
+from contrastive_zoo.engine.softmax_arithmetic import Sums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.ranks.transport import gather_rows
 
@@ -30,7 +31,7 @@ EMPTY = (
 SMALLEST = 2.0**-126  # the least unit of weights, so that gradients of 0 are not divided by 0
 
 
-class ExponentSums:
+class ExponentSums(Sums):
     """Accumulate sums of exponentials [n, 2], integer exponents and mantissas, a view of the [2, n] that kernels write.
 
     The methods are those of :mod:`contrastive_zoo.engine.softmax_arithmetic`, but for what kernels do themselves.
@@ -50,9 +51,6 @@ class ExponentSums:
         """Return log-sum-exps in nats, in float64: at t = 0.01 float32 would round them, and a small loss, by 4e-6."""
         exponent, mantissa = total.double().unbind(1)
         return (exponent + mantissa.log2()) * math.log(2)
-
-    def statistics(self, total: Tensor, gradient: Tensor) -> Tensor:
-        return torch.cat([total, gradient.to(total.dtype)[:, None]], 1)
 
     def coefficients(self, statistics: Tensor, unit: Tensor) -> Tensor:
         """Return exponents and factors, [2, n]: G = factor · 2^(logit in bits − exponent), in the given unit."""
@@ -116,7 +114,8 @@ class KernelSweep(SoftmaxSweep):
         if symmetric:
             columns_of_all = gather_rows(columns_of_all, self.column_shards, self.world)
         dpositives = [x.to(rows.dtype) for x in dpositives]
-        unit = _largest(row_statistics[:, 2], columns_of_all[:, 2], *dpositives)
+        gradients = [rows.new_full((1,), SMALLEST), row_statistics[:, 2], columns_of_all[:, 2], *dpositives]
+        unit = torch.cat(gradients).abs().amax()
         row_weights, column_weights = (arithmetic.coefficients(x, unit) for x in (row_statistics, columns_of_all))
         by_rank = column_weights.split(self.column_shards.sizes if symmetric else [0] * self.world.size, 1)
         positive_weights = self._positive_weights(dpositives, rows) / unit
@@ -175,8 +174,3 @@ def _add_gradients(
         add_product(of_rows[i], w, b.rows[j], alpha=weights.unit)
         if of_columns is not None and (i != j or not pairs.one_tower):
             add_product(of_columns[j], w.T, a.rows[i], alpha=weights.unit)
-
-
-def _largest(*gradients: Tensor) -> Tensor:
-    """Return the largest absolute value, at least ``SMALLEST``."""
-    return torch.cat([gradients[0].new_full((1,), SMALLEST), *gradients]).abs().amax()
