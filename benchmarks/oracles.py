@@ -8,12 +8,10 @@ be left out if both are installed. Every comparison sees random rows, two of the
 """
 
 import importlib
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,26 +22,11 @@ from suite.harness import command_line
 from torch import Tensor
 
 import contrastive_zoo as cz
+from tools.peer_losses.packages import opened
 
-BARE = {"lightly": ("", ".loss", ".models", ".models.modules", ".models.utils", ".utils"), "open_clip": ("",)}
-"""Packages whose ``__init__`` needs packages that are not installed; it is replaced by an empty one.
-
-``lightly.models.utils`` is a module, which a loss imports and, without a memory bank, does not use.
-"""
+PACKAGES = ("lightly", "open_clip")
 SEEDS, ROWS, WIDTH = range(5), 9, 4
 LIMIT = 1e-10
-
-
-def opened(package: str) -> bool:
-    """Return whether the package is installed, and make its files importable without its ``__init__``."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        return False
-    (root,) = found.submodule_search_locations
-    for name in (package + part for part in BARE[package]):
-        sys.modules[name] = module = ModuleType(name)
-        module.__path__ = ["/".join([root, *name.split(".")[1:]])]
-    return True
 
 
 @dataclass(frozen=True)
@@ -208,7 +191,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("folders", nargs="*", help="where lightly and open_clip lie unpacked")
     sys.path[:0] = parser.parse_args().folders
-    there = {package for package in BARE if opened(package)}
+    there = {package for package in PACKAGES if opened(package)}
     table, wrong = Table("theirs", "ours", "value", "gradient", box=None), []
     for oracle in ORACLES:
         package = oracle.home.partition(".")[0]
@@ -219,7 +202,7 @@ def main() -> None:
         if not max(value, gradient) <= LIMIT:
             wrong.append(oracle.name)
     Console(width=110).print(table)
-    if missing := sorted(set(BARE) - there):
+    if missing := sorted(set(PACKAGES) - there):
         sys.exit(f"not found: {', '.join(missing)}. See --help.")
     if wrong:
         sys.exit(f"more than {LIMIT} apart: {', '.join(wrong)}")

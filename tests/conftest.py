@@ -26,7 +26,7 @@ IMPORTED_ON_RANKS = [
     "pytorch_metric_learning.losses",
     "pytorch_metric_learning.miners",
     "pytorch_metric_learning.utils.distributed",
-    "sentence_transformers",
+    "sentence_transformers.sentence_transformer.losses",
     "sklearn.datasets",
     "torch.distributed.fsdp",
     "torch.distributed.optim",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.step import splitting
 
 WIDTH, TOTAL = 5, 8
@@ -109,12 +110,12 @@ class OwnForward(cz.SupCon):
 
 
 class EmptyBank(nn.Module):
-    """As lightly's losses are without a memory: buffers and parameters of no numbers."""
+    """As lightly's losses are without a memory: buffers and parameters of no numbers, and a pointer that nothing sets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("bank", torch.empty(0))
-        self.register_buffer("pointer", torch.empty(0, dtype=torch.long))
+        self.register_buffer("pointer", torch.tensor([7 + 10**9 * World.of().rank]))
         self.queue = nn.Parameter(torch.empty(0, WIDTH))
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from tools.peer_losses.packages import opened
 
 Loss = Callable[..., Tensor]
 Construct = Callable[[float], Loss]
@@ -175,8 +176,6 @@ def open_clip(name: str) -> Construct:
 @cache
 def _open_clip_losses() -> ModuleType:
     """Import the file of OpenCLIP's losses; the package itself imports torchvision."""
-    from oracles import opened  # imported here: it needs packages that other peers do not
-
     if not opened("open_clip"):
         raise ModuleNotFoundError("No module named 'open_clip'", name="open_clip")
     return import_module("open_clip.loss")

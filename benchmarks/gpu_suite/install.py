@@ -6,10 +6,10 @@ Without their dependencies, which are torch, Triton and NumPy: a peer must not r
 library is measured with, and all implementations run on the same two. OpenCLIP's losses do not need its torchvision.
 """
 
-import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
+
+from tools.peer_losses import packages
 
 PACKAGES = {
     "inf-cl": "1.2.1",
@@ -20,28 +20,17 @@ PACKAGES = {
 }
 """The versions whose source ``implementations.py`` was written for: another one may have other arguments."""
 
-PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries=1", "--timeout=15"]
-"""A machine without a network is told so by one retry, not by five."""
 
-
-def installed(folder: str) -> dict[str, str]:
-    return {x.name.lower().replace("_", "-"): x.version for x in metadata.distributions(path=[folder])}
+installed = packages.installed
 
 
 def missing(folder: str) -> list[str]:
-    found = installed(folder)
-    return [f"{x}=={version}" for x, version in PACKAGES.items() if found.get(x.replace("_", "-")) != version]
+    return packages.missing(folder, PACKAGES)
 
 
 def install(folder: str) -> list[str]:
     """Install what is missing, and return what could not be installed, each with pip's last line."""
-    failed = []
-    for requirement in missing(folder):
-        command = [sys.executable, *PIP, "--upgrade", "--target", folder, requirement]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            failed.append(f"{requirement}: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
-    return failed
+    return packages.install(folder, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from memory import arguments, made
-from oracles import opened
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, tile_shape, tiles
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from suite.harness import Absent
+from tools.peer_losses.packages import BARE as WITHOUT_INIT
+from tools.peer_losses.packages import opened
 
 AMPLE = 2**32  # a budget in bytes that holds the similarity matrix of every case
 OF_A_CLASS = 16  # samples per class
@@ -280,10 +281,9 @@ def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def peer(package: str, module: str) -> Any:
     """Import a module of a package that is installed or in a folder of --peers."""
-    bare = package in ("lightly", "open_clip")  # their __init__ needs torchvision, their losses do not
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not (opened(package) if bare else find_spec(package)):
+        if not (opened(package) if package in WITHOUT_INIT else find_spec(package)):
             raise Absent(f"{package} is not installed")
         return importlib.import_module(module)
 

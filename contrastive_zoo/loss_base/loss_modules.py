@@ -66,7 +66,7 @@ class LossModules:
             for tensors in (module._parameters, module._buffers):
                 for name, x in tensors.items():
                     kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else _tensor_kind(x)
-                    if x is not None and x.is_cpu and x.numel() == 1 and not x.is_floating_point():
+                    if x is not None and x.is_cpu and _is_count(x) and not _counts_nothing(module, x):
                         kind += f" {x.item()}"  # a count
                     lines[f"{path}.{name}" if path else name] = kind
         return lines
@@ -102,7 +102,7 @@ class LossModules:
             of_module = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
             for name, x in of_module.items():
                 is_sharded = hasattr(x, "device_mesh")  # a DTensor, of which each rank holds another part
-                if x is not None and not is_sharded and not is_lazy(x):
+                if x is not None and not is_sharded and not is_lazy(x) and not _counts_nothing(module, x):
                     yield f"{path}.{name}" if path else name, x
 
     def numbers(self, *, third_party: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -208,6 +208,15 @@ def _projection(x: Tensor) -> Tensor:
         direction = torch.arange(start, start + len(part), dtype=dtype, device=x.device).add_(1).sin_()
         total += (direction * part).sum()
     return total
+
+
+def _is_count(x: Tensor) -> bool:
+    return x.numel() == 1 and not x.is_floating_point()
+
+
+def _counts_nothing(module: nn.Module, x: Tensor) -> bool:
+    """Whether this is the pointer of a memory without rows, which nothing sets: lightly leaves whatever memory held."""
+    return _is_count(x) and any(y is not None and not is_lazy(y) and not y.numel() for y in module._buffers.values())
 
 
 def is_lazy(x: Tensor) -> bool:

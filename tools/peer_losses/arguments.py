@@ -1,0 +1,134 @@
+"""The arguments of a loss: what this rank passes of a batch that all ranks draw."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastive_zoo.testing.measurement import Encoder
+
+WIDTH, CLASSES, TOKENS, FEATURES = 8, 4, 3, 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of all ranks at a step, of which this rank passes some."""
+
+    step: int
+    shards: tuple[int, ...]
+    rank: int
+    encoder: Encoder
+    numbers: Mapping[str, Tensor]
+    """Numbers of the model that a loss is called with, such as a logit scale."""
+
+    def normal(self, seed: int, *shape: int) -> Tensor:
+        """Return this rank's part of normal numbers [N, …]."""
+        generator = torch.Generator().manual_seed(100 * self.step + seed)
+        whole = torch.randn(sum(self.shards), *shape, dtype=torch.float64, generator=generator)
+        return whole.split(self.shards)[self.rank]
+
+    def embeddings(self, view: int) -> Tensor:
+        """Return this rank's embeddings [n, WIDTH] of a view: different ones, which resemble those of view 0."""
+        first, other = self.normal(0, FEATURES), self.normal(view, FEATURES)
+        return self.encoder(first if view == 0 else first + 0.5 * other)
+
+    def equal(self, seed: int, *shape: int) -> Tensor:
+        """Return normal numbers that are the same on every rank."""
+        return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 + seed))
+
+    def index(self) -> Tensor:
+        """Return the index of each of this rank's samples among all."""
+        return torch.arange(sum(self.shards)).split(self.shards)[self.rank]
+
+
+Role = Literal["rows", "shared", "batch_dim"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What a loss takes: its name in the table, and the value of the so-manieth argument."""
+
+    name: str
+    value: Callable[[Batch, int], Any]
+    role: Role = "rows"
+
+
+def _tokens(batch: Batch, view: int, count: int = TOKENS) -> Tensor:
+    return torch.stack([batch.embeddings(10 * view + token) for token in range(count)], dim=1)
+
+
+def _features(batch: Batch, view: int) -> dict[str, Tensor]:
+    """What a tokeniser returns, with embeddings that are already computed."""
+    ones = torch.ones(len(batch.index()), TOKENS, dtype=torch.long)
+    return {"token_embeddings": _tokens(batch, view), "input_ids": ones, "attention_mask": ones.clone()}
+
+
+def _documents(batch: Batch, view: int) -> dict[str, Tensor]:
+    """Two documents of each query, one after the other."""
+    columns = [_features(batch, view), _features(batch, view + 1)]
+    return {name: torch.stack([x[name] for x in columns], 1).flatten(0, 1) for name in columns[0]}
+
+
+queries_and_documents = Argument("dicts of tokens", lambda batch, _: [_features(batch, 0), _documents(batch, 1)])
+triples = Argument("3 dicts of tokens", lambda batch, _: [_features(batch, view) for view in range(3)])
+
+
+def sentences(count: int) -> Argument:
+    return Argument(
+        f"list of {count} dicts of rows",
+        lambda batch, _: [{"sentence_embedding": batch.embeddings(view)} for view in range(count)],
+    )
+
+
+def listed(count: int, first: int = 0, argument: "Argument | None" = None) -> Argument:
+    """A list of so many views."""
+    of = rows if argument is None else argument
+    return Argument(f"list of {count} {of.name}", lambda batch, _: [of.value(batch, first + x) for x in range(count)])
+
+
+rows = Argument("rows", lambda batch, view: batch.embeddings(view))
+unit_rows = Argument("unit rows", lambda batch, view: F.normalize(batch.embeddings(view), dim=1))
+targets = Argument("rows without gradient", lambda batch, view: batch.embeddings(view).detach())
+probabilities = Argument("rows of probabilities", lambda batch, view: batch.embeddings(view).detach().softmax(1))
+tokens = Argument("tokens", _tokens)
+unit_tokens = Argument("unit tokens", lambda batch, view: F.normalize(_tokens(batch, view), dim=2))
+documents = Argument("negatives", lambda batch, view: _tokens(batch, view, 2))
+long_documents = Argument(
+    "token negatives", lambda batch, view: torch.stack([_tokens(batch, view), _tokens(batch, view + 1)], 1)
+)
+labels = Argument("labels", lambda batch, _: batch.index() % CLASSES)
+pairs = Argument("pair labels", lambda batch, _: (batch.index() % 2).double())
+scores = Argument("scores", lambda batch, _: batch.normal(50).sigmoid())
+differences = Argument("score differences", lambda batch, _: batch.normal(50))
+several_scores = Argument("scores of 2", lambda batch, _: batch.normal(50, 2))
+regions = Argument("regions", lambda batch, view: (batch.index()[:, None] + torch.arange(TOKENS) + view) % TOKENS)
+mask = Argument("mask", lambda batch, _: torch.ones(len(batch.index()), 1, TOKENS, dtype=torch.bool))
+patches = Argument("rows of patches", lambda batch, view: _tokens(batch, view).flatten(0, 1))
+tokens_masked = Argument("token mask", lambda batch, _: (batch.index()[:, None] + torch.arange(TOKENS)) % 2 == 0)
+captions = Argument("token logits", _tokens)
+caption_labels = Argument("token labels", lambda batch, _: batch.index()[:, None].expand(-1, TOKENS) % WIDTH)
+scale = Argument("number", lambda batch, _: batch.numbers["scale"])
+bias = Argument("number", lambda batch, _: batch.numbers["bias"])
+
+
+def _stack(batch: Batch, view: int, count: int) -> Tensor:
+    return torch.stack([batch.embeddings(10 * view + x) for x in range(count)])
+
+
+def stack(count: int) -> Argument:
+    """Views [V, n, d]."""
+    return Argument(f"stack of {count}", partial(_stack, count=count), "batch_dim")
+
+
+stack_of_probabilities = Argument(
+    "stack of probabilities", lambda batch, view: _stack(batch, view, 2).detach().softmax(2).float(), "batch_dim"
+)
+
+
+def shared(*shape: int) -> Argument:
+    """A tensor that is equal on all ranks: prototypes, or a queue."""
+    return Argument("shared", lambda batch, view: F.normalize(batch.equal(view, *shape), dim=1), "shared")
