@@ -153,7 +153,7 @@ def largest_difference(x: list[Tensor], y: list[Tensor]) -> float:
 
 
 Verdict = tuple[str, float]
-""""the same" or "not the same" with the largest difference, "refused", or "not accepted" by the library itself."""
+""""the same" or "not the same" with the largest difference, "refused", or "not accepted" by the library itself, which raises or returns NaN."""
 
 
 def verdicts(chosen: Iterable[tuple[Combination, Shards, int]]) -> list[Verdict]:
@@ -171,6 +171,8 @@ def _verdict(combination: Combination, shards: Shards, seed: int) -> Verdict:
     try:
         expected = whole(case, rows)
     except Exception:  # many combinations mean nothing, and fail in many ways
+        return "not accepted", 0.0
+    if any(x.isnan().any() for x in expected):  # as NCA without any positive
         return "not accepted", 0.0
     try:
         found = in_shards(case, rows, shards)
