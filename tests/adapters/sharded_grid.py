@@ -153,7 +153,8 @@ def largest_difference(x: list[Tensor], y: list[Tensor]) -> float:
 
 
 Verdict = tuple[str, float]
-""""the same" or "not the same" with the largest difference, "refused", or "not accepted" by the library itself, which raises or returns NaN."""
+""""the same" or "not the same" with the largest difference, "refused", or "not accepted" by the library itself, which
+raises or returns NaN."""
 
 
 def verdicts(chosen: Iterable[tuple[Combination, Shards, int]]) -> list[Verdict]:
