@@ -1,14 +1,23 @@
-"""The mistakes of a training: what its ranks did, and what its gradients are relative to one process."""
+"""The mistakes of a training: its samples, what its ranks did, and its gradients relative to one process."""
 
+import hashlib
+import itertools
 import math
+import pickle
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
 
 from contrastive_zoo.testing.auditing.merging import Merge, NotComparable, Outputs
-from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.records import Record, Step
 from contrastive_zoo.testing.auditing.replay import Repeated, StepEvidence
-from contrastive_zoo.testing.auditing.samples import of_samples
 from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio
 from contrastive_zoo.testing.mistakes import Diagnosis, diagnose
 
@@ -141,9 +150,140 @@ class TrainingEvidence(Evidence):
         return name == "gather" and self.option is None
 
 
+# --- samples: equal shards, repeated samples, an order that never changes ----------------------------------------------
+
+SECONDS, BATCHES = 2.0, 20_000
+"""Limits of the part of an epoch whose indices are listed."""
+
+
+class Epoch(NamedTuple):
+    """The samples of an epoch of one loader on one rank."""
+
+    batches: list[list[int]]  # indices into the dataset
+    complete: bool  # whether these are all batches of the epoch
+    size: int  # of the dataset
+    sampler: str
+    shuffles: bool  # whether set_epoch chooses the order of the samples
+    first: str  # digest of the first sample of the dataset, which is the same for ranks with the same dataset
+
+
+def listed(loaders: Sequence[DataLoader[Any]]) -> list[Epoch]:
+    """List an epoch of every loader over a dataset with indices; of the dataset, one sample is read."""
+    with torch.random.fork_rng(devices=[]):
+        return [epoch for loader in loaders if (epoch := _listed(loader)) is not None]
+
+
+def _listed(loader: DataLoader[Any]) -> Epoch | None:
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        return None
+    batches: list[list[int]] = []
+    end = time.monotonic() + SECONDS
+    source = _batches(loader)
+    for indices in itertools.islice(source, BATCHES):
+        if not all(isinstance(x, int) for x in indices):
+            return None
+        batches.append(list(indices))
+        if time.monotonic() > end:
+            break
+    complete = next(source, None) is None
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner  # the innermost one chooses the order of samples
+    size, name = len(loader.dataset), type(sampler).__name__
+    return Epoch(batches, complete, size, name, hasattr(sampler, "set_epoch"), _first_digest(loader.dataset))
+
+
+def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    if loader.batch_sampler is not None:
+        yield from loader.batch_sampler
+        return
+    for result in loader.sampler:  # batch_size=None: the sampler yields batches or single samples
+        yield result if isinstance(result, list) else [result]
+
+
+def _first_digest(dataset: Any) -> str:
+    """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
+    states = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)  # the caller restores torch's state
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        plain = tree_map(lambda x: x.tolist() if isinstance(x, Tensor) else x, dataset[0])
+        return hashlib.sha256(pickle.dumps(plain)).hexdigest()
+    except Exception:  # a dataset may raise anything, and a sample may not be picklable
+        return ""
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
+    """Yield the mistakes in the ranks' samples, each with what was measured."""
+    digests = [[_digests(step) for step in record.steps] for record in records]
+    together = [list(ranks) for ranks in zip(*digests, strict=False)]
+    if len(records) > 1:
+        if equal := [i for i, x in enumerate(together) if x[0] and all(y == x[0] for y in x)]:
+            yield "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"
+            return
+        yield from _in_an_epoch(records, together)
+    yield from _same_order(records, together)
+
+
+def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[str]]]) -> Iterator[tuple[str, str]]:
+    """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
+    loaders = [
+        epochs
+        for epochs in zip(*(record.samplers for record in records), strict=False)
+        if epochs[0].first and len({(x.first, x.size) for x in epochs}) == 1  # over the same dataset
+    ]
+    for epochs in loaders:
+        each = [[i for batch in epoch.batches for i in batch] for epoch in epochs]
+        total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
+        if all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
+            yield "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
+        elif 0 < total - distinct < total * (1 - 1 / len(records)) / 2:
+            repeated = f"{total - distinct} of {total} samples of an epoch are repeated"
+            yield "repeated samples", f"{repeated} ({epochs[0].sampler}, {size} samples in the dataset)"
+    if not loaders:
+        for i, ranks in enumerate(together):
+            if shared := sum(map(len, ranks)) - len(set().union(*ranks)):
+                yield "repeated samples", f"{shared} of {sum(map(len, ranks))} samples of step {i + 1} are repeated"
+                return
+
+
+def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[str]]]) -> Iterator[tuple[str, str]]:
+    """Compare the first step of every later epoch with the first step."""
+    if not any(epoch.shuffles for epoch in records[0].samplers):
+        return
+    previous = records[0].steps[0].epoch if records[0].steps else 0
+    for i, step in enumerate(records[0].steps[: len(together)]):
+        if step.epoch > previous and together[i] == together[0] and any(together[i]):
+            yield "no set_epoch", f"step {i + 1} begins an epoch with the samples of step 1, in the same order"
+            return
+        previous = step.epoch
+
+
+def _digests(step: Step) -> list[str]:
+    """Return a digest of every sample of a step: of the inputs of the first encoder, or of a loss that holds its encoder."""
+    digests = []
+    for call in [(x.encoders or x.losses)[0] for x in step.micro_batches if x.encoders or x.losses]:
+        tensors = [x for x in call.arguments.leaves if isinstance(x, Tensor) and x.ndim]
+        by_sample = zip(*(x for x in tensors if len(x) == len(tensors[0])), strict=True)
+        digests += [hashlib.sha256(b"".join(map(_bytes, sample))).hexdigest() for sample in by_sample]
+    return digests
+
+
+def _bytes(x: Tensor) -> bytes:
+    """Return the bytes of a sample; of tokens, without the padding at the end."""
+    if x.ndim == 1 and not x.is_floating_point():
+        filled = x.nonzero()
+        x = x[: int(filled[-1]) + 1] if len(filled) else x[:0]
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
 PROBES: tuple[Probe, ...] = (
     _of_process,
-    of_samples,
+    _of_samples,
     _of_start,
     _of_optimizer,
     _of_factor,

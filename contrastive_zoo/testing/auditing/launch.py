@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from contrastive_zoo.testing.auditing.assemble import assemble
+from contrastive_zoo.testing.auditing.diagnosis import listed
 from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.samples import listed
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 WAIT, GRACE = 120.0, 2.0
