@@ -31,11 +31,7 @@ STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
 
 
 class Runner:
-    """Run audits one after another, on processes forked from one that has imported all libraries.
-
-    Args:
-        modules: what that process imports.
-    """
+    """Run audits one after another, on processes forked from one that has imported these modules."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         context = mp.get_context("forkserver")
@@ -97,13 +93,7 @@ def training(module: str, name: str) -> Callable[[], object]:
 
 
 def audit_here(module: str, name: str, without: str = "") -> AuditReport:
-    """Audit a training on this rank of a pool, whose process group exists already.
-
-    Args:
-        module: of the training.
-        name: of the training.
-        without: name of a probe or of a signature that is switched off.
-    """
+    """Audit a training on this rank of a pool, with a process group; without the probe or signature of a name."""
     probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
     signatures = {
         stage: {name: fits for name, fits in of_stage.items() if name != without}

@@ -59,9 +59,7 @@ def time_interleaved(monkeypatch: pytest.MonkeyPatch, clock: Clock, rule: Stoppi
     return harness.time_interleaved(clock.runners, rule)
 
 
-def test_all_implementations_have_the_minimum_of_rounds_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_implementations_have_the_minimum_of_rounds_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(GEMM=[1.0], slow=[9.0], quick=[2.0, 2.0, 1.0, 2.0])
     rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=18.0, spread=0.0))
     assert [sorted(x) for x in rounds] == [["GEMM", "quick", "slow"]] * 2 + [["GEMM", "quick"]] * 2  # its share is 6 s
@@ -175,11 +173,8 @@ def test_the_model_counts_elements_sent() -> None:
     gathered, ring = (scaling.amounts(scaling.Option(2, ring=x), 128, 16, 4) for x in (False, True))
     assert gathered.sent == 4 * 3 * 128 * (2 * 16 + 3)
     assert ring.sent == 4 * 3 * 128 * (3 * 16 + 3)
-    assert (
-        scaling.amounts(scaling.Option(2), 128, 16, 1).sent
-        == scaling.amounts(scaling.Option(2), 128, 16, 1).messages
-        == 0
-    )
+    one_process = scaling.amounts(scaling.Option(2), 128, 16, 1)
+    assert one_process.sent == one_process.messages == 0
 
 
 def test_the_fit_finds_rates_that_made_the_numbers() -> None:

@@ -93,10 +93,7 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "nt-xnt"], "Did you mean nt-xent?"),
         (["check", "torch.nn:SoftMarginLos"], "Did you mean SoftMarginLoss?"),
         (["check", "contrastive_zoo:ArcFace"], "needs a value of 'num_classes'"),
-        (
-            ["check", "builtins:print", *QUICK],
-            "returns a loss, which is callable, got NoneType.",
-        ),
+        (["check", "builtins:print", *QUICK], "returns a loss, which is callable, got NoneType."),
         (["check", "contrastive_zoo:NTXent", "--set", "temp=0.1"], "has no setting 'temp'"),
         (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "cannot be written"),
     ],

@@ -21,16 +21,7 @@ pytest.importorskip("triton")
 import gpu
 from gpu_suite import implementations as adapters
 from gpu_suite import install, measure, report
-from gpu_suite.implementations import (
-    COMPILED,
-    DENSE,
-    EAGER,
-    IMPLEMENTATIONS,
-    NORMALISED,
-    OURS,
-    PUBLIC,
-    normalised,
-)
+from gpu_suite.implementations import COMPILED, DENSE, EAGER, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}

@@ -25,13 +25,7 @@ MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_qu
 GALLERY = "testing.gallery"
 """The package of testing whose subject is particular losses."""
 
-OF_LOSSES = (
-    "testing.auditing",
-    "testing.catalogue",
-    "testing.check_target",
-    "testing.cli",
-    "testing.console",
-)
+OF_LOSSES = ("testing.auditing", "testing.catalogue", "testing.check_target", "testing.cli", "testing.console")
 """Modules of testing that show, list and find losses."""
 
 

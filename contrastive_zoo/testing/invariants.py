@@ -10,15 +10,7 @@ from itertools import zip_longest
 
 import torch
 
-from contrastive_zoo.testing.invariant import (
-    TOLERANCE,
-    Broken,
-    close,
-    first_line,
-    invariant,
-    require,
-    same_gradients,
-)
+from contrastive_zoo.testing.invariant import TOLERANCE, Broken, close, first_line, invariant, require, same_gradients
 from contrastive_zoo.testing.measurement import UNCHANGED, Measurement, Plan
 from contrastive_zoo.testing.messages import Message
 from contrastive_zoo.testing.trial import Fault, Outcome, StepError, Training, Trial

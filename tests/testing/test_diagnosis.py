@@ -94,8 +94,7 @@ def with_a_bonus_of_rank(view1, view2):
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [larger_on_several_processes, without_the_last_sample, sharper_on_several_processes, with_a_bonus_of_rank],
+    "loss", [larger_on_several_processes, without_the_last_sample, sharper_on_several_processes, with_a_bonus_of_rank]
 )
 def test_a_mistake_in_no_table_is_not_recognised(loss: Callable[..., Any], impatient: Worlds) -> None:
     found = diagnosed(Case(lambda: loss, "views"), impatient)
@@ -121,8 +120,7 @@ def test_the_diagnosis_is_the_same_on_every_run(recipe: Recipe, impatient: World
 
 
 @pytest.mark.parametrize(
-    ("grad_reduction", "trainer", "expected"),
-    [("mean", "sum", "trainer sums"), ("sum", "mean", "trainer averages")],
+    ("grad_reduction", "trainer", "expected"), [("mean", "sum", "trainer sums"), ("sum", "mean", "trainer averages")]
 )
 def test_the_trainer_is_told_apart_from_a_loss_outside_of_the_model(
     grad_reduction, trainer, expected, impatient: Worlds
