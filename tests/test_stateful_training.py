@@ -233,8 +233,9 @@ def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, wo
 OF_A_HOOK: list[Action] = [("set_hook", {"on": True}), ("step", {"batches": [((3, 3), 10), ((5, 1), 11)]})]
 
 
-def test_indices_of_rows_are_those_of_all_ranks_where_a_loss_has_a_hook(worlds: Worlds) -> None:
-    worlds.run(2, play, "MNRL", {}, OF_A_HOOK, timeout=TIMEOUT)
+@pytest.mark.parametrize("name", ["MNRL", "WeightedSum of MNRL"])
+def test_indices_of_rows_are_those_of_all_ranks_where_a_loss_has_a_hook(name: str, worlds: Worlds) -> None:
+    worlds.run(2, play, name, {}, OF_A_HOOK, timeout=TIMEOUT)
 
 
 def test_local_indices_among_the_rows_of_all_ranks_are_caught(worlds: Worlds) -> None:
