@@ -35,6 +35,13 @@ def numbers_difference(norms: Sequence[str]) -> str:
     where = "the loss's parameters, buffers or settings differ between ranks"
     if differ:
         rank, name = differ[0]
+        if name.startswith("the shared "):
+            return (
+                f"{name} differs between ranks: its numbers have norm {by_rank[0][name]} on rank 0 and "
+                f"{by_rank[rank].get(name)} on rank {rank}. Every rank computes with its own: pass the same tensor on every "
+                "rank, such as a queue of gathered embeddings, or leave it out of shared if it holds each rank's own rows. "
+                "check_equal=False turns this check off."
+            )
         where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
     return (
         f"{where}. Build the loss under the same seed on every rank, pass broadcast_parameters=True to start from rank "
@@ -111,7 +118,11 @@ def _padding_advice(name: str, first: str, second: str) -> str:
     differ = [index + 1 for index, (a, b) in enumerate(zip(*sizes, strict=False)) if a != b]
     if len(sizes[0]) != len(sizes[1]) or len(differ) != 1 or differ[0] == len(sizes[0]):  # the last is the width
         return ""
-    return f", or DistributedLoss(loss, pad_dims={{{name!r}: {differ[0]}}}) for a third-party loss that ignores padding"
+    option = f"{{{name!r}: {differ[0]}}}"
+    return (
+        f", or DistributedLoss(loss, pad_dims={option}) for a third-party loss that ignores padding, or batch_dim={option} "
+        "if that dimension counts samples"
+    )
 
 
 def _in_words(text: str) -> str:

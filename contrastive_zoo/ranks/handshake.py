@@ -30,7 +30,7 @@ from contrastive_zoo.ranks.differences import (
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.row_checks import tolerance
-from contrastive_zoo.ranks.world import FIELDS, SIZES, Shards, World, exchange_headers, refuse_out_of_step
+from contrastive_zoo.ranks.world import ARGUMENTS, FIELDS, SIZES, Shards, World, exchange_headers, refuse_out_of_step
 
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
@@ -56,6 +56,7 @@ class Statement:
     numbers: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that these were made of, for the error
     fingerprint: int = 0  # a digest of some numbers of the rows, if these must differ between ranks; otherwise 0
     digest: Callable[[], int] = lambda: 0  # returns that of all numbers, where those of some are equal on all ranks
+    arguments: Sequence[int] = ()  # a digest of some numbers of each argument; 0 where they may be equal on all ranks
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
@@ -76,6 +77,7 @@ class Agreed:
     shards: list[Shards]  # the split of each of the statement's sizes over the ranks
     replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
+    equal: Mapping[int, int] = field(default_factory=dict)  # by index, digests of arguments that all ranks stated alike
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
     number: int = field(default=0, repr=False)  # of this handshake among the group's
     # the number of the handshake of the wrapper's first call; −1 without a wrapper
@@ -127,7 +129,9 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved.size
     reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
-    return Agreed(shards, replicate, max(received["same"]), payload if fits else None, number, identity)
+    stated = [received[f"argument {index}"] for index in range(min(len(statement.arguments), ARGUMENTS))]
+    equal = {index: digests[0] for index, digests in enumerate(stated) if digests[0] and len({*digests}) == 1}
+    return Agreed(shards, replicate, max(received["same"]), equal, payload if fits else None, number, identity)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -154,7 +158,7 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
 
 
 def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
-    sizes = [*statement.sizes[:SIZES]]
+    sizes, arguments = [*statement.sizes[:SIZES]], [*statement.arguments[:ARGUMENTS]]
     payload = -1 if statement.payload is None else sum(x.nbytes for x in statement.payload)
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
@@ -169,6 +173,8 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.replicable,
         statement.draws,
         payload,
+        *arguments,
+        *[0] * (ARGUMENTS - len(arguments)),
         *sizes,
         *[0] * (SIZES - len(sizes)),
     ]

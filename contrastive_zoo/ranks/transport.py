@@ -189,6 +189,8 @@ def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) 
         ends = [start + size * width for start, size in zip(offsets, of.sizes, strict=True)]
         # joined, since a wider dtype needs bytes that begin at a multiple of its size
         joined = np.concatenate([of_rank[i:j] for of_rank, i, j in zip(parts, offsets, ends, strict=True)])
-        result.append(torch.from_numpy(joined).view(x.dtype).view(of.total, *x.shape[1:]))
+        # no bytes have stride 0 in NumPy, which cannot be viewed as another dtype
+        flat = torch.from_numpy(joined).view(x.dtype) if joined.size else x.new_empty(0)
+        result.append(flat.view(of.total, *x.shape[1:]))
         offsets = ends
     return result

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from itertools import starmap
@@ -17,9 +17,10 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 from contrastive_zoo.ranks.adjoints import gather_together
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import Agreed
-from contrastive_zoo.ranks.row_checks import in_one_line, row_kind, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, in_one_line, row_kind, tensor_problem
 from contrastive_zoo.ranks.transport import flat_bytes, packed
 from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
 
 class GlobalIndices(tuple[Tensor, ...]):
@@ -30,7 +31,10 @@ class GlobalIndices(tuple[Tensor, ...]):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The leaves of a call's arguments by their path, such as ``views[0]``. A tensor with a dimension holds samples."""
+    """The leaves of a call's arguments by their path, such as ``views[0]``.
+
+    A tensor with a dimension holds samples, unless it has another role.
+    """
 
     leaves: dict[str, Any]
     tree: TreeSpec | None = None
@@ -39,26 +43,39 @@ class Arguments:
     """Dimensions, by path, whose size may differ between ranks."""
     padded: bool = False
     """Whether gathered rows are padded to the largest size of these dimensions over the ranks."""
+    roles: Roles = NO_ROLES
 
     @classmethod
     def of(
-        cls, arguments: Mapping[str, Any], ragged: Mapping[str, tuple[int, ...]] | None = None, *, padded: bool = False
+        cls,
+        arguments: Mapping[str, Any],
+        ragged: Mapping[str, tuple[int, ...]] | None = None,
+        *,
+        padded: bool = False,
+        roles: Roles = NO_ROLES,
     ) -> "Arguments":
         """The leaves of ``arguments``: tuples, lists and dicts are looked into."""
         if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
-            return cls(dict(arguments), None, ragged or {}, padded)
+            return cls(dict(arguments), None, ragged or {}, padded, roles)
         result, tree = tree_flatten_with_path(dict(arguments))
-        return cls({_path(path): leaf for path, leaf in result}, tree, ragged or {}, padded)
+        return cls({_path(path): leaf for path, leaf in result}, tree, ragged or {}, padded, roles)
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
-        """Tensors whose dimension 0 counts samples; in one order on every rank, however its dicts were filled."""
+        """Tensors of samples, which dimension 0 counts here; in one order on every rank, however its dicts were filled."""
         paths = list(self.leaves)
         if self.tree is not None:
             names = list(dict.fromkeys(path.partition("[")[0] for path in paths))
             paths.sort(key=lambda path: (names.index(path.partition("[")[0]), path))
         leaves = ((path, self.leaves[path]) for path in paths)
-        return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
+        tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
+        return tensors if self.roles is NO_ROLES else self.roles.of_rows(tensors)
+
+    @cached_property
+    def shared(self) -> dict[str, Tensor]:
+        """Tensors with a dimension that are equal on every rank, which computes with its own."""
+        leaves = self.leaves.items() if self.roles.shared else ()
+        return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim and self.roles.is_shared(path)}
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -82,6 +99,7 @@ class Arguments:
         indices = {path for path, leaf in self.leaves.items() if isinstance(leaf, GlobalIndices)}
         return {
             **{path: row_kind(x, self.ragged.get(path, ())) for path, x in self.rows.items()},
+            **{f"the shared {path}": _kind(x) for path, x in self.shared.items()},
             **{path: in_one_line(value) for path, value in settings.items()},
             **dict.fromkeys(indices, "global indices"),
             # a loss that declares a default for an argument would hide that the argument is missing on one rank
@@ -91,7 +109,7 @@ class Arguments:
     @property
     def problem(self) -> str | None:
         """Why these cannot be gathered, in words; None if they can."""
-        if reason := next(filter(None, starmap(tensor_problem, self.rows.items())), None):
+        if reason := next(filter(None, starmap(tensor_problem, (self.rows | self.shared).items())), None):
             return reason
         for path, leaf in self.leaves.items():
             if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
@@ -99,7 +117,7 @@ class Arguments:
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
                     f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
                 )
-        return self._padding_problem() if self.padded else None
+        return (self._padding_problem() if self.padded else None) or self.roles.problem(self.leaves)
 
     def _padding_problem(self) -> str | None:
         for path, dims in self.ragged.items():
@@ -130,8 +148,9 @@ class Arguments:
         """Which pairs of rows are one tensor, as bits, and one more; 0 where there are no rows, so that nobody can tell."""
         if not any(self.sizes):
             return 0
-        pairs = itertools.combinations(list(self.rows.values())[:_COMPARED], 2)
-        return 1 + sum((x is y) << index for index, (x, y) in enumerate(pairs))
+        passed = [(self.leaves[path], self.roles.dim(path)) for path in self.rows]
+        pairs = itertools.combinations(passed[:_COMPARED], 2)
+        return 1 + sum((x is y and i == j) << index for index, ((x, i), (y, j)) in enumerate(pairs))
 
     def gathered(
         self, agreed: Agreed, world: World, indices: Sequence[tuple[str, Tensor, Tensor]] = ()
@@ -151,7 +170,7 @@ class Arguments:
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
 
     def gathered_rows(self, agreed: Agreed, world: World) -> dict[str, Tensor]:
-        """:attr:`rows` of all ranks in rank order, whose gradients come out W times as large.
+        """:attr:`rows` of all ranks in rank order, as the loss takes them, whose gradients come out W times as large.
 
         A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
         """
@@ -162,6 +181,7 @@ class Arguments:
         result = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
         if moves:
             result = [x.to(argument.device) for x, argument in zip(result, self.rows.values(), strict=True)]
+        result = [*map(self.roles.with_rows_back, self.rows, result)]
         for index, (i, j) in enumerate(itertools.combinations(range(min(len(result), _COMPARED)), 2)):
             if max(agreed.same - 1, 0) >> index & 1:
                 result[j] = result[i]
@@ -191,23 +211,57 @@ _ROWS, _COLUMNS = 16, 64
 """Of a tensor, how many a fingerprint of some numbers looks at."""
 
 
-def some_numbers(rows: Mapping[str, Tensor]) -> list[Tensor]:
-    """Evenly spaced rows and columns of the floating-point rows."""
-    floating = [x.detach().reshape(len(x), -1) for x in rows.values() if x.is_floating_point() and x.numel()]
-    return [x[:: max(1, len(x) // _ROWS)][:, :: max(1, x.shape[1] // _COLUMNS)] for x in floating]
+def as_matrix(rows: Tensor) -> Tensor:
+    return rows.detach().reshape(len(rows), -1)
 
 
-def fingerprint(numbers: Sequence[Tensor]) -> int:
+def some_numbers(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Evenly spaced rows and columns of the floating-point rows, by name."""
+    floating = {name: as_matrix(x) for name, x in rows.items() if x.is_floating_point() and x.numel()}
+    return {name: x[:: max(1, len(x) // _ROWS)][:, :: max(1, x.shape[1] // _COLUMNS)] for name, x in floating.items()}
+
+
+def fingerprint(numbers: Iterable[Tensor]) -> int:
     """A digest of tensors on the host, other than 0; 0 if they cannot be told from a coincidence.
 
     One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
     """
-    if not any(len(x) > 1 and not torch.equal(x[:1].expand_as(x), x) for x in numbers):
+    numbers = [*numbers]
+    if not any(map(_has_different_rows, numbers)):
         return 0
     digest = hashlib.blake2b(digest_size=7)
     for x in numbers:
         digest.update(flat_bytes(x).numpy().tobytes())
     return 1 + int.from_bytes(digest.digest(), "big")
+
+
+def argument_fingerprint(x: Tensor) -> int:
+    """A digest of one argument's numbers, [n, d] on the host; 0 where rows may be equal on all ranks, as masks and ones.
+
+    It is odd for numbers that repeat no more often than those of embeddings do: they are no weights, targets or classes.
+    """
+    some = x.flatten()[:_COLUMNS].tolist()
+    different = set(some)
+    if different <= {0.0, 1.0} or not _has_different_rows(x):
+        return 0
+    return fingerprint([x]) << 1 | (x.shape[1] > 1 and 2 * len(different) > len(some))
+
+
+def _has_different_rows(x: Tensor) -> bool:
+    return len(x) > 1 and not torch.equal(x[:1].expand_as(x), x)
+
+
+_SHARED_NUMBERS = 1024
+"""Of a shared tensor, how many ranks compare at least; they are as many of a queue that each rank fills by itself."""
+
+
+def some_of_shared(x: Tensor) -> Tensor:
+    """Evenly spaced numbers; an odd stride, as an even one might look at a single column."""
+    return x.detach().reshape(-1)[:: x.numel() // _SHARED_NUMBERS | 1]
+
+
+def _kind(x: Tensor) -> str:
+    return f"{described(x)}{' with a gradient' if x.requires_grad and torch.is_grad_enabled() else ''}"
 
 
 def _path(path: Any) -> str:

@@ -46,7 +46,7 @@ class CallHistory:
         """The numbers of samples of the last call, by argument; None before the first."""
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
-        self._some: tuple[list[torch.Size], Callable[[], list[float]]] | None = None
+        self._some: tuple[dict[str, torch.Size], Callable[[], list[float]]] | None = None
         self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,22 +74,25 @@ class CallHistory:
             due, self._sums = self._sums, None
         return None if due is None else due()
 
-    def fingerprint(self, rows: Mapping[str, Tensor]) -> tuple[int, Callable[[], int]]:
-        """The fingerprint of some numbers, and what returns that of all; of the previous call's on an accelerator."""
+    def fingerprint(self, rows: Mapping[str, Tensor]) -> tuple[int, Callable[[], int], Mapping[str, Tensor]]:
+        """The fingerprint of some numbers, what returns that of all, and the numbers of each of the rows on the host.
+
+        On an accelerator they are those of the previous call.
+        """
         numbers = some_numbers(rows)
-        if all(x.is_cpu for x in numbers):
-            return fingerprint(numbers), lambda: fingerprint(
-                [x.detach() for x in rows.values() if x.is_floating_point()]
-            )
-        due, device = self._some, next(x.device for x in numbers if not x.is_cpu)
-        shapes = [x.shape for x in numbers]
-        self._some = shapes, read_later(torch.cat([x.to(device).float().flatten() for x in numbers]))
+        if all(x.is_cpu for x in numbers.values()):
+            floating = [x.detach() for x in rows.values() if x.is_floating_point()]
+            return fingerprint(numbers.values()), lambda: fingerprint(floating), numbers
+        due, device = self._some, next(x.device for x in numbers.values() if not x.is_cpu)
+        shapes = {name: x.shape for name, x in numbers.items()}
+        self._some = shapes, read_later(torch.cat([x.to(device).float().flatten() for x in numbers.values()]))
         if due is None and self.calls:
-            return 0, int
+            return 0, int, {}
         shapes, read = due or self._some  # the first call waits
-        parts = torch.tensor(read()).split([shape.numel() for shape in shapes])
-        digest = fingerprint([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
-        return digest, lambda: digest
+        parts = torch.tensor(read()).split([shape.numel() for shape in shapes.values()])
+        numbers = {name: x.view(shape) for x, (name, shape) in zip(parts, shapes.items(), strict=True)}
+        digest = fingerprint(numbers.values())
+        return digest, lambda: digest, numbers
 
     def look_later(self, checks: Sequence[ValueCheck]) -> None:
         """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""

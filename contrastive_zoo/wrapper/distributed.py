@@ -1,7 +1,7 @@
 """DistributedLoss makes any loss a function of the global batch."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from contrastive_zoo.wrapper.options import (
     ring_in_group,
     shown,
 )
+from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import ASKED, OwnStep, ThirdPartyStep
 from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
 
@@ -117,7 +118,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
     that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
 
     Args:
-        loss: a loss of this library, or any module or function of tensors whose dimension 0 counts rows:
+        loss: a loss of this library, or any module or function of tensors whose dimension 0 counts rows (``shared`` and
+            ``batch_dim`` name others):
             ``loss(embeddings, labels)``, ``loss(view1, view2)``, or pytorch-metric-learning's
             ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
         miner: called as ``miner(embeddings, labels)``, or with the reference rows too, on the gathered rows; its result
@@ -136,8 +138,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
             False leaves out all checks of values on an accelerator.
         check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
             value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
-        check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused; those on
-            an accelerator at the next call, and at the first one, which waits for them.
+        check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused, and single
+            arguments of a third-party loss that are; those on an accelerator at the next call, and at the first one, which
+            waits for them.
         broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
             model at construction.
         static_shapes: whether each rank passes equally many rows at every call; other numbers are refused on every rank.
@@ -149,18 +152,27 @@ class DistributedLoss(LossAttributes, Generic[R]):
             tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over the
             ranks. Gradients are those of the rows without padding. One process pads nothing, so the loss must not depend
             on the padding, which its mask tells it.
+        shared: arguments of a third-party loss that are no rows but one tensor, equal on every rank, such as prototypes or
+            a queue: ``{"prototypes"}``. They are not gathered: every rank computes with its own. Kinds and numbers are
+            compared at every call. Their gradient is complete on every rank, as that of the loss's own parameters.
+        batch_dim: the dimension of a third-party loss's arguments that counts rows, where it is not 0, such as that of
+            views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds rows, although it is equal on every rank.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
             already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
             a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
             that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
-            dimensions, or for a loss that not every rank computes. At the call, between several ranks, on every rank alike:
+            dimensions, or for a loss that not every rank computes; ``shared`` or ``batch_dim`` that name no arguments or
+            dimensions, or for such a loss; two of the three for one argument. At the call, between several ranks, on every rank alike:
             ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths, dtypes or
             parameters; a mesh of other ranks than the process group's; arguments that the loss does not take; labels that
             are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
-            rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims`` of
-            arguments that the call has not; a call inside of DDP's ``join()``.
+            rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims``,
+            ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments that differ; an
+            argument of a third-party loss without a role that looks like none of rows: embeddings that are equal on every
+            rank while other arguments differ, equal weights that count otherwise than all other arguments, a stack of views
+            beside one label a sample; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
@@ -171,6 +183,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         >>> loss_fn = cz.DistributedLoss(lambda z, labels: z[labels == 0].square().sum())
         >>> loss_fn(torch.eye(2), torch.tensor([0, 1]))
         tensor(1.)
+        >>> loss_fn = cz.DistributedLoss(lambda z, prototypes: (z @ prototypes.T).max(1).values.mean(), shared={"prototypes"})
+        >>> loss_fn(torch.eye(2), 3 * torch.eye(2))
+        tensor(3.)
     """
 
     __call__: Callable[..., R]
@@ -191,6 +206,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         static_shapes: bool = False,
         ring: "bool | DeviceMesh" = False,
         pad_dims: Mapping[str, int | Sequence[int]] | None = None,
+        shared: Collection[str] | None = None,
+        batch_dim: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         watch_joins()
@@ -218,6 +235,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.static_shapes = static_shapes
         self.ring = machines_of(ring)
         self.pad_dims = padded_dims(loss, mode, pad_dims) or None
+        roles = roles_of(loss, mode, shared, batch_dim, self.pad_dims or ())
+        self.shared = roles.shared or None
+        self.batch_dim = roles.batch_dim or None
         self._history = CallHistory()
         self._observer: Any = None
         self.loss = loss
@@ -264,7 +284,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
             value = OwnStep(call.name, compared, *step, session, observer, bare, call, compute).compute()
         else:
-            arguments = Arguments.of(call.bound.arguments, self.pad_dims, padded=self.pad_dims is not None)
+            padded, roles = self.pad_dims is not None, self._roles()
+            arguments = Arguments.of(call.bound.arguments, self.pad_dims, padded=padded, roles=roles)
             if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
                 refuse(loss_name(bare), problem, world=session)
             session = looking_later(session, arguments.rows)
@@ -329,7 +350,11 @@ class DistributedLoss(LossAttributes, Generic[R]):
             self.check_distinct,
             self.broadcast_parameters,
             self.pad_dims or {},
+            self._roles(),
         )
+
+    def _roles(self) -> Roles:
+        return Roles(tuple(self.shared or ()), self.batch_dim or {}) if self.shared or self.batch_dim else NO_ROLES
 
     def observe_with(self, observer: Any) -> None:
         """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank.

@@ -11,6 +11,7 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import GlobalIndices
+from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
 _NAME_PARTNERS = ("labels", "indices_tuple", "ref_labels")
 """Arguments that tell which rows belong together; without them a loss pairs each row with its other view."""
@@ -30,8 +31,8 @@ class LossCall(NamedTuple):
             named["indices_tuple"] = self.miner(*others[:2], *references)
         return self.loss(*self.bound.args, **self.bound.kwargs)
 
-    def problem(self, world: World) -> str | None:
-        arguments = self.bound.arguments
+    def problem(self, world: World, roles: Roles = NO_ROLES) -> str | None:
+        arguments = roles.of_rows(self.bound.arguments)
         outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
         paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
         if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):

@@ -12,9 +12,13 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.world import Machines, World
 from contrastive_zoo.wrapper.loss_call import accepts, signature
+from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
+
+ROLES = "the roles of arguments"
+"""What ranks compare ``shared`` and ``batch_dim`` as."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class WrapperOptions:
     check_distinct: bool = True
     broadcast_parameters: bool = False
     pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    roles: Roles = NO_ROLES
 
     def compared(self) -> dict[str, str]:
         """The options that must be equal on every rank."""
@@ -42,6 +47,7 @@ class WrapperOptions:
             "training": str(self.training),
             "broadcast_parameters": str(self.broadcast_parameters),
         }
+        compared[ROLES] = str(self.roles)
         return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
 
 

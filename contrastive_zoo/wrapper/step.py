@@ -29,11 +29,12 @@ from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import UNCHECKED, Session, refuse
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.wrapper.arguments import Arguments, payload_of
+from contrastive_zoo.wrapper.arguments import Arguments, argument_fingerprint, as_matrix, payload_of, some_of_shared
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
-from contrastive_zoo.wrapper.options import WrapperOptions
+from contrastive_zoo.wrapper.options import ROLES, WrapperOptions
+from contrastive_zoo.wrapper.roles import batch_dim_fix, no_rows, shared_fix, stacked_views
 
 T = TypeVar("T")
 
@@ -79,6 +80,13 @@ class DistributedStep:
         """The loss, computed as all ranks have agreed."""
         raise NotImplementedError
 
+    def fingerprints(self, numbers: Mapping[str, Tensor]) -> list[int]:
+        """A digest of each argument, given some numbers of it; none where the loss is known to take rows only."""
+        return []
+
+    def refuse(self, agreed: Agreed) -> None:
+        """Refuse, before the loss is computed, what no single rank can know to be wrong."""
+
     def compute(self) -> Any:
         """What the loss returns; :data:`ASKED` if some ranks ask for rank 0's parameters first.
 
@@ -100,6 +108,7 @@ class DistributedStep:
         self.session = session = replace(session, opened=agreed.number)
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
+        self.refuse(agreed)
         try:
             value = self.value(agreed)
         except BaseException as error:
@@ -128,7 +137,7 @@ class DistributedStep:
         if self.observer is not None:
             compared["the monitor"] = self.observer.compared()
         # errors name the first difference: another loss, then other arguments, then other options
-        first = {name: compared[name] for name in ("the loss", "broadcast_parameters")}
+        first = {name: compared[name] for name in ("the loss", "broadcast_parameters", ROLES)}
         arguments = {**first, **statement.compared}
         for name in arguments.keys() & compared.keys() - first.keys():
             compared[f"the loss's {name}"] = compared.pop(name)
@@ -145,7 +154,8 @@ class DistributedStep:
         if options.check_distinct and statement.problem is None:
             # sharded class weights differ between ranks in any case
             samples = {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
-            statement.fingerprint, statement.digest = history.fingerprint(samples)
+            statement.fingerprint, statement.digest, numbers = history.fingerprint(samples)
+            statement.arguments = self.fingerprints(numbers)
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
@@ -247,7 +257,39 @@ class ThirdPartyStep(DistributedStep):
     @property
     def computed(self) -> Mapping[str, Tensor]:
         leaves = self.arguments.leaves.items()
-        return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0}
+        shared = {f"the shared {path}": some_of_shared(x) for path, x in self.arguments.shared.items()}
+        return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0} | shared
+
+    def fingerprints(self, numbers: Mapping[str, Tensor]) -> list[int]:
+        unstated = self._without_role & numbers.keys()
+        return [argument_fingerprint(numbers[path]) if path in unstated else 0 for path in self.rows]
+
+    @property
+    def _without_role(self) -> set[str]:
+        """The rows that may not be rows of dimension 0; a loss of this library knows its arguments."""
+        if isinstance(without_ddp(self.call.loss), Loss):
+            return set()
+        return {path for path in self.rows if self.arguments.roles.dim(path) is None}
+
+    def refuse(self, agreed: Agreed) -> None:
+        """Refuse an argument without a role that cannot be rows of dimension 0.
+
+        Raises:
+            ValueError: on every rank alike, it is equal on every rank, or a stack of views.
+        """
+        rows, paths = self.rows, list(self.rows)
+        counts = {path: of.sizes for path, of in zip(rows, agreed.shards, strict=False)}
+        equal = {paths[index]: digest for index, digest in agreed.equal.items()}
+        if suspects := no_rows(counts, equal):
+            # some numbers of these are equal on all ranks; only then all are compared
+            texts = [argument_fingerprint(as_matrix(rows[path])) if on_cpu(rows[path]) else 0 for path in suspects]
+            of_ranks = zip(*self.session.exchange(texts), strict=True)
+            same = [path for path, of_path in zip(suspects, of_ranks, strict=True) if len({*of_path}) == 1]
+            if same:
+                raise ValueError(f"{self.name}: {shared_fix(same[0])}")
+        shapes = {path: x.shape for path, x in rows.items()}
+        if (path := stacked_views(shapes, counts, self._without_role)) is not None:
+            raise ValueError(f"{self.name}: {batch_dim_fix(path, shapes[path])}")
 
     def statement(self) -> Statement:
         call, arguments, replicated = self.call, self.arguments, self.options.mode == "replicated"
@@ -259,7 +301,7 @@ class ThirdPartyStep(DistributedStep):
             self.name,
             of_miner | arguments.compared,
             [*arguments.sizes, *arguments.padded_sizes],
-            call.problem(self.session) or (None if replicated else call.sharded_problem()),
+            call.problem(self.session, arguments.roles) or (None if replicated else call.sharded_problem()),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
             replicable=replicated,

@@ -1,0 +1,174 @@
+"""Roles of a third-party loss's arguments: rows of dimension 0, rows of another one, or one tensor that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
+from contrastive_zoo.ranks.row_checks import is_integer
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The arguments that have a role, by name or path; a name stands for all that a tuple, list or dict of it holds."""
+
+    shared: tuple[str, ...] = ()
+    """Those that are equal on every rank, which each rank computes with its own of."""
+    batch_dim: Mapping[str, int] = field(default_factory=dict)
+    """The dimension that counts rows; 0 states that an argument holds rows although it is equal on every rank."""
+
+    def __str__(self) -> str:
+        # sorted: ranks compare it, and a set or a dict may stand in another order on each
+        shared, dims = (
+            ", ".join(x) for x in (map(repr, self.shared), (f"{k!r}: {v}" for k, v in sorted(self.batch_dim.items())))
+        )
+        return f"shared={{{shared}}}, batch_dim={{{dims}}}"
+
+    def is_shared(self, path: str) -> bool:
+        return any(_covers(name, path) for name in self.shared)
+
+    def dim(self, path: str) -> int | None:
+        """The stated dimension; None without a statement."""
+        return next((dim for name, dim in self.batch_dim.items() if _covers(name, path)), None)
+
+    def with_rows_first(self, path: str, x: Any) -> Any:
+        """A tensor with its rows in dimension 0; anything else, and a tensor without that dimension, unchanged."""
+        dim = self.dim(path) if self.batch_dim else None
+        return x.movedim(dim, 0) if dim and isinstance(x, Tensor) and dim < x.ndim else x
+
+    def with_rows_back(self, path: str, rows: Tensor) -> Tensor:
+        """What :meth:`with_rows_first` moved, where it was and contiguous, as a loss may view it in another shape."""
+        dim = self.dim(path) if self.batch_dim else None
+        return rows.movedim(0, dim).contiguous() if dim else rows
+
+    def of_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are not shared, with their rows in dimension 0."""
+        return {name: self.with_rows_first(name, x) for name, x in arguments.items() if not self.is_shared(name)}
+
+    def problem(self, leaves: Mapping[str, Any]) -> str | None:
+        """Which role does not fit the arguments of a call, in words; None if all do."""
+        for option, names in (("shared", self.shared), ("batch_dim", self.batch_dim)):
+            for name in names:
+                if not any(_covers(name, path) for path in leaves):
+                    return f"{option} names {name}, which this call has not. Its arguments are {', '.join(leaves)}."
+        for path, x in leaves.items():
+            dim = self.dim(path)
+            if dim is not None and x is not None and not (isinstance(x, Tensor) and dim < x.ndim):
+                shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                return f"batch_dim[{path!r}] is {dim}, a dimension that {shape} has not."
+        return None
+
+
+NO_ROLES = Roles()
+
+
+def roles_of(
+    loss: Any,
+    mode: str,
+    shared: Collection[str] | None,
+    batch_dim: Mapping[str, int] | None,
+    padded: Collection[str] = (),
+) -> Roles:
+    """Return the options ``shared`` and ``batch_dim`` as roles.
+
+    Raises:
+        ValueError: something else than names, or a mapping to dimensions; an argument that has two of ``shared``,
+            ``batch_dim`` and ``pad_dims``; a loss of this library, or one that is computed in shards.
+    """
+    names = () if shared is None else shared
+    if isinstance(names, str) or not (isinstance(names, Collection) and all(isinstance(x, str) for x in names)):
+        raise ValueError(
+            "DistributedLoss: shared is the set of the arguments that are equal on every rank, such as {'prototypes'}, got "
+            f"{shared!r}."
+        )
+    dims = {} if batch_dim is None else batch_dim
+    if not isinstance(dims, Mapping) or not all(
+        isinstance(name, str) and is_integer(x, at_least=0) for name, x in dims.items()
+    ):
+        raise ValueError(
+            "DistributedLoss: batch_dim is the dimension that counts samples, 0 or more, by the name of the argument, such "
+            f"as {{'views': 1}}, got {batch_dim!r}."
+        )
+    stated = [("shared", name) for name in sorted(names)] + [("batch_dim", name) for name in dims]
+    stated += [("pad_dims", name) for name in padded]
+    for index, (option, name) in enumerate(stated):
+        for other, second in stated[index + 1 :]:
+            if option != other and (_covers(name, second) or _covers(second, name)):
+                raise ValueError(
+                    f"DistributedLoss: {second} stands in {option} and in {other}. An argument has one of shared, batch_dim "
+                    "and pad_dims."
+                )
+    bare = without_ddp(loss)
+    if (names or dims) and (isinstance(bare, Loss) or mode == "sharded"):
+        reason = "knows its arguments" if isinstance(bare, Loss) else "is split over ranks"
+        raise ValueError(
+            "DistributedLoss: shared and batch_dim are for a third-party loss that every rank computes; "
+            f"{loss_name(bare)} {reason}. Leave them out."
+        )
+    return Roles(tuple(sorted(names)), dict(dims))
+
+
+def _covers(name: str, path: str) -> bool:
+    return path == name or path.startswith(f"{name}[")
+
+
+Counts = Mapping[str, Sequence[int]]
+"""The number of rows on each rank, by argument."""
+
+
+def no_rows(counts: Counts, equal: Mapping[str, int]) -> list[str]:
+    """Which of the arguments that are equal on every rank are no rows, given digests from ``argument_fingerprint``.
+
+    Embeddings, whose digest is odd, differ between ranks. Weights, masks and targets may well be equal: only those that
+    count otherwise than any other argument, such as weights of classes, are no rows.
+    """
+    result = []
+    for path, digest in equal.items():
+        others = [sizes for other, sizes in counts.items() if other != path]
+        if digest % 2 or (others and not any(_counts_alike(counts[path], sizes) for sizes in others)):
+            result.append(path)
+    return result
+
+
+def _counts_alike(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether one has k rows for each row of the other, as two views in one tensor do."""
+    least, most = sorted((tuple(sizes), tuple(others)), key=sum)
+    factor = sum(most) // max(sum(least), 1)
+    return most == tuple(factor * size for size in least)
+
+
+def stacked_views(shapes: Mapping[str, Sequence[int]], counts: Counts, paths: Collection[str]) -> str | None:
+    """Name the first of ``paths`` that is a stack of views, [V, N, D], beside N labels; None if none is.
+
+    It has fewer views than samples, equally many on every rank, and no other argument counts them.
+    """
+    for path, shape in shapes.items():
+        others = {other: sizes for other, sizes in counts.items() if other != path}
+        if path not in paths or len(shape) < 3 or len({*counts[path]}) > 1 or shape[0] >= shape[1]:
+            continue
+        of_samples = (sizes for other, sizes in others.items() if len(shapes[other]) == 1)
+        if counts[path] not in others.values() and any({*sizes} == {shape[1]} for sizes in of_samples):
+            return path
+    return None
+
+
+def shared_fix(path: str) -> str:
+    return (
+        f"{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is "
+        f"one tensor for all ranks, such as prototypes or a queue, pass DistributedLoss(loss, shared={{{path!r}}}), with "
+        f"its labels or weights. If it was gathered before, pass this rank's own rows. batch_dim={{{path!r}: 0}} says that "
+        "its rows are equal by chance."
+    )
+
+
+def batch_dim_fix(path: str, shape: Sequence[int]) -> str:
+    return (
+        f"{path} [{', '.join(map(str, shape))}] counts otherwise than the other arguments, as a stack of views does: its "
+        f"dimension 1 has their {shape[1]} samples. Pass DistributedLoss(loss, batch_dim={{{path!r}: 1}}). "
+        f"batch_dim={{{path!r}: 0}} says that dimension 0 counts samples."
+    )

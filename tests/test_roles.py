@@ -1,0 +1,403 @@
+"""Roles of a third-party loss's arguments: tensors that all ranks share, and rows along another dimension."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pytorch_metric_learning import losses
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.messages import Messages
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.arguments import argument_fingerprint, some_of_shared
+from contrastive_zoo.wrapper.roles import no_rows, stacked_views
+from tests.helpers import EXACT, common_error, distance, drawn, numbers, split
+
+D = 4
+
+
+class Scaled(nn.Module):
+    """A third-party loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+
+class Prototypes(Scaled):
+    """Masked Siamese networks, as lightly's PMSN: targets of prototypes, and the divergence of their mean from a prior."""
+
+    def forward(self, anchors: Tensor, targets: Tensor, prototypes: Tensor) -> Tensor:
+        p = (self.scale * F.normalize(anchors) @ F.normalize(prototypes).T).softmax(1)
+        q = (4 * F.normalize(targets) @ F.normalize(prototypes).T).softmax(1)
+        prior = torch.arange(1, len(prototypes) + 1).double().reciprocal()
+        return -(q * p.log()).sum(1).mean() + (p.mean(0) * (p.mean(0) / (prior / prior.sum())).log()).sum()
+
+
+class Queue(Scaled):
+    """MoCo v2+ of solo-learn: one positive, and the negatives of a queue [D, K]."""
+
+    def forward(self, query: Tensor, key: Tensor, queue: Tensor) -> Tensor:
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ queue], 1)
+        return F.cross_entropy(self.scale * logits, torch.zeros(len(query), dtype=torch.long))
+
+
+class Relations(Scaled):
+    """ReSSL of solo-learn: similarities to a queue [K, D] of one view as a target for those of the other."""
+
+    def forward(self, student: Tensor, teacher: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        target = (4 * teacher @ memory["queue"].T).softmax(1)
+        return -(target * (self.scale * student @ memory["queue"].T).log_softmax(1)).sum(1).mean()
+
+
+class Views(Scaled):
+    """Every view of a sample against every view of all; a view of another shape needs a contiguous tensor."""
+
+    def forward(self, views: Tensor, labels: Tensor) -> Tensor:
+        z = views.view(-1, views.shape[2])
+        same = labels.repeat(len(views))[:, None] == labels.repeat(len(views))
+        return ((self.scale * z @ z.T).log_softmax(1) * same).sum(1).mean()
+
+
+class Stacks(Scaled):
+    """Two stacks of views, of which one has its samples last, and a weight a sample."""
+
+    def forward(self, crops: list[Tensor], weights: Tensor) -> Tensor:
+        globals_, locals_ = crops
+        return (weights * torch.einsum("vnd,wnd,n->n", globals_.exp(), locals_.tanh(), weights)).mean() * self.scale
+
+
+Call = Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]
+"""From two towers of rows and what is no row to the arguments of a loss."""
+
+
+def stack(*rows: Tensor) -> Tensor:
+    return torch.stack([*rows, rows[0].sin()])
+
+
+CASES: dict[str, tuple[Callable[[], Scaled], Call, dict[str, Any]]] = {
+    "prototypes": (Prototypes, lambda a, b, p: (a, b, p), {"shared": {"prototypes"}}),
+    "a queue of columns": (Queue, lambda a, b, p: (a, b, p.T), {"shared": ["queue"]}),
+    "a queue in a dict": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": {"memory"}}),
+    "a path": (Relations, lambda a, b, p: (a, b, {"queue": p}), {"shared": {"memory['queue']"}}),
+    "views": (Views, lambda a, b, p: (stack(a, b), a.detach()[:, 0].sign().long()), {"batch_dim": {"views": 1}}),
+    "stacks": (Stacks, lambda a, b, p: ([stack(a, b), stack(b)], a[:, 0]), {"batch_dim": {"crops": 1}}),
+    "both": (
+        Stacks,
+        lambda a, b, p: ([stack(a, b), b[None]], a[:, 0]),
+        {"batch_dim": {"crops[0]": 1, "crops[1]": 1, "weights": 0}},
+    ),
+}
+
+TRAININGS = [
+    [(3, 4), (2, 5), (4, 4), (5, 0), (0, 3)],
+    [(2, 0, 3), (3, 3, 3), (0, 4, 1)],
+]
+
+
+def at_step(step: int, total: int) -> list[Tensor]:
+    """Two views' inputs and prototypes, other ones at each step."""
+    return [numbers(n, D, seed=10 * step + k) for k, n in enumerate((total, total, 5))]
+
+
+def gradients(value: Tensor, model: Sequence[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(value, model, allow_unused=True)
+    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(model, found, strict=True)]
+
+
+def errors(name: str, training: Sequence[Sequence[int]], trainer: Any, **options: Any) -> list[float]:
+    """Errors of value and of the gradients of an encoder, of shared prototypes and of the loss's parameter.
+
+    Gradients are reduced as the trainer does. That of the loss's parameter is complete before, too.
+    """
+    make, call, roles = CASES[name]
+    loss, alone = cz.DistributedLoss(make(), grad_reduction=trainer, **(options or roles)), make()
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    for step, shards in enumerate(training):
+        a, b, p = at_step(step, sum(shards))
+        encoder, prototypes = (x.requires_grad_() for x in (numbers(D, D, seed=3), p))
+        expected = alone(*call(a @ encoder, b @ encoder, prototypes))
+        whole = [expected.detach(), *gradients(expected, [encoder, prototypes, alone.scale])]
+        a, b = (split(x, shards)[rank] for x in (a, b))
+        value = loss(*call(a @ encoder, b @ encoder, prototypes))
+        parts = gradients(value, [encoder, prototypes, loss.loss.scale])
+        before = parts[2].clone() * (world if trainer == "sum" else 1)
+        for dx in parts:
+            dist.all_reduce(dx)
+            dx /= world if trainer == "mean" else 1
+        found += [distance(x, y) for x, y in zip([value.detach(), *parts, before], [*whole, whole[3]], strict=True)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "training", "trainer"), drawn(CASES, TRAININGS, ["mean", "sum"], one_in=2), ids=str)
+def test_roles_are_one_process(name: str, training: Any, trainer: str, worlds: Worlds) -> None:
+    for found in worlds.run(len(training[0]), errors, name, training, trainer):
+        assert max(found) <= EXACT
+
+
+def test_without_roles_the_numbers_are_wrong(worlds: Worlds) -> None:
+    """The control: explicit rows of dimension 0 compute what the roles are there to prevent."""
+    for name, rows in [("prototypes", "prototypes"), ("a queue in a dict", "memory")]:
+        (found, *_) = worlds.run(2, errors, name, [(4, 4)], "mean", batch_dim={rows: 0})
+        assert found[0] > 1e-3, name
+        if name == "prototypes":  # a target over a queue that stands there twice only adds log 2
+            assert min(found[1:3]) > 1e-3
+
+    def stacked() -> float:
+        views, labels = numbers(2, 3, D, seed=dist.get_rank()), torch.arange(3)
+        loss = cz.DistributedLoss(lambda views, labels: views[0].sum() + 0 * labels.sum(), batch_dim={"views": 0})
+        return loss(views, labels).item()
+
+    of_rank_0 = numbers(2, 3, D, seed=0)[0].sum().item()
+    assert worlds.run(2, stacked) == [pytest.approx(of_rank_0)] * 2  # the first view of the other rank is lost
+
+
+def test_roles_cost_no_message(worlds: Worlds) -> None:
+    def job() -> list[int]:
+        a, b, p = (numbers(5, D, seed=k) for k in (dist.get_rank(), 5 + dist.get_rank(), 9))
+        counts = []
+        for roles, prototypes in [({"shared": {"prototypes"}}, p), ({}, a.sin())]:
+            loss = cz.DistributedLoss(Prototypes(), **roles)
+            loss(a, b, prototypes)
+            with Messages() as messages:
+                loss(a, b, prototypes)
+            counts.append(len(messages.sent))
+        return counts
+
+    with_roles, without = worlds.run(2, job)[0]
+    assert with_roles == without
+
+
+def test_one_process_has_no_roles() -> None:
+    a, b, p = (numbers(5, D, seed=k) for k in range(3))
+    loss = cz.DistributedLoss(Prototypes(), shared={"prototypes"})
+    assert loss(a, b, p) == Prototypes()(a, b, p)
+    assert "shared=('prototypes',)" in repr(loss)
+    assert "batch_dim={'views': 1}" in repr(cz.DistributedLoss(Views(), batch_dim={"views": 1}))
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def of_rank(n: int = 5, seed: int = 0) -> Tensor:
+    return numbers(n, D, seed=seed + dist.get_rank())
+
+
+def of_all(n: int = 5) -> Tensor:
+    return numbers(n, D, seed=99)
+
+
+def called(loss: Any, *arguments: Any, **options: Any) -> Any:
+    return cz.DistributedLoss(loss, **options)(*arguments)
+
+
+def rank_0(x: Any, other: Any) -> Any:
+    return other if dist.get_rank() else x
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
+    "prototypes": (
+        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_all()),
+        ["Prototypes: prototypes is equal on every rank", "shared={'prototypes'}"],
+    ),
+    "prototypes with empty shards": (
+        lambda: called(Prototypes(), of_rank(rank_0(3, 0)), of_rank(rank_0(3, 0), seed=7), of_all()),
+        ["shared={'prototypes'}"],
+    ),
+    "a queue in a dict": (
+        lambda: called(Relations(), of_rank(), of_rank(seed=7), {"queue": of_all(9)}),
+        ["DistributedLoss(loss, shared={\"memory['queue']\"})"],
+    ),
+    "reference rows": (
+        lambda: called(
+            losses.TripletMarginLoss(), of_rank(), torch.arange(5) % 2, None, of_all(7), torch.arange(7) % 2
+        ),
+        ["shared={'ref_emb'}", "with its labels"],
+    ),
+    "weights of classes": (
+        lambda: called(
+            lambda z, labels, weight: F.cross_entropy(z, labels, weight),
+            of_rank(rank_0(3, 2)),
+            torch.arange(rank_0(3, 2)) % D,
+            torch.linspace(1, 2, D),
+        ),
+        ["shared={'weight'}"],
+    ),
+    "a stack beside labels": (
+        lambda: called(Views(), numbers(2, 3, D, seed=dist.get_rank()), torch.arange(3)),
+        ["views [2, 3, 4] counts otherwise", "batch_dim={'views': 1}"],
+    ),
+    "a stack, uneven": (
+        lambda: called(Views(), numbers(2, rank_0(3, 4), D, seed=1), torch.arange(rank_0(3, 4))),
+        ["batch_dim={'views': 1}"],
+    ),
+    "shared numbers differ": (
+        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_rank(seed=8), shared={"prototypes"}),
+        ["the shared prototypes differs between ranks", "out of shared"],
+    ),
+    "a long queue of each rank": (
+        lambda: called(
+            lambda z, queue: z.sum() + queue.sum(), of_rank(), F.normalize(of_rank(2**16)).float(), shared={"queue"}
+        ),
+        ["the shared queue differs between ranks"],
+    ),
+    "shared shapes differ": (
+        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_all(rank_0(5, 6)), shared={"prototypes"}),
+        ["ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]"],
+    ),
+    "shared gradients differ": (
+        lambda: called(
+            Prototypes(),
+            of_rank(),
+            of_rank(seed=7),
+            of_all().requires_grad_(rank_0(True, False)),
+            shared={"prototypes"},
+        ),
+        ["rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]"],
+    ),
+    "roles differ": (
+        lambda: called(
+            Prototypes(),
+            of_rank(),
+            of_rank(seed=7),
+            of_all(),
+            shared=rank_0({"prototypes"}, None),
+            check_distinct=False,
+        ),
+        ["ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}"],
+    ),
+    "an unknown name": (
+        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_all(), shared={"prototype"}),
+        ["shared names prototype, which this call has not. Its arguments are anchors, targets, prototypes."],
+    ),
+    "an unknown name on one rank": (
+        lambda: called(Views(), numbers(2, 3, D, seed=1), torch.arange(3), batch_dim=rank_0({"view": 1}, {"views": 1})),
+        ["rank 0: batch_dim names view, which this call has not"],
+    ),
+    "a dimension that is not there": (
+        lambda: called(Views(), numbers(2, 3, D, seed=1), torch.arange(3), batch_dim={"views": 3}),
+        ["batch_dim['views'] is 3, a dimension that [2, 3, 4] has not"],
+    ),
+    "labels of other views": (
+        lambda: called(lambda embeddings, labels: 0, of_rank(2)[None], torch.arange(3), batch_dim={"embeddings": 1}),
+        ["labels are one per row, got 3 for 2 rows"],
+    ),
+}
+
+
+def good() -> float:
+    return called(Prototypes(), of_rank(), of_rank(seed=7), of_all(), shared={"prototypes"}).item()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses_alike(name: str, worlds: Worlds) -> None:
+    bad, words = REFUSED[name]
+    text, after = common_error(worlds, 2, bad, good)
+    for said in words:
+        assert said in text
+    assert len(set(after)) == 1
+
+
+def test_what_a_refusal_names_is_the_fix(worlds: Worlds) -> None:
+    """At a later step, too, and on three ranks."""
+
+    def bad() -> None:
+        loss = cz.DistributedLoss(Prototypes())
+        loss(of_rank(), of_rank(seed=7), of_rank(seed=30))
+        loss(of_rank(), of_rank(seed=7), of_all())
+
+    text, _ = common_error(worlds, 3, bad, good)
+    assert "Prototypes: prototypes is equal on every rank" in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "words"),
+    [
+        (cz.SupCon(), {"shared": {"labels"}}, "shared and batch_dim are for a third-party loss .* SupCon knows its"),
+        (
+            losses.TripletMarginLoss(),
+            {"shared": {"ref_emb"}, "mode": "sharded"},
+            "TripletMarginLoss is split over ranks",
+        ),
+        (Views(), {"shared": "views"}, "shared is the set of the arguments .* got 'views'"),
+        (Views(), {"shared": {1}}, "such as {'prototypes'}, got {1}"),
+        (Views(), {"batch_dim": {"views": -1}}, "batch_dim is the dimension .* got {'views': -1}"),
+        (Views(), {"batch_dim": ["views"]}, r"got \['views'\]"),
+        (Views(), {"shared": {"views"}, "batch_dim": {"views": 1}}, "views stands in shared and in batch_dim"),
+        (Stacks(), {"shared": {"crops"}, "pad_dims": {"crops[0]": 1}}, r"crops\[0\] stands in shared and in pad_dims"),
+        (
+            Stacks(),
+            {"batch_dim": {"crops[0]": 1}, "pad_dims": {"crops": 2}},
+            "crops stands in batch_dim and in pad_dims",
+        ),
+    ],
+)
+def test_options_are_refused_at_once(loss: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        cz.DistributedLoss(loss, **options)
+
+
+# ----------------------------------------------------------------------------------------------- what is no false alarm
+
+
+EQUAL: dict[str, Callable[[], Any]] = {
+    "ones": lambda: torch.ones(5),
+    "an expanded weight": lambda: torch.full((5, 3), 0.5),
+    "a mask": lambda: torch.eye(5),
+    "targets, smoothed": lambda: F.one_hot(torch.arange(5) % 3, 3) * 0.9 + 0.05,
+    "targets": lambda: torch.linspace(0, 1, 5),
+    "labels": lambda: torch.arange(5),
+    "labels of another tower": lambda: torch.arange(3),
+    "a temperature": lambda: torch.tensor(0.07),
+    "one row": lambda: torch.linspace(0, 1, 8)[None],
+    "a mask of both views": lambda: torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0, 0, 1]),
+    "a collapsed encoder": lambda: torch.linspace(0, 1, 8).expand(5, 8),
+    "nothing": lambda: torch.empty(0, 4),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_may_be_equal_on_every_rank(name: str, worlds: Worlds) -> None:
+    def job() -> list[float]:
+        loss = cz.DistributedLoss(lambda z, other: z.sum() + other.sum())
+        return [loss(of_rank(), EQUAL[name]()).item() for _ in range(2)]
+
+    worlds.run(2, job)
+
+
+def test_pools_of_equal_size_beside_uneven_rows(worlds: Worlds) -> None:
+    """Each rank has as many negatives, or documents, of its own."""
+    worlds.run(2, lambda: called(lambda z, pool: z.sum() + pool.sum(), of_rank(rank_0(3, 2)), of_rank(6, seed=40)))
+
+
+def test_equal_rows_are_accepted_where_they_are_stated(worlds: Worlds) -> None:
+    def job() -> list[float]:
+        arguments, loss = (of_rank(), of_all()), functools.partial(called, lambda z, text: z.sum() + text.sum())
+        return [x.item() for x in (loss(*arguments, batch_dim={"text": 0}), loss(*arguments, check_distinct=False))]
+
+    for found in worlds.run(2, job):
+        assert found[0] == found[1]
+
+
+def test_rules_of_counts_and_digests() -> None:
+    embeddings, other = 3, 2  # odd digests are those of embeddings
+    assert no_rows({"z": (3, 2), "p": (5, 5)}, {"p": embeddings}) == ["p"]
+    assert no_rows({"z": (3, 2), "weight": (5, 5)}, {"weight": other}) == ["weight"]
+    assert no_rows({"z": (3, 2), "weight": (6, 4)}, {"weight": other}) == []
+    assert no_rows({"z": (3, 2), "pool": (5, 5), "weight": (5, 5)}, {"weight": other}) == []
+    assert no_rows({"weight": (5, 5)}, {"weight": other}) == []
+    shapes = {"views": (2, 8, 4), "labels": (8,)}
+    assert stacked_views(shapes, {"views": (2, 2), "labels": (8, 8)}, ["views"]) == "views"
+    assert stacked_views(shapes, {"views": (2, 2), "labels": (8, 8)}, []) is None
+    assert stacked_views(shapes, {"views": (2, 2), "labels": (8, 7)}, ["views"]) is None
+    assert stacked_views(shapes, {"views": (2, 3), "labels": (8, 8)}, ["views"]) is None
+    tokens = {"queries": (2, 8, 4), "documents": (8, 5, 4), "mask": (2, 8)}
+    assert stacked_views(tokens, {"queries": (2, 2), "documents": (8, 8), "mask": (2, 2)}, [*tokens]) is None
+    assert argument_fingerprint(numbers(6, D, seed=1)) % 2
+    assert argument_fingerprint(numbers(6, 1, seed=1)) % 2 == 0 < argument_fingerprint(numbers(6, 1, seed=1))
+    assert len(some_of_shared(torch.zeros(2**16, 128))) >= 1024
