@@ -164,15 +164,15 @@ class DistributedLoss(LossAttributes, Generic[R]):
             a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
             that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
             dimensions, or for a loss that not every rank computes; ``shared`` or ``batch_dim`` that name no arguments or
-            dimensions, or for such a loss; two of the three for one argument. At the call, between several ranks, on every rank alike:
-            ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths, dtypes or
-            parameters; a mesh of other ranks than the process group's; arguments that the loss does not take; labels that
-            are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices mined on one
-            rank's rows, or passed although there is a miner; a previous value that differs between ranks; ``pad_dims``,
-            ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments that differ; an
-            argument of a third-party loss without a role that looks like none of rows: embeddings that are equal on every
-            rank while other arguments differ, equal weights that count otherwise than all other arguments, a stack of views
-            beside one label a sample; a call inside of DDP's ``join()``.
+            dimensions, or for such a loss; two of the three for one argument. At the call, between several ranks, on every
+            rank alike: ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths,
+            dtypes or parameters; a mesh of other ranks than the process group's; arguments that the loss does not take;
+            labels that are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices
+            mined on one rank's rows, or passed although there is a miner; a previous value that differs between ranks;
+            ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
+            that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that are
+            equal on every rank while other arguments differ, equal weights that count otherwise than all other arguments, a
+            stack of views beside one label a sample; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
@@ -183,9 +183,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         >>> loss_fn = cz.DistributedLoss(lambda z, labels: z[labels == 0].square().sum())
         >>> loss_fn(torch.eye(2), torch.tensor([0, 1]))
         tensor(1.)
-        >>> loss_fn = cz.DistributedLoss(lambda z, prototypes: (z @ prototypes.T).max(1).values.mean(), shared={"prototypes"})
-        >>> loss_fn(torch.eye(2), 3 * torch.eye(2))
-        tensor(3.)
+        >>> loss_fn = cz.DistributedLoss(lambda z, prototypes: (z @ prototypes.T).mean(), shared={"prototypes"})
+        >>> loss_fn(torch.eye(2), 4 * torch.eye(2))
+        tensor(2.)
     """
 
     __call__: Callable[..., R]

@@ -154,8 +154,8 @@ class DistributedStep:
         if options.check_distinct and statement.problem is None:
             # sharded class weights differ between ranks in any case
             samples = {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
-            statement.fingerprint, statement.digest, numbers = history.fingerprint(samples)
-            statement.arguments = self.fingerprints(numbers)
+            statement.fingerprint, statement.digest, some = history.fingerprint(samples)
+            statement.arguments = self.fingerprints(some)
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
