@@ -23,7 +23,7 @@ class Batch:
     rank: int
     encoder: Encoder
     numbers: Mapping[str, Tensor]
-    """Numbers of the model that a loss is called with, such as a logit scale."""
+    """Parameters of the model that a loss is called with, such as a logit scale."""
 
     def normal(self, seed: int, *shape: int) -> Tensor:
         """Return this rank's part of normal numbers [N, …]."""
@@ -112,6 +112,7 @@ tokens_masked = Argument("token mask", lambda batch, _: (batch.index()[:, None] 
 captions = Argument("token logits", _tokens)
 caption_labels = Argument("token labels", lambda batch, _: batch.index()[:, None].expand(-1, TOKENS) % WIDTH)
 scale = Argument("number", lambda batch, _: batch.numbers["scale"])
+prototypes = Argument("learnt shared", lambda batch, _: batch.numbers["prototypes"], "shared")
 bias = Argument("number", lambda batch, _: batch.numbers["bias"])
 
 

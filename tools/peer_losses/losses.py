@@ -24,12 +24,16 @@ from tools.peer_losses.arguments import (
     pairs,
     patches,
     probabilities,
+    prototypes,
     queries_and_documents,
     rows,
     scale,
     scores,
     sentences,
     several_scores,
+    shared,
+    stack,
+    stack_of_probabilities,
     targets,
     tokens,
     tokens_masked,
@@ -51,7 +55,11 @@ class Reading(nn.Module):
         return features
 
 
-IN_FLOAT32 = {"iBOTPatchLoss"}
+def uniform(mean_anchor_probs: Tensor) -> Tensor:
+    return torch.full_like(mean_anchor_probs, 1 / len(mean_anchor_probs))
+
+
+IN_FLOAT32 = {"iBOTPatchLoss", "DINOv1Loss"}
 """Losses that convert rows to float32, whose gradients are rounded there."""
 
 
@@ -121,6 +129,8 @@ def _of(package: str, folder: str, table: Iterable[Row]) -> Iterator[PeerLoss]:
 
 _TWO = {"out0": rows, "out1": rows}
 _Z = {"z_a": rows, "z_b": rows}
+_ANCHORS = {"anchors": rows, "targets": rows, "prototypes": prototypes}
+_STACKED = {"local_proj": stack(2), "global_proj": stack(3)}
 _DIM = {"output_dim": WIDTH}
 _LIGHTLY: tuple[Row, ...] = (
     ("ntx_ent_loss", "NTXentLoss", _TWO, {}),
@@ -146,8 +156,13 @@ _LIGHTLY: tuple[Row, ...] = (
         _DIM,
     ),
     ("swav_loss", "SwaVLoss", {"high_resolution_outputs": listed(2), "low_resolution_outputs": listed(2, 2)}, {}),
+    ("msn_loss", "MSNLoss", _ANCHORS, {}),
+    ("pmsn_loss", "PMSNLoss", _ANCHORS, {}),
+    ("pmsn_loss", "PMSNCustomLoss", _ANCHORS, {"target_distribution": uniform}),
     ("capi_loss", "CAPILoss", {"teacher_logits": tokens, "student_logits": tokens}, {}),
     ("lejepa_loss", "SIGReg", {"proj": rows}, {}),
+    ("lejepa_loss", "LeJEPALoss", _STACKED, {}),
+    ("visreg_loss", "VISRegLoss", _STACKED, {}),
     ("lewm_loss", "LeWMLoss", {"predicted": tokens, "target": tokens, "embeddings": tokens}, {}),
     ("regularizer.co2", "CO2Regularizer", _TWO, {}),
     ("regularizer.co2", "CO2Regularizer", _TWO, {"memory_bank_size": (16, WIDTH)}),
@@ -158,7 +173,9 @@ _SCHEDULE = {"warmup_teacher_temp": 0.04, "teacher_temp": 0.07, "warmup_teacher_
 _SOLO: tuple[Row, ...] = (
     ("byol", "byol_loss_func", {"p": rows, "z": rows}, {}),
     ("dino", "DINOLoss", {"student_output": rows, "teacher_output": targets}, {"num_prototypes": WIDTH, **_SCHEDULE}),
+    ("moco", "moco_loss_func", {"query": unit_rows, "key": unit_rows, "queue": shared(WIDTH, 16)}, {}),
     ("nnclr", "nnclr_loss_func", {"nn": rows, "p": rows}, {}),
+    ("ressl", "ressl_loss_func", {"q": unit_rows, "k": unit_rows, "queue": shared(16, WIDTH)}, {}),
     ("simclr", "simclr_loss_func", {"z1": rows, "z2": rows}, {}),
     ("simsiam", "simsiam_loss_func", {"p": rows, "z": rows}, {}),
     ("swav", "swav_loss_func", {"preds": listed(2), "assignments": listed(2, 0, probabilities)}, {}),
@@ -170,6 +187,7 @@ _STABLE: tuple[Row, ...] = (
     ("joint_embedding", "BYOLLoss", {"online_pred": rows, "target_proj": targets}, {}),
     ("joint_embedding", "BarlowTwinsLoss", {"z_i": rows, "z_j": rows}, {}),
     ("utils", "NegativeCosineSimilarity", {"z_i": rows, "z_j": targets}, {}),
+    ("dino", "DINOv1Loss", {"student_logits": stack(3), "teacher_probs": stack_of_probabilities}, {}),
     ("dino", "iBOTPatchLoss", {"student_patch_logits": rows, "teacher_patch_probs": probabilities}, {}),
 )
 
@@ -221,6 +239,7 @@ _QUERIES = {"query": rows, "positive_key": rows}
 _INFO_NCE: tuple[Row, ...] = (
     ("__init__", "InfoNCE", _QUERIES, {}),
     ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": rows}, {}),
+    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": shared(5, WIDTH)}, {}),
     ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": documents}, {"negative_mode": "paired"}),
 )
 
@@ -258,13 +277,10 @@ def table() -> list[PeerLoss]:
     ]
 
 
-_GATHERS, _SHARED, _STACKS = "it communicates by itself", "one of its arguments is no rows", "it takes stacks of views"
+_GATHERS = "it communicates by itself"
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("lightly DetConSLoss", "lightly DetConBLoss", "solo-learn barlow_loss_func"), _GATHERS),
     **{f"stable-pretraining {x}Loss": _GATHERS for x in ("VICReg", "NTXEnt", "CLIP", "VCReg")},
-    **{f"lightly {x}Loss": _SHARED for x in ("MSN", "PMSN", "PMSNCustom")},
-    **{f"solo-learn {x}_loss_func": _SHARED for x in ("moco", "ressl")},
-    **dict.fromkeys(("lightly LeJEPALoss", "lightly VISRegLoss", "stable-pretraining DINOv1Loss"), _STACKS),
     "lightly PatchKernelAlignmentLoss": "its file imports torchvision",
     "lightly VICRegLLoss": "its file imports torchvision",
     "lightly WMSELoss": "its sub-batches have a size that divides the batch",

@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.testing.measurement import Encoder
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.distributed import DistributedLoss
-from tools.peer_losses.arguments import WIDTH, Batch
+from tools.peer_losses.arguments import CLASSES, WIDTH, Batch
 from tools.peer_losses.losses import PeerLoss
 
 STEPS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -50,7 +50,10 @@ def _trained(peer: PeerLoss, size: int, grad_reduction: str, wrap: Wrap | None) 
     loss = peer.construct()
     loss_fn = loss if wrap is None else wrap(loss, grad_reduction=grad_reduction, **peer.options)
     module = loss if isinstance(loss, nn.Module) else nn.Module()
-    encoder, numbers = Encoder(WIDTH), nn.ParameterDict({"scale": torch.tensor(2.0), "bias": torch.tensor(-1.0)})
+    encoder, start = Encoder(WIDTH), {"scale": torch.tensor(2.0), "bias": torch.tensor(-1.0)}
+    numbers = nn.ParameterDict(
+        start | {"prototypes": torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(9))}
+    )
     for step, shards in enumerate(STEPS[size]):
         torch.manual_seed(step + 100 * rank)  # ranks draw other random numbers, which must not change the result
         batch = Batch(step, shards, rank, encoder, dict(numbers))
