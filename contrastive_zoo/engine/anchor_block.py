@@ -201,8 +201,9 @@ class RowwiseSweep:
         """Return losses and counts of the local anchors."""
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.terms)
         with torch.no_grad():
+            candidates = share_across_blocks(self.candidates)
             for rows in anchor_slices(self.anchors, len(self.candidates)):
-                losses[rows], counts[rows] = self._block_losses(rows, self.anchors[rows], self.candidates)
+                losses[rows], counts[rows] = self._block_losses(rows, self.anchors[rows], candidates)
         return losses, counts
 
     @without_autocast

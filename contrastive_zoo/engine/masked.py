@@ -88,6 +88,22 @@ def masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
     return (selected.amax(1) if sign == -1 else selected.amin(1)).where(some, empty)
 
 
+def tie_width(x: Tensor) -> float:
+    """Return the difference up to which numbers near 1 count as equal, 64 units of their rounding.
+
+    A matmul rounds the same product differently in blocks of other shapes. Where equal numbers come from several matmuls, a
+    comparison of them would therefore depend on the split over ranks.
+    """
+    return 64 * torch.finfo(x.dtype).eps
+
+
+def shared_max(x: Float[Tensor, "c N"], width: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
+    """Return the largest number of each row, N > 0; numbers that are at most ``width`` smaller share its gradient."""
+    largest = x.detach().amax(1, keepdim=True)
+    hit = x.detach() >= largest - width[:, None]
+    return x.where(hit, 0).sum(1) / hit.sum(1)
+
+
 class _MaskedExtreme(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, sign: int, first: bool, sparse: bool) -> Tensor:

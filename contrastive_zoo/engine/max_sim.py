@@ -9,7 +9,8 @@ and for an incoming gradient G of S the backward pass needs only the selected to
     dq_ia = Σ_j G_ij d_{j, w(i,a,j)}        dd_jb = Σ_{i, a: w(i,a,j) = b} G_ij q_ia
 
 which is 1 / L of the multiplications of the forward pass. Of equal products the first token is selected, and gets all of
-the gradient.
+the gradient. A matmul may round the products of equal tokens differently, so the first of a document's equal tokens stands
+in for the others.
 
 Similarities of tokens exist one tile at a time. The selected tokens, one small integer for each query token and document,
 are cached for the backward pass as far as the memory budget allows; others are computed again. Only valid tokens are
@@ -17,7 +18,7 @@ sent. Documents are gathered, or pass from rank to rank in a ring.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
@@ -75,9 +77,16 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         prepared = batch.rounded(batch.prepared(tokens, normalize=normalize), tokens)
         sets.append(TokenSets(prepared, batch.rows[name], batch.shards[name], shards, read))
     queries, *others = sets
+    others = [_with_first_of_equals(x) for x in others]
     dtype = batch.rows["tokens of queries"].dtype
     parts = [max_sim_scores(queries, documents, dtype=dtype, world=batch.world) for documents in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def _with_first_of_equals(sets: TokenSets) -> TokenSets:
+    of_token = set_of_token(sets.lengths, len(sets.tokens)).to(sets.tokens)
+    first = first_of_equals(torch.cat([sets.tokens.detach(), of_token[:, None]], 1))
+    return sets if first is None else replace(sets, tokens=sets.tokens[first])
 
 
 @without_autocast

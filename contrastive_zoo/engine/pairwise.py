@@ -2,15 +2,22 @@
 
 Values and gradients are computed by hand, as in :mod:`contrastive_zoo.engine.masked`.
 
+A matmul may round the same product differently at other places of its result and in blocks of other shapes. Candidates
+that are equal would then be more and less similar to an anchor, and which of them is the hardest would depend on the split
+over ranks. Here they get equal results: those of the first of them. The rows themselves are compared, so that candidates
+which are merely near each other keep their order. On accelerators, and in compiled blocks, rows are not compared: a kernel
+rounds all columns of its result alike.
+
 A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. Two attributes mark
-tensors of this module for that case. They are attributes, and not arguments, because the tensors pass through the
-user's ``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``, which take plain tensors.
+tensors of this module for that case; a third says which candidates are equal. They are attributes, and not arguments,
+because the tensors pass through the user's ``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``,
+which take plain tensors.
 """
 
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,7 +34,34 @@ def share_across_blocks(candidates: Tensor) -> Tensor:
     """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse."""
     leaf = candidates.detach().requires_grad_()
     leaf.squared_norms = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # why: see the module's docstring
+    leaf.first_of_equals = first_of_equals(leaf.detach())  # type: ignore[attr-defined]
     return leaf
+
+
+@torch.no_grad()
+def first_of_equals(rows: Float[Tensor, "N d"]) -> Int[Tensor, " N"] | None:
+    """Return for each row the index of the first row that equals it; None if no two are equal, or on an accelerator.
+
+    Examples:
+        >>> first_of_equals(torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]]))
+        tensor([0, 1, 0])
+    """
+    if not devices.on_cpu(rows) or torch.compiler.is_compiling() or not rows.numel():
+        return None
+    # rows that differ usually differ in their first element already; others are compared whole
+    _, group, counts = rows[:, 0].unique(return_inverse=True, return_counts=True)
+    if len(counts) == len(rows):
+        return None
+    index = (counts[group] > 1).nonzero()[:, 0]
+    different, group = rows[index].unique(dim=0, return_inverse=True)
+    if len(different) == len(index):
+        return None
+    first = index.new_full((len(different),), len(rows)).scatter_reduce_(0, group, index, "amin")
+    return torch.arange(len(rows)).index_copy_(0, index, first[group])
+
+
+def _firsts(candidates: Any) -> Tensor | None:
+    return candidates.first_of_equals if _is_shared(candidates) else first_of_equals(candidates.detach())
 
 
 def _is_shared(candidates: Tensor) -> bool:
@@ -39,7 +73,7 @@ def _allow_sparse_gradient(matrix: Tensor, candidates: Tensor) -> Tensor:
 
     Only a CPU gains from that. On a GPU a dense matmul is faster than finding the non-zero entries.
     """
-    if _is_shared(candidates) and devices.on_cpu(matrix):
+    if _is_shared(candidates) and matrix.grad_fn is not None and devices.on_cpu(matrix):
         matrix.sparse_grad_fn = matrix.grad_fn  # type: ignore[attr-defined]  # why: see the module's docstring
     return matrix
 
@@ -52,8 +86,17 @@ def takes_sparse_gradient(matrix: Tensor) -> bool:
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient."""
     if has_plain_formulas():
-        return anchors @ candidates.T
+        return _with_equal_columns(anchors @ candidates.T, candidates)
     return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
+
+
+def _with_equal_columns(matrix: Tensor, candidates: Tensor) -> Tensor:
+    """Return the matrix with equal numbers for equal candidates, and its gradients.
+
+    Numbers that differ by rounding have an exact difference, so that the sum is the other number, digit by digit.
+    """
+    first = _firsts(candidates)
+    return matrix if first is None else matrix + (matrix[:, first] - matrix).detach()
 
 
 class _DotProducts(Function):
@@ -61,8 +104,9 @@ class _DotProducts(Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor) -> Tensor:
         ctx.save_for_backward(anchors, candidates)
-        ctx.shared = _is_shared(candidates)
-        return anchors @ candidates.T
+        ctx.shared, first = _is_shared(candidates), _firsts(candidates)
+        similarity = anchors @ candidates.T
+        return similarity if first is None else similarity[:, first]
 
     @staticmethod
     @once_differentiable
@@ -86,6 +130,7 @@ def distances(
         return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
     norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)
     distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
+    distance = _with_equal_columns(distance, candidates)
     distinct = distance > _ROUNDING_UNITS * torch.finfo(distance.dtype).eps * norms.detach()
     return distance.where(distinct, 0) if squared else distance.where(distinct, 1).sqrt().where(distinct, 0)
 
@@ -102,8 +147,11 @@ class _Euclidean(Function):
         ctx.shared = _is_shared(candidates)
         shared: Any = candidates  # with the squared norms that its leaf has, see the module's docstring
         squares: Tensor = shared.squared_norms if ctx.shared else candidates.square().sum(1)
-        norms = anchors.square().sum(1)[:, None] + squares
+        first = _firsts(candidates)
+        norms = anchors.square().sum(1)[:, None] + (squares if first is None else squares[first])
         distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
+        if first is not None:
+            distance = distance[:, first]
         distance *= torch.gt(distance, norms.mul_(_ROUNDING_UNITS * torch.finfo(distance.dtype).eps), out=norms)
         if not squared:
             distance.sqrt_()

@@ -112,7 +112,8 @@ class RingSweep(RowwiseSweep):
 
     @torch.no_grad()
     def _merge(self, stage: Stage, values: Sequence[Values]) -> None:
-        for layout, candidates in self._visits(self._exchange(self.sent)):
+        for layout, visitors in self._visits(self._exchange(self.sent)):
+            candidates = share_across_blocks(visitors)
             for rows in anchor_slices(self.anchors, len(candidates)):
                 earlier = [tuple(x[rows] for x in of_stage) for of_stage in values]
                 results, _ = self._step(layout.block(rows, self.anchors[rows], candidates), earlier)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.masked import masked_extreme, masked_log_sum_exp
+from contrastive_zoo.engine.masked import masked_extreme, masked_log_sum_exp, tie_width
 
 State = tuple[Tensor, ...]
 """What a statistic merges, without gradient."""
@@ -117,7 +117,8 @@ class LogSumExp(Statistic):
 class _Extreme(Statistic):
     """An extreme of the selected entries of each row; equal ones share the gradient, or the first gets all of it.
 
-    ``first`` is for blocks of all candidates.
+    ``first`` is for blocks of all candidates. Extremes of two parts come from two matmuls, which may round the same product
+    differently: they count as equal up to :func:`tie_width`.
     """
 
     entries: Tensor
@@ -139,11 +140,16 @@ class _Extreme(Statistic):
 
     def derivative(self, partial: State, state: State) -> Tensor:
         ties, all_ties = (x[1].to(state[0].dtype) for x in (partial, state))
-        return (ties / all_ties.clamp(min=1)).where(partial[0] == state[0], 0)
+        return (ties / all_ties.clamp(min=1)).where(_tied(partial[0], state[0]), 0)
 
     def merge(self, one: State, other: State) -> State:
         extreme = torch.maximum(one[0], other[0]) if self.sign == -1 else torch.minimum(one[0], other[0])
-        return extreme, one[1].where(one[0] == extreme, 0) + other[1].where(other[0] == extreme, 0)
+        return extreme, one[1].where(_tied(one[0], extreme), 0) + other[1].where(_tied(other[0], extreme), 0)
+
+
+def _tied(x: Tensor, y: Tensor) -> Tensor:
+    # of two infinities the difference is no number
+    return (x == y) | ((x - y).abs() <= tie_width(x) * y.abs().clamp(1, torch.finfo(x.dtype).max))
 
 
 class Maximum(_Extreme):

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.masked import tie_width
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
 from contrastive_zoo.loss_base.inputs import Inputs
@@ -110,7 +111,9 @@ class OnlineContrastive(Loss):
         loss = Σ_{i: y_i = 1, D_i > min_{y_j = 0} D_j} D_i²  +  Σ_{i: y_i = 0, D_i < max_{y_j = 1} D_j} max(0, margin − D_i)²
 
     If there are only positives or only negatives, their mean distance takes the place of the extreme of the other kind.
-    Equal to sentence-transformers' OnlineContrastiveLoss.
+    Distances that differ by at most 64 units of rounding count as equal, and are not hard. Equal to sentence-transformers'
+    OnlineContrastiveLoss since release 6.2; until 6.1 the mean distance also takes the place of an extreme of exactly one
+    pair.
 
     Called as ``loss(queries, keys, labels)``:
 
@@ -152,7 +155,8 @@ class OnlineContrastive(Loss):
         distance = 1 - (q * k).sum(1)
         positive = batch.rows["labels"] == 1
         farthest, nearest = _thresholds(batch, distance.detach(), positive)
-        hard = distance.detach().gt(nearest).where(positive, distance.detach() < farthest)
+        width = tie_width(distance)
+        hard = distance.detach().gt(nearest + width).where(positive, distance.detach() < farthest - width)
         losses = distance.where(positive, (batch.settings.margin - distance).relu()).square()
         return batch.reduce(losses, hard, reduction=self.reduction)
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.masked import shared_max, tie_width
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss, Scores
@@ -21,8 +22,8 @@ class MaxSim(LateInteractionLoss):
 
     where D are all documents and all negatives. ``symmetric`` averages it with the direction from documents to queries,
     ``cross_entropy(S[:, :n].T / t, arange(n))``. Equal to PyLate's ``Contrastive(temperature=t)`` on one process
-    where all tokens are valid; there padding counts as a similarity of 0. Of tokens with equal products the first one counts
-    as the maximum, and gets its gradient.
+    where all tokens are valid; there padding counts as a similarity of 0. Of equal tokens of a document the first one gets
+    the gradient.
 
     Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``:
 
@@ -93,7 +94,7 @@ class MaxSimPairwise(LateInteractionLoss):
 
     Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
     normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
-    score share the gradient of the maximum.
+    score, up to 64 units of rounding of the query's largest score, share the gradient of the maximum.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
@@ -120,5 +121,9 @@ class MaxSimPairwise(LateInteractionLoss):
 @without_autocast
 def _pairwise_losses(result: Scores, scale: float | Tensor) -> Tensor:
     others = result.scores.masked_fill(result.is_pair, -torch.inf)
-    hardest = others.amax(1) if result.scores.shape[1] > 1 else torch.zeros_like(result.positive)
+    hardest = torch.zeros_like(result.positive)
+    if (
+        result.scores.shape[1] > 1
+    ):  # a score is a sum of rounded maxima, of documents at several places of several matmuls
+        hardest = shared_max(others, tie_width(others) * (1 + result.scores.detach().abs().amax(1)))
     return F.softplus(scale * (hardest - result.positive), threshold=40)

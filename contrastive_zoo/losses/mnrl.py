@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.masked import masked_log_sum_exp
+from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
@@ -204,7 +204,8 @@ class GIST(Loss):
         τ_i = g(a_i, p_i) − margin,   or, relative,   g(a_i, p_i) − margin · |g(a_i, p_i)|
 
     anchor i's logits are a_i·p_j / t; with ``contrast_anchors`` also a_i·a_j / t, j ≠ i; with ``contrast_positives``
-    p_i·p_j / t, j ≠ i; and a_i·x / t. Pairs with g(·,·) > τ_i are masked, except a_i·p_i:
+    p_i·p_j / t, j ≠ i; and a_i·x / t. Pairs with g(·,·) > τ_i are masked, except a_i·p_i; 64 units of rounding above τ_i
+    still count as τ_i, so that a repeated sample is kept on every rank, however its matmul rounds:
 
         loss = mean_i [ logsumexp of i's logits  −  a_i·p_i / t ]
 
@@ -291,7 +292,7 @@ def _guided(
     x = split_pairs(block.anchors, block.candidates, single)
     guide = split_pairs(guide_rows, guide_columns, single)
     similarity = (guide.first * guide.second).sum(1, keepdim=True)
-    threshold = similarity - margin * (similarity.abs() if relative else 1)
+    threshold = similarity - margin * (similarity.abs() if relative else 1) + tie_width(similarity)
 
     logits = x.first @ x.documents.T / temperature
     sums = [masked_log_sum_exp(logits, (guide.first @ guide.documents.T <= threshold) & ~is_positive)]

@@ -42,6 +42,8 @@ ANNOTATED = [
     (OnlineContrastive(margin=1.2), peer(st.OnlineContrastiveLoss, margin=1.2), BINARY),
     (OnlineContrastive(), peer(st.OnlineContrastiveLoss), torch.ones_like(BINARY)),
     (OnlineContrastive(margin=2.0), peer(st.OnlineContrastiveLoss, margin=2.0), torch.zeros_like(BINARY)),
+    (OnlineContrastive(margin=2.0), peer(st.OnlineContrastiveLoss, margin=2.0), torch.tensor([1, *[0] * 8])),
+    (OnlineContrastive(margin=2.0), peer(st.OnlineContrastiveLoss, margin=2.0), torch.tensor([0, *[1] * 8])),
 ]
 
 

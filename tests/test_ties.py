@@ -1,0 +1,148 @@
+"""Rows that repeat, within and across ranks: which of equal rows is hardest does not depend on the split.
+
+Rows are as wide as a matmul of several tiles, which rounds the same product differently at other places.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import masked, max_sim, pairwise, row_statistics
+from contrastive_zoo.losses import max_sim as max_sim_loss
+from contrastive_zoo.losses import mnrl
+from contrastive_zoo.losses.max_sim import MaxSim
+from contrastive_zoo.testing.measurement import allow_repeated_samples, set_float64_and_seed
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
+from tests.helpers import EVERY_CASE, EXACT, distance
+from tests.losses.whole_zoo import EVERY
+from tests.losses.zoo_tokens import dense_max_sim, tokens_of
+from tests.losses.zoo_weights import ENTRIES as WEIGHTS
+from tests.zoo import Entry
+
+COMPARE = ("MaxSim", "GIST", "hard", "RowLoss", "KoLeo", "MegaBatch", "Dynamic", "Online", "NNCLR", "Ranked")
+"""Names of losses that take an extreme, or compare with a threshold."""
+
+
+class RepeatedTokens(MaxSim):
+    """The loss of documents whose first token repeats."""
+
+    @staticmethod
+    def inputs(*views: Tensor) -> Any:  # type: ignore[override]  # of views in place of tokens
+        tokens = tokens_of(*views)
+        documents = tokens["documents"].repeat(1, 3, 1)
+        mask = torch.ones(documents.shape[:2], dtype=torch.int64)
+        return MaxSim.inputs(tokens["queries"], documents, tokens["query_mask"], mask)
+
+
+REPEATED_TOKENS = Entry("MaxSim, repeated tokens", lambda temperature: RepeatedTokens(), dense_max_sim)
+ENTRIES = [*(x for x in EVERY if x not in WEIGHTS), REPEATED_TOKENS]
+DRAWN = [x for x in ENTRIES if EVERY_CASE or any(name in x.name for name in COMPARE)]
+BY_NAME = {f"{x.name} {x.call}": x for x in ENTRIES}
+Result = tuple[float, list[Tensor], dict[str, Tensor]]
+
+
+def repeated_rows(entry: Entry, n: int, d: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randn(n // 3, d, dtype=torch.float64, generator=generator)
+    picks = torch.randint(len(few), (entry.views, n), generator=generator)
+    labels = torch.randint(3, (n,), generator=generator)
+    return [few[picks[0]], labels] if entry.call == "labels" else [few[pick] for pick in picks]
+
+
+def results(
+    cases: Sequence[tuple[str, int, int, int]],
+    shards: Sequence[int],
+    split: bool,
+    rounds: bool,
+    options: dict[str, Any],
+) -> list[Result]:
+    """The value, and the gradients after a mean over ranks, of each case; with ``rounds`` rounding decides again."""
+    rank, found = torch.distributed.get_rank(), []
+    with splitting(always=split), pytest.MonkeyPatch.context() as patch:
+        if rounds:
+            for module in (pairwise, max_sim):
+                patch.setattr(module, "first_of_equals", lambda rows: None)
+            for module in (masked, mnrl, max_sim_loss, row_statistics):
+                patch.setattr(module, "tie_width", lambda x: 0.0)
+        for name, *batch in cases:
+            entry = BY_NAME[name]
+            set_float64_and_seed()
+            local = [x.split(list(shards))[rank].clone() for x in repeated_rows(entry, *batch)]
+            leaves = [x.requires_grad_() for x in local if x.is_floating_point()]
+            loss = cz.DistributedLoss(entry.make(temperature=0.3), **options).double()
+            allow_repeated_samples(loss)
+            value = loss(*local)
+            value.backward()
+            gradients = [torch.zeros_like(x) if x.grad is None else x.grad / len(shards) for x in leaves]
+            parameters = {key: x.grad for key, x in loss.named_parameters() if x.grad is not None}
+            found.append((value.item(), gradients, parameters))
+    return found
+
+
+def differing(
+    worlds: Worlds,
+    cases: Sequence[tuple[str, int, int, int]],
+    shards: Sequence[int],
+    *,
+    split: bool = True,
+    rounds: bool = False,
+    **options: Any,
+) -> set[str]:
+    """Return the names of the losses whose numbers on these ranks are not those of one process."""
+    of_one = worlds.run(1, results, cases, (sum(shards),), False, rounds, {})[0]
+    by_rank = worlds.run(len(shards), results, cases, shards, split, rounds, options)
+    return {
+        case[0]
+        for case, one, *parts in zip(cases, of_one, *by_rank, strict=True)
+        if any(not distance(x, y) <= EXACT for x, y in _pairs(one, parts))
+    }
+
+
+def _pairs(one: Result, parts: Sequence[Result]) -> list[tuple[Tensor, Tensor]]:
+    pairs = [(torch.tensor(value), torch.tensor(one[0])) for value, _, _ in parts]
+    pairs += [(torch.cat(of), whole) for *of, whole in zip(*(x[1] for x in parts), one[1], strict=True)]
+    return pairs + [(x[2][name], gradient) for x in parts for name, gradient in one[2].items()]
+
+
+def cases_of(entries: Sequence[Entry], n: int, d: int, seeds: int = 1) -> list[tuple[str, int, int, int]]:
+    return [(f"{x.name} {x.call}", n, d, seed) for x in entries for seed in range(seeds)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "split"), [((15,), True), ((3, 12), True), ((7, 8), False), ((5, 0, 10), True)], ids=str
+)
+def test_equal_rows_get_the_gradients_of_one_process(shards, split, worlds: Worlds) -> None:
+    cases = cases_of(DRAWN, 15, 50, 3 if EVERY_CASE else 1)
+    assert differing(worlds, cases, shards, split=split) == set()
+
+
+@pytest.mark.parametrize("shards", [(16, 17), (30, 3), (1, 20, 12)], ids=str)
+def test_equal_rows_of_another_width(shards, worlds: Worlds) -> None:
+    chosen = DRAWN if EVERY_CASE else [x for x in DRAWN if x.name in NOTICED or x is REPEATED_TOKENS]
+    assert differing(worlds, cases_of(chosen, 33, 128, 3 if EVERY_CASE else 1), shards) == set()
+
+
+NOTICED = ("GIST", "MaxSimPairwise", "Triplet, hard", "Triplet, semi-hard", "RowLoss, labels", "KoLeo")
+
+
+def test_the_comparison_notices_rounding(worlds: Worlds) -> None:
+    """Without the comparison of rows, and without a width of ties."""
+    chosen = [x for x in ENTRIES if x.name in NOTICED or x is REPEATED_TOKENS]
+    cases = cases_of(chosen, 15, 50, 4) + cases_of(chosen, 33, 128, 2)
+    found = {
+        x for shards in [(3, 12), (5, 5, 5)] for x in differing(worlds, cases[: 4 * len(chosen)], shards, rounds=True)
+    }
+    found |= differing(worlds, cases[4 * len(chosen) :], (3, 30), rounds=True)
+    assert found == {x[0] for x in cases}
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_ring_shares_between_the_equal_rows_of_all_ranks(rounds, worlds: Worlds) -> None:
+    hard = [x for x in ENTRIES if x.name in ("Triplet, hard", "Triplet, hard and soft")]
+    found = differing(worlds, cases_of(hard, 33, 128, 4), (3, 20, 10), rounds=rounds, ring=True)
+    assert bool(found) == rounds
