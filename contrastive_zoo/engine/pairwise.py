@@ -34,7 +34,7 @@ def share_across_blocks(candidates: Tensor) -> Tensor:
     """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse."""
     leaf = candidates.detach().requires_grad_()
     leaf.squared_norms = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # why: see the module's docstring
-    leaf.first_of_equals = first_of_equals(leaf.detach())  # type: ignore[attr-defined]
+    leaf.first_of_equals = first_of_equals(leaf.detach())  # type: ignore[attr-defined]  # why: likewise
     return leaf
 
 
