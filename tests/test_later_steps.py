@@ -140,7 +140,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Change, str]] = {
     "memory": (
         lambda: cz.CrossBatchMemory(cz.InfoNCE(), 8, D),
         lambda wrapped, args, stack: wrapped.loss.eval(),
-        "ranks disagree on loss.training: rank 0 has True, rank {other} has False.",
+        "ranks disagree on the loss's training: rank 0 has True, rank {other} has False.",
     ),
     "dense": (
         cz.InfoNCE,
