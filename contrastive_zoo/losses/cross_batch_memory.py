@@ -23,6 +23,7 @@ from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.differences import failing_together
+from contrastive_zoo.ranks.one_process import OneProcess
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem
 
@@ -247,10 +248,9 @@ class CrossBatchMemory(Loss):
 
     def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
-        gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
+        gathered = [all_gather(x, gradient="complete", **split) for x in (queries, keys)]
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
-        with one_stream(batch.world, queries.device):
-            return failing_together(batch.name, compute, batch.world)
+        return self._alike(compute, gathered, batch)
 
     def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
@@ -296,8 +296,13 @@ class CrossBatchMemory(Loss):
             value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
             return value
 
-        with one_stream(batch.world, rows.device):
-            return failing_together(batch.name, compute, batch.world)
+        return self._alike(compute, [rows, references], batch)
+
+    def _alike(self, compute: Callable[[], Tensor], rows: list[Tensor], batch: Batch) -> Tensor:
+        """Compute from the rows of all ranks on every rank: with the same random numbers, as in one process."""
+        alone = OneProcess(loss_name(self.loss), batch.world.group, self.loss)
+        with one_stream(batch.world, rows[0].device):
+            return failing_together(batch.name, partial(alone.run, compute, rows), batch.world)
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,10 @@
 """What differs from version to version of torch, and every private name of it, in one place."""
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,3 +83,67 @@ def recording() -> AbstractContextManager[Any]:
 
 softplus: Any = torch._C._nn.softplus
 """``torch.nn.functional.softplus``, whose stub lacks ``out=``."""
+
+
+def messages_of(group: dist.ProcessGroup) -> int:
+    """How many collectives this process has begun in a group; 0 of a backend that does not count them."""
+    try:
+        begun: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stub lacks it
+    except RuntimeError:
+        begun = 0
+    return begun
+
+
+def group_of_one(name: str) -> dist.ProcessGroup:
+    """Make a process group of this process alone, with the backends of the default group; nothing is sent."""
+    c10d: Any = dist.distributed_c10d
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stub lacks it
+    real, backend, waits = dist.group.WORLD, dist.get_backend_config(), timedelta(seconds=600)
+    dist.GroupMember.WORLD = (
+        None  # otherwise NCCL splits the communicator of the default group, which all ranks do together
+    )
+    try:
+        group, _ = c10d._new_process_group_helper(
+            1, 0, [], backend, store, group_name=name, timeout=waits, group_desc=name
+        )
+    finally:
+        dist.GroupMember.WORLD = real
+    c10d._world.pg_group_ranks[group] = {0: 0}
+    del c10d._world.pg_names[group]  # torch derives names of groups from their number, which must be equal on all ranks
+    return cast("dist.ProcessGroup", group)
+
+
+def is_group(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows a group, which it forgets when it is shut down."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup, name: str) -> Iterator[None]:
+    """Within it ``group`` is the default process group."""
+    real = dist.group.WORLD
+    names: Any = dist.distributed_c10d._world.pg_names
+    dist.GroupMember.WORLD, names[group] = group, name
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = real
+        del names[group]
+
+
+class _OtherBackward:
+    """A Python autograd function in all but its backward pass, as a node of a graph looks it up."""
+
+    vjp = staticmethod(torch.autograd.Function.vjp)  # the other name of backward, which a function may not have then
+
+    def __init__(self, function: Any, backward: Callable[..., Any]) -> None:
+        self._function, self.backward = function, backward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+def run_backward_by(node: Any, backward: Callable[..., Any]) -> None:
+    """Let a node of a Python autograd function call ``backward(function's backward, ctx, *gradients)``."""
+    # the node is not held: it would be a reference cycle, in which the embeddings stay in memory
+    node._forward_cls = _OtherBackward(node._forward_cls, partial(backward, node._get_user_fn()))
