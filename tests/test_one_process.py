@@ -299,7 +299,7 @@ def remembered(shards: Sequence[int]) -> list[Tensor]:
     def loss(z: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
         rows = Gather.apply(z), ref_emb, ref_emb
         anchors, *others = (x.index_select(0, i) for x, i in zip(rows, indices_tuple, strict=True))
-        return sum((anchors * x).sum() for x in others) / dist.get_world_size()  # type: ignore[return-value]
+        return torch.stack([(anchors * x).sum() for x in others]).sum() / dist.get_world_size()
 
     rank, found = dist.get_rank(), []
     loss_fn = cz.DistributedLoss(cz.CrossBatchMemory(loss, 8, D, miner=miner).double())
