@@ -248,9 +248,9 @@ class CrossBatchMemory(Loss):
 
     def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
-        gathered = [all_gather(x, gradient="complete", **split) for x in (queries, keys)]
+        gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
-        return self._alike(compute, gathered, batch)
+        return self._alike(compute, batch, queries.device)
 
     def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
@@ -296,13 +296,13 @@ class CrossBatchMemory(Loss):
             value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
             return value
 
-        return self._alike(compute, [rows, references], batch)
+        return self._alike(compute, batch, rows.device)
 
-    def _alike(self, compute: Callable[[], Tensor], rows: list[Tensor], batch: Batch) -> Tensor:
+    def _alike(self, compute: Callable[[], Tensor], batch: Batch, device: torch.device) -> Tensor:
         """Compute from the rows of all ranks on every rank: with the same random numbers, as in one process."""
         alone = OneProcess(loss_name(self.loss), batch.world.group, self.loss)
-        with one_stream(batch.world, rows[0].device):
-            return failing_together(batch.name, partial(alone.run, compute, rows), batch.world)
+        with one_stream(batch.world, device):
+            return failing_together(batch.name, partial(alone.run, compute), batch.world)
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -131,6 +131,14 @@ def default_group(group: dist.ProcessGroup, name: str) -> Iterator[None]:
         del names[group]
 
 
+def next_node() -> int:
+    """The number that the next node of this thread's graphs gets."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    number: int = node._sequence_nr()
+    return number + 1
+
+
 class _OtherBackward:
     """A Python autograd function in all but its backward pass, as a node of a graph looks it up."""
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from contrastive_zoo.ranks.compat import default_group, group_of_one, is_group, messages_of, run_backward_by
+from contrastive_zoo.ranks.compat import default_group, group_of_one, is_group, messages_of, next_node, run_backward_by
 
 if dist.is_available() and not dist.is_initialized():
     # its functions hold the default group of the time at which it is imported, where the group cannot be replaced
-    pass
+    import torch.distributed.nn.functional  # noqa: F401 - imported for its defaults
 
 R = TypeVar("R")
 
@@ -43,19 +43,15 @@ class OneProcess:
     refuses: bool = True
     """Whether messages by a process group that it holds are refused."""
 
-    def run(self, compute: Callable[[], R], rows: Any = ()) -> R:
-        """What ``compute()`` returns. Its autograd functions see one process in their backward passes, too.
-
-        Args:
-            compute: the loss of all ranks' rows.
-            rows: what it takes: the graph of these tensors is not that of the loss.
+    def run(self, compute: Callable[[], R]) -> R:
+        """What ``compute()`` returns, the loss of all ranks' rows. Its autograd functions see one process in backward, too.
 
         Raises:
             ValueError: on every rank alike, it has sent messages by a process group that it holds.
         """
         if _is_alone():
             return compute()
-        outside = {x.grad_fn for x in tree_leaves(rows) if isinstance(x, Tensor)}
+        began = next_node()
         in_ddp = isinstance(self.loss, nn.parallel.DistributedDataParallel)
         if in_ddp:  # it sends buffers before it calls the loss
             with self._within(self.loss.module):
@@ -63,7 +59,7 @@ class OneProcess:
         else:
             with self.entered():
                 value = compute()
-        nodes = [*_python_functions(value, outside)]
+        nodes = [*_python_functions(value, began)]
         if nodes:
             # what gathers or reduces parameters has functions of its own; the loss, which may hold the graph, is not held
             alone = replace(self, loss=None, refuses=not in_ddp and not _is_split(self.loss))
@@ -131,13 +127,16 @@ def _is_split(loss: Any) -> bool:
     )
 
 
-def _python_functions(value: Any, outside: set[Any]) -> Iterator[Any]:
-    """The nodes in the graph of a value that belong to autograd functions written in Python, up to those outside."""
-    visited: set[Any] = {None, *outside}
+def _python_functions(value: Any, began: int) -> Iterator[Any]:
+    """The nodes in the graph of a value that belong to autograd functions in Python, of those made since ``began``.
+
+    Older nodes are the encoder's, or of what a closure holds: these communicate between all ranks.
+    """
+    visited: set[Any] = {None}
     nodes: list[Any] = [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor)]
     while nodes:
         node = nodes.pop()
-        if node in visited:
+        if node in visited or node._sequence_nr() < began:
             continue
         visited.add(node)
         if isinstance(node, BackwardCFunction):

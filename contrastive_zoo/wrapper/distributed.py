@@ -173,8 +173,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
             that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that are
             equal on every rank while other arguments differ, equal weights that count otherwise than all other arguments, a
-            stack of views beside one label a sample; a third-party loss or miner that sends by a process group that it holds; a
-            call inside of DDP's ``join()``.
+            stack of views beside one label a sample; a third-party loss or miner that sends by a process group that it
+            holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:

@@ -36,7 +36,7 @@ class LossCall(NamedTuple):
             with OneProcess(loss_name(self.miner), world.group, self.miner).entered():
                 named["indices_tuple"] = self.miner(*others[:2], *references)
         alone = OneProcess(loss_name(without_ddp(self.loss)), world.group, self.loss)
-        return alone.run(lambda: self.loss(*self.bound.args, **self.bound.kwargs), self.bound.arguments)
+        return alone.run(lambda: self.loss(*self.bound.args, **self.bound.kwargs))
 
     def problem(self, world: World, roles: Roles = NO_ROLES) -> str | None:
         arguments = roles.of_rows(self.bound.arguments)

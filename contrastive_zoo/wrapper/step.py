@@ -242,7 +242,7 @@ class OwnStep(DistributedStep):
         if not self.modules.runs_third_party_code:
             return self.compute_batch(batch)
         alone_in = OneProcess(self.name, session.group, self.modules.loss)
-        return self.all_or_none(lambda: alone_in.run(lambda: self.compute_batch(batch), gathered))
+        return self.all_or_none(lambda: alone_in.run(lambda: self.compute_batch(batch)))
 
 
 @dataclass
