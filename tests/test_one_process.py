@@ -335,3 +335,16 @@ def test_in_ddp_and_compiled(compiled: bool, worlds: Worlds) -> None:
     for found in worlds.run(2, in_ddp, compiled):
         for x, y in zip(found, expected, strict=True):
             close(x, y)
+
+
+def held_graph() -> list[float]:
+    """The gradient of a number that is summed over ranks outside of the loss, which holds it."""
+    offset = torch.ones((), dtype=torch.float64, requires_grad=True)
+    held = SumsInBackward.apply(offset)
+    loss_fn = cz.DistributedLoss(lambda embeddings: embeddings.sum() * 0 + held, check_equal=False)
+    (gradient,) = torch.autograd.grad(loss_fn(numbers(3, D, seed=dist.get_rank())), offset)
+    return [float(gradient)]
+
+
+def test_what_a_loss_holds_communicates_between_all_ranks(worlds: Worlds) -> None:
+    assert worlds.run(2, held_graph) == [[2.0]] * 2
