@@ -20,9 +20,17 @@ from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.wrapper.step import splitting
 
-Edit = Literal["", "other labels", "other samples", "equal shards", "last shard reversed", "all shards reversed"]
-"""Nothing; other labels, or other samples, on all ranks but the first; the samples of the first rank on every rank; another
-order of the samples of the last rank, or of every rank."""
+Edit = Literal[
+    "",
+    "other labels",
+    "other samples",
+    "other samples shifted",
+    "equal shards",
+    "last shard reversed",
+    "all shards reversed",
+]
+"""Nothing; other labels, other samples, or samples plus a constant, on all ranks but the first; the samples of the first
+rank on every rank; another order of the samples of the last rank, or of every rank."""
 
 
 def edited(x: Tensor, shards: Sequence[int], edit: Edit) -> Tensor:
@@ -31,6 +39,8 @@ def edited(x: Tensor, shards: Sequence[int], edit: Edit) -> Tensor:
     if edit == "equal shards":
         parts = parts[:1] * len(parts)
     elif edit == ("other samples" if x.is_floating_point() else "other labels"):
+        parts[1:] = [(1 + part).square() if x.is_floating_point() else 1 + part for part in parts[1:]]
+    elif edit == "other samples shifted":
         parts[1:] = [1 + part for part in parts[1:]]
     elif edit == "last shard reversed":
         parts[-1] = parts[-1].flip(0)

@@ -158,6 +158,8 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
         "batch statistics": lambda e: e.confirms("batch statistics"),
         "gathered first": _is_gathered_first,
         "times W": lambda e: e.every(lambda x: x.has_values(x.world_size)),
+        "result thrown away": lambda e: not e.has_mean("1") and e.confirms("result thrown away"),
+        "local normalisation": lambda e: e.confirms("local normalisation"),
         "local negatives": lambda e: e.confirms("local negatives"),
         "own rank first": lambda e: e.confirms("own rank first"),
         "labels not gathered": lambda e: e.confirms("labels not gathered"),

@@ -169,6 +169,10 @@ class LossEvidence(Evidence):
         if mistake == "labels not gathered":
             is_labelled = self.case.call == "labels"
             return is_labelled and self._changes("other samples") is True and self._changes("other labels") is False
+        if mistake == "result thrown away":  # ranks communicate, and the value does not depend on other ranks
+            return self.calls("reduce") and self._changes("other samples") is False
+        if mistake == "local normalisation":  # it hides a shift of other ranks' samples, and nothing else
+            return self._changes("other samples") is True and self._changes("other samples shifted") is False
         if mistake == "mask without offset":  # ranks take their own index for the global one
             return (
                 not self.every(lambda x: x.equal_values)

@@ -257,6 +257,22 @@ def _reduced_with_gradient(view1: Tensor, view2: Tensor) -> Tensor:
     return _correlations(view1, view2, all_reduce)
 
 
+@loss_recipe("result thrown away", mistake="result thrown away")
+def _reduced_for_nothing(view1: Tensor, view2: Tensor) -> Tensor:
+    def total(c: Tensor) -> Tensor:
+        if world_size() > 1:
+            dist.all_reduce(c.detach().clone())  # as torch.distributed.nn.all_reduce, which returns the sum of a copy
+        return c
+
+    return _correlations(view1, view2, total)
+
+
+@loss_recipe("local normalisation", mistake="local normalisation")
+def _normalised_locally(view1: Tensor, view2: Tensor) -> Tensor:
+    a, b = (view - view.mean(0) if len(view) else view for view in (view1, view2))
+    return _correlations(a, b, all_reduce)
+
+
 @loss_recipe("naive softmax", mistake="overflow", call="labels")
 def _sum_of_exponentials(embeddings: Tensor, labels: Tensor) -> Tensor:
     squares = embeddings.square().sum(1)

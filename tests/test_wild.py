@@ -1,0 +1,76 @@
+"""The wild report tells a right loss from a wrong one in a folder of clones, and says why an entry did not run."""
+
+from pathlib import Path
+
+import pytest
+
+from contrastive_zoo.testing.worlds import Worlds
+from tools.wild.adapters import function
+from tools.wild.measurement import RIGHT, Row, measured
+from tools.wild.page import counts, page
+from tools.wild.projects import Entry, entries
+
+LOSS = """
+import a_package_that_is_not_installed as missing
+import torch
+from a_package_that_is_not_installed import Base, register
+from tiny.gather import gather
+
+@register("losses")
+class Model(Base, option=True):
+    logger: missing.Logger | None = None
+
+def right(view1, view2):
+    return (gather(view1).mean(0) @ gather(view2).mean(0)).cuda()
+
+def local(view1, view2):
+    return view1.mean(0) @ view2.mean(0)
+"""
+GATHER = """
+from contrastive_zoo.ranks.collectives import all_gather
+
+def gather(x):
+    return all_gather(x)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "someone+tiny" / "src" / "tiny"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('the package is not imported as a whole')")
+    (package / "loss.py").write_text(LOSS)
+    (package / "gather.py").write_text(GATHER)
+    return tmp_path
+
+
+def entry(name: str, project: str = "someone/tiny") -> Entry:
+    return Entry(project, "0123456", "src/tiny/loss.py", f"def {name}(", name, function(name), "src")
+
+
+def test_a_right_and_a_wrong_loss_are_told_apart(folder: Path, worlds: Worlds) -> None:
+    right, local = (measured(entry(name), folder, worlds, 1, (1, 2)) for name in ("right", "local"))
+    assert (right.verdict, right.value, right.encoder) == (RIGHT, "right", "right")
+    assert local.verdict == "local negatives"
+    assert "**" in local.value
+    assert local.fix
+    assert (right.line, local.line) == (11, 14)
+    text = page([right, local])
+    assert "https://github.com/someone/tiny/blob/0123456/src/tiny/loss.py#L14" in text
+    assert counts([right, local]).startswith("2 losses of 1 projects ran, 0 entries did not.")
+
+
+def test_what_does_not_run_is_a_row_that_says_why(folder: Path, worlds: Worlds) -> None:
+    missing = measured(entry("right", project="someone/else"), folder, worlds)
+    assert missing.why_not == "no such file in the folder: someone+else/src/tiny/loss.py"
+    unknown = measured(entry("renamed"), folder, worlds, 1, (1, 2))
+    assert "renamed" in unknown.why_not
+    assert "someone+else" in page([missing, unknown])
+
+
+def test_every_entry_runs_or_says_why_not() -> None:
+    table = list(entries())
+    assert len({x.name for x in table}) == len(table)
+    assert all((x.adapter is None) == bool(x.why_not) for x in table)
+    assert {type(x.line(Path("none"))) for x in table} == {int}
+    assert Row("a/b", "0", "c.py", 1, "d").as_dict()["line"] == 1

@@ -1,0 +1,188 @@
+"""Load one file of a clone, without the packages that its loss does not need."""
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+HEAVY = {"PIL", "accelerate", "datasets", "lightly", "lightning", "pandas", "pytorch_lightning", "scipy"}
+HEAVY |= {
+    "sentence_transformers",
+    "skimage",
+    "sklearn",
+    "timm",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "torchvision",
+}
+HEAVY |= {"transformers", "wandb"}
+"""Packages that are stand-ins even where they are installed; so is every package that is not installed."""
+
+
+class StandIn:
+    """A name of a package that the loss does not need: a base class, a decorator, an annotation, a logger."""
+
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn()
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        is_decorator = len(args) == 1 and not settings and callable(args[0])
+        return args[0] if is_decorator else StandIn()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (type("StandIn", (_AnyBase,), {}),)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return False
+
+    def __getitem__(self, item: Any) -> "StandIn":
+        return self
+
+    def __or__(self, other: Any) -> "StandIn":
+        return self
+
+    __ror__ = __or__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class _StandInModule(types.ModuleType):
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - as a package
+    __all__: Sequence[str] = ()
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn()
+
+
+class _StandInLoader(Loader):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StandInModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Package(types.ModuleType):
+    """A package of the clone. Its ``__init__`` does not run; a name of it is looked up in the files beside it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for folder in map(Path, self.__path__):
+            if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+                raise AttributeError(name)  # Python imports it
+            for file in sorted(folder.glob("*.py")):
+                text = file.read_text(encoding="utf-8")
+                if file.stem != "__init__" and any(
+                    f"{kind} {name}{x}" in text for kind in ("def", "class") for x in "(:"
+                ):
+                    return getattr(importlib.import_module(f"{self.__name__}.{file.stem}"), name)
+        return StandIn()
+
+
+class _PackageLoader(Loader):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Package(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _CloneFinder(MetaPathFinder):
+    """Finds the files of a clone first; then installed packages that are not heavy; all others are stand-ins."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+
+    def owns(self, name: str) -> bool:
+        top = name.partition(".")[0]
+        place = self.source / top
+        return top not in sys.stdlib_module_names and (place.is_dir() or place.with_suffix(".py").is_file())
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        top, place = name.partition(".")[0], self.source.joinpath(*name.split("."))
+        if self.owns(name) and (file := place.with_suffix(".py")).is_file():
+            return spec_from_file_location(name, file)
+        if self.owns(name) and place.is_dir():
+            spec = importlib.machinery.ModuleSpec(name, _PackageLoader(), is_package=True)
+            spec.submodule_search_locations = [str(place)]
+            return spec
+        if not self.owns(name) and not {top, name} & HEAVY and _is_installed(top):
+            return None
+        return importlib.machinery.ModuleSpec(name, _StandInLoader(), is_package=True)
+
+
+def _is_installed(top: str) -> bool:
+    return top in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(top) is not None
+
+
+class _AnyBase:
+    def __init_subclass__(cls, **settings: Any) -> None:
+        pass
+
+
+@contextmanager
+def _importing_from(source: Path) -> Iterator[None]:
+    """Import from the clone inside; afterwards no module of it, and no stand-in, has remained."""
+    finder, before = _CloneFinder(source), dict(sys.modules)
+    for name in before:
+        if finder.owns(name) or name.partition(".")[0] in HEAVY:
+            del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            if finder.owns(name) or isinstance(module, _StandInModule):
+                del sys.modules[name]
+        sys.modules.update(before)
+
+
+@cache
+def load(source: Path, module: str) -> types.ModuleType:
+    """Return a module of the clone whose packages begin at ``source``.
+
+    Raises:
+        ModuleNotFoundError: the clone has no such file.
+    """
+    if not source.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        raise ModuleNotFoundError(f"no {module} in {source.name}")
+    with _importing_from(source):
+        return importlib.import_module(module)
+
+
+_ON_GPU = {Tensor.cuda}
+_TO_FLOAT32 = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+class InFloat64OnCPU(TorchFunctionMode):
+    """Inside, tensors that a loss moves to a GPU stay, and those that it converts to float32 are in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ON_GPU:
+            return args[0]
+        if func in _TO_FLOAT32:
+            return args[0].double()
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
