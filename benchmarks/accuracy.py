@@ -27,7 +27,7 @@ from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.test_solved_batches import LOSSES as SOLVED
-from tests.test_solved_batches import gradient, relative_error, replaced
+from tests.test_solved_batches import gradient, relative_error
 from tools.pages import PAGES, fill, table
 
 ROWS, WIDTH = 700, 24
@@ -116,7 +116,7 @@ LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
 """By name: this library's loss, its plain definition, and the exact one in float64."""
 
 
-up_to = partial(replaced, implementation, "SMALL_BATCH_ELEMENTS")
+up_to = partial(patch.object, implementation, "SMALL_BATCH_ELEMENTS")
 PATHS: dict[str, tuple[int, bool, Callable[[], list[Any]]]] = {
     "tiled": (1, False, lambda: [up_to(-1), memory_budget(0)]),
     "cached": (1, False, lambda: [up_to(-1)]),

@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
@@ -348,3 +349,24 @@ def held_graph() -> list[float]:
 
 def test_what_a_loss_holds_communicates_between_all_ranks(worlds: Worlds) -> None:
     assert worlds.run(2, held_graph) == [[2.0]] * 2
+
+
+def of_gathered(embeddings: Tensor, weights: Tensor) -> Tensor:
+    return (Gather.apply(embeddings) * weights.sum()).square().sum()
+
+
+def checkpointed(reentrant: bool | None) -> list[Tensor]:
+    rank = dist.get_rank()
+    loss_fn = cz.DistributedLoss(of_gathered)
+    x, w = (numbers(3 + rank, D, seed=10 * i + rank).requires_grad_() for i in range(2))
+    value = loss_fn(x, w) if reentrant is None else checkpoint(loss_fn, x, w, use_reentrant=reentrant)
+    value.backward()
+    assert dist.get_world_size() == 2
+    return [value.detach(), x.grad, w.grad]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_calls_the_wrapper_anew_for_all_ranks(reentrant: bool, worlds: Worlds) -> None:
+    for found, expected in zip(worlds.run(2, checkpointed, reentrant), worlds.run(2, checkpointed, None), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)

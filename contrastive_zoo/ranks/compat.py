@@ -118,17 +118,37 @@ def is_group(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+replaced_groups: list[dist.ProcessGroup | None] = []
+"""The default groups that :func:`default_group` has replaced, the last one last."""
+
+
 @contextmanager
 def default_group(group: dist.ProcessGroup, name: str) -> Iterator[None]:
     """Within it ``group`` is the default process group."""
     real = dist.group.WORLD
     names: Any = dist.distributed_c10d._world.pg_names
+    is_nested = group in names  # a checkpoint computes the loss anew within its backward pass
     dist.GroupMember.WORLD, names[group] = group, name
+    replaced_groups.append(real)
     try:
         yield
     finally:
         dist.GroupMember.WORLD = real
-        del names[group]
+        replaced_groups.pop()
+        if not is_nested:
+            del names[group]
+
+
+@contextmanager
+def group_before() -> Iterator[None]:
+    """Within it the default group is the one that :func:`default_group` has replaced."""
+    present = dist.group.WORLD
+    dist.GroupMember.WORLD = replaced_groups.pop()
+    replaced, replaced_groups[:] = [*replaced_groups, dist.group.WORLD], []
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD, replaced_groups[:] = present, replaced
 
 
 def next_node() -> int:

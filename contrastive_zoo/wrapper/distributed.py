@@ -14,6 +14,7 @@ from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, witho
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import broadcast
+from contrastive_zoo.ranks.compat import group_before, replaced_groups
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import ASKS, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import described
@@ -257,6 +258,11 @@ class DistributedLoss(LossAttributes, Generic[R]):
     @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' rows, from this rank's, which are passed as the loss takes them."""
+        if (
+            replaced_groups
+        ):  # a checkpoint calls this wrapper anew within the loss's backward pass, which sees one process
+            with group_before():
+                return self.forward(*rows, **named_rows)
         loss: Any = self._modules.get("loss")
         bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
         session, problem = self._session(bare)
