@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist

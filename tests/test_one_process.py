@@ -351,8 +351,24 @@ def test_what_a_loss_holds_communicates_between_all_ranks(worlds: Worlds) -> Non
     assert worlds.run(2, held_graph) == [[2.0]] * 2
 
 
+class Squared(torch.autograd.Function):
+    """x², whose backward pass reads x, which a checkpoint computes anew then, and sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return 2 * x * gradient
+
+
 def of_gathered(embeddings: Tensor, weights: Tensor) -> Tensor:
-    return (Gather.apply(embeddings) * weights.sum()).square().sum()
+    return Squared.apply(Gather.apply(embeddings) * weights.sum()).sum()
 
 
 def checkpointed(reentrant: bool | None) -> list[Tensor]:

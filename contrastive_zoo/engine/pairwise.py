@@ -57,7 +57,7 @@ def first_of_equals(rows: Float[Tensor, "N d"]) -> Int[Tensor, " N"] | None:
     if len(different) == len(index):
         return None
     first = index.new_full((len(different),), len(rows)).scatter_reduce_(0, group, index, "amin")
-    return torch.arange(len(rows)).index_copy_(0, index, first[group])
+    return torch.arange(len(rows), device=rows.device).index_copy_(0, index, first[group])
 
 
 def _firsts(candidates: Any) -> Tensor | None:

@@ -139,9 +139,15 @@ def default_group(group: dist.ProcessGroup, name: str) -> Iterator[None]:
             del names[group]
 
 
+backward_calls = 0
+"""How often :func:`group_before` was entered: messages since then are not those of a loss that sees one process."""
+
+
 @contextmanager
 def group_before() -> Iterator[None]:
     """Within it the default group is the one that :func:`default_group` has replaced."""
+    global backward_calls
+    backward_calls += 1
     present = dist.group.WORLD
     dist.GroupMember.WORLD = replaced_groups.pop()
     replaced, replaced_groups[:] = [*replaced_groups, dist.group.WORLD], []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
+from contrastive_zoo.ranks import compat
 from contrastive_zoo.ranks.compat import default_group, group_of_one, is_group, messages_of, next_node, run_backward_by
 
 if dist.is_available() and not dist.is_initialized():
@@ -74,13 +75,13 @@ class OneProcess:
             yield
             return
         groups = [x for x in {dist.group.WORLD, self.group} if x is not None]
-        before = [messages_of(x) for x in groups]
+        before, calls = [messages_of(x) for x in groups], compat.backward_calls
         if not (_of_one and is_group(_of_one[0])):
             _of_one[:] = [group_of_one(_NAME)]
         with default_group(_of_one[0], _NAME):
             yield
         count = sum(messages_of(x) for x in groups) - sum(before)
-        if count and self.refuses and not _is_split(self.loss):
+        if count and calls == compat.backward_calls and self.refuses and not _is_split(self.loss):
             raise ValueError(f"{self.name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
 
     @contextmanager
