@@ -10,7 +10,6 @@ from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.ranks.messages import reported
-from contrastive_zoo.ranks.one_process import OneProcess
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, tolerance
 from contrastive_zoo.ranks.session import Session, refuse
@@ -89,9 +88,7 @@ class DistributedMiner(nn.Module):
             arguments = Arguments.of(rows)
             device = arguments.device
             rows = arguments.gathered(self._agreed(name, arguments, session), session)
-        # every rank mines the same rows: the miner sees one process
-        alone = OneProcess(name, session.group, self.miner)
-        with reported(session), one_stream(session, device), alone.entered():
+        with reported(session), one_stream(session, device):
             result = self.miner(*rows.values())
         if not isinstance(result, (tuple, list)):
             refuse(

@@ -23,7 +23,6 @@ from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.differences import failing_together
-from contrastive_zoo.ranks.one_process import OneProcess
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem
 
@@ -250,7 +249,8 @@ class CrossBatchMemory(Loss):
         split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
         gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
-        return self._alike(compute, batch, queries.device)
+        with one_stream(batch.world, queries.device):
+            return failing_together(batch.name, compute, batch.world)
 
     def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
@@ -296,13 +296,8 @@ class CrossBatchMemory(Loss):
             value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
             return value
 
-        return self._alike(compute, batch, rows.device)
-
-    def _alike(self, compute: Callable[[], Tensor], batch: Batch, device: torch.device) -> Tensor:
-        """Compute from the rows of all ranks on every rank: with the same random numbers, as in one process."""
-        alone = OneProcess(loss_name(self.loss), batch.world.group, self.loss)
-        with one_stream(batch.world, device):
-            return failing_together(batch.name, partial(alone.run, compute), batch.world)
+        with one_stream(batch.world, rows.device):
+            return failing_together(batch.name, compute, batch.world)
 
 
 def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, witho
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import broadcast
-from contrastive_zoo.ranks.compat import group_before, replaced_groups
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import ASKS, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import described
@@ -112,8 +111,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
     - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
 
     With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
-    the gathered rows; it may return a tensor, or a tuple, list or dict of tensors. If it communicates by itself, it sees
-    one process: collectives of the default group, also in its backward pass, are those of one. On one process the wrapper is
+    the gathered rows; it may return a tensor, or a tuple, list or dict of tensors. On one process the wrapper is
     transparent: a third-party loss receives its arguments unchanged, and errors are its own.
 
     Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
@@ -174,8 +172,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
             that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that are
             equal on every rank while other arguments differ, equal weights that count otherwise than all other arguments, a
-            stack of views beside one label a sample; a third-party loss or miner that sends by a process group that it
-            holds; a call inside of DDP's ``join()``.
+            stack of views beside one label a sample; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
@@ -258,11 +255,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
     @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' rows, from this rank's, which are passed as the loss takes them."""
-        if (
-            replaced_groups
-        ):  # a checkpoint calls this wrapper anew within the loss's backward pass, which sees one process
-            with group_before():
-                return self.forward(*rows, **named_rows)
         loss: Any = self._modules.get("loss")
         bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
         session, problem = self._session(bare)
@@ -390,7 +382,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             loss: Any = self.loss
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
-            value = call.mine_and_compute(session)
+            value = call.mine_and_compute()
         if session.findings.later:
             self._history.look_later(session.findings.later)
         if observer is not None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
-from contrastive_zoo.ranks.one_process import OneProcess
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import GlobalIndices
@@ -23,20 +22,14 @@ class LossCall(NamedTuple):
     miner: Any
     bound: inspect.BoundArguments
 
-    def mine_and_compute(self, world: World) -> Any:
-        """What the loss returns, given the miner's indices if there is a miner; both see one process.
-
-        Raises:
-            ValueError: on every rank alike, the loss or the miner sends messages by a process group that it holds.
-        """
+    def mine_and_compute(self) -> Any:
+        """What the loss returns, given the miner's indices if there is a miner."""
         if self.miner is not None:
             named = self.bound.arguments
             references = [named[name] for name in ("ref_emb", "ref_labels") if named.get(name) is not None]
             others = [x for name, x in named.items() if name not in ("indices_tuple", "ref_emb", "ref_labels")]
-            with OneProcess(loss_name(self.miner), world.group, self.miner).entered():
-                named["indices_tuple"] = self.miner(*others[:2], *references)
-        alone = OneProcess(loss_name(without_ddp(self.loss)), world.group, self.loss)
-        return alone.run(lambda: self.loss(*self.bound.args, **self.bound.kwargs))
+            named["indices_tuple"] = self.miner(*others[:2], *references)
+        return self.loss(*self.bound.args, **self.bound.kwargs)
 
     def problem(self, world: World, roles: Roles = NO_ROLES) -> str | None:
         arguments = roles.of_rows(self.bound.arguments)

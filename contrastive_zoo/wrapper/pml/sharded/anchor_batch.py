@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.engine.masks import block_masks
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
-from contrastive_zoo.ranks.one_process import OneProcess
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
@@ -135,10 +133,10 @@ def mined(miner: Any, batch: AnchorBatch) -> Indices | None:
             chosen = batch.run_on_all_ranks(miner, lambda: MINERS[type(miner)](miner, batch))
             miner.output_assertion(chosen)  # it also counts them, for users who log the counts
             return chosen
-        anchors, alone = batch.all_anchors(), OneProcess(type(miner).__name__, batch.world.group, miner)
+        anchors = batch.all_anchors()
         with one_stream(batch.world, batch.anchors.device):
             references = (batch.candidates, batch.candidate_labels) if batch.has_references else ()
-            chosen = batch.run_on_all_ranks(miner, partial(alone.run, lambda: miner(*anchors, *references)))
+            chosen = batch.run_on_all_ranks(miner, lambda: miner(*anchors, *references))
     return local_indices(chosen, batch)
 
 
