@@ -72,6 +72,7 @@ ONE_PROCESS = {
     "Instance": Case(lambda: L.InstanceLoss(gamma=4)),
     **{f"PNP, {x}": Case(lambda x=x: L.PNPLoss(b=3, alpha=2, anneal=0.3, variant=x)) for x in L.PNPLoss.VARIANTS},
     "RankedList": Case(lambda: L.RankedListLoss(0.3, 3, imbalance=0.4, alpha=1.1, Tp=1)),
+    "RankedList, other numbers": Case(lambda: L.RankedListLoss(0.3, -1, imbalance=0.4, alpha=1.1, Tp=-0.5)),
     "ThresholdConsistent": Case(lambda: L.ThresholdConsistentMarginLoss(lambda_plus=2, margin_minus=0.1)),
     "per anchor": Combination("Contrastive", reducer="each anchor").case(),
     "per anchor, nonzero": Combination("Contrastive", reducer="each anchor above 0", miner="pair margins").case(),

@@ -141,8 +141,10 @@ def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Inf
 
 def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
     """Compare each anchor with the positives and negatives that violate a margin."""
-    settings = {"margin": loss.margin, "alpha": loss.alpha, "imbalance": loss.imbalance, "epsilon": EPSILON}
-    row_loss = RankedListOfDistinct(**settings, t_p=loss.Tp, t_n=loss.Tn)
+    row_loss = RankedListOfDistinct(epsilon=EPSILON)
+    # attributes are not checked: the library takes any number, and a negative T_p or T_n, too
+    row_loss.margin, row_loss.alpha, row_loss.imbalance = loss.margin, loss.alpha, loss.imbalance
+    row_loss.t_p, row_loss.t_n = loss.Tp, loss.Tn
     values, _ = complete(row_loss.rows(loss.distance(batch.anchors, batch.candidates), *batch.masks()))
     return _of_anchors(values, batch.anchor_indices())
 
