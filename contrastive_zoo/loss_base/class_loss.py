@@ -24,8 +24,11 @@ class ClassLoss(LabelledLoss):
     Weights are drawn from a standard normal distribution; only their direction matters. Construct the loss with the
     same seed on every rank. Every rank then gets the complete gradient of all weights, before the trainer reduces it.
 
-    With ``shard_over``, which some of these losses have, each rank holds the weights of its share of the classes, an even
-    one in rank order. Their gradient is complete on the rank that holds them, and no other rank has any. Therefore **no
+    With ``sub_centers``, which some of these losses have, a class has k weight vectors, of which the nearest counts.
+
+    With ``shard_over``, which some have, too, classes are split over these ranks, ``World.of()`` or ``World.of(group)``, the
+    same that share the batch; None keeps all weights on every rank. Each rank holds the weights of its share of the classes,
+    an even one in rank order. Their gradient is complete on the rank that holds them, and no other rank has any. Therefore **no
     trainer may average, broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and pass its parameters to
     this rank's optimizer, together with the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under
     either ``grad_reduction`` of ``DistributedLoss``.
@@ -35,9 +38,6 @@ class ClassLoss(LabelledLoss):
     Args:
         num_classes: C; labels are 0 … C − 1.
         embedding_size: d.
-        sub_centers: of losses with this setting: k weight vectors per class, of which the nearest counts.
-        shard_over: of losses with this setting: the ranks that classes are split over, ``World.of()`` or
-            ``World.of(group)``, the same that share the batch; None keeps all weights on every rank.
 
     Raises:
         ValueError: more classes or a larger width than memory holds; at the call labels that are no classes, or weights of
