@@ -26,12 +26,12 @@ class ClassLoss(LabelledLoss):
 
     With ``sub_centers``, which some of these losses have, a class has k weight vectors, of which the nearest counts.
 
-    With ``shard_over``, which some have, too, classes are split over these ranks, ``World.of()`` or ``World.of(group)``, the
-    same that share the batch; None keeps all weights on every rank. Each rank holds the weights of its share of the classes,
-    an even one in rank order. Their gradient is complete on the rank that holds them, and no other rank has any. Therefore
-    **no trainer may average, broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and pass its parameters
-    to this rank's optimizer, together with the model's. Each rank saves its own part. The gradient is 1 × ∂L/∂weights under
-    either ``grad_reduction`` of ``DistributedLoss``.
+    With ``shard_over``, which some have, too, classes are split over these ranks, ``World.of()`` or
+    ``World.of(group)``, the same that share the batch; None keeps all weights on every rank. Each rank holds the
+    weights of its share of the classes, an even one in rank order. Their gradient is complete on the rank that holds
+    them, and no other rank has any. Therefore **no trainer may average, broadcast or shard them**: keep the loss out of
+    DDP, FSDP and DeepSpeed, and pass its parameters to this rank's optimizer, together with the model's. Each rank
+    saves its own part. The gradient is 1 × ∂L/∂weights under either ``grad_reduction`` of ``DistributedLoss``.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] classes 0 … C − 1.
 
