@@ -4,18 +4,23 @@ The gradient. The ranks together compute one number L. A tensor that lives on se
 rank, and each rank's gradient is the derivative of L with respect to its own variable. A collective is a linear map, and
 its adjoint is the transposed matrix: if the forward pass copies, the backward pass sums; if it sums, it copies.
 
-| forward                  | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
-|--------------------------|-----------------------------------|------------------------------------|
-| all_reduce(sum)          | all_reduce(sum)                   | the gradient itself                |
-| all_reduce(mean)         | all_reduce(sum) / W               | the gradient itself / W            |
-| all_reduce(max)          | all_reduce(sum), to the winners   | the gradient itself, to the winners|
-| all_gather               | reduce_scatter(sum)               | this rank's slice                  |
-| reduce(sum) to dst       | broadcast from dst                |                                    |
-| broadcast from src       | reduce(sum) to src                |                                    |
-| scatter from src         | gather to src                     |                                    |
-| gather to dst            | scatter from dst                  |                                    |
-| reduce_scatter(sum)      | all_gather                        |                                    |
-| replicated (no message)  | all_reduce(sum)                   |                                    |
+| forward                  | type         | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
+|--------------------------|--------------|-----------------------------------|------------------------------------|
+| all_reduce(sum)          | P → R, P → I | all_reduce(sum)                   | the gradient itself                |
+| all_reduce(mean)         | P → R, P → I | all_reduce(sum) / W               | the gradient itself / W            |
+| all_reduce(max)          | V → R, V → I | all_reduce(sum), to the winners   | the gradient itself, to the winners|
+| all_gather               | V → R, V → I | reduce_scatter(sum)               | this rank's slice                  |
+| reduce(sum) to dst       | P → V        | broadcast from dst                |                                    |
+| broadcast from src       | V → R        | reduce(sum) to src                |                                    |
+| scatter from src         | V → V        | gather to src                     |                                    |
+| gather to dst            | V → V        | scatter from dst                  |                                    |
+| reduce_scatter(sum)      | P → V        | all_gather                        |                                    |
+| replicated (no message)  | I → R        | all_reduce(sum)                   |                                    |
+
+The types say how a value and its gradient are spread over the ranks: V (varying), other values on each rank, as is the
+gradient; P (partial), a sum whose terms the ranks hold, with a replicated gradient; R (replicated), equal on all ranks, with
+a partial gradient; I (invariant), equal on all ranks, as is the gradient. The gradient of ``a → b`` goes from that of b to
+that of a: R and P change places, V and I stay.
 
 ``gradient="complete"`` is for results from which every rank computes the same L: each rank then holds the complete
 derivative, and a sum of W equal copies would be W times too large.
@@ -97,6 +102,8 @@ def all_reduce(
 ) -> Tensor:
     """Reduce x elementwise over all ranks; every rank gets the result.
 
+    Type: P → R, and P → I with ``gradient="complete"``; V for P if ``op`` is ``"max"`` or ``"min"``.
+
     Args:
         x: the same shape and dtype on every rank. 16-bit numbers are summed in 32 bits.
         op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; equal extremes share the gradient equally.
@@ -120,6 +127,8 @@ def all_reduce(
 @uncompiled
 def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
     """Reduce x elementwise over all ranks to rank ``dst``; the other ranks get zeros.
+
+    Type: P → V.
 
     The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst``, and
     ``result.sum()``, which is zero, on the other ranks. The gradients of those zeros are not read.
@@ -152,6 +161,8 @@ def _averageable(x: Tensor, op: Reduction) -> Tensor:
 def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Tensor:
     """Return rank ``src``'s x on every rank; its gradient is the sum over ranks, the other ranks' x get zeros.
 
+    Type: V → R.
+
     Args:
         x: the same shape and dtype on every rank; only the values of ``src`` are read. Any dtype.
         src: rank within the group.
@@ -174,6 +185,8 @@ def all_gather(
     rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
 ) -> Tensor:
     """Return all ranks' rows in rank order; ranks may hold different numbers of rows, including zero.
+
+    Type: V → R, and V → I with ``gradient="complete"``.
 
     The adjoint is a reduce-scatter: the gradient of this rank's rows is the sum of their gradients over ranks.
 
@@ -205,6 +218,8 @@ def reduce_scatter(
     rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
 ) -> Tensor:
     """Return this rank's slice of the sum of all ranks' [N, …]. The adjoint is an all-gather.
+
+    Type: P → V.
 
     Args:
         rows: [N, …], the same shape and dtype on every rank.
@@ -246,6 +261,8 @@ def reduce_scatter(
 def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
     """Return all ranks' rows in rank order on rank ``dst``, and [0, …] elsewhere. The adjoint is a scatter from ``dst``.
 
+    Type: V → V.
+
     Every rank must run backward through its result; on the other ranks through ``result.sum()``, which is zero.
 
     Args:
@@ -270,6 +287,8 @@ def scatter(
     rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
 ) -> Tensor:
     """Split rank ``src``'s rows over the ranks, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather.
+
+    Type: V → V.
 
     Args:
         rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, also 0, of the same trailing shape and dtype.
@@ -310,6 +329,8 @@ def scatter(
 @uncompiled
 def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     """Return x, a parameter with the same value on every rank; its gradient is the sum over ranks.
+
+    Type: I → R.
 
     Each rank may then use the parameter for its own rows only, and still gets the complete gradient.
 
