@@ -105,7 +105,7 @@ test-gpu: .venv/.installed
 
 # peers that cannot be installed are named, and the others are measured
 bench-gpu: .venv/.installed
-	$(BIN)/python benchmarks/gpu_suite/install.py .venv/gpu-peers
+	-$(BIN)/python -m tools.peer_losses.packages .venv/gpu-peers gpu-peers.txt
 	$(BIN)/python benchmarks/gpu.py --peers .venv/gpu-peers --out gpu-times.md
 	$(BIN)/python benchmarks/row_losses.py --rows 8192 65536 --out gpu-times.md
 	count=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && if [ $$count -gt 1 ]; then \

@@ -5,9 +5,9 @@
 
 Medians by CUDA events, forward and backward, inputs rotated so that none is in L2, ceilings measured before each loss. The
 model is the largest of FLOP over the rate of a large matrix product, bytes over copy bandwidth, and exponentials over
-their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the peers, see ``gpu_suite/install.py``; each
-implementation is compared with the dense formula in float64 before it is timed. --quick leaves out small batches and a
-million rows.
+their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the peers of
+``.ci/gpu-peers.txt``; each implementation is compared with the dense formula in float64 before it is timed. --quick leaves
+out small batches and a million rows.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 import triton
 from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
-from gpu_suite.install import installed, missing
 from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured
 from gpu_suite.report import LARGE, MILLION, SMALL, Results, notes, side_by_side, summary, times
 from suite.harness import command_line
+
+from tools.peer_losses.packages import installed, missing, required
 
 SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
 
@@ -60,7 +61,7 @@ def main() -> None:
     peers = (
         ", ".join(f"{name} {version}" for name, version in installed(options.peers).items()) if options.peers else ""
     )
-    absent = ", ".join(missing(options.peers))
+    absent = ", ".join(missing(options.peers, required("gpu-peers.txt")))
     device = f"{versions}. Peers: {peers or 'none'}." + (f" Not installed: {absent}." if absent else "")
     print(device, flush=True)
     folder = str(Path(options.peers).resolve()) if options.peers else ""

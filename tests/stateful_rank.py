@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -165,7 +166,7 @@ class Rank:
         """Bytes of logits that may be held."""
         self.budget = size
 
-    def make_again(self, on: Literal["all", "one"], how: Literal["wrapper", "deepcopy", "state_dict"]) -> None:
+    def make_again(self, on: Literal["all", "one"], how: Literal["wrapper", "deepcopy", "pickle", "state_dict"]) -> None:
         """Put another object in the wrapper's place, on all ranks or on the last one.
 
         Not on one rank before the first call: it would meet there a wrapper that was made later, as two wrappers do.
@@ -175,8 +176,9 @@ class Rank:
         self.called &= on == "one"
         if how == "wrapper":
             self.wrapper = self._wrapped()
-        elif how == "deepcopy":
-            self.wrapper = copy.deepcopy(self.wrapper)
+        elif how in ("deepcopy", "pickle"):
+            duplicated = copy.deepcopy if how == "deepcopy" else lambda x: pickle.loads(pickle.dumps(x))
+            self.wrapper = duplicated(self.wrapper)
             self.loss = self.wrapper.loss
         else:
             state, before = self.wrapper.state_dict(), self.loss

@@ -4,6 +4,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ def third_party(embeddings: Tensor, labels: Tensor) -> Tensor:
 def lenient(embeddings: Tensor, labels: Tensor | None = None, indices_tuple: Any = None) -> Tensor:
     """One that can do without labels."""
     return embeddings.square().sum()
+
+
+def in_plain_formulas(is_bad: bool, wrap: Wrap) -> None:
+    with cz.engine.plain_formulas() if is_bad else nullcontext():
+        wrap(cz.InfoNCE())(z(), z())
 
 
 class MyRows(cz.RowLoss):
@@ -215,6 +221,34 @@ MISTAKES: dict[str, Mistake] = {
         lambda is_bad, wrap: wrap(cz.NTXent(temperature=0.2 if is_bad else 0.1))(z(), z()),
         "ranks disagree on temperature … rank 0 has 0.1 … has 0.2 … same on every rank",
     ),
+    "classes of losses": between(
+        lambda is_bad, wrap: wrap(cz.Circle() if is_bad else cz.Triplet())(z(), y()),
+        "ranks disagree on the loss: rank 0 has Triplet … has Circle",
+    ),
+    "a nested setting": between(
+        lambda is_bad, wrap: wrap(cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.9 if is_bad else 0.1)]))(z(), y()),
+        "ranks disagree on losses.1.margin: rank 0 has 0.1 … has 0.9",
+    ),
+    "plain formulas": between(in_plain_formulas, "ranks disagree on plain_formulas(): rank 0 has False … has True"),
+    **{
+        name: between(
+            lambda is_bad, wrap, name=name, values=values: wrap(cz.InfoNCE(**{name: values[is_bad]}))(z(), z()),
+            f"ranks disagree on {name}: rank 0 has {values[0]} … has {values[1]}",
+        )
+        for name, values in {"reduction": ("mean", "none"), "symmetric": (False, True)}.items()
+    },
+    **{
+        name: between(
+            lambda is_bad, wrap, name=name, values=values: wrap(cz.SupCon(), **{name: values[is_bad]})(z(), y()),
+            f"ranks disagree on {name}: rank 0 has {values[0]} … has {values[1]}",
+        )
+        for name, values in {
+            "ring": (False, True),
+            "static_shapes": (False, True),
+            "grad_reduction": ("mean", "sum"),
+            "mode": ("replicated", "sharded"),
+        }.items()
+    },
     "numbers for a third-party loss": between(
         lambda is_bad, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + is_bad),
         "ranks disagree on margin … 0.5 … 1.5",

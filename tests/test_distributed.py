@@ -25,7 +25,6 @@ from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import GlobalIndices
 from contrastive_zoo.wrapper.call_history import EVERY_NTH_CALL
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, common_error, drawn, error_message, local_shard, numbers
 
 N, D = 7, 3
@@ -382,17 +381,6 @@ def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[8, 8]] * 2
 
 
-@pytest.mark.parametrize("loss", [losses.ContrastiveLoss(), cz.SupCon()], ids=["third_party", "own"])
-@pytest.mark.parametrize("setting", ["grad_reduction", "mode"])
-def test_ranks_that_were_told_different_things(loss: Any, setting: str, worlds: Worlds) -> None:
-    def bad() -> None:
-        told = {"grad_reduction": ["mean", "sum"], "mode": ["replicated", "sharded"]}[setting][rank()]
-        cz.DistributedLoss(loss, **{setting: told})(z(), y())
-
-    text, _ = common_error(worlds, 2, bad, good)
-    assert f"ranks disagree on {setting}: rank 0 has" in text
-
-
 # ------------------------------------------------------------------------------------------- in another loss's place
 
 
@@ -444,36 +432,6 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[2, 1, 1] * 2] * 2
 
 
-@pytest.mark.parametrize("make", [cz.Clip, lambda: lambda a, b: ((a @ b.T).exp() * torch.arange(len(b))).mean()])
-def test_embeddings_beside_their_sizes_are_as_many_as_they_are(make: Callable[[], Any], worlds: Worlds) -> None:
-    """More than the room there was, fewer, none on a rank, and other rows on each."""
-    steps = [(4, 4), (4, 4), (4, 4), (6, 3), (2, 4), (0, 5), (5, 0), (1, 1)]
-    given = [numbers(2, sum(sizes), D, seed=index) for index, sizes in enumerate(steps)]
-
-    def job() -> list[list[Tensor]]:
-        loss = cz.DistributedLoss(make(), grad_reduction="sum")
-        found = []
-        for sizes, both in zip(steps, given, strict=True):
-            a, b = (local_shard(x, sizes).requires_grad_() for x in both)
-            value = loss(a, b)
-            found.append([value.detach(), *torch.autograd.grad(value, (a, b))])
-        return found
-
-    alone = make()
-    for index, (sizes, both) in enumerate(zip(steps, given, strict=True)):
-        a, b = (x.clone().requires_grad_() for x in both)
-        value = alone(a, b)
-        expected = [value.detach(), *torch.autograd.grad(value, (a, b))]
-        if index == 0:
-            of_ranks = worlds.run(2, job)
-        ranks = [of_rank[index] for of_rank in of_ranks]
-        assert [len(x[1]) for x in ranks] == list(sizes)
-        close(ranks[0][0], expected[0])
-        close(ranks[1][0], expected[0])
-        for k in (1, 2):
-            close(torch.cat([x[k] for x in ranks]), expected[k])
-
-
 def test_many_rows_take_the_engines_way(worlds: Worlds) -> None:
     """Many are 600, or 150 of a large width in each of two views; static shapes change nothing."""
 
@@ -493,21 +451,6 @@ def test_many_rows_take_the_engines_way(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [expected] * 2
 
 
-def test_many_rows_of_a_loss_that_is_no_mean_over_anchors(worlds: Worlds) -> None:
-    """Every rank computes such a loss of all rows, however many there are."""
-
-    def variance_of_products(rows: Tensor) -> Tensor:
-        return (rows @ rows.T).var()
-
-    def job() -> Tensor:
-        with splitting(always=True):
-            return cz.DistributedLoss(variance_of_products)(z()).detach()
-
-    expected = variance_of_products(torch.cat([z(of_rank=0), z(of_rank=1)]).detach())
-    for found in worlds.run(2, job):
-        close(found, expected)
-
-
 def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
     def job() -> list[Tensor]:
         loss = cz.DistributedLoss(cz.InfoNCE(reduction="none"))
@@ -516,17 +459,6 @@ def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
     for first, second in worlds.run(2, job):
         assert len(first) == 4
         close(second, first)
-
-
-def test_other_shapes_than_before(worlds: Worlds) -> None:
-    def job(n: int) -> str | None:
-        loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True)
-        for _ in range(3):
-            loss(z(), z())
-        return error_message(lambda: loss(z(n), z(n)))
-
-    text = "NTXent: static_shapes=True, but this rank brought [3, 3] rows of "
-    assert all(found.startswith(text) for found in worlds.run(2, job, 3))
 
 
 @pytest.mark.parametrize("loss", [cz.Clip(), lambda a, b: (a @ b.T).exp().mean()], ids=["own", "third_party"])

@@ -1,50 +1,24 @@
-"""The benchmarks for GPUs without a GPU: adapters of peers, the process of an implementation, tables and targets."""
+"""The benchmarks for GPUs without a GPU: errors, the process of an implementation, tables and targets."""
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import peer_modules
-
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 
 import gpu
-from gpu_suite import implementations as adapters
-from gpu_suite import install, measure, report
-from gpu_suite.implementations import COMPILED, DENSE, EAGER, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC, normalised
+from gpu_suite import measure, report
+from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, OURS, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
-OF_PEERS = [
-    (loss, name)
-    for loss, implementations in IMPLEMENTATIONS.items()
-    for name in implementations
-    if name not in (OURS, EAGER, COMPILED, PUBLIC, NORMALISED)
-]
-
-
-@pytest.fixture
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in peer_modules.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(adapters, "_open_clip_losses", lambda: sys.modules["open_clip.loss"])
-
-
-@pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize(("loss", "name"), OF_PEERS)
-def test_adapters_call_peers_as_their_signatures_say_and_give_the_dense_value(loss: str, name: str) -> None:
-    error = relative_error(loss, IMPLEMENTATIONS[loss][name].construct(SCALE), 256, **CPU)
-    assert error < 1e-6, error  # the scale is float32
 
 
 @pytest.mark.parametrize("loss", DENSE)
@@ -55,23 +29,8 @@ def test_the_loss_as_it_is_called_gives_the_dense_value_of_normalised_rows(loss:
     assert relative_error(loss, normalised(DENSE[loss]), 64, normalizes=True, n=48, device="cpu") < LIMIT
 
 
-def test_all_peers_have_an_adapter_and_a_version() -> None:
-    assert len(OF_PEERS) == 8
-    assert {name.replace("-", "_").replace("_torch", "") for name in install.PACKAGES} == {
-        name.split(".")[0] for name in peer_modules.CONTENTS
-    }
-
-
 def other_positive(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return DENSE["CLIP"](a, b.roll(1, 0), scale)
-
-
-AS_CALLED = {"normalized_inputs": True, "stable": False}
-
-
-def memeff(**settings: Any) -> Callable[..., Tensor]:
-    loss = peer_modules.MemoryEfficientCLIPLoss(**{"temperature": 1 / SCALE, **AS_CALLED} | settings)
-    return lambda a, b, scale: loss(a, b)
 
 
 WRONG_CALLS = {
@@ -79,11 +38,8 @@ WRONG_CALLS = {
     "both directions": ("InfoNCE", DENSE["CLIP"]),
     "another positive": ("CLIP", other_positive),
     "a sum": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale) * len(a)),
-    "the scale as a temperature": ("CLIP", memeff(temperature=SCALE)),
-    "another factor of gradients": ("CLIP", memeff(stable=True)),
-    "rows normalised twice": ("CLIP", memeff(normalized_inputs=False)),
-    "a mask": ("InfoNCE", lambda a, b, scale: peer_modules.MemoryEfficientQwen3Loss(1 / SCALE, 0.1, **AS_CALLED)(a, b)),
-    "no logarithm": ("SigLIP", peer_modules.fused_siglip_loss),
+    "the scale as a temperature": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, 1 / scale)),
+    "rows normalised twice": ("CLIP", normalised(DENSE["CLIP"])),
     "a constant tower": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b.detach(), scale)),
     "nothing learns": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale).detach() + 0 * a.sum()),
 }
@@ -197,27 +153,6 @@ def test_the_process_prints_measurements_and_hides_what_peers_print(
     assert [Measurement(**json.loads(x.removeprefix(measure.MARK))) for x in lines] == [
         Measurement("CLIP", OURS, n, 4, 1.0, 2.0) for n in (8, 16)
     ]
-
-
-# ----------------------------------------------------------------------------------------------------------- installed
-
-
-def test_each_peer_is_installed_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, version in (("memeff", "0.3.1"), ("open_clip_torch", "1.0")):
-        (tmp_path / f"{name}-{version}.dist-info").mkdir()
-        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-    left = ["inf-cl==1.2.1", "siglip-kernel==0.1.2", "cut-cross-entropy==25.1.1", "open_clip_torch==3.3.0"]
-    assert install.missing(str(tmp_path)) == left
-    commands = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        commands.append(command)
-        return SimpleNamespace(returncode=command[-1] == left[1], stderr="WARNING: x\nERROR: no version\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert install.install(str(tmp_path)) == [f"{left[1]}: ERROR: no version"]
-    assert [x[-1] for x in commands] == left
-    assert all({"--no-deps", "--target", str(tmp_path)} <= set(x) for x in commands)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

@@ -420,14 +420,6 @@ def test_an_impossible_state_is_refused_and_changes_nothing(text: str, inside: b
         assert torch.equal(x, before[name]), name
 
 
-def test_possible_states_are_loaded() -> None:
-    for count in (0, 2, 4, 7):
-        memory, other = (MemoryQueue(4, 2, dtype=torch.float64) for _ in range(2))
-        memory.enqueue(numbers(count, 2, seed=0), torch.arange(count))
-        other.load_state_dict(memory.state_dict())
-        assert all(torch.equal(x, other.state_dict()[name]) for name, x in memory.state_dict().items())
-
-
 # --------------------------------------------------------------------------------------------------- momentum encoder
 
 

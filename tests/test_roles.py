@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.arguments import argument_fingerprint, some_of_shared
-from contrastive_zoo.wrapper.roles import no_rows, stacked_views
 from tests.helpers import EXACT, common_error, distance, drawn, numbers, split
 
 D = 4
@@ -382,22 +380,3 @@ def test_equal_rows_are_accepted_where_they_are_stated(worlds: Worlds) -> None:
 
     for found in worlds.run(2, job):
         assert found[0] == found[1]
-
-
-def test_rules_of_counts_and_digests() -> None:
-    embeddings, other = 3, 2  # odd digests are those of embeddings
-    assert no_rows({"z": (3, 2), "p": (5, 5)}, {"p": embeddings}) == ["p"]
-    assert no_rows({"z": (3, 2), "weight": (5, 5)}, {"weight": other}) == ["weight"]
-    assert no_rows({"z": (3, 2), "weight": (6, 4)}, {"weight": other}) == []
-    assert no_rows({"z": (3, 2), "pool": (5, 5), "weight": (5, 5)}, {"weight": other}) == []
-    assert no_rows({"weight": (5, 5)}, {"weight": other}) == []
-    shapes = {"views": (2, 8, 4), "labels": (8,)}
-    assert stacked_views(shapes, {"views": (2, 2), "labels": (8, 8)}, ["views"]) == "views"
-    assert stacked_views(shapes, {"views": (2, 2), "labels": (8, 8)}, []) is None
-    assert stacked_views(shapes, {"views": (2, 2), "labels": (8, 7)}, ["views"]) is None
-    assert stacked_views(shapes, {"views": (2, 3), "labels": (8, 8)}, ["views"]) is None
-    tokens = {"queries": (2, 8, 4), "documents": (8, 5, 4), "mask": (2, 8)}
-    assert stacked_views(tokens, {"queries": (2, 2), "documents": (8, 8), "mask": (2, 2)}, [*tokens]) is None
-    assert argument_fingerprint(numbers(6, D, seed=1)) % 2
-    assert argument_fingerprint(numbers(6, 1, seed=1)) % 2 == 0 < argument_fingerprint(numbers(6, 1, seed=1))
-    assert len(some_of_shared(torch.zeros(2**16, 128))) >= 1024

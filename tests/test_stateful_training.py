@@ -6,7 +6,6 @@ program in one job. ``make search`` runs 10,000 steps.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -134,7 +133,7 @@ class Training(RuleBasedStateMachine):
         machines = tuple((rank,) for rank in range(self.world_size))
         self.then("set_option", ring=machines if ring == "machines" else ring)
 
-    @rule(on=st.sampled_from(["all", "one"]), how=st.sampled_from(["wrapper", "deepcopy", "state_dict"]))
+    @rule(on=st.sampled_from(["all", "one"]), how=st.sampled_from(["wrapper", "deepcopy", "pickle", "state_dict"]))
     def make_again(self, on: str, how: str) -> None:
         self.then("make_again", on=on, how=how)
 
@@ -192,12 +191,6 @@ def test_a_random_training_is_that_of_one_process(training: type[Training], caps
             print(f"\n{Training.steps} of {STEPS} steps", end="", flush=True)
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-def test_every_threshold_is_there(name: str) -> None:
-    module, _, constant = name.partition(":")
-    assert getattr(importlib.import_module(module), constant) is not None
-
-
 def test_every_loss_that_can_ring_may_ring_here() -> None:
     of_catalogue = {type(loss) for loss in (entry.make() for entry in CATALOGUE.values()) if loss.can_ring()}
     made = [(loss.make(), loss.ring) for loss in LOSSES.values() if not loss.third_party]
@@ -228,6 +221,12 @@ FORGET = [name for name, loss in LOSSES.items() if not loss.remembers]
 def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, worlds: Worlds) -> None:
     for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
         assert worlds.run(2, play, name, thresholds, steps(reentrant=reentrant), timeout=TIMEOUT) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["wrapper", "deepcopy", "pickle", "state_dict"])
+def test_one_rank_makes_its_wrapper_again_in_mid_training(how: str, worlds: Worlds) -> None:
+    program = [*steps(), ("make_again", {"on": "one", "how": how}), *steps()]
+    assert worlds.run(2, play, "Clip", {}, program, timeout=TIMEOUT) == [[], []]
 
 
 OF_A_HOOK: list[Action] = [("set_hook", {"on": True}), ("step", {"batches": [((3, 3), 10), ((5, 1), 11)]})]

@@ -2,7 +2,7 @@
 
 A peer's adapter is a function from the value of the scale to one of normalised rows a and b and of the scale (and bias): the
 mean loss of a dense formula. It imports its package when it is called. It was written from the source of the version in
-``install.py``; ``measure.py`` compares value and gradients with the dense formula before anything is timed.
+``.ci/gpu-peers.txt``; ``measure.py`` compares value and gradients with the dense formula before anything is timed.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Formulas that nobody here wrote: sentence-transformers' and torch's own, where they are ours.
+"""Formulas that nobody here wrote: those of sentence-transformers, lightly and open_clip, where they are ours.
 
 Value and gradient in float64, on classes of unequal size, equal rows and equal similarities. For
-pytorch-metric-learning see ``tests/adapters/test_native.py``; for lightly and open_clip ``benchmarks/oracles.py``.
+pytorch-metric-learning see ``tests/adapters/test_native.py``.
 """
 
 import itertools
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pytorch_metric_learning import losses as pml
 from sentence_transformers.sentence_transformer import losses as st
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from contrastive_zoo.losses.compositions import Matryoshka
 from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.triplet import Triplet
 from tests.helpers import assert_same, numbers
+from tools.peer_losses import packages
 
 SEEDS = range(3)
 
@@ -193,6 +195,143 @@ def test_triplets_of_a_batch(name: str) -> None:
             labels,
             tolerance=1e-7,  # theirs is √(a² − 2ab + b²)
         )
+
+
+# -------------------------------------------------------------------------------------------------- lightly, open_clip
+
+
+def unit(*views: Tensor) -> list[Tensor]:
+    """Normalise, as open_clip's models do before the loss."""
+    return [F.normalize(view, dim=1) for view in views]
+
+
+def same(ours: Any, *settings: float) -> Callable[[Any], Any]:
+    """Compare our loss with a peer that takes views; or unit rows, and these settings."""
+    return lambda cls: ((lambda *views: cls()(*unit(*views), *settings)) if settings else cls(), ours)
+
+
+def both_directions(cls: Any) -> Any:
+    """Compare the sum of both views' predictions of the other one."""
+    loss = cz.NegativeCosine()
+    return (
+        lambda a, b: cls()(a, b.detach()) + cls()(b, a.detach()),
+        lambda a, b: loss(a, b) + loss(b, a),
+    )
+
+
+def frossl(cls: Any) -> Any:
+    """Compare with the peer's loss of a list of views."""
+    return lambda *views: cls()(list(views)), cz.FroSSL()
+
+
+def swav(cls: Any) -> Any:
+    """Apply the prototypes, which are a layer before the peer's loss."""
+    prototypes = rows(9, 4, seed=99).detach()
+    crops, (c,) = cls(), unit(prototypes)
+
+    def theirs(*views: Tensor) -> Tensor:
+        scores = [z @ c.T for z in unit(*views)]
+        return crops(scores[:2], scores[2:]).squeeze()
+
+    loss = cz.SwAV(len(prototypes), 4).double()
+    loss.prototypes.data.copy_(prototypes)
+    return theirs, loss
+
+
+def dino(cls: Any) -> Any:
+    """Compare after a step that changed the centre; the first two views have a student and a teacher output."""
+    t = 2**-5  # theirs rounds it to 32 bits
+    losses = cls(output_dim=4, teacher_temp=t).double(), cz.DINO(4, teacher_temperature=t).double()
+    teacher = [rows(9, 4, seed=98).detach(), rows(9, 4, seed=97).detach()]
+
+    return (
+        lambda *views: losses[0](teacher, list(views)),
+        lambda *views: losses[1](torch.stack(views, 1), torch.stack(teacher, 1)),
+    )
+
+
+def distilled(cls: Any) -> Any:
+    """Return the sum of the two values that the peer returns."""
+    teacher = [rows(9, 4, seed=98).detach(), rows(9, 4, seed=97).detach()]
+
+    loss = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1)
+    return (
+        lambda *views: sum(cls()(*unit(*views), 5.0, *unit(*teacher), 10.0)),
+        lambda *views: 2 * loss(*views, *teacher),
+    )
+
+
+def one_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor]) -> Any:
+    return lambda *views: sum(theirs(x) for x in views), lambda *views: sum(ours(x) for x in views)
+
+
+def tico(cls: Any) -> Any:
+    """Compare the second step, whose covariance holds the first one's."""
+    losses = cz.TiCo(4).double(), cls()
+    for loss in losses:
+        loss(rows(9, 4, seed=98).detach(), rows(9, 4, seed=97).detach())
+    return lambda *views: losses[1](*views, update_covariance_matrix=False), losses[0].eval()
+
+
+def in_64_bits(theirs: Any, ours: cz.SIGReg) -> None:
+    """Give the peer's SIGReg the directions of ours, and the constants that it rounds to 32 bits."""
+    drawn = torch.nn.functional.normalize(ours.directions().double(), dim=0)
+    theirs._generate_unit_vectors = lambda *_: drawn
+    t = torch.linspace(0, 3, 17, dtype=torch.float64)
+    theirs.t, theirs.phi = t, (-t.square() / 2).exp()
+    theirs.weights = theirs.phi * torch.tensor([1.0, *[2.0] * 15, 1.0], dtype=torch.float64) * (3 / 16)
+
+
+def sigreg(cls: Any) -> Any:
+    theirs, ours = cls(num_vectors=64), cz.SIGReg(4, num_slices=64).eval()
+    in_64_bits(theirs, ours)
+    return one_view(ours, theirs)
+
+
+def lejepa(cls: Any) -> Any:
+    """Compare with the same directions; the first two views are global."""
+    theirs, ours = cls(lambda_param=0.3, sigreg_num_vectors=64), cz.LeJEPA(4, lambda_=0.3, num_slices=64).eval()
+    in_64_bits(theirs.sigreg, ours)
+
+    return lambda *views: theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:])), ours
+
+
+def mmcr(cls: Any) -> Any:
+    """Normalise before the peer's loss, and leave out the smoothing of ours."""
+    return lambda *views: cls(lmda=0.5)(*torch.stack(unit(*views), 1).chunk(2, 1)), cz.MMCR(lambda_=0.5, eps=1e-24)
+
+
+PEERS: list[tuple[str, str, Callable[[Any], Any], int]] = [
+    ("lightly.loss.ntx_ent_loss", "NTXentLoss", same(cz.NTXent(temperature=0.5)), 2),
+    ("lightly.loss.dcl_loss", "DCLLoss", same(cz.DCL(temperature=0.1)), 2),
+    ("lightly.loss.dcl_loss", "DCLWLoss", same(cz.DCLW(temperature=0.1)), 2),
+    ("lightly.loss.barlow_twins_loss", "BarlowTwinsLoss", same(cz.BarlowTwins(lambda_=5e-3)), 2),
+    ("lightly.loss.vicreg_loss", "VICRegLoss", same(cz.VICReg()), 2),
+    ("lightly.loss.hypersphere_loss", "HypersphereLoss", same(cz.AlignUniform(t=1.0)), 2),
+    ("lightly.loss.negative_cosine_similarity", "NegativeCosineSimilarity", both_directions, 2),
+    ("lightly.loss.tico_loss", "TiCoLoss", tico, 2),
+    ("lightly.loss.frossl_loss", "FroSSLLoss", frossl, 3),
+    ("lightly.loss.lejepa_loss", "SIGReg", sigreg, 2),
+    ("lightly.loss.lejepa_loss", "LeJEPALoss", lejepa, 3),
+    ("lightly.loss.mmcr_loss", "MMCRLoss", mmcr, 4),
+    ("lightly.loss.swav_loss", "SwaVLoss", swav, 3),
+    ("lightly.loss.dino_loss", "DINOLoss", dino, 3),
+    ("open_clip.loss", "ClipLoss", same(cz.Clip(temperature=0.2), 5.0), 2),
+    ("open_clip.loss", "SigLipLoss", same(cz.SigLIP(temperature=0.2, logit_bias=-3.0), 5.0, -3.0), 2),
+    ("open_clip.loss", "DistillClipLoss", distilled, 2),
+]
+"""The module, the class, both losses as a function of the class, theirs first, and the number of views."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs: DCLWLoss copies a tensor in a way that torch advises against
+@pytest.mark.parametrize(("module", "name", "pair", "views"), PEERS, ids=lambda x: x if isinstance(x, str) else "")
+def test_losses_of_lightly_and_open_clip(module: str, name: str, pair: Callable[[Any], Any], views: int) -> None:
+    package = module.partition(".")[0]
+    if not (packages.FOLDER / package).exists():
+        pytest.skip(f"{package} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
+    theirs, ours = pair(getattr(packages.loaded(module), name))
+    for seed in SEEDS:
+        assert_same(ours, theirs, *(rows(9, 4, seed=10 * seed + view) for view in range(views)))
 
 
 # ----------------------------------------------------------------------------------------------------------- a mutant

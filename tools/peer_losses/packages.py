@@ -1,7 +1,7 @@
 """The packages whose losses are compared, and how their loss code is loaded without what the packages depend on.
 
-``python -m tools.peer_losses.packages FOLDER`` installs those of ``.ci/peers.txt``, each by itself: one that cannot be had
-stops no other, and its tests are skipped with its name.
+``python -m tools.peer_losses.packages FOLDER [FILE]`` installs those of ``.ci/peers.txt``, or of another file beside it,
+each by itself: one that cannot be had stops no other, and its tests are skipped with its name.
 """
 
 import importlib
@@ -25,9 +25,9 @@ PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-d
 """A machine without a network is told so by one retry, not by five."""
 
 
-def required() -> dict[str, str]:
-    """Return the pinned version of each package."""
-    lines = (ROOT / ".ci" / "peers.txt").read_text(encoding="utf-8").splitlines()
+def required(file: str = "peers.txt") -> dict[str, str]:
+    """Return the pinned version of each package of a file in ``.ci``."""
+    lines = (ROOT / ".ci" / file).read_text(encoding="utf-8").splitlines()
     pinned = (line.partition("==") for line in lines if "==" in line)
     return {name.lower().replace("_", "-"): version for name, _, version in pinned}
 
@@ -126,9 +126,9 @@ def loaded(module: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    into = sys.argv[1]
+    into, *files = sys.argv[1:]
     Path(into).mkdir(parents=True, exist_ok=True)
-    failed = install(into, required())
+    failed = install(into, required(*files))
     for line in failed:
-        print("not installed, and its losses are not tested:", line)
+        print("not installed, and left out:", line)
     sys.exit(bool(failed))
