@@ -19,7 +19,7 @@ from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tests.losses.whole_zoo import WHOLE_ZOO as ENTRIES
-from tests.simulated import DRAWN, device, on_cpu, put_by, value_and_gradients
+from tests.simulated import DRAWN, device, put_by, value_and_gradients
 from tests.zoo import Entry
 
 READS = {
@@ -119,16 +119,6 @@ def test_a_scale_that_stays_a_tensor_gets_its_gradient(make, monkeypatch: pytest
     expected = gradients()
     monkeypatch.setattr(devices, "on_cpu", lambda x: False)
     torch.testing.assert_close(gradients(), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("check_finite", [True, False])
-def test_rows_of_an_accelerator_are_refused_one_call_later(check_finite: bool) -> None:
-    with device() as mode:
-        bad, rows = map(mode.put, (torch.full((2, 3), torch.nan), torch.eye(2, 3)))
-        loss_fn = cz.DistributedLoss(cz.NTXent(), check_finite=check_finite)
-        assert on_cpu(loss_fn(bad, rows)).isnan()
-        with pytest.raises(ValueError, match="at the previous call") if check_finite else contextlib.nullcontext():
-            loss_fn(rows, rows)
 
 
 # --------------------------------------------------------------------------------------------- autograd's own thread

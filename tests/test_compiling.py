@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +174,6 @@ def test_a_compiled_step_with_its_backward_pass(entry: Entry, backend: str) -> N
     expected, found = three_steps(entry, rows, None), three_steps(entry, rows, looked_at)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert not traced
-
-
-@pytest.mark.parametrize("entry", WHOLE_ZOO[::8], ids=str)
-def test_a_compiled_step_with_its_backward_pass_on_two_ranks(entry: Entry, worlds: Worlds) -> None:
-    def job(*rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return three_steps(entry, list(rows), None), three_steps(entry, list(rows), "eager")
-
-    parts = zip(*(x.split([5, 2]) for x in samples(entry, (5, 2))), strict=True)
-    for expected, found in worlds.run(2, job, each=list(parts), timeout=60):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_backward_passes_are_left_alone() -> None:

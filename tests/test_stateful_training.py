@@ -229,6 +229,13 @@ def test_one_rank_makes_its_wrapper_again_in_mid_training(how: str, worlds: Worl
     assert worlds.run(2, play, "Clip", {}, program, timeout=TIMEOUT) == [[], []]
 
 
+def test_a_ring_of_a_group_that_leaves_a_rank_out(worlds: Worlds) -> None:
+    program = [("set_option", {"ring": True}), *(("step", {"batches": [x], "wrapper": "subgroup"}) for x in GROUPED)]
+    for name in ("NTXent", "SigLIP", "Contrastive"):
+        assert worlds.run(3, play, name, {key: values[1] for key, values in THRESHOLDS.items()}, program) == [[]] * 3
+
+
+GROUPED = [((2, 4, 3), 0), ((0, 1, 5), 10)]
 OF_A_HOOK: list[Action] = [("set_hook", {"on": True}), ("step", {"batches": [((3, 3), 10), ((5, 1), 11)]})]
 
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import contrastive_zoo as cz
 from contrastive_zoo.engine.precision import matmul_rounding, rounded
 from tests.helpers import numbers
 
@@ -76,29 +75,3 @@ def test_threads_leave_the_setting_as_the_first_found_it() -> None:
         one.result(20)
         assert other.result(20) == "bf16"  # still rounded, while one is within
     assert matmul.fp32_precision == at_first
-
-
-def test_many_threads_restore_the_setting() -> None:
-    before = MATMUL["cpu"].fp32_precision
-
-    def work(_: int) -> None:
-        for _ in range(200):
-            with matmul_rounding(torch.bfloat16, "cpu"):
-                pass
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert MATMUL["cpu"].fp32_precision == before
-    assert matmul_is_left_alone_by_a_loss()
-
-
-def matmul_is_left_alone_by_a_loss() -> bool:
-    before = MATMUL["cpu"].fp32_precision
-    views = [numbers(300, 8, seed=seed).bfloat16().requires_grad_() for seed in range(2)]
-
-    def step(_: int) -> None:
-        torch.autograd.grad(cz.NTXent()(*views), views)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(step, range(16)))
-    return MATMUL["cpu"].fp32_precision == before

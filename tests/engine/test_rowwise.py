@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,13 +15,11 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, hinges, implementation, masked, pairwise, tiling
 from contrastive_zoo.engine.anchor_block import (
     AnchorBlock,
-    BatchLayout,
     class_numbers,
     class_numbers_as_floats,
     only_positives,
 )
 from contrastive_zoo.engine.batch import reduce_anchors
-from contrastive_zoo.engine.row_statistics import Maximum
 from contrastive_zoo.engine.rowwise import sum_over_anchors
 from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
@@ -33,7 +30,7 @@ from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, numbers
+from tests.helpers import Largest, close, drawn, numbers
 
 # ---------------------------------------------------------------------------------------- hand-written, plain formula
 
@@ -112,15 +109,6 @@ def test_products_and_distances_are_their_plain_formula(
     assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=sparse_gradient(places)[:0])
 
 
-def test_few_means_that_their_rows_are_smaller_than_the_matrix() -> None:
-    w = torch.zeros(64, 64)
-    w[:, 0] = 1
-    assert pairwise._is_sparse_enough(w, width=64)
-    assert not pairwise._is_sparse_enough(w, width=65)
-    w[1:16] = 1  # that the sample does not see
-    assert not pairwise._is_sparse_enough(w, width=8)
-
-
 @pytest.mark.parametrize("function", [*OF_ROWS.values(), masked.masked_log_sum_exp, masked.masked_max])
 def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: Pass) -> None:
     a, b = numbers(3, 2, seed=0).requires_grad_(), numbers(2, 2, seed=1)
@@ -134,20 +122,6 @@ def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: 
         once.sum().backward()
     with cz.engine.plain_formulas():
         assert torch.autograd.gradgradcheck(of, a)
-
-
-def test_marked_columns() -> None:
-    columns, there = masked.masked_indices(torch.zeros(3, 4, dtype=torch.bool))
-    assert columns.shape == there.shape == (3, 0)
-    _, mask = matrix()
-    columns, there = masked.masked_indices(mask)
-    assert torch.equal(there.sum(1), mask.sum(1))
-    for of_row, present, marks in zip(columns, there, mask, strict=True):
-        assert torch.equal(of_row[present], marks.nonzero().flatten())
-    for more in (0, 2):  # than the longest row has
-        padded, there_too = masked.masked_indices(mask, columns.shape[1] + more)
-        assert torch.equal(padded[there_too], columns[there])
-        assert torch.equal(there_too, F.pad(there, (0, more)))
 
 
 # ------------------------------------------------------------------------------------------------------------- mining
@@ -234,18 +208,6 @@ def test_a_search_and_one_bar_after_another_find_the_same(
 LOSSES = [Triplet(mining="hard"), Triplet(mining="semi-hard"), MultiSimilarity(epsilon=0.1), Circle(gamma=8)]
 
 
-def heights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
-    block = BatchLayout.block
-
-    def listening(self: Any, of: slice, *more: Tensor) -> AnchorBlock:
-        found.append(of.stop - of.start)
-        return block(self, of, *more)
-
-    monkeypatch.setattr(BatchLayout, "block", listening)
-    return found
-
-
 def test_a_block_is_as_high_as_the_budget_allows() -> None:
     def height() -> int:
         return next(iter(anchor_block.anchor_slices(torch.empty(2048, 2), 2048))).stop
@@ -259,38 +221,16 @@ def test_a_block_is_as_high_as_the_budget_allows() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
-def test_no_height_changes_anything(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, labels = numbers(40, 3, seed=6), torch.arange(40) % 7
-    whole = outcome(loss, z, labels)
-    found = heights(monkeypatch)
-    for height in (1, 3, 39):
-        monkeypatch.setattr(tiling, "BLOCK_BYTES", height * 40 * 8 * anchor_block.FEWEST_MATRICES)
-        found.clear()
-        for x, y in zip(outcome(loss, z, labels), whole, strict=True):
-            close(x, y)
-        assert max(found) == height
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
 def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    largest: list[int] = []
-
-    class Listener(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor))
-            return out
-
     n = 96
     monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * anchor_block.FEWEST_MATRICES * 8)
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
-    with Listener():
+    with Largest() as largest:
         outcome(loss, z, labels)
-    assert max(largest) <= 8 * n  # one block of eight rows
-    largest.clear()
-    with cz.engine.plain_formulas(), Listener():
+    assert largest.elements <= 8 * n  # one block of eight rows
+    with cz.engine.plain_formulas(), Largest() as largest:
         outcome(loss, z, labels)
-    assert max(largest) >= n * n  # the listener hears it
+    assert largest.elements >= n * n
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -331,13 +271,6 @@ def held_rows(value: Tensor) -> list[Tensor]:
         flat = [y for x in inside for y in (x if isinstance(x, (list, tuple)) else [x])]
         found += [x for x in flat if isinstance(x, Tensor) and x.numel() >= 64 * 8]
     return found
-
-
-def test_only_blocks_that_attain_the_extreme_count_as_ties() -> None:
-    one, other = (Maximum(torch.tensor([x]), torch.tensor([[True, True]])) for x in ([1.0, 1.0], [3.0, 2.0]))
-    for first, second in ((one, other), (other, one)):
-        merged = first.merge(first.state(first.partial()), second.state(second.partial()))
-        assert [x.tolist() for x in merged] == [[3.0], [1]]
 
 
 @pytest.mark.parametrize(("terms", "passes"), [(1, 1), (2, 2)])

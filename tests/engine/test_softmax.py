@@ -9,10 +9,9 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.engine import exchange, implementation, softmax, tiling
+from contrastive_zoo.engine import exchange, softmax, tiling
 from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.precision import rounded
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
@@ -22,7 +21,7 @@ from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, Largest, close, local_shard, numbers
+from tests.helpers import EVERY_CASE, close, local_shard, numbers
 
 SPLITS = [(9,), (5, 4), (7, 2), (9, 0), (3, 4, 2), (0, 9, 0), (2, 3, 1, 3), (0, 4, 0, 5), (2, 1, 3, 1, 2)]
 COLUMNS = {1: (11,), 2: (3, 8), 3: (0, 6, 5), 4: (5, 0, 4, 2), 5: (2, 2, 3, 4, 0)}
@@ -366,52 +365,9 @@ def test_the_backward_pass_gathers_nothing_again(worlds: Worlds) -> None:
         assert (forward, backward) == (1, 2)  # columns; a header and their gradients
 
 
-def test_similarities_of_a_large_batch_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
-    monkeypatch.setattr(tiling, "TILE_BYTES", 2**14)
-    z, shards = numbers(300, 3, seed=0).requires_grad_(), Shards((300,))
-    with tiling.memory_budget(0), Largest() as largest:
-        softmax.self_log_sum_exp(z, scale=1.0, shards=shards, world=World())[0].sum().backward()
-        args = {"row_shards": shards, "column_shards": shards, "world": World()}
-        softmax.cross_log_sum_exp(z, z, scale=1.0, **args)[0].sum().backward()
-    assert largest.elements == 2**14 / 8
-
-
-def test_backward_twice() -> None:
-    z = numbers(8, 4, seed=0).requires_grad_()
-    r = softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((8,)), world=World())[0].sum()
-    (first,) = torch.autograd.grad(r, z, retain_graph=True)
-    (second,) = torch.autograd.grad(r, z)
-    close(first, second)
-
-
 def test_the_budget_is_a_number_of_bytes() -> None:
     with pytest.raises(ValueError, match="0 or more, got -1"), tiling.memory_budget(-1):
         pass
-
-
-def test_ranks_are_those_of_the_group(worlds: Worlds) -> None:
-    """Where the ring's neighbours are counted in a group that leaves somebody out."""
-
-    def of_group() -> list[Tensor] | None:
-        group = dist.new_group([0, 2])
-        if dist.get_rank() == 1:
-            return None
-        world = Session.of(World.of(group), ring=True)
-        z = mine_in(numbers(7, D, seed=1), (3, 4), world.rank).requires_grad_()
-        r, _ = softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((3, 4), world.rank), world=world)
-        return [r.detach(), *torch.autograd.grad(r.sum(), z)]
-
-    first, nobody, last = worlds.run(3, of_group)
-    assert nobody is None
-    z = numbers(7, D, seed=1).requires_grad_()
-    r = (z @ z.T).masked_fill(torch.eye(7).bool(), -torch.inf).logsumexp(1)
-    close(torch.cat([first[0], last[0]]), r.detach())
-    close(torch.cat([first[1], last[1]]), torch.autograd.grad(r.sum(), z)[0])
-
-
-def mine_in(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
-    return x.split(list(sizes))[rank].clone()
 
 
 def test_rows_without_a_column_have_the_gradient_zero() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.settings import Bounds, _checks, is_number
+from contrastive_zoo.loss_base.settings import _checks, is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, common_error, numbers
@@ -230,22 +230,6 @@ def test_what_a_setting_may_be_is_left() -> None:
     close(cz.NTXent(temperature=1)(*VIEWS), cz.NTXent(temperature=1.0)(*VIEWS))
 
 
-def test_bounds_in_words() -> None:
-    assert Bounds().problem("margin", NAN) == "margin must be finite, got nan."
-    assert Bounds(low=0).problem("tau", -1) == "tau must be at least 0 and finite, got -1."
-    assert Bounds(low=1, whole=True).problem("k", 1.5) == "k must be at least 1 and an integer, got 1.5."
-    assert Bounds().problem("beta", torch.tensor([1.0, NAN])) == "beta must be finite, got [1.0, nan]."
-    assert Bounds(finite=False).problem("mu", math.inf) is None
-    assert is_number(torch.nn.Parameter(torch.empty(3, device="meta")))
-    assert not is_number(1, above=1)
-    assert not is_number(1, below=1)
-
-
-def test_losses_are_built_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        assert all(x.is_meta for make in (cz.SigLIP, cz.Margin, cz.Clip) for x in make().parameters())
-
-
 # --------------------------------------------------------------------------------------------------- kinds of numbers
 
 
@@ -281,24 +265,6 @@ def test_numbers_of_numpy_and_integers_are_numbers(name: str, setting: str, kind
         setattr(loss, setting, number)
         close(loss(*subject.rows).detach(), expected)
         assert not isinstance(getattr(loss, setting), np.generic)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, subject in SUBJECTS.items() if subject.refused.get("temperature") == COLD]
-)
-@pytest.mark.parametrize("elements", [-1, 2**16], ids=["engine", "small batch"])
-def test_a_learnt_temperature_may_have_one_dimension(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP shards no other. In float32 rows, a parameter of 64 bits raises nothing."""
-    monkeypatch.setattr("contrastive_zoo.engine.implementation.SMALL_BATCH_ELEMENTS", elements)
-    subject, found = SUBJECTS[name], []
-    for shape in ((), (1,)):
-        t = torch.full(shape, 0.3, dtype=torch.float64, requires_grad=True)
-        torch.manual_seed(0)
-        value = subject(temperature=t)(*(x.float() if x.is_floating_point() else x for x in subject.rows))
-        assert (value.shape, value.dtype) == ((), torch.float32)
-        found.append([value.detach(), torch.autograd.grad(value, t)[0].reshape(())])
-    for one, other in zip(*found, strict=True):
-        close(one, other)
 
 
 # ------------------------------------------------------------------------------------------------------ kinds of rows

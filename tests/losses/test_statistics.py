@@ -11,9 +11,8 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.statistics import balanced_assignment, centered, second_moments, squared_sums
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.losses.redundancy import BarlowTwins, VICReg
+from contrastive_zoo.losses.redundancy import VICReg
 from contrastive_zoo.losses.self_distillation import DINO, SwAV
-from contrastive_zoo.losses.uniformity import AlignUniform, SpectralContrastive
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
@@ -130,13 +129,6 @@ BAD = [
 def test_bad_input_is_named(call: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         call(*views(0))
-
-
-def test_what_an_editor_shows() -> None:
-    assert list(SwAV.fields)[:3] == ["num_prototypes", "embedding_size", "temperature"]
-    assert [name for name, x in SwAV.fields.items() if not x.kw_only] == ["num_prototypes", "embedding_size"]
-    assert repr(DINO(2)).startswith("DINO(out_dim=2, centre_momentum=0.9, temperature=0.1")
-    assert [type(x()).__name__ for x in (BarlowTwins, SpectralContrastive, AlignUniform)]
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["blocks", "dense"])
