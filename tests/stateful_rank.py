@@ -166,7 +166,9 @@ class Rank:
         """Bytes of logits that may be held."""
         self.budget = size
 
-    def make_again(self, on: Literal["all", "one"], how: Literal["wrapper", "deepcopy", "pickle", "state_dict"]) -> None:
+    def make_again(
+        self, on: Literal["all", "one"], how: Literal["wrapper", "deepcopy", "pickle", "state_dict"]
+    ) -> None:
         """Put another object in the wrapper's place, on all ranks or on the last one.
 
         Not on one rank before the first call: it would meet there a wrapper that was made later, as two wrappers do.
