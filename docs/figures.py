@@ -1,25 +1,20 @@
 """Draws the figures of the documentation: ``python docs/figures.py`` writes docs/pages/figures/*.svg.
 
-The six collectives are drawings. ``recipes.svg`` is measured: every recipe runs under DDP on 2 and 4 processes, in
-float64, and is compared with one process. Text is large enough for a phone.
+The six collectives are drawings. ``recipes.svg`` is measured: recipes of the gallery run on 2 and 4 processes, in
+float64, and are compared with one process. Text is large enough for a phone.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib as mpl
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-import contrastive_zoo as cz
+from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.worlds import Worlds
+from tools.gallery_measurement import EVEN, Measured, measure
 
 FIGURES = Path(__file__).parent / "pages" / "figures"
 RANK_COLOURS = ("#9ecae9", "#ffcf9a", "#b5dfae")
@@ -135,134 +130,55 @@ def draw_collective(name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ recipes, measured
 
-
-class OwnSlice(torch.autograd.Function):
-    """A gather whose backward pass keeps this rank's slice of this rank's gradient."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: object, dy: Tensor) -> Tensor:
-        return dy.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def detached(x: Tensor) -> Tensor:
-    return OwnSlice.apply(x.detach()) if dist.get_world_size() > 1 else x
-
-
-def overwritten(x: Tensor) -> Tensor:
-    parts = list(detached(x).chunk(dist.get_world_size()))
-    parts[dist.get_rank()] = x
-    return torch.cat(parts)
-
-
-def clip_loss(anchors: Tensor, candidates: Tensor, scale: Tensor, first: int = 0) -> Tensor:
-    return F.cross_entropy(scale * anchors @ candidates.T, torch.arange(first, first + len(anchors)))
-
-
-def whole(q: Tensor, k: Tensor, scale: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    all_q, all_k = gather(q), gather(k)
-    return (clip_loss(all_q, all_k, scale) + clip_loss(all_k, all_q, scale)) / 2
-
-
-def local(q: Tensor, k: Tensor, scale: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    all_q, all_k, first = gather(q), gather(k), dist.get_rank() * len(q)
-    return (clip_loss(q, all_k, scale, first) + clip_loss(k, all_q, scale, first)) / 2
-
-
-def ours(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return cz.DistributedLoss(cz.InfoNCE(temperature=1 / scale, symmetric=True, normalize=False))(q, k)
-
-
-RECIPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "own slice, in a Function": lambda q, k, s: whole(q, k, s, OwnSlice.apply),
-    "own slice overwritten": lambda q, k, s: whole(q, k, s, overwritten),
-    "overwritten, loss × W": lambda q, k, s: whole(q, k, s, overwritten) * dist.get_world_size(),
-    "local anchors, live own slice, loss × W": lambda q, k, s: local(q, k, s, overwritten) * dist.get_world_size(),
-    "local anchors, detached candidates": lambda q, k, s: local(q, k, s, detached),
-    "local anchors, reduce-scatter": lambda q, k, s: local(q, k, s, cz.collectives.all_gather),
-    "whole loss, reduce-scatter": lambda q, k, s: whole(q, k, s, cz.collectives.all_gather),
-    "DistributedLoss(InfoNCE(…))": ours,
+RECIPES = {
+    "own slice, in a Function": "own slice",
+    "own slice overwritten": "overwritten slice",
+    "overwritten, loss × W": "own slice × W",
+    "local anchors, detached candidates": "detached candidates",
+    "local anchors, reduce-scatter": "local loss",
+    "local anchors, reduce-scatter, loss × W": "local loss × W",
+    "whole loss, reduce-scatter": "gather with reduce-scatter",
+    "DistributedLoss(InfoNCE(…))": "DistributedLoss, own loss",
 }
+"""What the figure calls each recipe of the gallery."""
 
 
-def one_step(recipe: str, samples: int = 24) -> tuple[float, Tensor, Tensor]:
-    """Value, encoder gradient and scale gradient after DDP has averaged, on this rank."""
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    scale = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(samples, 6, dtype=torch.float64)
-    y = x + 0.7 * torch.randn_like(x)
-    mine = slice(*(samples * (dist.get_rank() + end) // dist.get_world_size() for end in (0, 1)))
-    views = torch.cat([x[mine], y[mine]])
-    model = DistributedDataParallel(encoder)  # must outlive the backward pass
-    q, k = F.normalize(model(views), dim=1).chunk(2)
-    loss = RECIPES[recipe](q, k, scale)
-    loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in encoder.parameters()])
-    return loss.item(), gradient, cz.collectives.all_reduce(scale.grad, "mean")
-
-
-SIZES = (2, 4)
-
-
-def measure(worlds: Worlds, sizes: tuple[int, ...] = SIZES) -> dict[str, list[tuple[float, ...]]]:
-    """For each recipe and world size: value ratio (least, most over ranks), encoder ratio and cosine, scale ratio."""
-    results = {}
-    truth = worlds.run(1, one_step, "whole loss, reduce-scatter")[0]
-    for recipe in RECIPES:
-        results[recipe] = []
-        for size in sizes:
-            ranks = worlds.run(size, one_step, recipe)
-            values = [value / truth[0] for value, *_ in ranks]
-            _, gradient, of_scale = ranks[0]
-            ratio = (gradient.norm() / truth[1].norm()).item()
-            cosine = F.cosine_similarity(gradient, truth[1], dim=0).item()
-            results[recipe].append((min(values), max(values), ratio, cosine, (of_scale / truth[2]).item()))
-    return results
-
-
-def draw_recipes(results: dict[str, list[tuple[float, ...]]]) -> None:
+def draw_recipes(results: dict[str, list[Measured]]) -> None:
     """Draw a row of cells per recipe, its name above, so that the figure fits the width of a phone."""
     cell, high, gap, row_height, head = 0.82, 0.38, 0.14, 0.72, 0.55  # inches
-    block_width = len(SIZES) * cell + gap
+    block_width = len(EVEN) * cell + gap
     width, height = 3 * block_width + gap, head + len(results) * row_height + 0.05
     figure = plt.figure(figsize=(width, height))
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set_xlim(0, width)
     ax.set_ylim(height, 0)
     ax.axis("off")
-    for block, title in enumerate(("encoder gradient", "scale gradient", "value")):
+    for block, title in enumerate(("encoder gradient", "loss's gradient", "value")):
         left = gap + block * block_width
-        ax.text(left + len(SIZES) * cell / 2, 0.17, title, ha="center", va="center", fontsize=10.5, weight="bold")
-        for column, world_size in enumerate(SIZES):
+        ax.text(left + len(EVEN) * cell / 2, 0.17, title, ha="center", va="center", fontsize=10.5, weight="bold")
+        for column, batch in enumerate(EVEN):
             x = left + column * cell
-            ax.text(x + cell / 2, 0.42, f"W = {world_size}", ha="center", va="center", fontsize=9, color=FAINT)
+            ax.text(x + cell / 2, 0.42, f"W = {len(batch.shards)}", ha="center", va="center", fontsize=9, color=FAINT)
             for row, cells in enumerate(results.values()):
                 text, right = describe(block, cells[column])
                 y = head + row * row_height + 0.28
                 ax.add_patch(Rectangle((x, y), cell, high, fc="#d7efd3" if right else "#f8cfc8", ec="white", lw=2))
                 ax.text(x + cell / 2, y + high / 2, text, ha="center", va="center", fontsize=9, linespacing=1.1)
     for row, recipe in enumerate(results):
-        weight = "bold" if RECIPES[recipe] is ours else "normal"
+        weight = "bold" if "DistributedLoss" in recipe else "normal"
         ax.text(gap, head + row * row_height + 0.16, recipe, ha="left", va="center", fontsize=9.5, weight=weight)
     save(figure, "recipes")
 
 
-def describe(block: int, cell: tuple[float, ...]) -> tuple[str, bool]:
-    least, most, ratio, cosine, of_scale = cell
-    if block == 0:
-        straight = cosine > 1 - 1e-9
-        text = f"{ratio:.3g}×" if straight else f"{ratio:.2f}×\ncos {cosine:.2f}"
-        return text, straight and abs(ratio - 1) < 1e-9
-    if block == 1:
-        return f"{of_scale:.3g}×", abs(of_scale - 1) < 1e-9
-    same = most - least < 1e-9
-    return f"{most:.3g}×" if same else f"{least:.2f}×\nto {most:.2f}×", same and abs(most - 1) < 1e-9
+def describe(block: int, found: Measured) -> tuple[str, bool]:
+    least, most = min(found.values), max(found.values)
+    if block == 2:
+        same = most - least < 1e-9
+        return f"{most:.3g}×" if same else f"{least:.2f}×\nto {most:.2f}×", same and abs(most - 1) < 1e-9
+    ratio, cosine = found.encoder if block == 0 else found.parameters
+    straight = cosine > 1 - 1e-9
+    text = f"{ratio:.3g}×" if straight else f"{ratio:.2f}×\ncos {cosine:.2f}"
+    return text, straight and abs(ratio - 1) < 1e-9
 
 
 def save(figure: plt.Figure, name: str) -> None:
@@ -278,7 +194,6 @@ if __name__ == "__main__":
     for collective in COLLECTIVES:
         draw_collective(collective)
     with Worlds() as live:
-        found = measure(live)
-    for recipe, cells in found.items():
-        print(recipe, [tuple(round(number, 4) for number in cell) for cell in cells])
-    draw_recipes(found)
+        draw_recipes(
+            {title: [measure(GALLERY[name].case, batch, live) for batch in EVEN] for title, name in RECIPES.items()}
+        )

@@ -1,7 +1,5 @@
 """One rank changes one thing of its loss, its wrapper, its arguments or what surrounds the call, whatever it is."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

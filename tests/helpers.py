@@ -1,7 +1,5 @@
 """Helpers of several test files: numbers, comparisons, and jobs that return an error instead of raising it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """The losses that random trainings draw from: how each is made, what it compares, and which setting may change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """One rank changes one thing at a random step: every rank has one process's numbers, or refuses that very step."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -1,7 +1,5 @@
 """Examples of trainers: short, documented, and exact; a deviation is found."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A call that raises moves nothing: the state of a loss stays what it was, bit by bit, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples of losses learn the same on two processes; the notebook prints what it stores."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

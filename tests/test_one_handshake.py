@@ -1,7 +1,5 @@
 """A step of any loss of this library has one handshake and computes the formula once, also with hooks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest.mock import patch
 

@@ -83,18 +83,6 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("entry", [x for x in LOSSES if x.name in ("NTXent", "CLIP")], ids=str)
-def test_small_gradients_of_16_bits_keep_their_digits(entry: Entry) -> None:
-    """p − 1 of a partner that is all but found is small; were p rounded to 16 bits, nothing would be left of it."""
-    a, noise = numbers(32, 64, seed=1), numbers(32, 64, seed=2)
-    rows = [x.bfloat16().requires_grad_() for x in (a, a + 0.1 * noise)]  # partners are close
-
-    with narrowed(entry, torch.bfloat16):
-        _, exact = evaluated(lambda *x: entry.dense(*x, temperature=0.08), like(rows, torch.float64))
-    _, found = evaluated(entry.make(temperature=0.08), rows)
-    assert error(found, exact) <= 2 * torch.finfo(torch.bfloat16).eps * max(x.abs().max().item() for x in exact)
-
-
 DECOMPOSING: dict[str, Callable[[], Any]] = {"WMSE": cz.WMSE, "MMCR": lambda: cz.MMCR(lambda_=0.5), "FroSSL": cz.FroSSL}
 
 
@@ -343,25 +331,3 @@ def test_functions_of_a_world_hand_each_rank_its_rows_gradient(name, shards, red
         close(value, wanted.detach())
     for index, gradient in enumerate(gradients):
         close(torch.cat([of_rank[index] for _, of_rank in found]), gradient)
-
-
-@by_shards
-@by_function
-def test_second_derivatives_under_dense_reach_across_ranks(name, shards, worlds: Worlds) -> None:
-    function, rows = FUNCTIONS[name], data(name, sum(shards))
-    along = [numbers(*x.shape, seed=90 + index) for index, x in enumerate(floating(rows))]
-
-    def job() -> list[Tensor]:
-        here = own(rows, shards)
-        with cz.engine.plain_formulas():
-            value = function.run(*here, world=World.of())
-        gradients = torch.autograd.grad(value, floating(here), create_graph=True)
-        mixed = sum((x * local_shard(v, shards)).sum() for x, v in zip(gradients, along, strict=True))
-        return list(torch.autograd.grad(mixed, floating(here)))
-
-    anchors = function.anchors(*rows)
-    gradients = torch.autograd.grad(anchors.sum() / (anchors != 0).sum(), floating(rows), create_graph=True)
-    mixed = sum((x * v).sum() for x, v in zip(gradients, along, strict=True))
-    found = worlds.run(len(shards), job)
-    for index, expected in enumerate(torch.autograd.grad(mixed, floating(rows))):
-        close(torch.cat([of_rank[index] for of_rank in found]), expected)

@@ -4,8 +4,6 @@ Hypothesis draws which actions follow each other, and makes a program that fails
 program in one job. ``make search`` runs 10,000 steps.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any, ClassVar

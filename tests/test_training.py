@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.measurement import Call
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, drawn, groups
+from tests.helpers import close, distance, drawn
 
 STEPS, SAMPLES, D = 20, 8, 4
 SPLITS = {  # one after the other, step by step; an empty shard among them
@@ -79,42 +79,38 @@ class Trainer(NamedTuple):
     """How encoder and loss are wrapped, and what is done to gradients after the backward pass.
 
     Args:
-        wrap: ``wrap(module, group)``, for the encoder and, if it has parameters, for the global loss.
-        reduce: ``reduce(modules, group)``.
+        wrap: ``wrap(module)``, for the encoder and, if it has parameters, for the global loss.
+        reduce: ``reduce(modules)``.
         grad_reduction: what DistributedLoss is told.
     """
 
-    wrap: Callable[[nn.Module, Any], nn.Module] = lambda module, group: module
-    reduce: Callable[[list[nn.Module], Any], None] = lambda modules, group: None
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module
+    reduce: Callable[[list[nn.Module]], None] = lambda modules: None
     grad_reduction: str = "mean"
 
 
-def ddp(module: nn.Module, group: Any) -> nn.Module:
-    return DistributedDataParallel(module, process_group=group)
-
-
-def ddp_that_sums(module: nn.Module, group: Any) -> nn.Module:
+def ddp_that_sums(module: nn.Module) -> nn.Module:
     def hook(_, bucket):  # torch wants its own class in the annotation, or none
-        return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda x: x.value()[0])
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda x: x.value()[0])
 
-    wrapped = DistributedDataParallel(module, process_group=group)
+    wrapped = DistributedDataParallel(module)
     wrapped.register_comm_hook(None, hook)
     return wrapped
 
 
-def average(modules: list[nn.Module], group: Any) -> None:
+def average(modules: list[nn.Module]) -> None:
     for module in modules:
-        cz.average_gradients(module, group)
+        cz.average_gradients(module)
 
 
-def add_up(modules: list[nn.Module], group: Any) -> None:
+def add_up(modules: list[nn.Module]) -> None:
     for module in modules:
         for parameter in module.parameters():
-            dist.all_reduce(parameter.grad, group=group)
+            dist.all_reduce(parameter.grad)
 
 
 TRAINERS = {
-    "DDP": Trainer(ddp),
+    "DDP": Trainer(DistributedDataParallel),
     "DDP with a hook that sums": Trainer(ddp_that_sums, grad_reduction="sum"),
     "average_gradients": Trainer(reduce=average),
     "a sum by hand": Trainer(reduce=add_up, grad_reduction="sum"),
@@ -130,13 +126,11 @@ class Plan:
         loss_in: where the loss's own parameters are: ``"nothing"`` but their optimiser, the ``"trainer"`` around
             DistributedLoss, or ``"DDP inside"`` it.
         micro: batches that are accumulated before a step.
-        subgroups: two groups train on their own, on other data.
     """
 
     trainer: str = "DDP"
     loss_in: str = "nothing"
     micro: int = 1
-    subgroups: tuple[tuple[int, ...], ...] = ()
     told: str | None = None
     """Another grad_reduction than the trainer's: a mistake."""
 
@@ -152,19 +146,9 @@ class Trained(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- one training
 
 
-def train(recipe: Recipe, plan: Plan | None) -> Trained:
-    """On every rank; without a plan, plain training by the loss alone."""
-    if plan is None:
-        return _train(recipe, Trainer(), Plan(), None, alone=True)
-    with groups(*plan.subgroups) if plan.subgroups else contextlib.nullcontext() as group:
-        return _train(recipe, TRAINERS[plan.trainer], plan, group, alone=False, data=_team(plan))
-
-
-def _team(plan: Plan) -> int:
-    return next((i for i, ranks in enumerate(plan.subgroups) if dist.get_rank() in ranks), 0)
-
-
-def _train(recipe: Recipe, trainer: Trainer, plan: Plan, group: Any, *, alone: bool, data: int = 0) -> Trained:
+def train(recipe: Recipe, plan: Plan, *, alone: bool = False) -> Trained:
+    """On every rank; alone, plain training by the loss without a wrapper."""
+    trainer = TRAINERS[plan.trainer]
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, D)).double()
     loss, miner = recipe.make().double(), recipe.miner() if recipe.miner else None
@@ -172,18 +156,18 @@ def _train(recipe: Recipe, trainer: Trainer, plan: Plan, group: Any, *, alone: b
     weights = [list(module.parameters()) for module in bare]
     optimizer = torch.optim.SGD([x for xs in weights for x in xs], lr=0.02, momentum=0.9)
     if not alone:
-        encoder = trainer.wrap(encoder, group)
-        inner = ddp(loss, group) if plan.loss_in == "DDP inside" else loss
+        encoder = trainer.wrap(encoder)
+        inner = DistributedDataParallel(loss) if plan.loss_in == "DDP inside" else loss
         told = plan.told or trainer.grad_reduction
-        loss = cz.DistributedLoss(inner, miner=miner, process_group=group, grad_reduction=told)
+        loss = cz.DistributedLoss(inner, miner=miner, grad_reduction=told)
         if plan.loss_in == "trainer":
-            loss = trainer.wrap(loss, group)
+            loss = trainer.wrap(loss)
     values = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(plan.micro):
             with _synchronised([encoder, loss], last=micro == plan.micro - 1):
-                x, *y = my_rows(recipe.call, step, micro, data, group)
+                x, *y = my_rows(recipe.call, step, micro)
                 z = encoder(x)
                 rows = [z, *y] if y else list(z.split(len(z) // 2 or 1, 0) if len(z) else (z, z))
                 if alone and miner is not None:
@@ -192,7 +176,7 @@ def _train(recipe: Recipe, trainer: Trainer, plan: Plan, group: Any, *, alone: b
                 (value / plan.micro).backward()
             values.append(value.detach())
         # a parameter outside the trainer must come out complete by itself; a sum has to reach all of them
-        trainer.reduce(bare if trainer.grad_reduction == "sum" else bare[:1], group)
+        trainer.reduce(bare if trainer.grad_reduction == "sum" else bare[:1])
         optimizer.step()
     return Trained(torch.stack(values), *([x.detach() for x in xs] for xs in weights))
 
@@ -207,11 +191,11 @@ def _synchronised(modules: list[nn.Module], *, last: bool) -> Iterator[None]:
         yield
 
 
-def my_rows(call: Call, step: int, micro: int, data: int, group: Any) -> list[Tensor]:
+def my_rows(call: Call, step: int, micro: int) -> list[Tensor]:
     """Features of this rank's samples, view after view, and their labels if the loss takes labels."""
-    rank, splits = dist.get_rank(group), SPLITS[dist.get_world_size(group)]
+    rank, splits = dist.get_rank(), SPLITS[dist.get_world_size()]
     shards = splits[(step + micro) % len(splits)]
-    batch = GlobalBatch(shards, seed=1000 * data + 10 * step + micro)
+    batch = GlobalBatch(shards, seed=10 * step + micro)
     mine = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
     if call == "views":
         return [torch.cat([x[mine] for x in batch.samples(2)])]
@@ -219,15 +203,14 @@ def my_rows(call: Call, step: int, micro: int, data: int, group: Any) -> list[Te
     return [batch.samples()[0][mine], classes[mine]]
 
 
-_alone: dict[tuple[str, int, int], Trained] = {}
+_alone: dict[tuple[str, int], Trained] = {}
 
 
-def alone(worlds: Worlds, recipe: Recipe, micro: int = 1, data: int = 0) -> Trained:
+def alone(worlds: Worlds, recipe: Recipe, micro: int = 1) -> Trained:
     """What one process computes, without this library's DistributedLoss, DDP or groups; computed once."""
-    key = recipe.name, micro, data
+    key = recipe.name, micro
     if key not in _alone:
-        job = Plan(micro=micro)
-        _alone[key] = worlds.run(1, lambda: _train(recipe, Trainer(), job, None, alone=True, data=data))[0]
+        _alone[key] = worlds.run(1, train, recipe, Plan(micro=micro), alone=True)[0]
     return _alone[key]
 
 
@@ -268,15 +251,6 @@ def test_other_trainers_train_what_one_process_trains(recipe: Recipe, trainer: s
 def test_gradients_accumulate_over_uneven_micro_batches(recipe: Recipe, trainer: str, worlds: Worlds) -> None:
     plan = Plan(trainer, "trainer" if recipe.learnt and trainer != "average_gradients" else "nothing", micro=3)
     assert_same(worlds.run(2, train, recipe, plan), alone(worlds, recipe, micro=3))
-
-
-@pytest.mark.parametrize("recipe", SOME, ids=str)
-def test_two_groups_train_independently(recipe: Recipe, worlds: Worlds) -> None:
-    subgroups = ((0, 3), (1, 2))
-    found = worlds.run(4, train, recipe, Plan(subgroups=subgroups))
-    for data, ranks in enumerate(subgroups):
-        assert_same([found[rank] for rank in ranks], alone(worlds, recipe, data=data))
-    assert distance(found[0].encoder[0], found[1].encoder[0]) > 1e-3
 
 
 @pytest.mark.parametrize(("trainer", "told"), [("DDP", "sum"), ("a sum by hand", "mean")])

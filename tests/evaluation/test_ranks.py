@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.local_search import Gallery
-from contrastive_zoo.metrics.task import first_of_each
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.invariant import Broken
 from tests.evaluation.by_hand import few_scores
@@ -274,15 +273,6 @@ def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
         assert says in text
         assert "pass index=None" in text
         assert good == [(200, 1), (100, 1)]
-
-
-def test_the_first_row_of_each_id_is_found_across_ranks(worlds):
-    ids = torch.tensor([5, 3, 5, 8, 3, 3, -2, 8, -2, 0])
-    expected = first_of_each(ids, World())
-    assert expected.nonzero().flatten().tolist() == [0, 1, 3, 6, 9]
-    for split in ((4, 6), (0, 9, 1)):
-        found = worlds.run(len(split), lambda split=split: first_of_each(local_shard(ids, split), World.of()))
-        assert torch.equal(torch.cat(found), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

@@ -1,7 +1,5 @@
 """Mined negatives are those of a plain search, and the same bits for every split of queries and corpus."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

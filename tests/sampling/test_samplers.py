@@ -1,7 +1,5 @@
 """What each sampler yields, the position, bad arguments, and agreement between ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -48,39 +46,6 @@ def test_a_loaded_step_belongs_to_its_epoch() -> None:
     assert len(list(sampler)) == 3
     sampler.set_epoch(0)
     assert list(sampler) == whole
-
-
-def test_training_counts_the_steps_and_not_the_workers() -> None:
-    """Workers have read ahead when the position is saved; three ranks go on where two stopped."""
-    data = TensorDataset(torch.arange(50))
-
-    def loaders(world_size: int) -> list[tuple[GlobalBatchSampler, DataLoader[Any]]]:
-        found = []
-        for rank in range(world_size):
-            sampler = GlobalBatchSampler(50, batch_size=7, process_group=cz.World(rank, world_size))
-            found.append((sampler, DataLoader(data, batch_sampler=sampler, collate_fn=CollateEmptyBatches(data[0]))))
-        return found
-
-    def trained(world_size: int, state: dict[str, Any] | None, steps: int) -> tuple[list[list[int]], dict[str, Any]]:
-        seen: list[list[int]] = []
-        for epoch in range(state["epoch"] if state else 0, 3):
-            started = loaders(world_size)
-            for sampler, _ in started:
-                sampler.load_state_dict(state) if state else None
-                sampler.set_epoch(epoch)
-            first = started[0][0].step
-            for step, batches in enumerate(zip(*(loader for _, loader in started), strict=True), first):
-                seen.append(torch.cat([x for (x,) in batches]).tolist())
-                if len(seen) == steps:
-                    return seen, started[0][0].state_dict(step=step + 1)
-        return seen, {}
-
-    whole, _ = trained(1, None, 99)
-    before, state = trained(2, None, 11)
-    after, _ = trained(3, state, 99)
-    assert len(whole) == 3 * 8
-    assert (state["epoch"], state["step"]) == (1, 3)
-    assert before + after == whole
 
 
 def test_workers_and_batches_without_samples() -> None:
@@ -190,12 +155,6 @@ def test_bad_positions_change_nothing(state: Any, says: str) -> None:
     assert (sampler.epoch, sampler.step) == (2, 1)
     with pytest.raises(ValueError, match="got 4"):
         sampler.state_dict(step=4)
-
-
-def test_a_position_of_other_data_is_refused() -> None:
-    state = MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ONE_PROCESS).state_dict(step=1)
-    with pytest.raises(ValueError, match="other data"):
-        MPerClassBatchSampler(LABELS[::-1], m=2, classes_per_batch=2, process_group=ONE_PROCESS).load_state_dict(state)
 
 
 def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
