@@ -21,9 +21,10 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
-from tests.adapters.test_sharded import ALL, rows_of
+from tests.adapters.sharded_grid import in_shards
+from tests.adapters.test_sharded import ALL, errors
 from tests.device_entries import ENTRIES as OTHERS
-from tests.helpers import EVERY_CASE, EXACT, distance, error_message
+from tests.helpers import EVERY_CASE, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.test_accelerator import may_read
@@ -158,61 +159,22 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
 
 # ------------------------------------------------------------------------------------- pytorch-metric-learning, sharded
 
-SIZES = [(5, 7), (0, 12), (9, 3)]
-"""Shard sizes of each step."""
 
-IN_SHARDS = ALL
-
-
-def in_shards(name: str) -> list[list[Any]]:
-    """Compute steps of a loss whose rows are on the device, and whose labels are there on rank 0."""
-    loss, miner = loss_and_miner(name)
-    rows, rank, found = rows_of(SIZES[0]), dist.get_rank(), []
-    torch.manual_seed(3 if rank == 0 else 77)  # dropout and augmentation differ between ranks
+def in_shards_on_the_device(*args: Any) -> list[Tensor]:
+    """Compute the third step of a loss whose rows are on the device, and whose labels are there on rank 0."""
     with device() as mode:
-        put = put_by(mode)
-        loss_fn = cz.DistributedLoss(put(loss), miner=miner, mode="sharded")
-        for sizes in SIZES:
-            z, labels = (x.split(sizes)[rank] for x in (rows.z, rows.labels))
-            found.append(on_cpu(value_and_gradients(loss_fn, [put(z), labels if rank else put(labels)])))
-    return found
+        move = put_by(mode)
 
+        def put(x: Any) -> Any:
+            return x if dist.get_rank() and getattr(x, "dtype", None) == torch.int64 else move(x)
 
-def loss_and_miner(name: str) -> tuple[Any, Any]:
-    case = IN_SHARDS[name]
-    torch.manual_seed(0)
-    return case.loss().double(), case.miner and case.miner()
-
-
-def whole(name: str) -> list[list[Tensor]]:
-    """Return what pytorch-metric-learning computes on one process: the value and the gradients, at each step."""
-    loss, miner = loss_and_miner(name)
-    rows, found = rows_of(SIZES[0]), []
-    torch.manual_seed(3)
-    for _ in SIZES:
-        z = rows.z.clone().requires_grad_()
-        value = loss(z, rows.labels, miner(z, rows.labels) if miner else None)
-        gradients = torch.autograd.grad(value, [z, *loss.parameters()], allow_unused=True, materialize_grads=True)
-        found.append([value.detach(), *gradients])
-    return found
-
-
-def wrong_in_shards(names: list[str], pool: Worlds) -> dict[str, float]:
-    """Return the largest error of each loss that is not that of one process."""
-    found = pool.run(2, lambda: [in_shards(name) for name in names], timeout=60)
-    errors = dict.fromkeys(names, 0.0)
-    for rank, name, step in itertools.product(range(2), names, range(len(SIZES))):
-        value, gradient, *of_parameters = found[rank][names.index(name)][step]
-        expected, whole_gradient, *expected_of_parameters = whole(name)[step]
-        pairs = [(value, expected), (gradient, 2 * whole_gradient.split(SIZES[step])[rank])]
-        pairs += zip(of_parameters, expected_of_parameters, strict=False)
-        errors[name] = max([errors[name], *(distance(x, y) for x, y in pairs)])
-    return {name: error for name, error in errors.items() if not error <= EXACT}
+        return on_cpu(in_shards(*args, put=put, steps=3))
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
 @pytest.mark.parametrize("sends", ["from the CPU", "from the device"])
 def test_sharded_losses_on_the_device(sends: str, worlds: Worlds, device_worlds: Worlds) -> None:
-    first = 0 if sends == "from the CPU" else 1
-    names = list(IN_SHARDS)[first :: 1 if EVERY_CASE else 6]
-    assert not wrong_in_shards(names, device_worlds if first else worlds)
+    first, pool = (0, worlds) if sends == "from the CPU" else (1, device_worlds)
+    names = list(ALL)[first :: 1 if EVERY_CASE else 6]
+    for shards in [(5, 7), (0, 12)]:
+        assert errors(names, shards, pool, in_shards_on_the_device) == {}

@@ -120,21 +120,24 @@ def whole(case: Case, rows: Rows) -> list[Tensor]:
     return [value.detach(), *_gradients(value, [*leaves, *loss.parameters()])]
 
 
-def in_shards(case: Case, rows: Rows, shards: Shards) -> list[Tensor]:
-    """Return the same on every rank: the embeddings' gradients are those of all ranks."""
+def in_shards(
+    case: Case, rows: Rows, shards: Shards, *, put: Callable[[Any], Any] = lambda x: x, steps: int = 1
+) -> list[Tensor]:
+    """Return the same on every rank, of the last step: the embeddings' gradients are those of all ranks."""
     torch.manual_seed(0)
-    loss, miner = case.loss().double(), case.miner and case.miner()
+    loss, miner = put(case.loss().double()), case.miner and case.miner()
     rank = dist.get_rank()
     sizes = [shards, shards, *[(*shards[:-1], shards[-1] + 1)] * 2]  # there is one reference more
-    local = [split(x, of)[rank].clone() for x, of in zip(rows, sizes, strict=True) if x is not None]
+    local = [put(split(x, of)[rank].clone()) for x, of in zip(rows, sizes, strict=True) if x is not None]
     leaves = [x.requires_grad_() for x in local[::2]]
     wrapper = cz.DistributedLoss(loss, miner=miner, mode="sharded", check_distinct=False)
-    torch.manual_seed(3 if rank == 0 else 77)  # dropout and augmentation differ between ranks
-    value = wrapper(*local) if rows.references is None else wrapper(*local[:2], None, *local[2:])
-    gradients = _gradients(value, [*leaves, *loss.parameters()])
+    for _ in range(steps):
+        torch.manual_seed(3 if rank == 0 else 77)  # dropout and augmentation differ between ranks
+        value = wrapper(*local) if rows.references is None else wrapper(*local[:2], None, *local[2:])
+        gradients = _gradients(value, [*leaves, *loss.parameters()])
     for nth, (x, of) in enumerate(zip(rows[::2], sizes[::2], strict=True)):
         if x is not None:
-            total = torch.zeros_like(x)
+            total = put(torch.zeros_like(x))
             split(total, of)[rank].copy_(gradients[nth] / len(shards))
             dist.all_reduce(total)
             gradients[nth] = total
