@@ -1,5 +1,7 @@
 """What a rank of tests/test_two_hosts.py runs: under torchrun a training that is cut off; what continues it."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

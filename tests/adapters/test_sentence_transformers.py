@@ -3,6 +3,8 @@
 All of it runs in one world of three, where sentence-transformers is imported once; smaller worlds are groups within it.
 """
 
+from __future__ import annotations
+
 import copy
 import os
 import random

@@ -1,5 +1,7 @@
 """A ring sends embeddings of 16 bits in 16 bits, and sums in 32: the gradient is better than the plain formula's."""
 
+from __future__ import annotations
+
 import functools
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Trainers pass on each rank's parts: nothing is split again, repeated or dropped, and every epoch has its own order."""
 
+from __future__ import annotations
+
 import os
 import warnings
 from typing import Any
