@@ -1,5 +1,7 @@
 """A training in which one rank alone changes something: its loss, a setting, a hook, a number, what surrounds the call."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

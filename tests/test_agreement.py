@@ -1,5 +1,7 @@
 """What ranks agree on is complete: a step is that of one process, or refused on every rank in that very step."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Sizes beyond memory, numbers beyond float32, and tensors without values: each is named, on every rank."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Mined negatives are those of a plain search, and the same bits for every split of queries and corpus."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

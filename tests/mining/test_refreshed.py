@@ -1,5 +1,7 @@
 """Refreshed negatives are those of the current encoder, the same on any number of ranks, and survive a checkpoint."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
