@@ -157,6 +157,12 @@ def test_bad_positions_change_nothing(state: Any, says: str) -> None:
         sampler.state_dict(step=4)
 
 
+def test_a_position_of_other_data_is_refused() -> None:
+    state = MPerClassBatchSampler(LABELS, m=2, classes_per_batch=2, process_group=ONE_PROCESS).state_dict(step=1)
+    with pytest.raises(ValueError, match="other data"):
+        MPerClassBatchSampler(LABELS[::-1], m=2, classes_per_batch=2, process_group=ONE_PROCESS).load_state_dict(state)
+
+
 def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
     def differ(what: str) -> MPerClassBatchSampler:
         bad = dist.get_rank() == 1
