@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
-from contrastive_zoo.loss_base.numbers import flag_problem, of_size
+from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.ranks.row_checks import array_in_one_line, described, in_one_line, is_integer
+from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_problem, in_one_line, is_integer
 from contrastive_zoo.ranks.world import Processes, World
 
 Batches = Sequence[NDArray[np.int64]]

@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.transport import exchange_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World

@@ -119,7 +119,7 @@ def cross_log_sum_exp(
 def _sweep(on_kernel: bool) -> type[SoftmaxSweep]:
     if not on_kernel:
         return SoftmaxSweep
-    from contrastive_zoo.engine.kernels.softmax_sweep import KernelSweep  # imported here: Triton is optional
+    from contrastive_zoo.engine.kernels.softmax import KernelSweep  # imported here: Triton is optional
 
     return KernelSweep
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS
-from contrastive_zoo.loss_base.numbers import of_size
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Size, field
+from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, labelled_problem, range_rule
 from contrastive_zoo.ranks.world import World

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.loss_base.numbers import instance_problem
+from contrastive_zoo.loss_base.loss import Inputs, Loss, Stated
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.row_checks import described, instance_problem
 from contrastive_zoo.ranks.session import Session
 
 

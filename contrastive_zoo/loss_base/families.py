@@ -3,8 +3,7 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem, towers_problem, views_problem
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Shards

@@ -4,21 +4,20 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol, overload
 
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels
 from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
-from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import refuse_empty
-from contrastive_zoo.ranks.row_checks import first_non_finite, tensor_problem, values_problem
+from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -27,6 +26,28 @@ SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a r
 
 
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a loss states of a call before anything is sent or computed."""
+
+    # the tensors by name, whose dimension 0 counts samples; arguments that are None are left out
+    rows: Mapping[str, Tensor]
+    problem: str | None = None  # what is wrong with them on this rank, in words; None if nothing is
+    values: Sequence[ValueRule] = ()  # what their values must be, such as classes; read after ``problem``
+    # further values that must be equal on every rank, such as the shape of class weights
+    compared: Mapping[str, object] = field(default_factory=dict)
+    # whether only this rank can interpret them, as it can indices of its own rows: no rank can then compute all
+    local: bool = False
+    whole: bool = False  # whether every rank has to compute all of the loss, from the rows of all ranks
+    parts: Sequence[Part] = ()  # the views of the members of a sum of losses
+    host: Mapping[str, Any] = field(default_factory=dict)  # what the host has read of the tensors, for ``compute``
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor | None], problem: str | None = None, **more: Any) -> "Inputs":
+        """Return the inputs of a call, some of whose arguments may be None."""
+        return cls({name: x for name, x in rows.items() if x is not None}, problem, **more)
 
 
 @dataclass(frozen=True)

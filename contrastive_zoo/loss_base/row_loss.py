@@ -12,7 +12,7 @@ from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_product
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
 from contrastive_zoo.ranks.row_checks import views_problem

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from contrastive_zoo.loss_base.numbers import flag_problem, real, word_problem
-from contrastive_zoo.loss_base.state import WholeState
+from contrastive_zoo.loss_base.state import WholeState, real
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FLOAT32 = f"within the range of float32, {_SMALLEST:.2g} … {_LARGEST:.2g}"

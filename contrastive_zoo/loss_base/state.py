@@ -1,9 +1,10 @@
-"""The tensors of a loss: what loading may change, and how a call that fails leaves them as they were."""
+"""The tensors of a loss: how they are made, moved and loaded, and how a call that fails leaves them as they were."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -65,3 +66,37 @@ def state_kept_on_error(module: nn.Module) -> Iterator[None]:
                 # by value: batch_norm changes its statistics without a new version
                 of[name] = x if torch.equal(x, values) else x.copy_(values)
         raise
+
+
+def real(x: Any) -> Any:
+    """Return a tensor of shape [1] as [], a Python or NumPy number as float, and anything else unchanged.
+
+    A parameter of shape [1] would change dtype and shape of the loss by promotion. A NumPy float32 number would reduce
+    the precision of results that are computed from it.
+    """
+    if isinstance(x, Tensor):
+        return x.reshape(()) if x.shape == (1,) else x
+    is_number = isinstance(x, (int, np.integer, np.floating)) and not isinstance(x, bool)
+    return float(x) if is_number else x
+
+
+def move_towards(state: Tensor, target: Tensor, share: float | Tensor) -> None:
+    """Move ``state`` in place by a share of the way to ``target``; a share that is a tensor may have any dtype."""
+    state.lerp_(target.to(state), real(share).to(state) if isinstance(share, Tensor) else share)
+
+
+T = TypeVar("T")
+
+
+def of_size(caller: str, make: Callable[[], T], **sizes: int) -> T:
+    """Return ``make()``, a tensor or an array whose shape consists of these settings.
+
+    Raises:
+        ValueError: it cannot be made, for lack of memory. The errors of torch and NumPy name no setting.
+    """
+    try:
+        return make()
+    except (RuntimeError, MemoryError, ValueError) as error:
+        arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        reason = f"{error}".partition("\n")[0][:120] or type(error).__name__
+        raise ValueError(f"{caller}: nothing can be made of {arguments} ({reason}). Pass smaller sizes.") from error

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import real
 from contrastive_zoo.loss_base.settings import is_number
-from contrastive_zoo.loss_base.state import WholeState
+from contrastive_zoo.loss_base.state import WholeState, real
 
 
 class LearnableTemperature(WholeState):

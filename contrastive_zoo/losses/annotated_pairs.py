@@ -11,8 +11,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import tie_width
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Number, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem
 

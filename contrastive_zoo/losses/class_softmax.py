@@ -12,7 +12,7 @@ from torch.linalg import vector_norm
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss, ShardableClassLoss
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
 from contrastive_zoo.ranks.row_checks import labelled_problem, towers_problem
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, is_embedding
 from contrastive_zoo.loss_base.composition import Composition, member_value
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.loss_base.loss import Inputs, Loss, Stated
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.ranks.row_checks import described
 

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss, call_form
+from contrastive_zoo.loss_base.loss import Inputs, Loss, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party, loss_name
-from contrastive_zoo.loss_base.numbers import instance_problem
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
 from contrastive_zoo.loss_base.state import state_kept_on_error
@@ -24,7 +22,7 @@ from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.randomness import one_stream
-from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem
+from contrastive_zoo.ranks.row_checks import described, instance_problem, labelled_problem, rows_problem
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
 """The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as

@@ -11,8 +11,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_problem, two_models_problem
 

@@ -12,8 +12,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.families import ImageTextLoss, TowerLoss
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature, field
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 from contrastive_zoo.ranks.row_checks import described, rows_problem

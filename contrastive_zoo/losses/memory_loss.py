@@ -10,8 +10,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks import devices

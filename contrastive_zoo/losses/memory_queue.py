@@ -10,12 +10,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import without_ddp
-from contrastive_zoo.loss_base.numbers import move_towards, of_size, word_problem
 from contrastive_zoo.loss_base.settings import Bounds, is_number
-from contrastive_zoo.loss_base.state import loading_problem, own_tensors
+from contrastive_zoo.loss_base.state import loading_problem, move_towards, of_size, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
-from contrastive_zoo.ranks.row_checks import array_in_one_line, described, labels_problem, rows_problem, tensor_problem
+from contrastive_zoo.ranks.row_checks import (
+    array_in_one_line,
+    described,
+    labels_problem,
+    rows_problem,
+    tensor_problem,
+    word_problem,
+)
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World

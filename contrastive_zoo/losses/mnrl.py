@@ -13,8 +13,7 @@ from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem, two_models_problem
 

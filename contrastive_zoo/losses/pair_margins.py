@@ -12,10 +12,10 @@ from contrastive_zoo.engine.pairwise import distances, dot_products, row_sums, s
 from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.numbers import of_size
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
+from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
 Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]

@@ -21,10 +21,9 @@ from contrastive_zoo.engine.statistics import (
     squared_sums,
 )
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS
-from contrastive_zoo.loss_base.numbers import move_towards, of_size
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, field
+from contrastive_zoo.loss_base.state import move_towards, of_size
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, views_problem
 

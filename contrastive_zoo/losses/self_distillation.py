@@ -15,10 +15,9 @@ from contrastive_zoo.engine.classes import draw_weights
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import move_towards, of_size
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
+from contrastive_zoo.loss_base.state import move_towards, of_size
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, views_problem
 

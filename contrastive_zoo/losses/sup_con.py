@@ -12,7 +12,7 @@ from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import described, labelled_problem, labels_problem, rows_problem

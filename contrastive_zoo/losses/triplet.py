@@ -15,11 +15,10 @@ from contrastive_zoo.engine.masked import log1p_sum_exp, masked_max, masked_min
 from contrastive_zoo.engine.pairwise import distances, dot_products
 from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.numbers import of_size
+from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
+from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.row_checks import described, views_problem
 
 Mining = Literal["all", "hard", "semi-hard"]

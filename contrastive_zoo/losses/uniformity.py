@@ -18,10 +18,9 @@ from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss
-from contrastive_zoo.loss_base.inputs import Inputs
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS
-from contrastive_zoo.loss_base.numbers import of_size
+from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
+from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described, views_problem

@@ -6,12 +6,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.loss_base.numbers import flag_problem
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery, faiss_problem, ordered
 from contrastive_zoo.metrics.rounds import local_positions, rounds
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,28 @@ def described(x: object) -> str:
 def is_integer(x: object, *, at_least: float = -math.inf, at_most: float = math.inf) -> bool:
     """Return whether x is an integer, Python's or NumPy's, and within bounds."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(at_least <= x <= at_most)
+
+
+def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
+    """Return what is wrong with a word that must be one of a Literal, or None."""
+    allowed = get_args(words)
+    listed = f"one of {', '.join(map(repr, allowed))}" if one_of else " or ".join(map(repr, allowed))
+    return None if isinstance(word, str) and word in allowed else f"{name} is {listed}, got {word!r}."
+
+
+def flag_problem(**flags: object) -> str | None:
+    """Return what is wrong with settings that must be True or False, or None."""
+    for name, x in flags.items():
+        if not isinstance(x, (bool, np.bool_)):
+            return f"{name} is True or False, got {described(x)}."
+    return None
+
+
+def instance_problem(loss: object) -> str | None:
+    """Return an error message for a loss class in place of its instance, or None."""
+    if not isinstance(loss, type):
+        return None
+    return f"pass an instance, {loss.__name__}(...), not the class {loss.__name__}."
 
 
 def tensor_problem(name: str, x: object) -> str | None:

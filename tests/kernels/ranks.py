@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
-from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
-from contrastive_zoo.engine.kernels.softmax_sweep import ExponentSums, KernelSweep
+from contrastive_zoo.engine.kernels.softmax import ExponentSums, KernelSweep, SoftmaxPairs
 from contrastive_zoo.wrapper.step import splitting
 from tests import zoo
 from tests.helpers import learnt

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.losses.annotated_pairs import CoSENT, OnlineContrastive
 from contrastive_zoo.losses.distillation import MarginMSE, ScoreDistillation
 from contrastive_zoo.losses.pair_margins import IntraPairVariance

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import ContrastMode
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.distillation import ClipDistillation
 from contrastive_zoo.losses.info_nce import MILNCE, Clip

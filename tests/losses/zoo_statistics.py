@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.losses.memory_loss import NNCLR, ReSSL
 from contrastive_zoo.losses.redundancy import MMCR, WMSE, BarlowTwins, FroSSL, TiCo, VIbCReg, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV

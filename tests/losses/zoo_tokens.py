@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.loss_base.inputs import Inputs
 from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.losses.max_sim import MaxSim, MaxSimPairwise
 from contrastive_zoo.ranks.row_checks import views_problem
 from tests.zoo import Entry, row

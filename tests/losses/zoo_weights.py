@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.loss_base.inputs import Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.losses.class_softmax import (
     ArcFace,
     CosFace,
