@@ -23,8 +23,7 @@ from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_problem, in_one_line, is_integer
 from contrastive_zoo.ranks.world import Processes, World
 
-Batches = Sequence[NDArray[np.int64]]
-"""The sample indices of each global batch of an epoch."""
+Batches = Sequence[NDArray[np.int64]]  # the sample indices of each global batch of an epoch
 
 
 @lru_cache(maxsize=1024)  # most batches of an epoch have one size

@@ -22,11 +22,9 @@ from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.transport import exchange_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
-QUERIES_OF_A_STEP = 16384
-"""Queries of a rank whose candidates are held at once."""
+QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
 
-NO_LABEL = torch.iinfo(torch.int64).min
-"""The label of a query that no row has."""
+NO_LABEL = torch.iinfo(torch.int64).min  # the label of a query that no row has
 
 _NAME = "mine_hard_negatives"
 
@@ -134,12 +132,9 @@ class Selection:
 class Mined(NamedTuple):
     """The hard negatives of this rank's queries."""
 
-    negatives: Int[Tensor, "n num"]
-    """Global indices, best first; −1 where there are fewer."""
-    scores: Float[Tensor, "n num"]
-    """Their similarities to the query; −∞ where there are fewer."""
-    positive_scores: Float[Tensor, "n p"]
-    """The similarities of the positives."""
+    negatives: Int[Tensor, "n num"]  # global indices, best first; −1 where there are fewer
+    scores: Float[Tensor, "n num"]  # their similarities to the query; −∞ where there are fewer
+    positive_scores: Float[Tensor, "n p"]  # the similarities of the positives
 
 
 @dataclass(frozen=True)

@@ -72,17 +72,13 @@ class AnchorBlock:
 
     anchors: Float[Tensor, "c d"]
     candidates: Float[Tensor, "N d"]
-    positive: Bool[Tensor, "c N"]
-    """Whether the candidate has the anchor's id, and is not the anchor itself."""
-    negative: Bool[Tensor, "c N"]
-    """Whether the candidate has another id."""
-    ids: Int[Tensor, " c"]
-    """The ids of the anchors."""
+    positive: Bool[Tensor, "c N"]  # whether the candidate has the anchor's id, and is not the anchor itself
+    negative: Bool[Tensor, "c N"]  # whether the candidate has another id
+    ids: Int[Tensor, " c"]  # the ids of the anchors
     candidate_ids: Int[Tensor, " N"]
     companions: tuple[tuple[Tensor, Tensor], ...] = ()
     """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
-    largest_count: Callable[[], int] | None = None
-    """What :func:`start_count` returns, for losses that list positives."""
+    largest_count: Callable[[], int] | None = None  # what start_count returns, for losses that list positives
 
     @property
     def most_positives(self) -> int | None:
@@ -131,8 +127,7 @@ class BatchLayout:
     """The candidate that is each local anchor or a copy of it, another number for none; None if no anchor has one."""
     restore: Callable[[Tensor], Tensor] = unchanged
     """Computes candidates from the rows that a ring sends in their place."""
-    largest_count: Callable[[], int] | None = None
-    """What :func:`start_count` returns, for losses that list positives."""
+    largest_count: Callable[[], int] | None = None  # what start_count returns, for losses that list positives
 
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
@@ -183,8 +178,7 @@ class RowwiseSweep:
     The tensors are the local anchors, the candidates of all ranks, and the parameters.
     """
 
-    stages: Any = None
-    """What a sweep of several passes computes in the first of them."""
+    stages: Any = None  # what a sweep of several passes computes in the first of them
 
     def __init__(self, on_block: BlockFunction, terms: int, layout: BatchLayout, *tensors: Any) -> None:
         self.on_block, self.terms, self.layout = on_block, terms, layout

@@ -57,8 +57,7 @@ def global_sample_ids(n: int, views: int = 1, *, process_group: Processes = None
     return torch.arange(shards.start, shards.start + n).repeat(views)
 
 
-_MOST_SAMPLES = 10**9
-"""Of a rank in one step; their ids are 8 GB."""
+_MOST_SAMPLES = 10**9  # of a rank in one step; their ids are 8 GB
 
 
 def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> PairMasks:

@@ -118,10 +118,8 @@ class MaxSimSweep:
     """Compute the tiles of the local queries, document block by document block, in the order in which they arrive."""
 
     query_lengths: Tensor
-    document_lengths: Tensor
-    """Of all ranks."""
-    read_lengths: Sequence[int]
-    """The same on the host."""
+    document_lengths: Tensor  # of all ranks
+    read_lengths: Sequence[int]  # the same on the host
     document_shards: Shards
     token_shards: Shards
     world: World

@@ -30,8 +30,7 @@ from contrastive_zoo.ranks.world import Shards
 class _Pairs:
     batch: Batch
     temperature: float | Tensor
-    normalize: bool
-    """Whether embeddings are normalised to unit length first."""
+    normalize: bool  # whether embeddings are normalised to unit length first
 
     @cached_property
     def rows(self) -> list[Tensor]:

@@ -24,16 +24,14 @@ from contrastive_zoo.engine.tiling import keep_freed_memory
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import inner_graph
 
-Values = tuple[Tensor, ...]
-"""The statistics that one yield receives."""
+Values = tuple[Tensor, ...]  # the statistics that one yield receives
 
 
 @dataclass
 class Stage:
     """The statistics of one ``yield``: their states, merged over all candidates seen so far, and a gradient each."""
 
-    kinds: Sequence[Statistic]
-    """Statistics of no candidates."""
+    kinds: Sequence[Statistic]  # statistics of no candidates
     states: list[State]
     learns: list[bool]
     gradients: list[Tensor | None]

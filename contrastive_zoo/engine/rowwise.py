@@ -234,8 +234,7 @@ _STATEFUL_WITHOUT_REDUCTION = (
 )
 
 
-Average = Literal["anchors", "pairs"]
-"""What a mean is taken over."""
+Average = Literal["anchors", "pairs"]  # what a mean is taken over
 
 
 class BlockLoss(nn.Module):
@@ -245,8 +244,7 @@ class BlockLoss(nn.Module):
     the value of a :class:`LearnableTemperature`.
     """
 
-    terms: int = 1
-    """The number of columns that the function returns, each a mean of its own."""
+    terms: int = 1  # the number of columns that the function returns, each a mean of its own
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
         super().__init__()
@@ -290,10 +288,8 @@ class PairBlock(NamedTuple):
 
     first: Tensor
     second: Tensor
-    candidate_first: Tensor
-    """The first rows of the candidates that are pairs; of others the single row."""
-    documents: Tensor
-    """The second rows of the candidates that are pairs, and single rows."""
+    candidate_first: Tensor  # the first rows of the candidates that are pairs; of others the single row
+    documents: Tensor  # the second rows of the candidates that are pairs, and single rows
     is_pair: Tensor
 
 

@@ -98,8 +98,7 @@ class _Sweep:
     shards: Shards
     world: World
     dtype: torch.dtype | None
-    all_ids: Sequence[Tensor] | None
-    """By rank, renumbered so that floats represent them exactly."""
+    all_ids: Sequence[Tensor] | None  # by rank, renumbered so that floats represent them exactly
     on_kernel: bool
     reduction: Reduction
     learns: bool = field(default_factory=torch.is_grad_enabled)
@@ -148,8 +147,7 @@ class _Block:
     anchors: Tensor
     scale: Tensor
     bias: Tensor
-    learns: bool
-    """Whether gradients are computed."""
+    learns: bool  # whether gradients are computed
     weights: Tensor | None
 
     def __post_init__(self) -> None:

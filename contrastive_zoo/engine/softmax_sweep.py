@@ -73,20 +73,16 @@ class Partners:
 class SoftmaxSweep:
     """Compute all tiles of this rank, in the order in which their columns arrive."""
 
-    exact_sums: ClassVar[Any] = ExactSums()
-    """The arithmetic of logits without a bound."""
+    exact_sums: ClassVar[Any] = ExactSums()  # the arithmetic of logits without a bound
 
     row_shards: Shards
     column_shards: Shards
     world: World
-    unit_norm: bool
-    """Whether rows and columns have norms of at most 1."""
-    learnable_scale: bool
-    """Whether the scale is a tensor; its value may then differ between ranks by rounding."""
+    unit_norm: bool  # whether rows and columns have norms of at most 1
+    learnable_scale: bool  # whether the scale is a tensor; its value may then differ between ranks by rounding
     dtype: torch.dtype | None
     """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
-    partners: Partners
-    """The columns that are left out of a row's sum, and whose logits are returned."""
+    partners: Partners  # the columns that are left out of a row's sum, and whose logits are returned
     one_tower: bool = False
     columnwise: bool = True
     excluded: Tensor | None = None

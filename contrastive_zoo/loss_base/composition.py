@@ -35,8 +35,7 @@ class Composition(Loss):
             weights that are not finite.
     """
 
-    shown: ClassVar[tuple[str, ...]] = ("weights",)
-    """Names of the attributes that the representation shows."""
+    shown: ClassVar[tuple[str, ...]] = ("weights",)  # names of the attributes that the representation shows
 
     def __init__(self, losses: Sequence[Loss], count: int, weights: Sequence[float] | None) -> None:
         name = type(self).__name__

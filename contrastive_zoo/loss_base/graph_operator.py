@@ -23,8 +23,7 @@ from contrastive_zoo.ranks.compat import eager_autograd, in_order, recording
 from contrastive_zoo.ranks.compiling import gradients_in_forward
 from contrastive_zoo.ranks.world import World, alone
 
-MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""The losses that the operator can compute, by id."""
+MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # the losses that the operator can compute, by id
 
 NOT_REDUCED = "reduction='none' returns one value per anchor, and the operator of a compiled graph returns one number."
 
@@ -71,14 +70,10 @@ class GraphModule(nn.Module):
 class _Call(NamedTuple):
     """A call without its tensors."""
 
-    loss: int
-    """Id of a module."""
-    is_tensor: list[bool]
-    """Whether each positional argument is a tensor; otherwise it is None."""
-    names: list[str]
-    """Names of the tensors that are passed by name."""
-    parameters: list[str]
-    """Names of the module's parameters."""
+    loss: int  # id of a module
+    is_tensor: list[bool]  # whether each positional argument is a tensor; otherwise it is None
+    names: list[str]  # names of the tensors that are passed by name
+    parameters: list[str]  # names of the module's parameters
 
 
 def _called(

@@ -126,13 +126,10 @@ class Loss(Settings, GraphModule):
 
     check_finite: bool = True
 
-    _is_wrapped = False
-    """Whether this loss is part of a ``DistributedLoss``."""
+    _is_wrapped = False  # whether this loss is part of a ``DistributedLoss``
     _warned_about_local_negatives: ClassVar[bool] = False
-    has_kernels = False
-    """Whether Triton kernels may compute it; ranks then compare whether they can."""
-    supports_ring: ClassVar[bool] = False
-    """Whether candidates can be exchanged in a ring, one shard at a time."""
+    has_kernels = False  # whether Triton kernels may compute it; ranks then compare whether they can
+    supports_ring: ClassVar[bool] = False  # whether candidates can be exchanged in a ring, one shard at a time
     ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once, or sends no candidates"
     """Why they cannot, where they cannot."""
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})

@@ -22,8 +22,7 @@ from contrastive_zoo.loss_base.loss import Loss, has_user_code
 from contrastive_zoo.ranks.devices import read_later
 from contrastive_zoo.ranks.row_checks import in_one_line
 
-_NUMBERS = (float, bool, int, type(None))
-"""Types of most settings, whose text is one line."""
+_NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text is one line
 
 _OF_RANKS = frozenset({"rank", "local_rank", "global_rank", "is_main", "is_main_process", "device", "world"})
 """Names under which code keeps what tells ranks apart on purpose."""
@@ -172,11 +171,9 @@ class StateSums:
         return finished
 
 
-_LEAST = 1e-3
-"""Differences of sizes below it count as they are, not as a share."""
+_LEAST = 1e-3  # differences of sizes below it count as they are, not as a share
 
-_SAMPLE = 2**14
-"""Numbers of a tensor whose signs and order count at every call."""
+_SAMPLE = 2**14  # numbers of a tensor whose signs and order count at every call
 
 
 def _level(sizes: Sequence[float]) -> float:
@@ -233,8 +230,7 @@ def loss_name(loss: Any) -> str:
     return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
 
 
-_DEPTH = 5
-"""How deep containers are looked into: they may hold themselves."""
+_DEPTH = 5  # how deep containers are looked into: they may hold themselves
 
 
 def _text_of(value: Any, depth: int = _DEPTH) -> str:

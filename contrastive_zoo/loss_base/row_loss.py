@@ -17,8 +17,7 @@ from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
 from contrastive_zoo.ranks.row_checks import views_problem
 
-CountedTerms = Literal["nonzero", "all"]
-"""The terms that a mean counts: those with a loss, or all."""
+CountedTerms = Literal["nonzero", "all"]  # the terms that a mean counts: those with a loss, or all
 
 
 class AnchorLoss(LabelledLoss):

@@ -135,8 +135,7 @@ Momentum = Annotated[float, Bounds(low=0, high=1, constant=True)]
 Size = Annotated[int, Bounds(low=1, whole=True)]
 Temperature = Annotated[float | Tensor | nn.Module, Bounds(fix="For a logit scale s pass temperature=1/s.", above=0)]
 """A number is constant; a tensor, or a module that returns one, such as :class:`LearnableTemperature`, is learnable."""
-Learnable = Annotated[float | Tensor | nn.Module, Bounds()]
-"""Any finite number, by the same rule."""
+Learnable = Annotated[float | Tensor | nn.Module, Bounds()]  # any finite number, by the same rule
 Bins = Annotated[int, Bounds(f"num_bins is an integer, 1 … {2**24}", low=1, high=2**24, whole=True)]
 """A number of bins of a histogram: float32 resolves no more than 2²⁴ of them."""
 Reduction = Literal["mean", "sum", "none"]
@@ -197,8 +196,7 @@ class Settings(WholeState):
     """
 
     fields: ClassVar[dict[str, Field]] = {}
-    _own_fields: ClassVar[dict[str, Field]] = {}
-    """Those that the class itself declares."""
+    _own_fields: ClassVar[dict[str, Field]] = {}  # those that the class itself declares
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -220,8 +220,7 @@ class MemoryQueue(nn.Module):
         return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
 
 
-_MIXER = 2654435761
-"""Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²."""
+_MIXER = 2654435761  # Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²
 
 
 Buffers = Literal["own", "copy"]

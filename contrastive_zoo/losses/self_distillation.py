@@ -147,8 +147,7 @@ def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | 
     return state_problem("centre values", centre, student)
 
 
-_MOST_ITERATIONS = 10_000
-"""Sinkhorn's iterations converge linearly, and each is a message: the authors have 3."""
+_MOST_ITERATIONS = 10_000  # Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
 _Size = Annotated[int, Bounds("there are prototypes and features", low=1, whole=True)]
 
 

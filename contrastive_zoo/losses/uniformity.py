@@ -152,8 +152,7 @@ def _sums_over_pairs(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
     return total[:-2].square().sum() - total[-2], moments.square().sum() - total[-1]
 
 
-_ROUNDING_UNITS = 8
-"""Rows that differ by fewer units of rounding count as equal."""
+_ROUNDING_UNITS = 8  # rows that differ by fewer units of rounding count as equal
 
 
 class KoLeo(EmbeddingLoss):
@@ -203,8 +202,7 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     return -(distance.where(some, 1) + eps).log(), some
 
 
-_MOST_POINTS = 10_000
-"""Each point is a term of its own in the graph."""
+_MOST_POINTS = 10_000  # each point is a term of its own in the graph
 
 
 class SIGReg(EmbeddingLoss):

@@ -105,8 +105,7 @@ def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
     return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(x.scale)
 
 
-_ELEMENTS = 2**18
-"""Elements that are divided at once in float64, 2 MiB: they stay in the cache."""
+_ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
 
 
 def prepared(

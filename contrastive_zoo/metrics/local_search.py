@@ -23,17 +23,14 @@ from contrastive_zoo.ranks.world import World
 _BLOCK_ELEMENTS = 2**24
 """Elements of the rows that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
 
-_ELEMENTS = 2**21
-"""Elements of the float64 matrices that are held at once, 16 MiB each."""
+_ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 MiB each
 
 _PAIR_ELEMENTS = 2**19
 """Elements of the candidates' rows that are held at once: they stay in the cache (three times as fast as 2^22)."""
 
-_UNCERTAIN = 256
-"""Queries that are compared with all rows at once."""
+_UNCERTAIN = 256  # queries that are compared with all rows at once
 
-_MARGIN = 8
-"""Candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added."""
+_MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
 
 
 @contextmanager
@@ -99,14 +96,10 @@ Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
 class Proposals(NamedTuple):
     """Candidates of n queries in the rows of one rank, best first, before their exact scores are known."""
 
-    positions: Int[Tensor, "n c"]
-    """−1 where there is none."""
-    scores: Float[Tensor, "n c"]
-    """Scores in float32, held in float64; −∞ where there is no candidate."""
-    error: Float[Tensor, "n 1"]
-    """How much they may differ from the exact scores; ∞ for an approximate index."""
-    missed: Float[Tensor, "n 1"]
-    """What no row exceeds that is not a candidate; −∞ if there is no such row."""
+    positions: Int[Tensor, "n c"]  # −1 where there is none
+    scores: Float[Tensor, "n c"]  # scores in float32, held in float64; −∞ where there is no candidate
+    error: Float[Tensor, "n 1"]  # how much they may differ from the exact scores; ∞ for an approximate index
+    missed: Float[Tensor, "n 1"]  # what no row exceeds that is not a candidate; −∞ if there is no such row
 
     def reached(self, k: int) -> Float[Tensor, "n k"]:
         """Return k scores that different rows reach at least; −∞ where there are fewer candidates."""
@@ -120,8 +113,7 @@ class Gallery:
     Every rank makes its own at the same time. If faiss cannot build the index of some rank's rows, all of them raise.
     """
 
-    index: Any = None
-    """faiss' approximate index of the rows; None for an exact search."""
+    index: Any = None  # faiss' approximate index of the rows; None for an exact search
 
     def __init__(
         self, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World

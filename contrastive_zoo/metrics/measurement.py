@@ -18,11 +18,9 @@ from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.session import refuse
 from contrastive_zoo.ranks.world import Processes, World
 
-_QUERIES = 1024
-"""Largest number of queries of a round that counts all positions."""
+_QUERIES = 1024  # largest number of queries of a round that counts all positions
 
-_PAIRS = 2**20
-"""Largest number of relevant pairs of such a round, unless one query has more."""
+_PAIRS = 2**20  # largest number of relevant pairs of such a round, unless one query has more
 
 
 @uncompiled

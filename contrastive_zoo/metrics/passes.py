@@ -16,8 +16,7 @@ from contrastive_zoo.metrics.ranking import Floats, Groups, Ints, Levels, Rankin
 from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
 from contrastive_zoo.ranks.world import Shards, World
 
-_QUERIES = 256
-"""Queries that are compared with a block of rows at once where every score is needed."""
+_QUERIES = 256  # queries that are compared with a block of rows at once where every score is needed
 
 # ----------------------------------------------------------------------------------------------------------- relevance
 
@@ -33,12 +32,9 @@ class Pairs(NamedTuple):
 class Question(NamedTuple):
     """What a rank needs to know about the queries of a round."""
 
-    labels: Int[Tensor, " g"]
-    """Their labels; empty with judgements."""
-    judged: Pairs
-    """Judged rows of this rank, those with a grade above 0; empty with labels."""
-    excluded: Int[Tensor, "g e"]
-    """Rows of this rank that a query must not find; −1 for none."""
+    labels: Int[Tensor, " g"]  # their labels; empty with judgements
+    judged: Pairs  # judged rows of this rank, those with a grade above 0; empty with labels
+    excluded: Int[Tensor, "g e"]  # rows of this rank that a query must not find; −1 for none
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,7 @@ class Labels:
     gallery: Int[Tensor, " m"]
     positions: Int[Tensor, " n"] | None
     """For each of this rank's queries, its own index in the gallery of all ranks; None if it is not there."""
-    start: int
-    """The index of this rank's first row in the gallery of all ranks."""
+    start: int  # the index of this rank's first row in the gallery of all ranks
 
     def question(self, block: Round) -> Question:
         """Gather the labels of a round."""
@@ -153,8 +148,7 @@ def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------ rankings
 
 Relevance = Labels | Judgements
-Totals = tuple[Ints, Floats, Ints]
-"""Query, grade, and number of relevant rows with this grade; ordered by query."""
+Totals = tuple[Ints, Floats, Ints]  # query, grade, and number of relevant rows with this grade; ordered by query
 
 
 def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Totals, int]:

@@ -36,8 +36,7 @@ STYLE |= {
     "figure.dpi": 160,
 }
 
-_ROWS = 4096
-"""Rows of the gallery that are compared with a round of queries at once."""
+_ROWS = 4096  # rows of the gallery that are compared with a round of queries at once
 
 
 @torch.no_grad()

@@ -43,14 +43,10 @@ class Levels(NamedTuple):
 class Ranking:
     """The levels of n queries: items with one score, of which at least one is relevant; best first, ordered by query."""
 
-    total: Ints
-    """[n], relevant items of each query in the whole gallery."""
-    query: Ints
-    """[l], the query of each level."""
-    higher: Ints
-    """[l], items with a higher score."""
-    tied: Ints
-    """[l], items with this score."""
+    total: Ints  # [n], relevant items of each query in the whole gallery
+    query: Ints  # [l], the query of each level
+    higher: Ints  # [l], items with a higher score
+    tied: Ints  # [l], items with this score
     level: Ints
     """[g], the level of each group of relevant items with one grade; ascending. ``grade`` and ``count`` are theirs."""
     grade: Floats

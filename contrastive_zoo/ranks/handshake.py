@@ -35,11 +35,9 @@ from contrastive_zoo.ranks.world import ARGUMENTS, FIELDS, SIZES, Shards, World,
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
 
-ASKS = 2
-"""What a rank states that asks for rank 0's parameters."""
+ASKS = 2  # what a rank states that asks for rank 0's parameters
 
-_IDLE = 8
-"""Handshakes without a payload after which the group no longer reserves bytes for one."""
+_IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
 
 
 @dataclass

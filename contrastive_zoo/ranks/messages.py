@@ -24,14 +24,11 @@ from contrastive_zoo.ranks.group_state import GroupState, state_of
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
 
-STORE_TIMEOUT = 2.0
-"""Seconds for one look into the store, whose host may be gone."""
+STORE_TIMEOUT = 2.0  # seconds for one look into the store, whose host may be gone
 
-_PAUSE = 0.05
-"""Seconds between two looks of a rank that has failed and goes on."""
+_PAUSE = 0.05  # seconds between two looks of a rank that has failed and goes on
 
-_GONE_ON = "gone on"
-"""What a rank writes in place of the number of the call in which it has failed."""
+_GONE_ON = "gone on"  # what a rank writes in place of the number of the call in which it has failed
 
 _LATE = (
     "Usually a rank has left the training loop earlier (epochs of different length), calls the loss less often, is "
@@ -268,11 +265,9 @@ def _in_store(function: Callable[[Any], Any]) -> Any:
     return result[0] if result else None
 
 
-_silent: Any = None
-"""The store that has not answered."""
+_silent: Any = None  # the store that has not answered
 
-_inherited: Any = None
-"""The default group that this process has from the rank that it was forked from."""
+_inherited: Any = None  # the default group that this process has from the rank that it was forked from
 
 
 def _remember_inherited() -> None:

@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""The constants of SplitMix64."""
+GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the constants of SplitMix64
 
 _STEP, _MIX1, _MIX2 = (np.uint64(x) for x in (GAMMA, *MULTIPLIERS))
 
@@ -75,8 +74,7 @@ def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
     return (math.sqrt(2) * uniform.erfinv()).view(shape)
 
 
-_BITS = 23
-"""Of the uniform numbers: 2 k + 1 of k in 23 bits fills the 24 bits of a float32."""
+_BITS = 23  # of the uniform numbers: 2 k + 1 of k in 23 bits fills the 24 bits of a float32
 
 
 def _mixed_on_device(x: Tensor) -> Tensor:

@@ -114,8 +114,7 @@ class Options:
     sharded_factor: float = 1.0
 
 
-UNCHECKED = Options(check_finite=False)
-"""Of a loss whose arguments have been checked on every rank."""
+UNCHECKED = Options(check_finite=False)  # of a loss whose arguments have been checked on every rank
 
 
 @dataclass

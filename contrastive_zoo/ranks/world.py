@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
 """A set of processes: a World, a process group or a 1-d device mesh; None is the default group."""
 
-Machines: TypeAlias = tuple[tuple[int, ...], ...]
-"""The ranks of each machine, equally many each."""
+Machines: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each machine, equally many each
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,7 @@ class World:
 _SMALL = 2**18
 """Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
 
-ONE_PROCESS = World()
-"""The world of one process."""
+ONE_PROCESS = World()  # the world of one process
 
 
 def _group_problem(process_group: object) -> str | None:
@@ -294,8 +292,7 @@ FIELDS = (
 )  # fmt: skip
 """Header fields before the sizes, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 
-SIZES = 16
-"""Sizes that fit into a header; further ones take a message of their own."""
+SIZES = 16  # sizes that fit into a header; further ones take a message of their own
 
 _HEADER = struct.Struct(f"{len(FIELDS) + SIZES}q")
 

@@ -37,12 +37,10 @@ class Arguments:
     """
 
     leaves: dict[str, Any]
-    tree: TreeSpec | None = None
-    """How the leaves are nested; None if no argument is a tuple, list or dict."""
+    tree: TreeSpec | None = None  # how the leaves are nested; None if no argument is a tuple, list or dict
     ragged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Dimensions, by path, whose size may differ between ranks."""
-    padded: bool = False
-    """Whether gathered rows are padded to the largest size of these dimensions over the ranks."""
+    padded: bool = False  # whether gathered rows are padded to the largest size of these dimensions over the ranks
     roles: Roles = NO_ROLES
 
     @classmethod
@@ -204,11 +202,9 @@ def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
     return packed([*rows.values()])
 
 
-_COMPARED = 11
-"""Arguments that may be one tensor: their pairs are as many bits as an int64 has for them."""
+_COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits as an int64 has for them
 
-_ROWS, _COLUMNS = 16, 64
-"""Of a tensor, how many a fingerprint of some numbers looks at."""
+_ROWS, _COLUMNS = 16, 64  # of a tensor, how many a fingerprint of some numbers looks at
 
 
 def as_matrix(rows: Tensor) -> Tensor:

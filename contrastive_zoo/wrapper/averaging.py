@@ -9,8 +9,7 @@ from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, World
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are sent together in messages of about this size, DDP's default."""
+BUCKET_BYTES = 25 * 2**20  # gradients are sent together in messages of about this size, DDP's default
 
 
 @uncompiled

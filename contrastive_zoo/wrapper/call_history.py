@@ -31,16 +31,11 @@ class CallHistory:
     """One wrapper's calls. No decision that changes messages rests on it: its contents enter the handshake's header."""
 
     def __init__(self) -> None:
-        self.made = next(_made)
-        """How many wrappers this process has made until this one."""
-        self.wrapper = 0
-        """The number of the handshake of its first call, by which all ranks know it; 0 before."""
-        self.calls = 0
-        """How many have been completed between several ranks."""
-        self.draws = False
-        """Whether the loss has drawn random numbers or changed its buffers while it was computed."""
-        self.keeps_state = False
-        """Whether the last call changed the loss's buffers."""
+        self.made = next(_made)  # how many wrappers this process has made until this one
+        self.wrapper = 0  # the number of the handshake of its first call, by which all ranks know it; 0 before
+        self.calls = 0  # how many have been completed between several ranks
+        self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
+        self.keeps_state = False  # whether the last call changed the loss's buffers
         self.has_broadcast = False
         self.sizes: list[int] | None = None
         """The numbers of samples of the last call, by argument; None before the first."""

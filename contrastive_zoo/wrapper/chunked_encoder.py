@@ -91,10 +91,8 @@ def has_samples(x: Any) -> bool:
 class ChunkedEncoder:
     """An encoder, its chunks, and the state that the second pass restores."""
 
-    tree: TreeSpec
-    """The structure of the encoder's output."""
-    sizes: list[list[int]]
-    """Of each chunk, the number of rows of each output tensor."""
+    tree: TreeSpec  # the structure of the encoder's output
+    sizes: list[list[int]]  # of each chunk, the number of rows of each output tensor
 
     def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
         self.model, self.chunks = model, chunks
@@ -102,8 +100,7 @@ class ChunkedEncoder:
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
         self.buffers = ChangedBuffers(model.module if isinstance(model, DistributedDataParallel) else model)
-        self.random_states: list[list[Tensor]] = []
-        """Before each chunk of the first pass."""
+        self.random_states: list[list[Tensor]] = []  # before each chunk of the first pass
 
     @contextmanager
     def _autocast_of_construction(self) -> Iterator[None]:

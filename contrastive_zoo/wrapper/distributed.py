@@ -61,8 +61,7 @@ def broadcast_from_rank_0(modules: LossModules, world: World, wrapper: int = 0) 
         x.data.copy_(broadcast(x.detach(), process_group=world))
 
 
-R = TypeVar("R", default=Any)
-"""What the loss returns."""
+R = TypeVar("R", default=Any)  # what the loss returns
 
 
 class LossAttributes(GraphModule):

@@ -12,8 +12,7 @@ _PROBLEM = (
     "batches, the last ones empty: GlobalBatchSampler does."
 )
 
-JOINED: list[Any] = []
-"""The contexts that this process is in."""
+JOINED: list[Any] = []  # the contexts that this process is in
 
 
 def join_problem() -> str | None:

@@ -17,8 +17,7 @@ from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
 
-ROLES = "the roles of arguments"
-"""What ranks compare ``shared`` and ``batch_dim`` as."""
+ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from contrastive_zoo.ranks.row_checks import is_integer
 class Roles:
     """The arguments that have a role, by name or path; a name stands for all that a tuple, list or dict of it holds."""
 
-    shared: tuple[str, ...] = ()
-    """Those that are equal on every rank, which each rank computes with its own of."""
+    shared: tuple[str, ...] = ()  # those that are equal on every rank, which each rank computes with its own of
     batch_dim: Mapping[str, int] = field(default_factory=dict)
     """The dimension that counts rows; 0 states that an argument holds rows although it is equal on every rank."""
 
@@ -117,8 +116,7 @@ def _covers(name: str, path: str) -> bool:
     return path == name or path.startswith(f"{name}[")
 
 
-Counts = Mapping[str, Sequence[int]]
-"""The number of rows on each rank, by argument."""
+Counts = Mapping[str, Sequence[int]]  # the number of rows on each rank, by argument
 
 
 def no_rows(counts: Counts, equal: Mapping[str, int]) -> list[str]:

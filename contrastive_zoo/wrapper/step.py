@@ -38,8 +38,7 @@ from contrastive_zoo.wrapper.roles import batch_dim_fix, no_rows, shared_fix, st
 
 T = TypeVar("T")
 
-ASKED = object()
-"""In place of a value: this call begins again, after parameters and buffers have been set to rank 0's."""
+ASKED = object()  # in place of a value: this call begins again, after parameters and buffers have been set to rank 0's
 
 
 @dataclass
@@ -50,17 +49,14 @@ class DistributedStep:
     its anchors' part or all of the loss, is a function of what every rank has received in it.
     """
 
-    name: str
-    """Of the loss, the first word of errors."""
+    name: str  # of the loss, the first word of errors
     compared: Mapping[str, str]
     """What must be equal on every rank, besides the arguments, the loss's settings and the options."""
-    modules: LossModules
-    """Of the wrapper's loss, which may be another than the call's."""
+    modules: LossModules  # of the wrapper's loss, which may be another than the call's
     options: WrapperOptions
     history: CallHistory
     session: Session
-    observer: Any
-    """A :class:`contrastive_zoo.Monitor`, which looks at the rows after the loss; None if there is none."""
+    observer: Any  # a Monitor, which looks at the rows after the loss; None if there is none
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -363,8 +359,7 @@ def _is_small(rows: Sequence[Tensor], shards: Sequence[Shards]) -> bool:
 SMALL_BATCH = 2**28
 """Multiplications of the largest small batch; measured on gloo, where they take as long as the messages that they save."""
 
-PER_SIMILARITY = 64
-"""Multiplications that take as long as one similarity's exponential, sums and weights."""
+PER_SIMILARITY = 64  # multiplications that take as long as one similarity's exponential, sums and weights
 
 
 @contextmanager

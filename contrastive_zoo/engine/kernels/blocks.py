@@ -16,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # mypy: ignore-errors
 
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-"""log₂ e: nats to bits."""
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # log₂ e: nats to bits
 
 
 @triton.jit

@@ -28,8 +28,7 @@ from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
 from contrastive_zoo.engine.precision import is_16_bit, without_autocast
 from contrastive_zoo.ranks.compiling import Function
 
-UNWEIGHTED_SIDE = 2**16
-"""Height and width of a block without weights."""
+UNWEIGHTED_SIDE = 2**16  # height and width of a block without weights
 
 
 def add_pairs(

@@ -10,8 +10,7 @@ import triton.language as tl
 
 from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves
 
-SIGN: tl.constexpr = tl.constexpr(-(2**31))
-"""The sign bit of a float32."""
+SIGN: tl.constexpr = tl.constexpr(-(2**31))  # the sign bit of a float32
 
 
 @triton.jit

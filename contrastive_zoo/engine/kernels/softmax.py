@@ -51,12 +51,10 @@ class SoftmaxPairs:
     b: Operand
     scale: Tensor
     precision: str
-    symmetric: bool
-    """Whether columns have softmaxes over rows, too."""
+    symmetric: bool  # whether columns have softmaxes over rows, too
     one_tower: bool
     """Whether the columns are the rows; then only pairs above the diagonal are computed, and serve both of their rows."""
-    partner: int
-    """How far after a row's own index the column of its positive is."""
+    partner: int  # how far after a row's own index the column of its positive is
     excluded: Tensor | None = None
     """[n], a column that the sum of a row leaves out, as the column's sum does the row; another number for none."""
 

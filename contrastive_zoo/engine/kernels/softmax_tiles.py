@@ -20,8 +20,7 @@ import triton.language as tl
 
 from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves
 
-NOTHING: tl.constexpr = tl.constexpr(-1e30)
-"""The maximum of an empty set; unlike −inf, its difference with itself is 0."""
+NOTHING: tl.constexpr = tl.constexpr(-1e30)  # the maximum of an empty set; unlike −inf, its difference with itself is 0
 
 LIFT: tl.constexpr = tl.constexpr(50.0)
 """Bits that are added to the exponents of exponentials, and of rows' factors in column sums: otherwise they are at most 1

@@ -21,19 +21,15 @@ from contrastive_zoo.ranks.world import Shards, World
 BINS = 2048
 """Bins of similarities between −1 and 1: 2^-10 wide, so that a quantile, a bin's centre, is at most 2^-11 off."""
 
-CANDIDATES = 2048
-"""Rows of all ranks that are compared at once with a block of this rank's rows."""
+CANDIDATES = 2048  # rows of all ranks that are compared at once with a block of this rank's rows
 
-_BLOCK = 2**20
-"""Similarities of a block; 8 MiB in float64, of which about ten are alive."""
+_BLOCK = 2**20  # similarities of a block; 8 MiB in float64, of which about ten are alive
 
 _POSITIVE, _NEGATIVE, _ITSELF = range(3)
 
-WIDTH = 64
-"""Numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %."""
+WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %
 
-Totals = Mapping[str, Tensor]
-"""Sums over all ranks by name, in float64."""
+Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
 # ---------------------------------------------------------------------------------------------------------- embeddings
 
@@ -42,10 +38,8 @@ Totals = Mapping[str, Tensor]
 class Samples:
     """The embeddings of this rank in one call, in float64 and of unit length."""
 
-    encoders: Mapping[str, Sequence[Tensor]]
-    """By name the embeddings of each encoder, one tensor [n, d] for each view."""
-    shards: Mapping[str, Shards]
-    """How the samples of each encoder are split over the ranks."""
+    encoders: Mapping[str, Sequence[Tensor]]  # by name the embeddings of each encoder, one tensor [n, d] for each view
+    shards: Mapping[str, Shards]  # how the samples of each encoder are split over the ranks
     labels: Tensor | None = None
     """Classes [n] of the only encoder's rows; None: the row of another view or encoder with the same index is positive."""
 

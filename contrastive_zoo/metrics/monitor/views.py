@@ -10,8 +10,7 @@ from rich.table import Table
 from contrastive_zoo.metrics.monitor.figures import Measurement
 from contrastive_zoo.metrics.plots import DARK, PALE, RIGHT, TEN, WRONG, draw_density, styled_figure
 
-_JOINED = 16
-"""Bins that are drawn as one."""
+_JOINED = 16  # bins that are drawn as one
 
 
 def picture(measurement: Measurement) -> Figure:

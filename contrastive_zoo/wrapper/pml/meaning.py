@@ -5,11 +5,9 @@ from typing import Any, Literal
 from pytorch_metric_learning import losses, reducers
 from torch import nn
 
-COMPOSITES = (losses.MultipleLosses, losses.SelfSupervisedLoss)
-"""Losses that consist of other losses."""
+COMPOSITES = (losses.MultipleLosses, losses.SelfSupervisedLoss)  # losses that consist of other losses
 
-EPSILON = 1e-5
-"""What RankedListLoss adds to each weight of its means."""
+EPSILON = 1e-5  # what RankedListLoss adds to each weight of its means
 
 
 def members(loss: Any) -> list[tuple[Any, Any, float]]:

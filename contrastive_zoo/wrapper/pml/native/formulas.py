@@ -21,8 +21,7 @@ from contrastive_zoo.wrapper.pml.meaning import EPSILON, reducer_of, reduction_o
 from contrastive_zoo.wrapper.pml.native import variants
 
 C = TypeVar("C", bound=ClassLoss)
-Settings = dict[str, Any]
-"""Keyword arguments of this library's constructors."""
+Settings = dict[str, Any]  # keyword arguments of this library's constructors
 
 
 class NoExactTranslation(Exception):

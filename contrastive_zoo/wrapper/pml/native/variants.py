@@ -16,8 +16,7 @@ from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.sup_con import NCA, SupCon
 from contrastive_zoo.losses.triplet import Triplet
 
-SOFTPLUS_THRESHOLD = 20
-"""Above it torch's softplus is the identity (``threshold`` of ``torch.nn.functional.softplus``)."""
+SOFTPLUS_THRESHOLD = 20  # above it torch's softplus is the identity (``threshold`` of ``torch.nn.functional.softplus``)
 
 K = TypeVar("K", bound=type[Loss])
 

@@ -38,8 +38,7 @@ class AnchorBatch:
     candidates: Tensor
     candidate_labels: Tensor
     shards: Shards
-    has_references: bool
-    """Whether candidates are other samples than anchors."""
+    has_references: bool  # whether candidates are other samples than anchors
     world: World
 
     @classmethod
