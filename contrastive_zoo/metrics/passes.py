@@ -18,8 +18,6 @@ from contrastive_zoo.ranks.world import Shards, World
 
 _QUERIES = 256  # queries that are compared with a block of rows at once where every score is needed
 
-# ----------------------------------------------------------------------------------------------------------- relevance
-
 
 class Pairs(NamedTuple):
     """Relevant pairs, ordered by query: the query within the round, the row of this rank's gallery, and a grade above 0."""
@@ -144,8 +142,6 @@ def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     first, last = (torch.searchsorted(ascending, wanted, right=right) for right in (False, True))
     return first, last - first
 
-
-# ------------------------------------------------------------------------------------------------------------ rankings
 
 Relevance = Labels | Judgements
 Totals = tuple[Ints, Floats, Ints]  # query, grade, and number of relevant rows with this grade; ordered by query

@@ -31,8 +31,6 @@ WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standar
 
 Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
-# ---------------------------------------------------------------------------------------------------------- embeddings
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -106,9 +104,6 @@ def _unit(rows: Tensor) -> Tensor:
     return rows / lengths.masked_fill(lengths == 0, 1.0)
 
 
-# --------------------------------------------------------------------------------------------------------------- pairs
-
-
 def _blocks(rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
     """Yield some of this rank's rows, the index of the first of some candidates, these, and where one has a row's index.
 
@@ -177,9 +172,6 @@ def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
     for some, _, candidates, itself in _blocks(rows, shards, world):
         total += (rows[some] @ candidates.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum()
     return total
-
-
-# -------------------------------------------------------------------------------------------------------------- totals
 
 
 def sketch(module: nn.Module | None) -> Tensor:

@@ -38,9 +38,6 @@ def require(condition: bool, reason: str) -> None:
         raise NoExactTranslation(reason)
 
 
-# ------------------------------------------------------------------------------------- distances, reducers and numbers
-
-
 def _metric(distance: Any) -> str | None:
     """Return which of this library's metrics a distance is; None if it is none of them."""
     if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
@@ -122,9 +119,6 @@ def _numbers(loss: Any, *same: str, **renamed: str) -> Settings:
 def _inverse(x: float, name: str) -> float:
     require(x > 0, f"{name} is {x}, and not positive.")
     return 1 / x
-
-
-# -------------------------------------------------------------------------------------------- losses of pairs and triplets
 
 
 def contrastive(loss: Any) -> Contrastive:
@@ -220,9 +214,6 @@ def margin(loss: Any) -> variants.MarginOfTriplets:
     return native
 
 
-# ------------------------------------------------------------------------ losses of an anchor's positives among candidates
-
-
 def nt_xent(loss: Any) -> SINCERE:
     """With labels the loss leaves an anchor's other positives out of the denominator, as SINCERE does."""
     return SINCERE(**_numbers(loss, "temperature"), average="pairs", **_similarity(loss), **_reduction(loss))
@@ -256,9 +247,6 @@ def vicreg(loss: Any) -> variants.VICRegOfTwo:
     _reduction(loss, {"mean": {}})
     renamed = {"invariance": "invariance_lambda", "variance": "variance_mu", "covariance": "covariance_v"}
     return variants.VICRegOfTwo(**_numbers(loss, "eps", **renamed))
-
-
-# ---------------------------------------------------------------------------------------------- classifiers and proxies
 
 
 def arc_face(loss: Any) -> ArcFace:

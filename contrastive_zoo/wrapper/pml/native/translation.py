@@ -58,9 +58,6 @@ def _translate(loss: Any, miner: Any) -> Loss:
     return TRANSLATED[kind](loss)
 
 
-# ------------------------------------------------------------------------------------------------ losses of other losses
-
-
 def _self_supervised(loss: Any, miner: Any) -> Loss:
     """An anchor's only positive is the other view of the sample."""
     inner = loss.loss
@@ -145,9 +142,6 @@ REFUSED: dict[type, str] = {
     losses.WeightRegularizerMixin: NO_LOSS,
 }
 """Losses without an exact translation, and the reason."""
-
-
-# --------------------------------------------------------------------------------------------------- the original loss
 
 
 class Original(NamedTuple):

@@ -122,9 +122,6 @@ class AnchorBatch:
         return [sum(counts) for counts in zip(*self.world.exchange(local), strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------------------- miners
-
-
 def mined(miner: Any, batch: AnchorBatch) -> Indices | None:
     """Return what the miner chooses from all samples, restricted to the local anchors."""
     with torch.no_grad():

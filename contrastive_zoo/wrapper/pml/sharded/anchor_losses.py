@@ -24,8 +24,6 @@ from contrastive_zoo.wrapper.pml.meaning import EPSILON
 from contrastive_zoo.wrapper.pml.native.variants import RankedListOfDistinct
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info, miner_weights
 
-# ------------------------------------------------------------------------------------ by the library's own compute_loss
-
 
 def of_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
     return _computed(loss, batch, batch.pairs(indices), enough=2)
@@ -78,9 +76,6 @@ def _without_padding(info: Info, anchors: int, has_pairs: bool) -> Info:
         indices = indices[is_local] if isinstance(indices, Tensor) else tuple(x[is_local] for x in indices)
     info = {**info, "losses": values, "indices": indices}
     return info if divisor is None else {**info, "divisor": divisor if has_pairs else 0 * divisor}
-
-
-# ---------------------------------------------------------------------------------- with this library's row functions
 
 
 def _of_anchors(values: Tensor, anchors: Tensor) -> dict[str, Info]:
@@ -147,9 +142,6 @@ def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[
     row_loss.t_p, row_loss.t_n = loss.Tp, loss.Tn
     values, _ = complete(row_loss.rows(loss.distance(batch.anchors, batch.candidates), *batch.masks()))
     return _of_anchors(values, batch.anchor_indices())
-
-
-# ------------------------------------------------------------------------------------------- after the library's own code
 
 
 def intra_pair_variance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:

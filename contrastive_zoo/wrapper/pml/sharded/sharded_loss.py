@@ -236,9 +236,6 @@ def _labelled_views(
     return result, dict.fromkeys(result, shard)
 
 
-# ------------------------------------------------------------------------------------------------------------- reducers
-
-
 def _reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, connected: Sequence[Tensor]) -> Tensor:
     """Return what the reducer computes from all ranks' losses: a sum over a count for each sub-loss.
 
