@@ -32,10 +32,6 @@ def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
 
     ``bounds[r] = ⌈total · (w₀ + … + wᵣ₋₁) / (w₀ + … + w_W₋₁)⌉``, computed with fractions, so that no rounding depends on
     the machine. Each rank's number of samples differs from its exact share by less than 1.
-
-    Examples:
-        >>> rank_bounds(8, (1, 0.5, 0.5))
-        [0, 4, 6, 8]
     """
     sums = [Fraction(0), *accumulate(map(Fraction, weights))]
     return [math.ceil(total * x / sums[-1]) for x in sums]
@@ -274,12 +270,7 @@ class GlobalBatchSampler(BaseBatchSampler):
 
 
 def size_problem(name: str, size: Any, at_least: int = 1) -> str | None:
-    """Return why this is no size, in words; None if it is one.
-
-    Examples:
-        >>> size_problem("m", 2**64)
-        'm is below 2**60, got 18446744073709551616.'
-    """
+    """Return why this is no size, in words; None if it is one."""
     if not is_integer(size, at_least=at_least):
         return f"{name} is an integer of at least {at_least}, got {size!r}."
     # NumPy counts the bytes of samples in int64; np.arange(2**63 - 1) is empty

@@ -32,12 +32,7 @@ def columns_problem(columns: Sequence[Column]) -> str | None:
 
 
 def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hashable]]:
-    """Return the columns with equal values as equal integers, 0, 1, … in order of appearance, and the distinct values.
-
-    Examples:
-        >>> codes([["a", "b", "a"], np.array(["c", "b", "b"])])
-        ([array([0, 1, 0]), array([2, 1, 1])], ['a', 'b', 'c'])
-    """
+    """Return the columns with equal values as equal integers, 0, 1, … in order of appearance, and the distinct values."""
     known: dict[Hashable, int] = {}
     result = []
     for column in columns:

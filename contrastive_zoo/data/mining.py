@@ -208,11 +208,7 @@ def _progress_problem() -> str | None:
 
 @torch.no_grad()
 def mine(task: Task) -> tuple[int, Mined]:
-    """Return the global index of this rank's first query, and the negatives of its queries.
-
-    Raises:
-        ValueError: see :func:`mine_hard_negatives`.
-    """
+    """Return the global index of this rank's first query, and the negatives of its queries."""
     world = World.of(task.process_group, _NAME)
     session = Session.of(world, check_finite=False)  # the search checks rows
     settings = {"selection": task.selection, "normalize": task.normalize, "guide": task.guide is not None}
@@ -378,11 +374,7 @@ R = TypeVar("R")
 
 
 def called_on_every_rank(caller: str, name: str, function: Callable[[], R], *, world: World) -> R:
-    """Return this rank's result of a user's function; every rank calls it, and any rank's error is all ranks' error.
-
-    Raises:
-        ValueError: on every rank alike, the function raised on some rank; there it is ``__cause__``.
-    """
+    """Return this rank's result of a user's function; every rank calls it, and any rank's error is all ranks' error."""
     cause: Exception | None = None
     problem = None
     try:

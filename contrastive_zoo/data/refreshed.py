@@ -163,11 +163,7 @@ class RefreshedNegatives:
 
 
 def _embeddings(encode: Encode, chunk: Int[Tensor, " c"]) -> Float[Tensor, "c d"]:
-    """Return the embeddings of these samples, on the CPU.
-
-    Raises:
-        ValueError: the function returned anything but one row for each of them.
-    """
+    """Return the embeddings of these samples, on the CPU."""
     rows = encode(chunk)
     if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != len(chunk):
         raise ValueError(f"it returns one row [d] for each of {len(chunk)} indices, got {described(rows)}.")

@@ -142,9 +142,6 @@ class Kernels(NamedTuple):
         """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
 
         ``unsupported`` says why they cannot compute this call, a function of what all ranks have agreed on.
-
-        Raises:
-            ValueError: the user chose ``"triton"``, and kernels cannot compute this. All ranks raise it.
         """
         if self.always and (problem := unsupported or self.problem) is not None:
             raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")

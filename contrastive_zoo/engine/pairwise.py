@@ -40,12 +40,7 @@ def share_across_blocks(candidates: Tensor) -> Tensor:
 
 @torch.no_grad()
 def first_of_equals(rows: Float[Tensor, "N d"]) -> Int[Tensor, " N"] | None:
-    """Return for each row the index of the first row that equals it; None if no two are equal, or on an accelerator.
-
-    Examples:
-        >>> first_of_equals(torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]]))
-        tensor([0, 1, 0])
-    """
+    """Return for each row the index of the first row that equals it; None if no two are equal, or on an accelerator."""
     if not devices.on_cpu(rows) or torch.compiler.is_compiling() or not rows.numel():
         return None
     # rows that differ usually differ in their first element already; others are compared whole

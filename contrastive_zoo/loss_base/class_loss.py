@@ -117,13 +117,7 @@ class ClassLoss(LabelledLoss):
 
 
 class ShardableClassLoss(ClassLoss):
-    """A :class:`ClassLoss` with several weight vectors per class, if asked, and weights that ranks may share out.
-
-    Examples:
-        >>> from contrastive_zoo.losses.class_softmax import CosFace
-        >>> CosFace(5, 8, shard_over=World(rank=0, size=2)).weights.shape
-        torch.Size([3, 8])
-    """
+    """A :class:`ClassLoss` with several weight vectors per class, if asked, and weights that ranks may share out."""
 
     sub_centers: Size = 1
     shard_over: World | None = None

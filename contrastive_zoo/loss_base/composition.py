@@ -63,19 +63,11 @@ class Composition(Loss):
         )
 
     def members(self) -> Sequence[Loss]:
-        """Return the losses that are added, each once.
-
-        Raises:
-            NotImplementedError: a subclass does not define this method.
-        """
+        """Return the losses that are added, each once."""
         raise NotImplementedError(f"{type(self).__name__} must define members().")
 
     def terms(self, batch: Batch) -> list[Tensor]:
-        """Return the value of each term.
-
-        Raises:
-            NotImplementedError: a subclass does not define this method.
-        """
+        """Return the value of each term."""
         raise NotImplementedError(f"{type(self).__name__} must define terms(batch).")
 
     def stated(

@@ -144,19 +144,11 @@ class Loss(Settings, GraphModule):
         return [(name, x, rows) for name, x, rows in pairs if isinstance(x, Tensor) and isinstance(rows, Tensor)]
 
     def inputs(self, *args: Any, **named: Any) -> Inputs:
-        """Return what a call brings, and what is wrong with it; the arguments are those of a call, all of them tensors.
-
-        Raises:
-            NotImplementedError: a subclass does not define this method.
-        """
+        """Return what a call brings, and what is wrong with it; the arguments are those of a call, all of them tensors."""
         raise NotImplementedError(f"{type(self).__name__} must define inputs(), which returns Inputs of a call.")
 
     def compute(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch.
-
-        Raises:
-            NotImplementedError: a subclass does not define this method.
-        """
+        """Return the loss of a batch."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(batch).")
 
     if TYPE_CHECKING:  # a call takes what inputs() takes, and the world
@@ -173,13 +165,7 @@ class Loss(Settings, GraphModule):
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, *args: Any, world: World | None = None, **named: Any) -> Tensor:
-        """Return the loss.
-
-        Args:
-            args: as :meth:`inputs` takes them; or a batch that ranks have agreed on.
-            world: the ranks that share the batch, whose gradients are then plain derivatives; None is this rank alone.
-            named: likewise, by name.
-        """
+        """Return the loss; ``world`` are the ranks that share the batch, whose gradients are then plain derivatives."""
         if args and isinstance(args[0], Batch):
             return self.compute(args[0])
         session = Session.of(self.local() if world is None else world, check_finite=self.check_finite)
@@ -191,9 +177,6 @@ class Loss(Settings, GraphModule):
         """Return what this rank states of a call; nothing is sent.
 
         Losses of the same arguments share ``known``: a static :meth:`inputs` is called once for all of them.
-
-        Raises:
-            TypeError: the loss does not take these arguments.
         """
         name = type(self).__name__
         problem = _tensors_problem(type(self), args, named) or self.settings_problem()
@@ -215,11 +198,7 @@ class Loss(Settings, GraphModule):
         return Stated(name, inputs, settings, compared, problem, kernels)
 
     def agreed(self, stated: Stated, session: Session, *, waits: bool = True) -> Batch:
-        """Return the batch of a call without ``DistributedLoss``, after a handshake if there are several ranks.
-
-        Raises:
-            ValueError: what this class documents.
-        """
+        """Return the batch of a call without ``DistributedLoss``, after a handshake if there are several ranks."""
         name, rows = stated.name, stated.inputs.rows
         problem = stated.problem or values_problem(stated.inputs.values, session.findings.later, waits=waits)
         if session.size == 1:
@@ -305,11 +284,7 @@ def call_form(kind: Any) -> CallForm:
 
 
 def _tensors_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Return which argument is no tensor, in words, or None; None as an argument is allowed where it is the default.
-
-    Raises:
-        TypeError: a call has other arguments than the loss.
-    """
+    """Return which argument is no tensor, in words, or None; None as an argument is allowed where it is the default."""
     form = call_form(kind)  # type: ignore[arg-type]  # mypy takes a class for its instance
     if named or not (form.views or form.required <= len(args) <= len(form.names)):
         try:

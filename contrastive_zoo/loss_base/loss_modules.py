@@ -34,11 +34,7 @@ _CHUNK = 2**20
 
 
 class LossModules:
-    """The modules of a loss by path, walked once a step: what ranks compare of them, and what a step changes in them.
-
-    Args:
-        loss: a module, or a function, which has none.
-    """
+    """The modules of a loss by path, walked once a step: what ranks compare of them, and what a step changes in them."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss

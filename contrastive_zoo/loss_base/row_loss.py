@@ -26,11 +26,7 @@ class AnchorLoss(LabelledLoss):
     reduction: Reduction = "mean"
 
     def block_loss(self, batch: Batch) -> nn.Module:
-        """Return the loss of a block of anchors, with the settings of this step.
-
-        Raises:
-            NotImplementedError: a subclass does not define this method.
-        """
+        """Return the loss of a block of anchors, with the settings of this step."""
         raise NotImplementedError(f"{type(self).__name__} must define block_loss(batch).")
 
     @property

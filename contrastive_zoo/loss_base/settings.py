@@ -24,12 +24,7 @@ _FLOAT32 = f"within the range of float32, {_SMALLEST:.2g} … {_LARGEST:.2g}"
 
 
 class Bounds(NamedTuple):
-    """The bounds of a number, and how an error says them; a setting with bounds may also be a tensor or a module.
-
-    Examples:
-        >>> Bounds("momentum is in [0, 1]", low=0, high=1).problem("momentum", 2.0)
-        'momentum is in [0, 1], got 2.0.'
-    """
+    """The bounds of a number, and how an error says them; a setting with bounds may also be a tensor or a module."""
 
     rule: str | None = None  # what the number must be, in words; None lists the bounds
     fix: str = ""  # what to pass instead

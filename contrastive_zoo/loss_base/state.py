@@ -89,11 +89,7 @@ T = TypeVar("T")
 
 
 def of_size(caller: str, make: Callable[[], T], **sizes: int) -> T:
-    """Return ``make()``, a tensor or an array whose shape consists of these settings.
-
-    Raises:
-        ValueError: it cannot be made, for lack of memory. The errors of torch and NumPy name no setting.
-    """
+    """Return ``make()``, a tensor or an array whose shape consists of these settings."""
     try:
         return make()
     except (RuntimeError, MemoryError, ValueError) as error:

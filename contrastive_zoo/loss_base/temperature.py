@@ -65,14 +65,7 @@ class LearnableTemperature(WholeState):
 
 
 class LogitScale(Loss):
-    """A loss whose temperature is learnable by default; ``logit_scale`` is log(1/t), as in open_clip.
-
-    Examples:
-        >>> from contrastive_zoo.losses.info_nce import Clip
-        >>> Clip(temperature=LearnableTemperature(0.5)).logit_scale
-        Parameter containing:
-        tensor([0.6931], requires_grad=True)
-    """
+    """A loss whose temperature is learnable by default; ``logit_scale`` is log(1/t), as in open_clip."""
 
     @property
     def logit_scale(self) -> nn.Parameter:

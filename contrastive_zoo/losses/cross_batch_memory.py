@@ -30,11 +30,7 @@ MemoryInput = Literal["candidates", "sharded negatives", "references", "negative
 
 
 def memory_input(loss: Any) -> MemoryInput:
-    """Return how the loss takes a memory.
-
-    Raises:
-        ValueError: it takes none.
-    """
+    """Return how the loss takes a memory."""
     if problem := instance_problem(loss):
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):

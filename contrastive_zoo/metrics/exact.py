@@ -82,10 +82,6 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
 
     Each result is a function of its two rows alone. It differs from the true dot product by less than
     ``2^-40 d · max|x| · max|y|`` for d up to 4,096; typically by 1e-14 of the product of the norms.
-
-    Examples:
-        >>> similarities(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 0.0]]))
-        tensor([[11.0000,  0.5000]], dtype=torch.float64)
     """
     if rows.shape[-2] == 0 or queries.shape[-2] == 0 or rows.shape[-1] == 0:
         return queries.new_zeros(*queries.shape[:-1], rows.shape[-2], dtype=torch.float64)

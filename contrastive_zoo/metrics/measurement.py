@@ -105,11 +105,7 @@ def evaluate(
 def measured(
     caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
 ) -> dict[str, float]:
-    """Return what :func:`evaluate` returns; ``caller`` is the first word of errors.
-
-    Raises:
-        ValueError: what :func:`evaluate` raises.
-    """
+    """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
     task, metrics = agreed_task(caller, inputs, names, settings, world)
     depth = max(metric.k or 0 for metric in metrics)
     candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))

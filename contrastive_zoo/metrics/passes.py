@@ -95,11 +95,7 @@ class Judgements:
     caller: str
 
     def question(self, block: Round) -> Question:
-        """Gather the judgements of a round, and find those of this rank's rows.
-
-        Raises:
-            ValueError: on every rank alike, if an item is in no rank's gallery.
-        """
+        """Gather the judgements of a round, and find those of this rank's rows."""
         begin, end = torch.searchsorted(self.query, torch.tensor([block.local.start, block.local.stop])).tolist()
         query = self.query[begin:end] - block.local.start + block.shards.start
         query, item, grade = (block.gathered_unevenly(x) for x in (query, self.item[begin:end], self.grade[begin:end]))
@@ -279,23 +275,13 @@ def _of_round(totals: Totals, block: Round) -> Totals:
 
 
 def expanded(counts: Int[Tensor, " n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return for each of Σ counts places whose it is, and its number among them.
-
-    Examples:
-        >>> expanded(torch.tensor([2, 0, 1]))
-        (tensor([0, 0, 2]), tensor([0, 1, 0]))
-    """
+    """Return for each of Σ counts places whose it is, and its number among them."""
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
 def rectangle(query: Tensor, position: Tensor, queries: int) -> Int[Tensor, "g e"]:
-    """Return the positions of each query as a row, padded with −1; ``query`` is in ascending order.
-
-    Examples:
-        >>> rectangle(torch.tensor([0, 0, 2]), torch.tensor([5, 6, 7]), 3).tolist()
-        [[5, 6], [-1, -1], [7, -1]]
-    """
+    """Return the positions of each query as a row, padded with −1; ``query`` is in ascending order."""
     counts = torch.bincount(query, minlength=queries)
     owner, column = expanded(counts)
     rows = torch.full((queries, int(counts.max()) if queries else 0), -1)

@@ -72,13 +72,7 @@ class Ranking:
 
     @classmethod
     def of_items(cls, scores: ArrayLike, grades: ArrayLike) -> Ranking:
-        """Return the ranking of one query, given the score and the grade of every item; grade 0 is not relevant.
-
-        Examples:
-            >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
-            >>> ranking.higher, ranking.tied, ranking.relevant
-            (array([1]), array([2]), array([1]))
-        """
+        """Return the ranking of one query, given the score and the grade of every item; grade 0 is not relevant."""
         score, grade = np.asarray(scores, dtype=np.float64), np.asarray(grades, dtype=np.float64)
         one, items = np.ones(len(score), dtype=np.int64), np.arange(len(score))
         groups = Groups.joined([Groups(0 * one, score, items, one)])

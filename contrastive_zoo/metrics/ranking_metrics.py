@@ -266,12 +266,7 @@ class Metric:
 
     @classmethod
     def of(cls, name: str) -> Optional["Metric"]:
-        """Return the metric of this name; None if there is none.
-
-        Examples:
-            >>> Metric.of("map@r")
-            Metric(name='map@r', kind='map', k=0)
-        """
+        """Return the metric of this name; None if there is none."""
         kind, at, cutoff = str(name).partition("@")
         if name == "r_precision":
             return cls(name, "precision", 0)

@@ -70,12 +70,7 @@ def _gathered(rows: Tensor, shards: Shards, world: World) -> Tensor:
 
 
 def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Iterator[Round]:
-    """Yield the blocks of ``size`` queries of all ranks.
-
-    Examples:
-        >>> [block.shards.sizes for block in rounds(Shards((3, 0, 2)), World(), size=4)]
-        [(3, 0, 1), (0, 0, 1)]
-    """
+    """Yield the blocks of ``size`` queries of all ranks."""
     ends = list(accumulate(queries.sizes))
     for start in range(0, queries.total, size):
         overlaps = [

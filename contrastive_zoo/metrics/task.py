@@ -133,10 +133,6 @@ def agreed_task(
     """Return the task and its metrics, after all ranks have agreed on the arguments; errors begin with ``caller``.
 
     Rows that repeat an id and rows with an ignored label do not count.
-
-    Raises:
-        ValueError: on every rank alike, if the arguments of any rank do not belong together, if faiss is not
-            installed, or if ranks disagree.
     """
     problem = faiss_problem() or names_problem(names) or inputs.problem()
     metrics: list[Metric] = []

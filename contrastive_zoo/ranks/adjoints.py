@@ -211,11 +211,7 @@ class _ScaleGradient(Function):
 
 
 def refuse_second_derivative() -> None:
-    """Refuse a graph of gradients that are scaled for a trainer.
-
-    Raises:
-        ValueError: the backward pass runs under ``create_graph=True``.
-    """
+    """Refuse a graph of gradients that are scaled for a trainer."""
     if torch.is_grad_enabled():
         raise ValueError(
             "DistributedLoss: create_graph=True asks for gradients that are differentiated again, but here they are those "
@@ -227,11 +223,7 @@ def refuse_second_derivative() -> None:
 
 
 def scale_gradient(x: Any, factor: float) -> Any:
-    """Return x with its gradient multiplied by ``factor``; anything without a gradient unchanged.
-
-    Raises:
-        ValueError: x is a dataclass, which is not searched for tensors.
-    """
+    """Return x with its gradient multiplied by ``factor``; anything without a gradient unchanged."""
     if is_dataclass(x):
         raise ValueError(
             f"DistributedLoss: gradients cannot be scaled inside a {type(x).__name__}. Let the loss take and return "

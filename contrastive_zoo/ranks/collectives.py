@@ -54,22 +54,14 @@ def sent_problem(x: object) -> str | None:
 
 
 def agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
-    """Check that shape, dtype and settings are valid and the same on every rank.
-
-    Raises:
-        ValueError: on every rank alike, they are not.
-    """
+    """Check that shape, dtype and settings are valid and the same on every rank."""
     if reason := sent_problem(x):
         refuse(name, reason, world=world)
     agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
 
 
 def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
-    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes.
-
-    Raises:
-        ValueError: on every rank alike, they are not.
-    """
+    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes."""
     if reason := sent_problem(rows):
         refuse(name, reason, world=world)
     op, gradient = settings.get("op", "sum"), settings.get("gradient", "partial")

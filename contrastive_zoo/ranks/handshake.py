@@ -224,11 +224,7 @@ def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], lis
 
 
 def refuse_empty(caller: str, shards: Shards) -> None:
-    """Refuse a global batch without rows.
-
-    Raises:
-        ValueError: the global batch is empty.
-    """
+    """Refuse a global batch without rows."""
     if shards.total == 0:
         raise ValueError(
             f"{caller}: the global batch is empty, no rank brought a row. "

@@ -111,11 +111,7 @@ def started(message: str, begin: Callable[[], Any], member: Member, *, polled: b
 
 
 def begun_handshake(member: Member) -> int:
-    """Count a handshake before anything of it is sent, and return its number.
-
-    Raises:
-        CommunicationError: this rank failed in its last call, and another one did not.
-    """
+    """Count a handshake before anything of it is sent, and return its number."""
     status = _of_group(member)
     if status.failed_at == status.handshakes and status.lost is None:
         _settle(member)

@@ -60,14 +60,6 @@ def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
 
     A generator of the device would need its seed on the host, and draws other numbers on another model of GPU. These are
     √2 erf⁻¹(u) for u uniform in 2²³ steps, so at most 5.3 in size.
-
-    Args:
-        seed: an integer on the device.
-        shape: of the result.
-
-    Examples:
-        >>> normal_numbers(torch.tensor(0), 2, 2)
-        tensor([[...]])
     """
     steps = device_keys(seed, math.prod(shape)).bitwise_right_shift(64 - _BITS).bitwise_and(2**_BITS - 1)
     uniform = (2 * steps + 1 - 2**_BITS).to(torch.float32) / 2**_BITS  # exact, and never 1 or −1

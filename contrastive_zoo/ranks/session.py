@@ -179,10 +179,6 @@ def agree_on_shards(
 
 
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
-    """Take part in the other ranks' :func:`agree_on_shards` with a problem, so that every rank raises it.
-
-    Raises:
-        ValueError: always, on every rank.
-    """
+    """Take part in the other ranks' :func:`agree_on_shards` with a problem, so that every rank raises it."""
     agree_on_shards(caller, {}, world=world, problem=problem)
     raise AssertionError("a problem was met without an error")

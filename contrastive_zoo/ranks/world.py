@@ -305,11 +305,7 @@ _OUT_OF_STEP = (
 def exchange_headers(
     numbers: Sequence[int], payload: Sequence[Tensor], size: int, world: World
 ) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Return all ranks' headers, and from the same message their payloads, [W, size]: zeros for one that does not fit.
-
-    Raises:
-        CommunicationError: on every rank alike, they are in different steps, or some in a backward pass.
-    """
+    """Return all ranks' headers, and from the same message their payloads, [W, size]: zeros for one that does not fit."""
     header = torch.frombuffer(bytearray(_HEADER.pack(*numbers)), dtype=torch.uint8)
     header = header.to(world.host_device) if world.on_accelerators else header
     length = sum([x.numel() for x in payload])
@@ -325,22 +321,14 @@ def exchange_headers(
 
 
 def refuse_out_of_step(place: str, world: World) -> None:
-    """Raise on all ranks, which are not in one and the same call.
-
-    Raises:
-        CommunicationError: always; it says where each rank is.
-    """
+    """Raise on all ranks, which are not in one and the same call."""
     places = world.exchange_text(place)
     by_rank = "; ".join(f"rank {rank} is in {where or 'another message'}" for rank, where in enumerate(places))
     raise lost(f"ranks are out of step: {by_rank}. {_OUT_OF_STEP}", world)
 
 
 def _open_backward(world: World) -> None:
-    """Meet the other ranks before the first message of a loss in a backward pass; the next ones of the same loss do not.
-
-    Raises:
-        CommunicationError: on every rank alike, they run the backward passes of different losses or steps.
-    """
+    """Meet the other ranks before the first message of a loss in a backward pass; the next ones of the same loss do not."""
     state, conversation = state_of(world.process_group), (world.opened, backward_pass())
     if conversation[1] == -1 or state.conversation == conversation:
         return

@@ -164,11 +164,7 @@ class ChunkedEncoder:
                 totals[x] = totals[x] + gradient if x in totals else gradient
 
     def add_empty_chunk(self, caller: str, world: World) -> None:
-        """Add an empty chunk, shaped as another rank's, if this rank has no chunk. Every rank calls it.
-
-        Raises:
-            ValueError: the other ranks' chunks do not consist of tensors alone.
-        """
+        """Add an empty chunk, shaped as another rank's, if this rank has no chunk. Every rank calls it."""
         layouts = [text for text in world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-") if text != "-"]
         if not layouts[0]:
             raise ValueError(

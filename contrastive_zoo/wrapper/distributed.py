@@ -47,9 +47,6 @@ def broadcast_from_rank_0(modules: LossModules, world: World, wrapper: int = 0) 
     """Set parameters and buffers of a loss to rank 0's, as DDP does for a model at construction.
 
     ``wrapper`` is the number that all ranks know the wrapper by; 0 before its first call.
-
-    Raises:
-        ValueError: on every rank alike, ranks hold parameters of other names, dtypes or shapes.
     """
     state = dict(modules.shared_state())
     compared = {"the loss": loss_name(modules.loss), "broadcast_parameters": "True"}

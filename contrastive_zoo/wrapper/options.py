@@ -51,11 +51,7 @@ class WrapperOptions:
 
 
 def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
-    """Refuse options that name nothing, and flags that are neither True nor False.
-
-    Raises:
-        ValueError: an unknown ``grad_reduction`` or ``mode``, or a flag of another type.
-    """
+    """Refuse options that name nothing, and flags that are neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"DistributedLoss: {name} is True or False, got {described(flag)}.")
@@ -69,11 +65,7 @@ def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
 
 
 def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
-    """Return the option ``pad_dims`` with the dimensions of each argument as a tuple.
-
-    Raises:
-        ValueError: something else than a mapping to dimensions from 1 on; a loss that needs no padding, or shards.
-    """
+    """Return the option ``pad_dims`` with the dimensions of each argument as a tuple."""
     arguments = {} if pad_dims is None else pad_dims
     is_mapping = isinstance(arguments, Mapping)
     dims = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in arguments.items()} if is_mapping else {}
@@ -95,11 +87,7 @@ def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]
 
 
 def machines_of(ring: Any) -> bool | Machines:
-    """Return the option ``ring`` with a device mesh as the ranks of each of its rows.
-
-    Raises:
-        ValueError: something else, or a mesh that has not two dimensions.
-    """
+    """Return the option ``ring`` with a device mesh as the ranks of each of its rows."""
     if isinstance(ring, bool):
         return ring
     ranks = getattr(ring, "mesh", ring)
@@ -131,11 +119,7 @@ def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines,
 
 
 def refuse_bad_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be wrapped.
-
-    Raises:
-        ValueError: a loss that cannot be called, or that holds its encoder.
-    """
+    """Refuse a loss that cannot be wrapped."""
     if not callable(loss):
         raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
     bare = without_ddp(loss)
@@ -148,12 +132,7 @@ def refuse_bad_loss(loss: Any) -> None:
 
 
 def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: Any) -> None:
-    """Refuse a miner, a mode or a ring that the loss does not support.
-
-    Raises:
-        ValueError: a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at
-            once; ``mode="sharded"`` for a loss that cannot be computed in shards.
-    """
+    """Refuse a miner, a mode or a ring that the loss does not support."""
     bare = without_ddp(loss)
     name, is_own = loss_name(bare), isinstance(bare, Loss)
     if miner is not None and is_own:

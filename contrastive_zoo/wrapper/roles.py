@@ -73,12 +73,7 @@ def roles_of(
     batch_dim: Mapping[str, int] | None,
     padded: Collection[str] = (),
 ) -> Roles:
-    """Return the options ``shared`` and ``batch_dim`` as roles.
-
-    Raises:
-        ValueError: something else than names, or a mapping to dimensions; an argument that has two of ``shared``,
-            ``batch_dim`` and ``pad_dims``; a loss of this library, or one that is computed in shards.
-    """
+    """Return the options ``shared`` and ``batch_dim`` as roles."""
     names = () if shared is None else shared
     if isinstance(names, str) or not (isinstance(names, Collection) and all(isinstance(x, str) for x in names)):
         raise ValueError(

@@ -84,12 +84,7 @@ class DistributedStep:
         """Refuse, before the loss is computed, what no single rank can know to be wrong."""
 
     def compute(self) -> Any:
-        """What the loss returns; :data:`ASKED` if some ranks ask for rank 0's parameters first.
-
-        Raises:
-            ValueError: on every rank alike, as ``DistributedLoss`` documents.
-            CommunicationError: another rank failed, died or is late.
-        """
+        """What the loss returns; :data:`ASKED` if some ranks ask for rank 0's parameters first."""
         history, session = self.history, self.session
         try:
             statement = self._completed(self.statement())
@@ -268,11 +263,7 @@ class ThirdPartyStep(DistributedStep):
         return {path for path in self.rows if self.arguments.roles.dim(path) is None}
 
     def refuse(self, agreed: Agreed) -> None:
-        """Refuse an argument without a role that cannot be rows of dimension 0.
-
-        Raises:
-            ValueError: on every rank alike, it is equal on every rank, or a stack of views.
-        """
+        """Refuse an argument without a role that cannot be rows of dimension 0."""
         rows, paths = self.rows, list(self.rows)
         counts = {path: of.sizes for path, of in zip(rows, agreed.shards, strict=False)}
         equal = {paths[index]: digest for index, digest in agreed.equal.items()}

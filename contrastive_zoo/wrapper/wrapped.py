@@ -16,11 +16,7 @@ _ATTRIBUTES = {"loss": {(_LIBRARY, "DistributedLossWrapper")}, "miner": _MINERS}
 
 
 def unwrapped_miner(caller: str, miner: Any, *, process_group: Any = None) -> Any:
-    """Return the miner inside of a DistributedMiner or of pytorch-metric-learning's wrapper; any other miner unchanged.
-
-    Raises:
-        ValueError: what :func:`unwrapped` refuses, and a DistributedMiner of another process group than the caller's.
-    """
+    """Return the miner inside of a DistributedMiner or of pytorch-metric-learning's wrapper; any other miner unchanged."""
     own_group = getattr(miner, "process_group", None) if _kind(miner) in _MINERS else None
     if own_group is not None and own_group is not process_group:
         raise ValueError(
@@ -31,11 +27,7 @@ def unwrapped_miner(caller: str, miner: Any, *, process_group: Any = None) -> An
 
 
 def unwrapped(caller: str, role: str, x: Any) -> Any:
-    """Return a loss or a miner without its outermost wrapper, as ``role`` says.
-
-    Raises:
-        ValueError: a class in place of an instance; a wrapper somewhere inside.
-    """
+    """Return a loss or a miner without its outermost wrapper, as ``role`` says."""
     if isinstance(x, type):
         raise ValueError(
             f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."

@@ -109,10 +109,6 @@ class Measurement:
 def effective_rank(eigenvalues: Tensor) -> float:
     """Return exp(−Σ pᵢ log pᵢ) with p the eigenvalues divided by their sum; NaN without a positive one.
 
-    Examples:
-        >>> effective_rank(torch.tensor([0.5, 0.5, 0.0])), effective_rank(torch.zeros(3))
-        (2.0, nan)
-
     Source: Roy & Vetterli 2007, https://doi.org/10.5281/zenodo.40511
     """
     total = eigenvalues.sum().item()

@@ -48,15 +48,6 @@ class Samples:
         The first argument holds embeddings: [n, d], or [n, views, d]. Integers after them are labels. Otherwise arguments
         whose names begin with ``view`` are views of the same samples, and a second argument [m, d] is another encoder's.
         Further arguments are not looked at.
-
-        Examples:
-            >>> x, one = torch.ones(2, 3), Shards((2,))
-            >>> {name: len(of) for name, of in Samples.of({"view1": x, "view2": x}, [one, one]).encoders.items()}
-            {'embeddings': 2}
-            >>> list(Samples.of({"queries": x, "keys": x}, [one, one]).encoders)
-            ['queries', 'keys']
-            >>> Samples.of({"embeddings": x, "labels": torch.tensor([0, 7])}, [one, one]).labels
-            tensor([0, 7])
         """
         assert samples_problem(rows) is None
         (name, first), *others = rows.items()

@@ -29,11 +29,7 @@ class NoExactTranslation(Exception):
 
 
 def require(condition: bool, reason: str) -> None:
-    """Refuse a translation for this reason unless the condition holds.
-
-    Raises:
-        NoExactTranslation: it does not.
-    """
+    """Refuse a translation for this reason unless the condition holds."""
     if not condition:
         raise NoExactTranslation(reason)
 

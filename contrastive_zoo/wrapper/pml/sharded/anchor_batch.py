@@ -99,11 +99,7 @@ class AnchorBatch:
         return replace(self, anchors=torch.cat([self.anchors, filler.expand(count, -1)]), labels=labels)
 
     def run_on_all_ranks(self, caller: nn.Module, function: Callable[[], R]) -> R:
-        """Return ``function()``; if it raises on one rank, every rank raises, since it would wait in the next message.
-
-        Raises:
-            ValueError: on every rank alike, the errors by rank; on one process the exception itself.
-        """
+        """Return ``function()``; if it raises on one rank, every rank raises, since it would wait in the next message."""
         if self.world.size == 1:
             return function()
         result, error = None, None

@@ -184,9 +184,6 @@ def sharded(
     Equal to ``loss(Z, labels, miner(Z, labels))`` with the samples of all ranks: the value on every rank, ∂L/∂z of the
     local embeddings (other ranks' anchors included), and ∂L/∂φ of the loss's parameters. If no anchor counts, the value
     is 0. An ``indices_tuple`` refers to all samples and is equal on all ranks; ``shards`` are the sizes of each argument.
-
-    Raises:
-        ValueError: on every rank alike, what :func:`call_problem` says.
     """
     if problem := call_problem(loss, miner, arguments):
         raise ValueError(f"{type(loss).__name__}: {problem}")
