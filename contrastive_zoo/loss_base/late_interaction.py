@@ -108,9 +108,8 @@ def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
             return f"{name} are of the queries' width and dtype, got {described(x)} for queries {described(queries)}."
     if len(queries) != len(documents):
         return (
-            f"document i belongs to query i, got "
-            f"queries {described(queries)} and documents {described(documents)}. Pass further "
-            "documents as negatives."
+            f"document i belongs to query i, got queries {described(queries)} and documents {described(documents)}. "
+            "Pass further documents as negatives."
         )
     for name, of in MASKS.items():
         if (problem := _mask_problem(name, arguments.get(name), of, rows.get(of))) is not None:
