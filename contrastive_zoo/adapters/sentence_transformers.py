@@ -167,7 +167,6 @@ def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
 
 
 def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
-    """Return why the loss cannot be computed from all ranks' embeddings, in words; None if it can."""
     parts = list(loss.modules())
     if not encoders:
         return (

@@ -38,7 +38,6 @@ def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
 
 
 def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | None:
-    """Return why these are not the ranks' weights, in words; None if they are."""
     if weights is None:
         return None
     if not isinstance(weights, (list, tuple)) or not all(isinstance(x, (int, float)) for x in weights):
@@ -270,7 +269,6 @@ class GlobalBatchSampler(BaseBatchSampler):
 
 
 def size_problem(name: str, size: Any, at_least: int = 1) -> str | None:
-    """Return why this is no size, in words; None if it is one."""
     if not is_integer(size, at_least=at_least):
         return f"{name} is an integer of at least {at_least}, got {size!r}."
     # NumPy counts the bytes of samples in int64; np.arange(2**63 - 1) is empty
@@ -310,7 +308,6 @@ class CollateEmptyBatches:
 
 
 def _emptied(batch: Any) -> Any:
-    """Return a copy of a batch without samples."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[:0]
     if isinstance(batch, Mapping):

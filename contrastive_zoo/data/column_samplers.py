@@ -18,7 +18,6 @@ Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
 
 
 def columns_problem(columns: Sequence[Column]) -> str | None:
-    """Return why these are no columns, in words; None if they are."""
     for column in columns:
         if not isinstance(column, (Tensor, np.ndarray, Sequence)) or isinstance(column, (str, bytes)):
             return f"labels and columns are tensors, arrays or lists, got {described(column)}."

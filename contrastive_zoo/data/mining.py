@@ -65,7 +65,6 @@ class Selection:
 
     @property
     def problem(self) -> str | None:
-        """Why these settings select nothing, in words; None if they are possible."""
         for name, at_least, at_most in _INTEGERS:
             value = getattr(self, name)
             if not (is_integer(value, at_least=at_least, at_most=at_most) or (name == "range_max" and value is None)):
@@ -157,7 +156,6 @@ class Task:
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """The tensors, by argument."""
         names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
         arguments = {name: x for name in names if (x := getattr(self, name)) is not None or name in names[:3]}
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
@@ -169,7 +167,6 @@ class Task:
 
     @property
     def problem(self) -> str | None:
-        """Why this cannot be searched, in words; None if it can."""
         problem = flag_problem(progress=self.progress) or faiss_problem()
         problem = problem or (_progress_problem() if self.progress else None)
         problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
@@ -198,7 +195,6 @@ class Task:
 
 
 def _progress_problem() -> str | None:
-    """Return what to do where tqdm is not installed, in words; None if it is."""
     try:
         import tqdm.auto  # noqa: F401 - whether it can be imported
     except ImportError:
@@ -253,7 +249,6 @@ class _Search:
         """[m, l], labels of this rank's rows; a candidate is no negative if one of them is the query's."""
 
     def mined(self, part: slice) -> Mined:
-        """Return the negatives of some of this rank's queries."""
         task, selection = self.task, self.task.selection
         queries, positives = task.queries[part], self.positives[part]
         positive_scores = self._positive_scores(queries, positives)
@@ -354,8 +349,6 @@ class _Search:
 def _guided(
     guide: Guide, query: Tensor, positives: Tensor, candidates: Tensor, allowed: Tensor, margin: float
 ) -> Tensor:
-    """Return which candidates the guide takes for negatives."""
-
     def scores(which: Tensor, corpus: Tensor) -> Tensor:
         pairs = which.nonzero(as_tuple=True)
         result = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()

@@ -163,7 +163,6 @@ class RefreshedNegatives:
 
 
 def _embeddings(encode: Encode, chunk: Int[Tensor, " c"]) -> Float[Tensor, "c d"]:
-    """Return the embeddings of these samples, on the CPU."""
     rows = encode(chunk)
     if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != len(chunk):
         raise ValueError(f"it returns one row [d] for each of {len(chunk)} indices, got {described(rows)}.")
@@ -171,7 +170,6 @@ def _embeddings(encode: Encode, chunk: Int[Tensor, " c"]) -> Float[Tensor, "c d"
 
 
 def _positives_problem(positives: Tensor) -> str | None:
-    """Return why these are not the positives of some queries, in words; None if they are."""
     if problem := tensor_problem("positives", positives):
         return problem
     if positives.ndim not in (1, 2) or positives.dtype != torch.int64 or not len(positives):

@@ -143,7 +143,6 @@ class BatchLayout:
         return torch.eq(anchors[:, None], candidates, out=anchors.new_empty(len(anchors), len(candidates))).bool()
 
     def block(self, rows: slice, anchors: Tensor, candidates: Tensor) -> AnchorBlock:
-        """Return the block of some local anchors."""
         positive = self._same_id(rows)
         negative, ids = ~positive, (self.ids[rows], self.candidate_ids)
         if self.own_candidates is not None:
@@ -151,7 +150,6 @@ class BatchLayout:
         return AnchorBlock(anchors, candidates, positive, negative, *ids, self.companions_of(rows), self.largest_count)
 
     def companions_of(self, rows: slice) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the companions of some local anchors and of all candidates."""
         return tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
 
 
@@ -192,7 +190,6 @@ class RowwiseSweep:
         return losses.where(counts > 0, 0), counts
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """Return losses and counts of the local anchors."""
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.terms)
         with torch.no_grad():
             candidates = share_across_blocks(self.candidates)

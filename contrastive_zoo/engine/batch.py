@@ -90,7 +90,6 @@ class Batch:
 
     @property
     def first(self) -> Tensor:
-        """The first of the tensors."""
         return next(iter(self.rows.values()))
 
     @property
@@ -104,7 +103,6 @@ class Batch:
         return self.samples.total
 
     def member(self, index: int) -> "Batch":
-        """Return the batch of a member of a sum of losses."""
         part = self.parts[index]
         rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
         of_member: Any = {"rows": rows, "shards": shards, "parts": part.parts, "host": part.host, "name": part.name}
@@ -119,7 +117,6 @@ class Batch:
         return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows, world=self.world)
 
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return tensors of equal length one after the other."""
         return derived(lambda *x: torch.cat(x), *rows, world=self.world)
 
     def prefix(self, width: int) -> "Batch":

@@ -124,7 +124,6 @@ class ClassPairs:
 
     @cached_property
     def targets(self) -> Int[Tensor, " n"]:
-        """The classes of the local embeddings."""
         labels = self.batch.int64(self.batch.rows["labels"]).repeat(len(self.names))
         return safe_index(labels, len(self.weights) if self.class_shards is None else self.class_shards.total)
 

@@ -116,7 +116,6 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
 
 
 def compiles_blocks() -> bool:
-    """Return whether row losses compile their block functions."""
     return _implementation.get() == "compiled"
 
 

@@ -127,7 +127,6 @@ class MaxSimSweep:
     learns: bool = field(default_factory=torch.is_grad_enabled)
 
     def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        """Start to bring the other ranks' document tokens here."""
         return start_exchange(documents, self.token_shards, self.world, self.dtype, gathered=gathered)
 
     def _visits(
@@ -228,7 +227,6 @@ class _MaxSim(Function):
 
 
 def _small_integer(positions: int) -> torch.dtype:
-    """Return the smallest dtype that represents so many positions."""
     return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32
 
 

@@ -44,7 +44,6 @@ class _Pairs:
         return self.batch.scale(self.temperature)
 
     def _settings(self, on_kernel: bool) -> dict[str, Any]:
-        """Return the arguments that all log-sum-exps of these embeddings share."""
         return {
             "scale": self.scale,
             "unit_norm": self.normalize,
@@ -216,7 +215,6 @@ class TowerPairs(_Pairs):
 
     @cached_property
     def negative_shards(self) -> list[Shards]:
-        """The splits of further negatives over the ranks."""
         return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)][2:]
 
 
@@ -258,17 +256,14 @@ class LabelledPairs(_Pairs):
 
     @cached_property
     def views(self) -> int:
-        """The number of views of a sample."""
         return self.batch.first.shape[1] if self.batch.first.ndim == 3 else 1
 
     @cached_property
     def samples(self) -> Int[Tensor, " a"]:
-        """The index of the sample of each local anchor."""
         return self.batch.indices().repeat_interleave(self.views)
 
     @cached_property
     def ids(self) -> Int[Tensor, " a"]:
-        """The label of each local anchor."""
         return self.samples if self.labels is None else self.batch.int64(self.labels).repeat_interleave(self.views)
 
     @cached_property

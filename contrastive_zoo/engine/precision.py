@@ -57,7 +57,6 @@ class _Rounded(Function):
 
 
 def is_16_bit(dtype: torch.dtype | None) -> bool:
-    """Return whether ``dtype`` is float16 or bfloat16."""
     return dtype in (torch.float16, torch.bfloat16)
 
 

@@ -256,7 +256,6 @@ class BlockLoss(nn.Module):
             setattr(self, name, settings[name])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the learnable settings."""
         return ((name, getattr(self, name)) for name in self.learnable)
 
     def can_ring(self) -> bool:
@@ -264,7 +263,6 @@ class BlockLoss(nn.Module):
         return self.yields
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor] | Rows:
-        """Call the function with its settings."""
         return self.function(block, **{name: getattr(self, name) for name in self.learnable})
 
 

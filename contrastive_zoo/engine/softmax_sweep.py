@@ -91,7 +91,6 @@ class SoftmaxSweep:
     """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
 
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        """Start to bring the other ranks' columns here."""
         settings = self.column_shards, self.world, self.dtype
         return start_exchange(columns, *settings, rows=self.row_shards, half=self.one_tower, gathered=gathered)
 

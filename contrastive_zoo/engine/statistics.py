@@ -51,7 +51,6 @@ LEAST_SQUARE = 1e-24  # of the smallest norm by which torch.nn.functional.normal
 
 
 def off_diagonal(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """Return the matrix with zeros on its diagonal."""
     return matrix - matrix.diagonal().diag()
 
 
@@ -88,7 +87,6 @@ class _InverseCholesky(Function):
 
 @without_autocast
 def eigenvalues(matrix: Float[Tensor, "... d d"]) -> Float[Tensor, "... d"]:
-    """Return the eigenvalues of symmetric matrices in ascending order."""
     result: Tensor = _Eigenvalues.apply(matrix)
     return result
 

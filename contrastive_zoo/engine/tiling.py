@@ -42,7 +42,6 @@ def tile_shape(like: Tensor) -> tuple[int, int]:
 
 
 def tile_bytes(like: Tensor) -> int:
-    """Return the largest size of a tile on this device."""
     return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
 
 
@@ -122,7 +121,6 @@ class CachedLogits:
         return fits
 
     def release(self) -> None:
-        """Return the bytes to the budget."""
         self.size = 0
 
 

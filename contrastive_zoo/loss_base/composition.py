@@ -67,7 +67,6 @@ class Composition(Loss):
         raise NotImplementedError(f"{type(self).__name__} must define members().")
 
     def terms(self, batch: Batch) -> list[Tensor]:
-        """Return the value of each term."""
         raise NotImplementedError(f"{type(self).__name__} must define terms(batch).")
 
     def stated(

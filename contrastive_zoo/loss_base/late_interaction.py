@@ -90,13 +90,11 @@ class LateInteractionLoss(Loss):
         return False
 
     def scores(self, batch: Batch) -> Scores:
-        """Return the scores of the batch."""
         scores = late_interaction_scores(batch, normalize=self.normalize)
         return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples)
 
 
 def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
-    """Return what is wrong with token embeddings and their masks, or None."""
     queries, documents, negatives = (rows.get(name) for name in MASKS)
     assert queries is not None  # losses require both
     assert documents is not None
@@ -126,7 +124,6 @@ def _mask_problem(name: str, x: Tensor | None, of: str, mask: Tensor | None) -> 
 
 
 def lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
-    """Return which sets have no valid token, in words, or None."""
     for name, of_sets in lengths.items():
         empty = [str(row) for row, length in enumerate(of_sets) if length == 0]
         if empty:

@@ -65,7 +65,6 @@ class Stated:
     def batch(
         self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, local_slice: slice | None = None
     ) -> Batch:
-        """Return the batch of these tensors, which ranks have agreed on."""
         split = dict(zip(rows, shards, strict=True))
         inputs = self.inputs
         return Batch(rows, split, self.settings, world, self.kernels, local_slice, inputs.parts, inputs.host, self.name)
@@ -235,7 +234,6 @@ class Loss(Settings, GraphModule):
         return self.supports_ring
 
     def ring_problem(self) -> str | None:
-        """Return why candidates cannot be exchanged in a ring, or None."""
         return None if self.can_ring() else self.ring_refusal
 
     def graph_problem(self) -> str | None:
@@ -272,7 +270,6 @@ class CallForm(NamedTuple):
 
 @functools.cache
 def call_form(kind: Any) -> CallForm:
-    """Return the arguments that losses of a class take."""
     result = list(inspect.signature(kind.inputs).parameters.values())
     if not isinstance(inspect.getattr_static(kind, "inputs"), staticmethod):
         result = result[1:]

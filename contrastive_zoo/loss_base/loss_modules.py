@@ -217,12 +217,10 @@ def is_lazy(x: Tensor) -> bool:
 
 
 def without_ddp(loss: Any) -> Any:
-    """The loss inside of DDP, or the loss itself."""
     return loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
 
 
 def loss_name(loss: Any) -> str:
-    """The name of a function, or of a module's class."""
     return type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
 
 
@@ -274,7 +272,6 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _tensor_kind(x: Tensor) -> str:
-    """Return the dtype, the shape and whether a tensor is learnt, in words."""
     return _kind(x.dtype, tuple(x.shape), x.requires_grad)
 
 

@@ -161,5 +161,4 @@ class DissimilarityLoss(RowLoss):
         return -1 if self.metric == "similarity" else 1
 
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
-        """Return dissimilarities by the metric."""
         return dissimilarities(anchors, candidates, self.metric)

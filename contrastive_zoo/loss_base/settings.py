@@ -90,7 +90,6 @@ class Bounds(NamedTuple):
 
 
 def is_number(x: object, **bounds: Any) -> bool:
-    """Return whether x is a number within :class:`Bounds`."""
     return Bounds(**bounds).hold(x)
 
 
@@ -156,7 +155,6 @@ class Field(NamedTuple):
     kw_only: bool = True  # whether it is passed by name only
 
     def value(self) -> Any:
-        """Return the default."""
         return self.default if self.factory is None else self.factory()
 
 
@@ -227,7 +225,6 @@ class Settings(WholeState):
         """Make what follows from the settings: parameters, buffers, submodules."""
 
     def _by_name(self, args: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the constructor by name."""
         kind = type(self).__name__
         taken = {name: x for name, x in self.fields.items() if x.init}
         positional = [name for name, x in taken.items() if not x.kw_only]

@@ -30,7 +30,6 @@ MemoryInput = Literal["candidates", "sharded negatives", "references", "negative
 
 
 def memory_input(loss: Any) -> MemoryInput:
-    """Return how the loss takes a memory."""
     if problem := instance_problem(loss):
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):

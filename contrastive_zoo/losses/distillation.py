@@ -205,7 +205,6 @@ def _divergences(q: Tensor, c: Tensor, targets: Tensor, scale: float | Tensor) -
 
 
 def _candidates_problem(queries: Tensor, least: int, **arguments: Tensor) -> str | None:
-    """Return what is wrong with several rows of each query and a number of each of these, or None."""
     (name, rows), (of_numbers, numbers) = arguments.items()
     fits = rows.ndim == 3 and rows.shape[::2] == queries.shape and rows.shape[1] >= least
     if not fits or rows.dtype != queries.dtype:

@@ -47,7 +47,6 @@ def _faiss() -> Iterator[Any]:
 
 
 def faiss_problem() -> str | None:
-    """Return what to do where faiss is not installed, in words; None if it is."""
     try:
         import faiss  # noqa: F401 - whether it can be imported
     except ImportError:
@@ -138,7 +137,6 @@ class Gallery:
         return len(self.rows)
 
     def take(self, which: slice | Tensor) -> Tensor:
-        """Return these rows as they are compared."""
         return prepared(self.rows[which], normalize=self.normalize, lengths=self.lengths[which])
 
     def blocks(self, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Tensor]]:

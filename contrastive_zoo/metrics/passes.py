@@ -46,7 +46,6 @@ class Labels:
     start: int  # the index of this rank's first row in the gallery of all ranks
 
     def question(self, block: Round) -> Question:
-        """Gather the labels of a round."""
         labels = block.gathered(self.queries)
         excluded = torch.empty(len(labels), 0, dtype=torch.int64)
         if self.positions is not None:
@@ -55,7 +54,6 @@ class Labels:
         return Question(labels, Pairs(nothing, nothing, nothing.double()), excluded)
 
     def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
-        """Return the labels of rows."""
         return self.gallery[position]
 
     def grades(self, block: Round, query: Tensor, values: Tensor) -> Float[Tensor, " p"]:
@@ -63,7 +61,6 @@ class Labels:
         return (self.queries[block.local][query] == values).double()
 
     def pairs(self, question: Question) -> Pairs:
-        """Return all relevant pairs of a round with this rank's rows."""
         by_label, order = self.gallery.sort(stable=True)
         first, count = _occurrences(by_label, question.labels)
         query, offset = expanded(count)
@@ -95,7 +92,6 @@ class Judgements:
     caller: str
 
     def question(self, block: Round) -> Question:
-        """Gather the judgements of a round, and find those of this rank's rows."""
         begin, end = torch.searchsorted(self.query, torch.tensor([block.local.start, block.local.stop])).tolist()
         query = self.query[begin:end] - block.local.start + block.shards.start
         query, item, grade = (block.gathered_unevenly(x) for x in (query, self.item[begin:end], self.grade[begin:end]))
@@ -268,7 +264,6 @@ def _counts_at(
 
 
 def _of_round(totals: Totals, block: Round) -> Totals:
-    """Return the totals of the local queries of a round."""
     query, grade, count = totals
     begin, end = np.searchsorted(query, [block.local.start, block.local.stop])
     return query[begin:end] - block.local.start, grade[begin:end], count[begin:end]

@@ -214,7 +214,6 @@ def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: st
 
 
 def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
-    """Return the two coordinates of largest variance."""
     centred = rows - rows.mean(0)
     return centred @ torch.linalg.svd(centred).Vh.T[:, :2]
 

@@ -83,7 +83,6 @@ class Ranking:
 
     @property
     def queries(self) -> int:
-        """The number of queries."""
         return len(self.total)
 
     @property
@@ -125,7 +124,6 @@ def sums_between(x: Ints, first: Ints) -> Ints:
 
 
 def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
-    """Return the sums of x with equal ``where``."""
     sums = np.zeros(size, dtype=np.int64)
     np.add.at(sums, where, x)
     return sums

@@ -266,7 +266,6 @@ class Metric:
 
     @classmethod
     def of(cls, name: str) -> Optional["Metric"]:
-        """Return the metric of this name; None if there is none."""
         kind, at, cutoff = str(name).partition("@")
         if name == "r_precision":
             return cls(name, "precision", 0)
@@ -283,7 +282,6 @@ class Metric:
         return not self.k
 
     def values(self, ranking: Ranking, ties: Ties) -> Floats:
-        """Return the value for each query of a ranking."""
         if self.k is None:
             cutoff = np.full(ranking.queries, np.iinfo(np.int64).max // 2)
         else:
@@ -292,7 +290,6 @@ class Metric:
 
 
 def names_problem(names: Sequence[str]) -> str | None:
-    """Return why these are not names of metrics, in words; None if they are."""
     if not isinstance(names, (list, tuple)) or len(names) == 0:
         return f"metrics are a list of names, got {names!r}. Metrics: {NAMES}."
     unknown = [str(name) for name in names if not isinstance(name, str) or Metric.of(name) is None]

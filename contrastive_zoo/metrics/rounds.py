@@ -65,7 +65,6 @@ def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: 
 
 
 def _gathered(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """Return the rows of all ranks, on the CPU."""
     return gather_rows(rows.to(world.device).contiguous(), shards, world).cpu()
 
 

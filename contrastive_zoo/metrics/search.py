@@ -101,7 +101,6 @@ def top_k(
 
 
 def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | None:
-    """Return why queries cannot be compared with the rows of this name, in words; None if they can."""
     if problem := tensor_problem("queries", queries) or tensor_problem(name, rows):
         return problem
     valid = all(x.ndim == 2 and x.is_floating_point() for x in (queries, rows))
@@ -114,7 +113,6 @@ def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | 
 
 
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
-    """Return which setting of a search is of a wrong type, in words; None if none is."""
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
     if problem := flag_problem(normalize=normalize):
@@ -125,7 +123,6 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
 
 
 def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
-    """Return why these indices cannot be excluded; None if they can."""
     if excluded is None:
         return None
     if problem := tensor_problem("excluded", excluded):

@@ -34,11 +34,9 @@ class EvaluationInputs(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The rows to search in."""
         return self.queries if self.gallery is None else self.gallery
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
         result = {"queries": self.queries, "gallery": self.rows}
         for name in ("labels", "gallery_labels", "ids", "gallery_ids"):
             if (x := getattr(self, name)) is not None:
@@ -48,7 +46,6 @@ class EvaluationInputs(NamedTuple):
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in result.items()}
 
     def problem(self) -> str | None:
-        """Return why the arguments do not belong together, in words; None if they do."""
         if (problem := rows_problem(self.queries, self.rows)) is not None:
             return problem
         for name in ("labels", "ids"):
@@ -107,7 +104,6 @@ class Settings:
     index: ApproximateIndex | None = None
 
     def problem(self, metrics: Sequence[Metric]) -> str | None:
-        """Return why these metrics cannot have these settings, in words; None if they can."""
         if problem := settings_problem(normalize=self.normalize, index=self.index):
             return problem
         if not (isinstance(self.ties, str) and self.ties in get_args(Ties)):
@@ -188,7 +184,6 @@ def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids:
 
 
 def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: World) -> Tensor:
-    """Return which rows count."""
     kept = torch.ones_like(labels, dtype=torch.bool) if ids is None else first_of_each(ids.long(), world)
     return kept if ignore_label is None else kept & (labels != ignore_label)
 

@@ -32,7 +32,6 @@ def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[An
 
 
 def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return which embeddings are not on one device, in words, or None."""
     floating = [(name, x) for name, x in tensors.items() if x.is_floating_point()]
     for name, x in floating[1:]:
         if x.device != floating[0][1].device:
@@ -44,7 +43,6 @@ def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
-    """Return why a parameter or buffer of a loss is on another device than embeddings, in words, or None."""
     if state.device == rows.device:
         return None
     return (
@@ -53,7 +51,6 @@ def state_problem(name: str, state: Tensor, rows: Tensor) -> str | None:
 
 
 def values_problem(module: nn.Module) -> str | None:
-    """Return which parameter or buffer of a loss, or of a part of it, is on the meta device, in words; None if none is."""
     for part in (module, *module._modules.values()):
         for name, x in (*part._parameters.items(), *part._buffers.items()) if part is not None else ():
             if x is not None and x.is_meta:

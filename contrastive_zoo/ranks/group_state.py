@@ -50,7 +50,6 @@ _states: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary(
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """Return the state of a group, a new one at its first use."""
     state = _states.get(group)
     if state is None:
         state = _states[group] = GroupState()

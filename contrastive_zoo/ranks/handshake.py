@@ -183,12 +183,10 @@ _NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
 
 
 def _to_bits(value: float | None) -> int:
-    """A number's bits as an int64 of the header."""
     return _NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
 
 
 def _from_bits(bits: Sequence[int]) -> list[float]:
-    """The numbers that ranks have sent."""
     return [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
 
 
@@ -224,7 +222,6 @@ def _exchange_text(caller: str, text: str, world: World) -> tuple[list[str], lis
 
 
 def refuse_empty(caller: str, shards: Shards) -> None:
-    """Refuse a global batch without rows."""
     if shards.total == 0:
         raise ValueError(
             f"{caller}: the global batch is empty, no rank brought a row. "

@@ -48,7 +48,6 @@ class StateWatch:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the generators, buffers and attributes."""
         _restore(self.states, self.device)
         for held, plain in self.attributes:
             held.update(plain)

@@ -41,14 +41,12 @@ def is_integer(x: object, *, at_least: float = -math.inf, at_most: float = math.
 
 
 def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
-    """Return what is wrong with a word that must be one of a Literal, or None."""
     allowed = get_args(words)
     listed = f"one of {', '.join(map(repr, allowed))}" if one_of else " or ".join(map(repr, allowed))
     return None if isinstance(word, str) and word in allowed else f"{name} is {listed}, got {word!r}."
 
 
 def flag_problem(**flags: object) -> str | None:
-    """Return what is wrong with settings that must be True or False, or None."""
     for name, x in flags.items():
         if not isinstance(x, (bool, np.bool_)):
             return f"{name} is True or False, got {described(x)}."
@@ -155,7 +153,6 @@ def _labels_fix(name: str, labels: Tensor, rows: int | None) -> str:
 
 
 def rows_problem(name: str, rows: Tensor) -> str | None:
-    """Return what is wrong with embeddings, or None."""
     return tensor_problem(name, rows) or _shape_problem(name, rows)
 
 
@@ -166,7 +163,6 @@ def _shape_problem(name: str, rows: Tensor) -> str | None:
 
 
 def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
-    """Return what is wrong with tensors whose rows form pairs, or None."""
     for name, x in towers.items():
         if problem := tensor_problem(name, x):
             return problem
@@ -178,7 +174,6 @@ def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
 
 
 def two_models_problem(rule: str, **towers: Tensor) -> str | None:
-    """Return what is wrong with a model's two towers and another model's two towers of the same samples, or None."""
     (first, x), second, (other, y), other_second = towers.items()
     if problem := rows_problem(first, x) or rows_problem(other, y):
         return problem
@@ -189,7 +184,6 @@ def two_models_problem(rule: str, **towers: Tensor) -> str | None:
 
 
 def views_problem(views: Sequence[Tensor]) -> str | None:
-    """Return what is wrong with views of the same samples, or None."""
     if len(views) < 2:
         return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
     for index, view in enumerate(views):
@@ -204,7 +198,6 @@ def views_problem(views: Sequence[Tensor]) -> str | None:
 
 
 def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
-    """Return what is wrong with labelled embeddings, or None."""
     if embeddings is None or more:
         return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
     if labels is None:

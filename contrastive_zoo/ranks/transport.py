@@ -142,7 +142,6 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], wor
 
 
 def broadcast_in_place(x: Tensor, src: int, world: World) -> None:
-    """Overwrite x by rank ``src``'s."""
     sent = sendable(x, world)
     begin = functools.partial(dist.broadcast, sent, group=world.group, group_src=src, async_op=sent.is_cpu)
     world.start("a broadcast", begin, polled=sent.is_cpu)()

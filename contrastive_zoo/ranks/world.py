@@ -256,7 +256,6 @@ ONE_PROCESS = World()  # the world of one process
 
 
 def _group_problem(process_group: object) -> str | None:
-    """Why this names no set of processes, in words; None if it does."""
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return None
     if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -277,7 +276,6 @@ def _group_problem(process_group: object) -> str | None:
 
 
 def alone() -> bool:
-    """Return whether this process is the only one."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 

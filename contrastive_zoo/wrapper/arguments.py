@@ -106,7 +106,6 @@ class Arguments:
 
     @property
     def problem(self) -> str | None:
-        """Why these cannot be gathered, in words; None if they can."""
         if reason := next(filter(None, starmap(tensor_problem, (self.rows | self.shared).items())), None):
             return reason
         for path, leaf in self.leaves.items():

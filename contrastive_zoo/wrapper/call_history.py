@@ -107,7 +107,6 @@ class CallHistory:
         return None
 
     def shapes_problem(self, sizes: list[int], names: Iterable[str]) -> str | None:
-        """Why ``static_shapes=True`` does not hold: the sizes differ from the previous call's; None if they are equal."""
         if self.sizes is None or sizes == self.sizes:
             return None
         return (

@@ -17,7 +17,6 @@ from contrastive_zoo.ranks.world import World
 
 
 def random_states(devices: Iterable[torch.device]) -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's, then each device's."""
     return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
 
 

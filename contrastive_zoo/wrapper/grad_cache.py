@@ -102,7 +102,6 @@ def _is_sequence(x: object) -> TypeGuard[Iterable[Any]]:
 
 
 def _arguments_problem(chunks: object, loss_fn: object, several: bool) -> str | None:
-    """Return what cannot be chunks, or no function of embeddings, in words; None if nothing is wrong."""
     if not _is_sequence(chunks):
         return f"chunks are a sequence of inputs, got {described(chunks)}."
     if several and isinstance(chunks, list) and not all(map(_is_sequence, chunks)):

@@ -16,7 +16,6 @@ JOINED: list[Any] = []  # the contexts that this process is in
 
 
 def join_problem() -> str | None:
-    """Return why a loss of several ranks cannot be computed now, in words; None outside of torch's join context."""
     return _PROBLEM if any(context._enable for context in JOINED) else None
 
 

@@ -37,7 +37,6 @@ class WrapperOptions:
     roles: Roles = NO_ROLES
 
     def compared(self) -> dict[str, str]:
-        """The options that must be equal on every rank."""
         compared = {
             "grad_reduction": self.grad_reduction,
             "mode": self.mode,
@@ -51,7 +50,6 @@ class WrapperOptions:
 
 
 def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
-    """Refuse options that name nothing, and flags that are neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"DistributedLoss: {name} is True or False, got {described(flag)}.")
@@ -119,7 +117,6 @@ def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines,
 
 
 def refuse_bad_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be wrapped."""
     if not callable(loss):
         raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
     bare = without_ddp(loss)

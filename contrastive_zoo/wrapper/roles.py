@@ -50,7 +50,6 @@ class Roles:
         return {name: self.with_rows_first(name, x) for name, x in arguments.items() if not self.is_shared(name)}
 
     def problem(self, leaves: Mapping[str, Any]) -> str | None:
-        """Which role does not fit the arguments of a call, in words; None if all do."""
         for option, names in (("shared", self.shared), ("batch_dim", self.batch_dim)):
             for name in names:
                 if not any(_covers(name, path) for path in leaves):

@@ -150,7 +150,6 @@ class DistributedStep:
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
-        """What this rank knows to be wrong."""
         history, problem = self.history, self.history.values_problem()
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and in_backward():

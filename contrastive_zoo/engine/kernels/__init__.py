@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def device_problem(device: "torch.device") -> str | None:
-    """Return why kernels cannot run on a device, or None."""
     import torch  # imported here, so that the package imports without torch
 
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):

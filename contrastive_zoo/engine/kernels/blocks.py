@@ -116,7 +116,6 @@ class Tile:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of a launch."""
         blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth}
         return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
 
@@ -158,11 +157,9 @@ class Operand:
 
     @property
     def width(self) -> int:
-        """The embedding size."""
         return self.rows.shape[1]
 
     def tiles(self, part: slice, height: int, width: int) -> TensorDescriptor:
-        """Return a descriptor to read some rows in tiles of this size."""
         rows = self.rows[part]
         return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [height, width])
 
@@ -175,7 +172,6 @@ def blocks(n: int, m: int, side: int, *, upper: bool = False) -> Iterator[tuple[
 
 
 def rows_per_program(n: int, m: int, tile: Tile) -> int:
-    """Return the number of rows that a program processes."""
     count = cdiv(n, tile.rows) * cdiv(m, tile.columns)
     return tile.rows * max(1, min(MAX_TILES, count // MIN_PROGRAMS))
 
@@ -211,7 +207,6 @@ class Weights:
         return 2.0**-self.bits
 
     def block(self, i: slice, j: slice) -> Tensor:
-        """Return the part of the buffer for these rows and columns."""
         return self.buffer[: i.stop - i.start, : j.stop - j.start]
 
 
@@ -253,7 +248,6 @@ def precision_of(x: Tensor) -> str:
 
 
 def tiles_for(x: Tensor, precision: str) -> tuple[Tile, Tile]:
-    """Return the tiles without and with masks on the device of x."""
     return tiles(x.dtype, precision, _capability(x.get_device()))
 
 

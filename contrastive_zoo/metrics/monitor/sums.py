@@ -77,7 +77,6 @@ class Samples:
 
 
 def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
-    """Return why a monitor finds no embeddings among these arguments, in words; None if it finds some."""
     first = next(iter(rows.values()), None)
     if first is not None and first.is_floating_point() and first.ndim in (2, 3):
         return None

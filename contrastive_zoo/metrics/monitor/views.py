@@ -34,7 +34,6 @@ def picture(measurement: Measurement) -> Figure:
 
 
 def draw_similarities(axis: Any, measurement: Measurement) -> None:
-    """Draw the density of positive and negative similarities on an axis."""
     for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
         draw_density(axis, torch.tensor(counts).view(-1, _JOINED).sum(1), name, colour)
 

@@ -41,7 +41,6 @@ class _ZeroBelowCount(RowLoss):
         return value * ~self.is_zero(batch.sum(counts, gradient="complete"))
 
     def count(self, first: Tensor, second: Tensor) -> None:
-        """Add a block's share of the two counts."""
         self._counts.append(torch.stack([first, second]))
 
     def is_zero(self, counts: Tensor) -> Tensor:

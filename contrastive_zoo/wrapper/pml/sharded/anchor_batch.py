@@ -114,7 +114,6 @@ class AnchorBatch:
         return cast("R", result)
 
     def totals(self, *local: int) -> list[int]:
-        """Return the sum of each number over ranks."""
         return [sum(counts) for counts in zip(*self.world.exchange(local), strict=True)]
 
 

@@ -68,7 +68,6 @@ def padding_needed(local: Sequence[int], totals: Sequence[int], enough: int) -> 
 
 
 def _without_padding(info: Info, anchors: int, has_pairs: bool) -> Info:
-    """Return the sub-loss without the values of padding anchors."""
     values, indices, divisor = info["losses"], info["indices"], info.get("divisor")
     if isinstance(values, Tensor) and indices is not None:
         is_local = (indices if isinstance(indices, Tensor) else indices[0]) < anchors

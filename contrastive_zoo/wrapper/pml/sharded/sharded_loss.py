@@ -142,7 +142,6 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
 
 
 def call_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Return why a call cannot be evaluated in shards, in words; None if it can."""
     problem = refusal(loss, miner) or _arguments_problem(loss, miner, arguments)
     return None if problem is None else f"it cannot be evaluated in shards: {problem} Leave mode='sharded' out."
 
