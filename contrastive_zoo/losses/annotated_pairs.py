@@ -25,11 +25,11 @@ class CoSENT(Loss):
 
         loss = log(1 + Σ_{i, j: y_i < y_j} exp((s_i − s_j) / t))
 
-    Pairs with equal scores are not compared. ``"cosine"`` is CoSENT: s_i = q_i·k_i of unit rows. ``"angle"`` is the angle
-    term of AnglE: with rows of width d = 2m read as m complex numbers, real parts first, and divided by their norms,
-    s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|; an odd width is padded by a 0. Every rank sorts the N similarities of all ranks:
-    O(N log N) time and N numbers of memory instead of N². Equal to sentence-transformers' CoSENTLoss(scale=1/t) and
-    AnglELoss(scale=1/t).
+    Pairs with equal scores are not compared. ``"cosine"`` is CoSENT: s_i = q_i·k_i of unit embeddings. ``"angle"`` is
+    the angle term of AnglE: with embeddings of width d = 2m read as m complex numbers, real parts first, and divided by
+    their norms, s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|; an odd width is padded by a 0. Every rank sorts the N similarities
+    of all ranks: O(N log N) time and N numbers of memory instead of N². Equal to sentence-transformers'
+    CoSENTLoss(scale=1/t) and AnglELoss(scale=1/t).
 
     Called as ``loss(queries, keys, scores)``:
 
@@ -105,7 +105,7 @@ def _scores_problem(queries: Tensor, keys: Tensor, scores: Tensor) -> str | None
 class OnlineContrastive(Loss):
     r"""Compute the contrastive loss of the positive pairs and negative pairs that overlap in distance.
 
-    With D_i = 1 − q_i·k_i of unit rows, and positives y_i = 1 and negatives y_i = 0 of all ranks,
+    With D_i = 1 − q_i·k_i of unit embeddings, and positives y_i = 1 and negatives y_i = 0 of all ranks,
 
         loss = Σ_{i: y_i = 1, D_i > min_{y_j = 0} D_j} D_i²  +  Σ_{i: y_i = 0, D_i < max_{y_j = 1} D_j} max(0, margin − D_i)²
 

@@ -18,10 +18,10 @@ from contrastive_zoo.ranks.row_checks import labelled_problem, towers_problem
 
 
 class NormalizedSoftmax(ShardableClassLoss):
-    r"""Compute the cross-entropy of a row's class over cosines; each class weight is the proxy of its class.
+    r"""Compute the cross-entropy of an embedding's class over cosines; each class weight is the proxy of its class.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    With z the unit rows, w the unit weights and y the labels,
+    With z the unit embeddings, w the unit weights and y the labels,
 
         loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
 
@@ -48,10 +48,10 @@ class NormalizedSoftmax(ShardableClassLoss):
 
 
 class ProxyNCA(ShardableClassLoss):
-    r"""Compute −log of the probability of a row's own proxy among all proxies, by squared distances of unit vectors.
+    r"""Compute −log of the probability of an embedding's own proxy among all proxies, by squared distances of unit vectors.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    With z the unit rows, p the unit proxies and y the labels,
+    With z the unit embeddings, p the unit proxies and y the labels,
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
@@ -82,7 +82,8 @@ class CosFace(ShardableClassLoss):
     r"""Compute the large-margin cosine loss.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit rows, w the unit weights, y the labels.
+    Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit embeddings, w the unit weights, y the
+    labels.
 
         loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
@@ -112,7 +113,7 @@ class ArcFace(ShardableClassLoss):
     r"""Compute the additive angular margin loss; with k centres per class, sub-center ArcFace.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    With z the unit rows, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
+    With z the unit embeddings, w the unit weights, y the labels and θ the angle between z_i and w_{y_i},
 
         loss_i = −log σ( s cos(θ + m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
@@ -154,7 +155,7 @@ class SoftTriple(ClassLoss):
     r"""Compute the cross-entropy over classes whose similarity is the softmax-weighted mean over their centres.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; the centres are ``weights``, [C, K, d], or [C, d] if K is 1.
-    With z the unit rows, w the unit centres and y the labels,
+    With z the unit embeddings, w the unit centres and y the labels,
 
         S_ij   = Σ_k softmax_k(z_i·w_jk / γ) z_i·w_jk
         loss_i = −log σ( λ (S_{i y_i} − δ)  −  log Σ_{j≠y_i} exp(λ S_ij) )  +  τ R
@@ -212,7 +213,7 @@ class LargeMarginSoftmax(ClassLoss):
     r"""Compute the softmax over classes with the target logit ‖x‖ ‖w‖ ψ(θ); embeddings are not normalised.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; the norms of ``weights``, [C, d], count, too.
-    With θ the angle between row x_i and the weights w of its class, and m the margin,
+    With θ the angle between embedding x_i and the weights w of its class, and m the margin,
 
         ψ(θ) = (−1)^k cos(m θ) − 2k   for θ in [kπ/m, (k + 1)π/m]
         loss_i = −log σ( s ‖x_i‖ ‖w_{y_i}‖ ψ(θ_i)  −  log Σ_{j≠y_i} exp(s x_i·w_j) )
@@ -332,14 +333,14 @@ class Instance(ShardableClassLoss):
 
 
 class ProxyAnchor(ClassLoss):
-    r"""Compute a loss whose anchors are proxies, and whose positives and negatives are the rows of the global batch.
+    r"""Compute a loss whose anchors are proxies, and whose positives and negatives are the embeddings of the global batch.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; the proxies are ``weights``, [C, d], of :class:`ClassLoss`.
-    With s the cosines of rows x and proxies p, X⁺(p) the rows of p's class and P⁺ the proxies that have some,
+    With s the cosines of embeddings x and proxies p, X⁺(p) the embeddings of p's class and P⁺ the proxies that have some,
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
-    in nats per proxy. The sums over rows are two numbers per proxy, reduced over all ranks.
+    in nats per proxy. The sums over embeddings are two numbers per proxy, reduced over all ranks.
 
     Args:
         margin: δ, in units of the cosine.
@@ -360,14 +361,14 @@ class ProxyAnchor(ClassLoss):
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings
         positive, negative, counts = self.pairs(batch).log1p_sum_exp_by_class(settings.margin, settings.alpha)
-        return positive.sum() / (counts > 0).sum() + negative.mean()  # a proxy without such rows has 0
+        return positive.sum() / (counts > 0).sum() + negative.mean()  # a proxy without such embeddings has 0
 
 
 class P2SGrad(ClassLoss):
     r"""Compute the mean squared error of cosines to all C classes, whose gradient is the probability-to-similarity gradient.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d].
-    Dense: ``mse_loss(z @ w.T, one_hot(y))``, with z the unit rows, w the unit weights, y the labels.
+    Dense: ``mse_loss(z @ w.T, one_hot(y))``, with z the unit embeddings, w the unit weights, y the labels.
 
         loss_i = 1/C Σ_j (z_i·w_j − [j = y_i])²
 

@@ -16,7 +16,7 @@ from contrastive_zoo.ranks.row_checks import described
 class WeightedSum(Composition):
     r"""Add the weighted values of several losses of the same embeddings.
 
-        L = Σ_k w_k · loss_k(rows)
+        L = Σ_k w_k · loss_k(embeddings)
 
     Embeddings are gathered once for all losses. (Tensors that a loss first concatenates, such as the hard negatives of
     :class:`MNRL` and :class:`GIST`, are gathered by that loss.)

@@ -89,8 +89,8 @@ class CrossBatchMemory(Loss):
 
     - rows: [n, d] embeddings, or queries.
     - partners: [n] labels, or [n, d] keys.
-    - enqueue_mask: [n], with labels, as in pytorch-metric-learning: rows that enter and are no anchors; the others are
-      anchors and do not enter. With keys: which of them enter; all are compared. None: all rows enter, and are compared.
+    - enqueue_mask: [n], with labels, as in pytorch-metric-learning: those that enter and are no anchors; the others are
+      anchors and do not enter. With keys: which of them enter; all are compared. None: all enter, and are compared.
 
     Args:
         loss: as above.
@@ -104,7 +104,7 @@ class CrossBatchMemory(Loss):
     Raises:
         ValueError: a loss that takes neither, a class in place of its instance, a miner with a loss that takes none, or a
             size or width below 1. At the call, on every rank alike: embeddings of another width, labels or a mask that
-            are not one per row, NaN or infinite embeddings, an empty global batch, or memories that differ in size,
+            are not one per embedding, NaN or infinite embeddings, an empty global batch, or memories that differ in size,
             pointer or fill.
 
     Examples:
@@ -230,7 +230,7 @@ class CrossBatchMemory(Loss):
         return {name: x for name, x in values.items() if not isinstance(x, (Tensor, nn.Module))}
 
     def _enqueue(self, batch: Batch, rows: Tensor, labels: Tensor | None, mask: Tensor | None) -> Int[Tensor, " N"]:
-        """Add the rows to the memory in train mode; return the slots of all ranks' rows, −1 for rows that are not in it."""
+        """Add the embeddings to the memory in train mode; return the slots of all ranks', −1 for those not in it."""
         if self.training:
             return self.memory.write(rows.detach(), labels, mask, batch.samples, batch.world)
         return torch.full((batch.total,), -1, device=self.memory.ids.device)

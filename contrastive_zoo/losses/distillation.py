@@ -17,9 +17,9 @@ from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_pro
 
 
 class ClipDistillation(Loss):
-    r"""Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' rows.
+    r"""Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' embeddings.
 
-    With S = x yᵀ / t of the student's unit rows, T = u vᵀ / t' of the teacher's, both of all ranks,
+    With S = x yᵀ / t of the student's unit embeddings, T = u vᵀ / t' of the teacher's, both of all ranks,
 
         targets = (1 − λ) · I + λ · softmax(T)
         loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)

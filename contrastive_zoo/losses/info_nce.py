@@ -21,7 +21,7 @@ from contrastive_zoo.ranks.row_checks import described, rows_problem
 class InfoNCE(TowerLoss):
     r"""Compute the cross-entropy of key i for query i; row i of queries belongs to row i of keys.
 
-    With q, k the unit rows of all ranks and X(i) the extra negatives that query i sees,
+    With q, k the unit embeddings of all ranks and X(i) the extra negatives that query i sees,
 
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
@@ -84,7 +84,7 @@ class Clip(ImageTextLoss, LogitScale):
     r"""Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :class:`InfoNCE`.
 
     Called as ``loss(images, texts)``, [n, d] each.
-    With x, y the unit rows of all ranks and S = x yᵀ / t,
+    With x, y the unit embeddings of all ranks and S = x yᵀ / t,
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 

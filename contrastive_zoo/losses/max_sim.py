@@ -76,7 +76,7 @@ def _losses(result: Scores, scale: float | Tensor, batch: Batch | None) -> Tenso
 
 
 def _log_sum_exp_over_ranks(x: Tensor, batch: Batch) -> Tensor:
-    """Return the log-sum-exps of the columns over all ranks' rows; −inf, without gradient, where all terms are −inf."""
+    """Return the log-sum-exps of the columns over all ranks; −inf, without gradient, where all terms are −inf."""
     largest = torch.cat([x.detach(), x.new_full((1, x.shape[1]), -torch.inf)]).amax(0)
     largest = batch.maximum(largest)
     largest = largest.where(largest > -torch.inf, 0)

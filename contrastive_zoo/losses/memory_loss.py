@@ -52,22 +52,22 @@ class MemoryLoss(Loss):
         return queue.embeddings, queue.filled
 
     def remember(self, rows: Tensor, batch: Batch) -> None:
-        """Store the rows of all ranks with unit length, in training mode."""
+        """Store the embeddings of all ranks with unit length, in training mode."""
         if self.training:
             unit = batch.prepared(rows.detach(), normalize=True)
             self.queue.write(unit, None, None, batch.samples, batch.world)
 
 
 def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
-    """Return which rows of a memory do not count, [m]; None if all do."""
+    """Return which embeddings of a memory do not count, [m]; None if all do."""
     return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
 
 
 class NNCLR(MemoryLoss):
     r"""Compute InfoNCE between the neighbours of one view's projections and the other view's predictions.
 
-    With z the projections and p the predictions of two views, unit rows of all ranks, Q the unit rows of the memory and
-    NN(z) = argmax_{q∈Q} z·q,
+    With z the projections and p the predictions of two views, unit embeddings of all ranks, Q the unit embeddings of
+    the memory and NN(z) = argmax_{q∈Q} z·q,
 
         loss = ( InfoNCE(NN(z¹), p²) + InfoNCE(NN(z²), p¹) ) / 2
 
@@ -129,7 +129,7 @@ class NNCLR(MemoryLoss):
 def _neighbours(
     z: Float[Tensor, "n d"], memory: Float[Tensor, "m d"], filled: Int[Tensor, ""] | None
 ) -> Float[Tensor, "n d"]:
-    """Return the most similar row of the memory for each row, block by block; the row itself if the memory is empty."""
+    """Return the most similar embedding of the memory for each one, block by block; itself if the memory is empty."""
     if not len(memory):
         return z
     candidates = torch.nn.functional.normalize(memory.to(z), dim=1)
@@ -145,14 +145,14 @@ class ReSSL(MemoryLoss):
     r"""Compute the cross-entropy of the student's distribution over the memory, with the teacher's as target.
 
     Called as ``loss(student, teacher)``, q and k, [n, d] each; k are a momentum encoder's, of weakly augmented views.
-    With q and k the unit rows of student and teacher and x_j the unit rows of the memory,
+    With q and k the unit embeddings of student and teacher and x_j the unit embeddings of the memory,
 
         loss_i = − Σ_j softmax_j(k_i·x_j / t') log softmax_j(q_i·x_j / t)
 
     The teacher has no gradient. Samples of a batch are not compared with each other: a rank needs its own n × m logits
     only. Without a memory there is no loss.
 
-    The memory holds the teacher's rows of earlier calls; :class:`MemoryLoss` documents it.
+    The memory holds the teacher's embeddings of earlier calls; :class:`MemoryLoss` documents it.
 
     Args:
         size: number of embeddings in the memory.

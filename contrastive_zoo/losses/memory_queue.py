@@ -141,20 +141,20 @@ class MemoryQueue(nn.Module):
         enqueue_mask: Bool[Tensor, " n"] | None = None,
         process_group: Processes = None,
     ) -> Int[Tensor, " n"]:
-        """Store the rows of all ranks. Every rank must call it.
+        """Store the embeddings of all ranks. Every rank must call it.
 
         Args:
             rows: [n, d] of this rank, n may differ between ranks. They are stored without gradient.
-            labels: one integer per row.
-            enqueue_mask: which of this rank's rows to store; None is all.
+            labels: one integer per embedding.
+            enqueue_mask: which of this rank's embeddings to store; None is all.
             process_group: the ranks.
 
         Returns:
-            The slot of each of this rank's rows; −1 for a row that is not stored.
+            The slot of each of this rank's embeddings; −1 for one that is not stored.
 
         Raises:
-            ValueError: on every rank alike: rows of another width, labels or a mask that are not one per row, NaN or
-                infinite rows, or ranks that differ in dtype or arguments.
+            ValueError: on every rank alike: embeddings of another width, labels or a mask that are not one per
+                embedding, NaN or infinite embeddings, or ranks that differ in dtype or arguments.
         """
         world = World.of(process_group, "MemoryQueue")
         if problem := values_problem(self) or tensor_problem("rows", rows):
@@ -170,7 +170,7 @@ class MemoryQueue(nn.Module):
     def write(
         self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
     ) -> Int[Tensor, " N"]:
-        """Store the rows without checks or handshake; return the slots of all ranks' rows."""
+        """Store the embeddings without checks or handshake; return the slots of all ranks' embeddings."""
         device = self.embeddings.device
         rows = gather_rows(rows, shards, world).to(device)
         labels = self.ids.new_zeros(len(rows)) if labels is None else gather_rows(labels, shards, world).to(self.ids)
@@ -187,7 +187,7 @@ class MemoryQueue(nn.Module):
         return slots
 
     def compared_state(self) -> dict[str, Any]:
-        """Return the state that must be the same on every rank before rows enter; now and then with a digest of the rows.
+        """Return the state that must be the same on every rank before embeddings enter; now and then with a digest.
 
         Equal pointers choose equal times: once each time that the ring begins again, and at about every 64th call.
         """
@@ -201,7 +201,7 @@ class MemoryQueue(nn.Module):
     def problem(
         self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None, name: str = "rows"
     ) -> str | None:
-        """Return why these rows cannot enter, in words; None if they can."""
+        """Return why these embeddings cannot enter, in words; None if they can."""
         width = self.embeddings.shape[1]
         if result := rows_problem(name, rows):
             return result

@@ -26,7 +26,7 @@ _HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
 class MNRL(Loss):
     r"""Compute the multiple negatives ranking loss of sentence-transformers.
 
-    With q, d the unit rows of queries and documents of all ranks, D all documents and hard negatives,
+    With q, d the unit embeddings of queries and documents of all ranks, D all documents and hard negatives,
 
         query_to_doc    Z_i = Σ_{x∈D} exp(q_i·x / t + h_ix)        query_to_query  Z_i = Σ_{j≠i} exp(q_i·q_j / t)
         doc_to_query    Z_i = Σ_j exp(d_i·q_j / t)                 doc_to_doc      Z_i = Σ_{x∈D, not i's} exp(d_i·x / t)
@@ -42,7 +42,7 @@ class MNRL(Loss):
     - queries, documents: [n, d].
     - negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
       passes them, all must: a rank without any passes [0, d].
-    - owners: [m], the row among this rank's queries that a negative was mined for, any number each, or −1 for none;
+    - owners: [m], the index of the query of this rank that a negative was mined for, any number each, or −1 for none;
       None is −1.
 
     Args:
@@ -198,7 +198,7 @@ Strategy = Literal["absolute", "relative"]
 class GIST(Loss):
     r"""Compute InfoNCE over the candidates that a guide model does not find closer to the anchor than its positive.
 
-    With a, p, x the unit rows of anchors, positives and negatives of all ranks, g(·,·) the guide's cosine and
+    With a, p, x the unit embeddings of anchors, positives and negatives of all ranks, g(·,·) the guide's cosine and
 
         τ_i = g(a_i, p_i) − margin,   or, relative,   g(a_i, p_i) − margin · |g(a_i, p_i)|
 

@@ -21,7 +21,7 @@ Duplicates = Literal["positive", "ignore", "negative"]
 class MultiPositive(Loss):
     r"""Compute InfoNCE with all keys of the query's ids as targets.
 
-    With q, k the unit rows of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
+    With q, k the unit embeddings of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
 
         loss_i = log Σ_{j∈C(i)} exp(s_ij)  −  Σ_j p_ij s_ij
 
@@ -44,8 +44,8 @@ class MultiPositive(Loss):
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        duplicates: see above; other than ``"positive"`` for paired rows with one id each.
-        symmetric: whether to average with the direction from keys to queries, for paired rows with one id each.
+        duplicates: see above; other than ``"positive"`` for paired embeddings with one id each.
+        symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
         reduction: the mean is over all ranks' queries with a target, in nats.
 
     Raises:
@@ -156,22 +156,22 @@ def _weights_rule(weights: Tensor) -> ValueRule:
 
 
 class NPairs(LabelledLoss):
-    r"""Compute the multi-class N-pair loss: classify, for each class's first row, its second row among those of all classes.
+    r"""Compute the multi-class N-pair loss: for each class's first embedding, find its second among those of all.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With x_c, y_c the first two rows, in rank order, of the C classes that have two,
+    With x_c, y_c the first two embeddings, in rank order, of the C classes that have two,
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
 
-    Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's
-    NPairsLoss, which selects the same rows. Its ``embedding_regularizer`` is a mean over all rows; the paper's and this
-    one are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+    Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's NPairsLoss,
+    which selects the same embeddings. Its ``embedding_regularizer`` is a mean over all embeddings; the paper's and this one
+    are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
         temperature: t > 0, in units of dot products; a tensor or a module is learnable. The paper has none.
         l2: λ ≥ 0, the weight of the squared norms.
         normalize: the paper does not.
-        reduction: the mean is over all ranks' pairs, in nats, 0 without any; ``"none"`` is for the local rows.
+        reduction: the mean is over all ranks' pairs, in nats, 0 without any; ``"none"`` is for the local embeddings.
 
     Examples:
         >>> z = torch.eye(2).repeat(2, 1)

@@ -19,7 +19,7 @@ class NTXent(ViewLoss):
     r"""Compute the normalised-temperature cross-entropy over two or more views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With z the unit rows of all views of all ranks and P(i) the other views of row i's sample,
+    With z the unit embeddings of all views of all ranks and P(i) the other views of i's sample,
 
         loss = mean_i [ log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t ]
 
@@ -59,8 +59,8 @@ class DCL(TwoViewLoss):
     r"""Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With z the unit rows of both views of all ranks, p(i) the other view of row i, N(i) the rows of other samples and
-    w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
+    With z the unit embeddings of both views of all ranks, p(i) the other view of embedding i, N(i) the embeddings of
+    other samples and w = 1, or, weighted and held constant, w_i = 2 − exp(z_i·z_p / σ) / mean_j exp(z_j·z_p(j) / σ),
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
@@ -72,7 +72,7 @@ class DCL(TwoViewLoss):
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
-        reduction: the mean is over all ranks' rows, in nats, 0 for one sample.
+        reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
 
     Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
@@ -137,7 +137,7 @@ class HCL(TwoViewLoss):
     r"""Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With x_ik = z_i·z_k / t the logits of unit rows, p the other view of row i, its M = 2N − 2 negatives N(i),
+    With x_ik = z_i·z_k / t the logits of unit embeddings, p the other view of embedding i, its M = 2N − 2 negatives N(i),
 
         H_i = Σ_{k∈N(i)} w_ik exp(x_ik),       w_ik = M exp(β x_ik) / Σ_{l∈N(i)} exp(β x_il)
         G_i = max( (H_i − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
@@ -149,7 +149,7 @@ class HCL(TwoViewLoss):
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0; a larger β weights hard negatives more.
-        reduction: the mean is over all ranks' rows, in nats, 0 for one sample.
+        reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
 
     Examples:
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)
@@ -181,7 +181,7 @@ class Debiased(TwoViewLoss):
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: the mean is over all ranks' rows, in nats, 0 for one sample.
+        reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
 
     Examples:
         >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)

@@ -24,7 +24,7 @@ Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is i
 class Contrastive(DissimilarityLoss):
     r"""Compute hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
 
-    With D_ij the distance of unit rows, over all ordered pairs of the rows of all ranks,
+    With D_ij the distance of unit embeddings, over all ordered pairs of the embeddings of all ranks,
 
         loss = mean_{i, p∈P(i)} max(0, D_ip − pos_margin)^power  +  mean_{i, n∈N(i)} max(0, neg_margin − D_in)^power
 
@@ -73,8 +73,8 @@ class SignalToNoise(RowLoss):
 
         D_ij = var(z_j − z_i) / var(z_i)
 
-    with variances over the d features of unit rows. It is not symmetric. The paper's regulariser of the rows' means is
-    not included: add ``λ * z.sum(1).abs().mean()``, pytorch-metric-learning's ZeroMeanRegularizer.
+    with variances over the d features of unit embeddings. It is not symmetric. The paper's regulariser of the
+    embeddings' means is not included: add ``λ * z.sum(1).abs().mean()``, pytorch-metric-learning's ZeroMeanRegularizer.
 
     Args:
         pos_margin: ratio up to which positives have no loss.
@@ -113,7 +113,7 @@ class ThresholdConsistentMargin(RowLoss):
 
         loss = λ⁺ mean_{s_ip ≤ m⁺} (m⁺ − s_ip)  +  λ⁻ mean_{s_in ≥ m⁻} (s_in − m⁻)
 
-    over the ordered pairs of the rows of all ranks; an empty mean is 0. Equal to pytorch-metric-learning's
+    over the ordered pairs of the embeddings of all ranks; an empty mean is 0. Equal to pytorch-metric-learning's
     ThresholdConsistentMarginLoss.
 
     Args:
@@ -212,7 +212,7 @@ _NonNegative = Annotated[float, Bounds("t_p, t_n and epsilon are 0 or more", low
 class RankedList(RowLoss):
     r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
 
-    With D_ij the distance of unit rows, over the pairs with D_ip > α − margin and D_in < α,
+    With D_ij the distance of unit embeddings, over the pairs with D_ip > α − margin and D_in < α,
 
         loss_i = (1 − λ) Σ_p w_p (D_ip − α + margin) / Σ_p w_p  +  λ Σ_n w_n (α − D_in) / Σ_n w_n
         w_p = exp(T_p (D_ip − α + margin)),  w_n = exp(T_n (α − D_in))
@@ -225,7 +225,7 @@ class RankedList(RowLoss):
         t_p: T_p >= 0; 0 weights positives equally.
         t_n: T_n >= 0.
         imbalance: λ in 0 … 1, the share of the negatives.
-        epsilon: added to Σ w once per row of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
+        epsilon: added to Σ w once per embedding of the batch. 0 is the paper's; pytorch-metric-learning's is 1e-5.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
@@ -270,7 +270,8 @@ class RankedList(RowLoss):
 class Margin(RowLoss):
     r"""Compute two hinges around a boundary, which is one parameter or one per class.
 
-    With D_ij the distance of unit rows, P and N an anchor's positives and negatives, and active pairs those with a loss,
+    With D_ij the distance of unit embeddings, P and N an anchor's positives and negatives, and active pairs those with a
+    loss,
 
         loss = Σ_i [ |N(i)| Σ_{p∈P(i)} max(0, D_ip − β_i + margin) + |P(i)| Σ_{n∈N(i)} max(0, β_i − D_in + margin)
                      + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]

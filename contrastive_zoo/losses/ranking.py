@@ -16,9 +16,9 @@ from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature
 
 
 class SmoothAP(RowLoss):
-    r"""Compute one minus average precision, with a soft count of the rows before each positive.
+    r"""Compute one minus average precision, with a soft count of the embeddings before each positive.
 
-    With σ_k(p) = sigmoid((s_ik − s_ip) / t), the soft comparison of row k and positive p in anchor i's ranking,
+    With σ_k(p) = sigmoid((s_ik − s_ip) / t), the soft comparison of embedding k and positive p in anchor i's ranking,
 
         loss_i = 1 − mean_{p∈P(i)} (1 + Σ_{k∈P(i), k≠p} σ_k(p)) / (1 + Σ_{k∈P(i)∪N(i), k≠p} σ_k(p))
 
@@ -124,9 +124,9 @@ class PNP(RowLoss):
 
 
 class FastAP(RowLoss):
-    r"""Compute one minus average precision, with ranks from a histogram of squared distances of unit rows.
+    r"""Compute one minus average precision, with ranks from a histogram of squared distances of unit embeddings.
 
-    With h_l, h⁺_l the numbers of an anchor's other rows and of its positives in bin l (each row shared linearly between
+    With h_l, h⁺_l the numbers of an anchor's other embeddings and of its positives in bin l (each shared linearly between
     the two nearest bin centres), H, H⁺ their running sums, and M positives,
 
         loss_i = 1 − 1/M Σ_l h⁺_l H⁺_l / H_l
@@ -135,7 +135,7 @@ class FastAP(RowLoss):
 
     Args:
         num_bins: L, the number of steps between distances 0 and 4.
-        normalize: must be True; rows are always normalised.
+        normalize: must be True; embeddings are always normalised.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -173,7 +173,7 @@ class FastAP(RowLoss):
 
 
 class Histogram(LabelledLoss):
-    r"""Compute the overlap of the histograms of positive and of negative similarities of unit rows.
+    r"""Compute the overlap of the histograms of positive and of negative similarities of unit embeddings.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With h⁺ and h⁻ the histograms of s_ij = z_i·z_j over all positive and all negative pairs of all ranks, at R + 1 nodes
@@ -183,7 +183,7 @@ class Histogram(LabelledLoss):
 
     which is 0 without a positive or a negative pair. Two passes over the pairs: the first sums histograms over ranks,
     the second takes the gradient, with memory linear in N. pytorch-metric-learning's HistogramLoss leaves out negative pairs
-    of two rows that both have no positive.
+    of two embeddings that both have no positive.
 
     Args:
         num_bins: R, the number of steps; the paper finds little effect between 100 and 200.

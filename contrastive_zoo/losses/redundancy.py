@@ -32,12 +32,13 @@ class BarlowTwins(TwoViewLoss):
     r"""Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With C the cross-correlation of features over the rows of all ranks, with standard deviations √(variance + ε) over N,
+    With C the cross-correlation of features over the embeddings of all ranks, with standard deviations √(variance + ε) over
+    N,
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
     ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
-    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single row
+    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single sample
     are 0. The loss has no unit.
 
     Args:
@@ -69,13 +70,13 @@ class VICReg(TwoViewLoss):
     r"""Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With Cov the covariance (over N − 1) of the rows of all ranks,
+    With Cov the covariance (over N − 1) of the embeddings of all ranks,
 
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ/2 · mean_k max(0, γ − √(Cov(z)_kk + ε))
                                                             + ν/d · Σ_{k≠l} Cov(z)_kl² ]
 
     as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
-    halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single row counts as 0.
+    halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single sample counts as 0.
     The terms have the units of features to the powers 2, 1 and 4.
 
     Args:
@@ -102,7 +103,7 @@ class VICReg(TwoViewLoss):
     ring_refusal = SENDS_NO_ROWS
 
     def degrees(self, count: int) -> int:
-        """Return what the covariances of so many rows are divided by."""
+        """Return what the covariances of so many embeddings are divided by."""
         return max(1, count - 1)
 
     def compute(self, batch: Batch) -> Tensor:
@@ -126,12 +127,12 @@ class VIbCReg(VICReg):
     r"""Compute the variance-invariance-better-covariance regularisation; embeddings are not normalised.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With Cov the covariance (over N − 1) and R the correlation matrix of the features over the rows of all ranks,
+    With Cov the covariance (over N − 1) and R the correlation matrix of the features over the embeddings of all ranks,
 
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ mean_k max(0, γ − √(Cov(z)_kk + ε))
                                                             + ν/d² · Σ_{k≠l} R(z)_kl² ]
 
-    as solo-learn's vibcreg_loss_func. Correlations of a constant feature, and of a single row, are 0. The paper also
+    as solo-learn's vibcreg_loss_func. Correlations of a constant feature, and of a single sample, are 0. The paper also
     whitens features by IterNorm at the end of the projector, which is a layer of the model.
 
     Args:
@@ -162,7 +163,7 @@ class TiCo(TwoViewLoss):
     r"""Compute transformation invariance and covariance contrast.
 
     Called as ``loss(view1, view2)``, [n, d] each; the second is usually a momentum encoder's.
-    With a, b the unit rows of the two views of all ranks and M the moving average of past second moments,
+    With a, b the unit embeddings of the two views of all ranks and M the moving average of past second moments,
 
         C = β M + (1 − β)/N Σ_i a_i a_iᵀ
         loss = mean_i [ 1 − a_i·b_i  +  ρ a_iᵀ C a_i ]
@@ -223,7 +224,7 @@ class FroSSL(ViewLoss):
     r"""Compute the log of the squared Frobenius norm of each view's second moments plus the distance of views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With ẑ_v the V views, each feature divided by its norm over the rows of all ranks, d features and m = mean_v ẑ_v,
+    With ẑ_v the V views, each feature divided by its norm over the embeddings of all ranks, d features and m = mean_v ẑ_v,
 
         loss = Σ_v [ log ‖ẑ_vᵀ ẑ_v / tr(ẑ_vᵀ ẑ_v)‖_F²  +  λ V/N Σ_i ‖ẑ_vi − m_i‖² ]
 
@@ -258,14 +259,14 @@ class MMCR(ViewLoss):
     r"""Compute minus the nuclear norm of the samples' centroids plus the mean nuclear norm of each sample's views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With Z_i the matrix [V, d] of unit rows of the V views of sample i, c_i their mean, C the centroids of all ranks,
+    With Z_i the matrix [V, d] of unit embeddings of the V views of sample i, c_i their mean, C the centroids of all ranks,
     [N, d], and σ_k(·) the singular values of a matrix,
 
         loss = −Σ_k ( √(σ_k(C)² + ε) − √ε )  +  λ mean_i Σ_k ( √(σ_k(Z_i)² + ε) − √ε )
 
-    For ε → 0 these are nuclear norms. A nuclear norm has no gradient where a singular value is 0: if rows repeat, lie on
-    a line, or views are equal. The gradient of this sum exists everywhere, and a singular value of 0 adds nothing. Its
-    value differs from the nuclear norms by at most √ε per singular value that is not 0.
+    For ε → 0 these are nuclear norms. A nuclear norm has no gradient where a singular value is 0: if embeddings repeat,
+    lie on a line, or views are equal. The gradient of this sum exists everywhere, and a singular value of 0 adds
+    nothing. Its value differs from the nuclear norms by at most √ε per singular value that is not 0.
 
     The squares of σ(C) are the eigenvalues of CᵀC, so ranks exchange d × d numbers, also for N < d. Rounding CᵀC, by u N
     for numbers of precision u, moves the value by at most u N/√ε per singular value of 0, and the gradient by as much:
@@ -307,7 +308,7 @@ class WMSE(ViewLoss):
     r"""Compute the squared distance of views that are whitened by the covariance of all ranks and then normalised.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
-    With C_v the covariance of view v over the rows of all ranks and m_v their mean, of d features,
+    With C_v the covariance of view v over the embeddings of all ranks and m_v their mean, of d features,
 
         L_v L_vᵀ = (1 − ε) C_v + ε tr(C_v)/d I        u_vi = L_v⁻¹ (z_vi − m_v), divided by its length
         loss_i   = mean_{v<w} ‖u_vi − u_wi‖²
@@ -347,10 +348,10 @@ class WMSE(ViewLoss):
 
 @without_autocast
 def _whitened(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the whitened local rows with unit length, and which of them differ from the mean."""
+    """Return the whitened local embeddings with unit length, and which of them differ from the mean."""
     x, d, eps = centered(batch, z), z.shape[1], batch.settings.eps
     directed = vector_norm(x.detach(), dim=1) > _LEAST_DISTANCE * vector_norm(z.detach(), dim=1)
-    # each rank whitens its local rows only, so gradients are summed over ranks
+    # each rank whitens its local embeddings only, so gradients are summed over ranks
     covariance = batch.sum(matmul(x.T, x), gradient="partial") / max(1, batch.total - 1)
     variance = covariance.trace() / d
     eye = torch.eye(d, dtype=x.dtype, device=x.device)

@@ -60,7 +60,7 @@ class DINO(Loss):
         loss_i = − mean over u and v ≠ u of Σ_k softmax_k((g^u_i − c) / τ_t) log softmax_k(s^v_i / τ_s)
 
     The centre is the buffer ``centre``. In training mode each call first uses the buffer and then moves it towards the mean
-    of the teacher's rows of all ranks: c ← m c + (1 − m) mean. It is equal on every rank, and equal to that of one
+    of the teacher's outputs of all ranks: c ← m c + (1 − m) mean. It is equal on every rank, and equal to that of one
     process.
 
     Called as ``loss(student, teacher)``:
@@ -155,7 +155,8 @@ class SwAV(ViewLoss):
     r"""Compute the loss of swapped predictions of cluster assignments.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
-    With z the unit rows of view v, c the unit prototypes, and q the balanced assignment of view u's rows of all ranks,
+    With z the unit embeddings of view v, c the unit prototypes, and q the balanced assignment of view u's embeddings of all
+    ranks,
 
         loss_i = − mean over u ≤ code_views and v ≠ u of Σ_k q^u_ik log softmax_k(z^v_i·c / t)
 
@@ -212,7 +213,7 @@ class SwAV(ViewLoss):
         scale = batch.scale(settings.temperature)
         z = batch.prepared(torch.cat([*batch.rows.values()]), normalize=True)
         unit = F.normalize(at_least_float32(batch.shared(self.prototypes)), dim=1).to(z.dtype)
-        scores = matmul(z, unit.T).unflatten(0, (views, -1))  # view, row, cluster
+        scores = matmul(z, unit.T).unflatten(0, (views, -1))  # view, sample, cluster
         codes = [
             balanced_assignment(batch, x, epsilon=settings.epsilon, iterations=settings.iterations)
             for x in scores.detach()[: settings.code_views]

@@ -28,7 +28,7 @@ class SigLIP(ImageTextLoss, LogitScale):
     r"""Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     Called as ``loss(images, texts)``, [n, d] each.
-    With x, y the unit rows of all ranks, z_ij = 1 for i = j and −1 otherwise,
+    With x, y the unit embeddings of all ranks, z_ij = 1 for i = j and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_j log σ( z_ij · (x_i·y_j / t + b) )
 
@@ -60,10 +60,10 @@ class SigLIP(ImageTextLoss, LogitScale):
 
 
 class SupSigmoid(AnchorLoss, LogitScale):
-    r"""Compute SigLIP's binary cross-entropy over all pairs of labelled rows.
+    r"""Compute SigLIP's binary cross-entropy over all pairs of labelled embeddings.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With z the unit rows of all ranks, y_ij = 1 for equal labels and −1 otherwise,
+    With z the unit embeddings of all ranks, y_ij = 1 for equal labels and −1 otherwise,
 
         loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
 

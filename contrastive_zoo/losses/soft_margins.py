@@ -98,20 +98,20 @@ class MultiSimilarity(RowLoss):
 
 
 class LiftedStructure(LabelledLoss):
-    r"""Compute a squared hinge on positive pairs, with a soft minimum of both rows' distances to negatives as margin.
+    r"""Compute a squared hinge on positive pairs, with a soft minimum of both embeddings' distances to negatives as margin.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With D_ij the distance of unit rows, over all ordered positive pairs (i, p) of the rows of all ranks,
+    With D_ij the distance of unit embeddings, over all ordered positive pairs (i, p) of the embeddings of all ranks,
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: the first computes a log-sum-exp over negatives for each row, which the second gathers with the row.
+    Two sweeps: the first computes a log-sum-exp over negatives for each embedding, which the second gathers with it.
 
     Args:
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
         normalize: the paper does not.
-        reduction: the mean is over positive pairs, 0 without any; ``"none"`` is for the local rows' sums, [n].
+        reduction: the mean is over positive pairs, 0 without any; ``"none"`` is for the local embeddings' sums, [n].
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -157,12 +157,12 @@ def _pairs(block: AnchorBlock, margin: float) -> Rows:
 class GeneralizedLiftedStructure(DissimilarityLoss):
     r"""Compute a hinge on two soft extremes: the farthest positive and the nearest negative.
 
-    With D_ij the distance of unit rows,
+    With D_ij the distance of unit embeddings,
 
         loss_i = max(0, log Σ_{p∈P(i)} exp(D_ip − pos_margin) + log Σ_{n∈N(i)} exp(neg_margin − D_in))
 
     averaged over the anchors with a positive and a negative. pytorch-metric-learning counts other anchors, too,
-    with 0 for an empty sum. Where every class has two rows or more, both values are equal.
+    with 0 for an empty sum. Where every class has two embeddings or more, both values are equal.
 
     Args:
         pos_margin: in units of the metric.

@@ -21,7 +21,7 @@ from contrastive_zoo.ranks.row_checks import described, labelled_problem, labels
 class SupCon(AnchorLoss):
     r"""Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
-    With z the unit rows of all ranks and P(i) the other rows with i's label,
+    With z the unit embeddings of all ranks and P(i) the other embeddings with i's label,
 
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
@@ -40,7 +40,7 @@ class SupCon(AnchorLoss):
     - embeddings: [n, d]; or [n, v, d], v views of each sample, the same v everywhere.
     - labels: [n] integers; None with views makes each sample a class of its own.
     - mask: [n, N], in place of labels: whether each of the N samples of all ranks, in rank order, is a positive of each
-      local sample. A row is never its own positive.
+      local sample. An embedding is never its own positive.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
@@ -156,14 +156,14 @@ class SINCERE(AnchorLoss):
     r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With z the unit rows of all ranks, P(i) the other rows with i's label and N(i) those with another,
+    With z the unit embeddings of all ranks, P(i) the other embeddings with i's label and N(i) those with another,
 
         loss_i = mean_{p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((z_i·z_n − z_i·z_p) / t) )
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
         average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
-            which is pytorch-metric-learning's NTXentLoss on labelled rows, with memory linear in N.
+            which is pytorch-metric-learning's NTXentLoss on labelled embeddings, with memory linear in N.
         reduction: the mean is over all ranks' anchors or pairs, in nats, 0 without any.
 
     Examples:
@@ -196,7 +196,8 @@ class TupletMargin(AnchorLoss):
     r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With θ_ij the angle between rows i and j of all ranks, P(i) the other rows with i's label, N(i) those with another,
+    With θ_ij the angle between embeddings i and j of all ranks, P(i) the other embeddings with i's label, N(i) those with
+    another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
@@ -241,7 +242,7 @@ class NCA(AnchorLoss):
     r"""Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
-    With z the rows of all ranks, P(i) the other rows with i's label,
+    With z the embeddings of all ranks, P(i) the other embeddings with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 

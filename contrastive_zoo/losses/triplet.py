@@ -27,7 +27,7 @@ Mining = Literal["all", "hard", "semi-hard"]
 class Triplet(DissimilarityLoss):
     r"""Compute a hinge, or its soft form, on the distance to a positive minus the distance to a negative.
 
-    With D_ij the distance of unit rows and the triplets (i, p, n) of the rows of all ranks,
+    With D_ij the distance of unit embeddings and the triplets (i, p, n) of the embeddings of all ranks,
 
         loss = mean_{(i,p,n)} max(0, D_ip − D_in + margin)        soft: log(1 + exp(D_ip − D_in + margin))
 
@@ -62,7 +62,7 @@ class Triplet(DissimilarityLoss):
     average: CountedTerms = "nonzero"
 
     first_of_equals: ClassVar[bool] = False
-    """Whether the first of equally hard rows gets the whole gradient; otherwise they share it."""
+    """Whether the first of equally hard candidates gets the whole gradient; otherwise they share it."""
     ring_refusal = (
         "only mining='hard' needs no list of an anchor's distances; all and semi-hard triplets are counted in it"
     )
@@ -105,7 +105,7 @@ class Triplet(DissimilarityLoss):
 class Angular(RowLoss):
     r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
-    With unit rows z, over all ordered positive pairs (i, p) whose class has a negative,
+    With unit embeddings z, over all ordered positive pairs (i, p) whose class has a negative,
 
         loss = mean_{i, p∈P(i)} log(1 + Σ_{n∈N(i)} exp(4 tan²α (z_i + z_p)·z_n − 2 (1 + tan²α) z_i·z_p))
 
@@ -114,7 +114,7 @@ class Angular(RowLoss):
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
         normalize: normalise embeddings to unit length first. pytorch-metric-learning normalises a pair but not its
-            negatives: give it unit rows to compare.
+            negatives: give it unit embeddings to compare.
         reduction: ``"none"`` returns sums over an anchor's pairs.
 
     Examples:
@@ -153,7 +153,7 @@ class MegaBatchMargin(Loss):
     r"""Compute hinges on each query's own key and on the most similar other key of all ranks.
 
     Called as ``loss(queries, keys)``, [n, d] each.
-    With s_ij = q_i·k_j of unit rows,
+    With s_ij = q_i·k_j of unit embeddings,
 
         loss_i = max(0, m⁺ − s_ii)  +  max(0, max_{j≠i} s_ij − m⁻)
 
@@ -199,7 +199,7 @@ class DynamicSoftMargin(Loss):
     r"""Compute the difference of distances in each hardest triplet times the share of triplets that are easier.
 
     Called as ``loss(anchors, positives)``, a and p, [n, d] each.
-    With a, p the unit rows of all ranks, the distance D, and h the moving histogram of past differences,
+    With a, p the unit embeddings of all ranks, the distance D, and h the moving histogram of past differences,
 
         δ_i    = D(a_i, p_i) − min( min_{j≠i} D(a_i, p_j), min_{j≠i} D(a_j, p_i) )
         h'     = (1 − m) h + m · histogram of this batch's δ over [−2, 2], shared linearly between the two nearest nodes
@@ -207,7 +207,7 @@ class DynamicSoftMargin(Loss):
 
     F(δ_i) has no gradient. Without a past (h = 0), h' is the batch's histogram. A single pair has no loss.
     The authors' code and pytorch-metric-learning's take F at the node below δ_i, a step function: rounding then decides the
-    weight of a δ that is 0 because rows repeat, so that no two splits of a batch agree.
+    weight of a δ that is 0 because embeddings repeat, so that no two splits of a batch agree.
 
     h is the buffer ``histogram``, at equal steps from −2 to 2, which starts at 0. In training mode each call stores h' in
     it: it is equal on every rank, and equal to that of one process.
@@ -268,7 +268,7 @@ def _differences(batch: Batch) -> Tensor:
         reduce_rows(batch, BlockLoss(_nearest), x, pairs, candidates=y, candidate_ids=pairs, reduction="none")
         for x, y in ((a, p), (p, a))
     )
-    # of repeated rows the two differ by rounding only
+    # of repeated embeddings the two differ by rounding only
     equal = (of_anchor.square() - of_positive.square()).abs() <= _ROUNDING_UNITS * torch.finfo(a.dtype).eps
     return distances - ((of_anchor + of_positive) / 2).where(equal, torch.minimum(of_anchor, of_positive))
 

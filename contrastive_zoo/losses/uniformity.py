@@ -32,12 +32,12 @@ class AlignUniform(TwoViewLoss):
     r"""Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With a, b the unit rows of the two views of all ranks,
+    With a, b the unit embeddings of the two views of all ranks,
 
         loss = mean_i ‖a_i − b_i‖^α  +  λ/2 Σ_{z∈{a,b}} log mean_{i≠j} exp(−t ‖z_i − z_j‖²)
 
     On the sphere ‖z_i − z_j‖² = 2 − 2 z_i·z_j, so the second term is a log-sum-exp of similarities, 0 without a pair.
-    A zero row counts there as a point at right angles to all others.
+    An embedding of zeros counts there as a point at right angles to all others.
     α = t = 2 and λ = 1 are the paper's defaults; lightly's HypersphereLoss has t = 1.
 
     Args:
@@ -72,12 +72,12 @@ class SpectralContrastive(TwoViewLoss):
     r"""Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    Rows with norms above √μ are scaled to √μ; then, with a, b the rows of all ranks,
+    Embeddings with norms above √μ are scaled to √μ; then, with a, b the embeddings of all ranks,
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
     The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
-    loss has no unit if rows have none.
+    loss has no unit if embeddings have none.
 
     Args:
         mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
@@ -111,12 +111,12 @@ class OrthogonalRegularization(EmbeddingLoss):
     r"""Compute the squared mean similarity, and the excess of the mean squared similarity over 1/d.
 
     Called as ``loss(embeddings)``, [n, d].
-    With M₁ and M₂ the means of z_i·z_j and (z_i·z_j)² over all i ≠ j, z the unit rows of all ranks,
+    With M₁ and M₂ the means of z_i·z_j and (z_i·z_j)² over all i ≠ j, z the unit embeddings of all ranks,
 
         loss = λ₁ M₁²  +  λ₂ max(0, M₂ − 1/d)
 
     Random unit vectors have M₁ = 0 and M₂ = 1/d. The means follow from Σ z_i and Σ z_i z_iᵀ, so no pair is computed. A
-    single row has no pair: both are 0. sentence-transformers' GlobalOrthogonalRegularizationLoss averages it over its
+    single embedding has no pair: both are 0. sentence-transformers' GlobalOrthogonalRegularizationLoss averages it over its
     input columns; add one of each column. The paper takes pairs of different classes, and adds it to another loss.
 
     Args:
@@ -144,7 +144,7 @@ class OrthogonalRegularization(EmbeddingLoss):
 
 @without_autocast
 def _sums_over_pairs(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ_{i≠j} z_i·z_j and Σ_{i≠j} (z_i·z_j)²: squares of sums over all rows, minus the pairs i = j."""
+    """Return Σ_{i≠j} z_i·z_j and Σ_{i≠j} (z_i·z_j)²: squares of sums over all embeddings, minus the pairs i = j."""
     norms = z.square().sum(1)
     of_itself = torch.stack([norms.sum(), norms.square().sum()])
     total = batch.sum(torch.cat([z.sum(0), of_itself]), gradient="complete")
@@ -152,20 +152,20 @@ def _sums_over_pairs(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
     return total[:-2].square().sum() - total[-2], moments.square().sum() - total[-1]
 
 
-_ROUNDING_UNITS = 8  # rows that differ by fewer units of rounding count as equal
+_ROUNDING_UNITS = 8  # embeddings that differ by fewer units of rounding count as equal
 
 
 class KoLeo(EmbeddingLoss):
     r"""Compute minus the log of the distance to the nearest neighbour, Kozachenko & Leonenko's estimate of the entropy.
 
     Called as ``loss(embeddings)``, [n, d].
-    With z the unit rows of all ranks,
+    With z the unit embeddings of all ranks,
 
         loss_i = −log(min_{j≠i} ‖z_i − z_j‖ + ε)
 
-    A single row has no neighbour and no loss; of neighbours at equal distances the first gets the gradient; equal rows have
-    none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop by itself. DINOv2
-    and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
+    A single embedding has no neighbour and no loss; of neighbours at equal distances the first gets the gradient; equal
+    embeddings have none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop
+    by itself. DINOv2 and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
 
     Args:
         eps: ε > 0.
@@ -209,7 +209,7 @@ class SIGReg(EmbeddingLoss):
     r"""Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
     Called as ``loss(embeddings)``, [n, d].
-    With x_ij = z_i·a_j of the N rows of all ranks and the unit directions a, and φ_j(t) = 1/N Σ_i exp(√−1 t x_ij),
+    With x_ij = z_i·a_j of the N embeddings of all ranks and the unit directions a, and φ_j(t) = 1/N Σ_i exp(√−1 t x_ij),
 
         loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
 
@@ -274,7 +274,7 @@ class SIGReg(EmbeddingLoss):
 
 
 def epps_pulley(batch: Batch, z: Float[Tensor, "n d"], directions: Float[Tensor, "d m"]) -> Float[Tensor, ""]:
-    """Return the statistic of :class:`SIGReg` from prepared rows."""
+    """Return the statistic of :class:`SIGReg` from prepared embeddings."""
     unit = F.normalize(directions.to(z), dim=0)
     t = torch.linspace(0, batch.settings.limit, batch.settings.num_points, dtype=z.dtype, device=z.device)
     normal = (-t.square() / 2).exp()
@@ -306,7 +306,7 @@ class LeJEPA(SIGReg):
     r"""Compute SIGReg of each view plus the distance of views from the mean of the global views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d], the global ones first.
-    With z_v the rows of all ranks in view v of V, of d features, and m_i the mean of sample i over the first g views,
+    With z_v the embeddings of all ranks in view v of V, of d features, and m_i the mean of sample i over the first g views,
 
         loss = λ mean_v SIGReg(z_v)  +  (1 − λ) mean_{v,i} ‖z_vi − m_i‖² / d
 
