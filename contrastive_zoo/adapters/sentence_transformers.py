@@ -29,11 +29,11 @@ from contrastive_zoo.wrapper.options import GradReduction
 class DistributedSentenceLoss(LossAttributes):
     """Compute a loss of sentence-transformers on the sentences of all ranks.
 
-    Let L be the value of ``loss(sentence_features, labels)`` on one process that holds all ranks' rows in rank order. For
-    every split of the rows, every rank returns L. After the gradient all-reduce of DDP the encoder's gradient is ∂L/∂θ.
-    The gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any reduction.
-    The first call with several ranks copies these parameters and the loss's buffers from rank 0. One process computes
-    ``loss`` unchanged.
+    Let L be the value of ``loss(sentence_features, labels)`` on one process that holds all ranks' sentences in rank
+    order. For every split of these, every rank returns L. After the gradient all-reduce of DDP the encoder's gradient
+    is ∂L/∂θ. The gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any
+    reduction. The first call with several ranks copies these parameters and the loss's buffers from rank 0. One process
+    computes ``loss`` unchanged.
 
     The wrapper has the loss's attributes, so a trainer works unchanged: it replaces ``model`` by DDP (whatever name the
     loss gives its encoder) and reads ``get_config_dict()``, ``citation`` and parameters. Of losses that contain others
@@ -51,7 +51,7 @@ class DistributedSentenceLoss(LossAttributes):
         ValueError: an unknown ``grad_reduction``; a loss without a ``SentenceTransformer``, one that recomputes
             embeddings in its backward pass (``Cached…``, mini-batched ``MegaBatchMarginLoss``), one with
             ``gather_across_devices=True``, one that trains two encoders or a decoder. At the call with several ranks, on
-            every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per row,
+            every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per sample,
             NaN or infinite embeddings, an empty global batch; ``AdaptiveLayerLoss`` around a compiled encoder.
 
     Examples:
@@ -93,11 +93,11 @@ class DistributedSentenceLoss(LossAttributes):
         self._parameters_are_equal = False
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
-        """Return the loss of all ranks' rows, given the local ones.
+        """Return the loss of all ranks' sentences, given the local ones.
 
         Args:
-            sentence_features: for each column the encoder's inputs for the local rows.
-            labels: [n, …], one per row, if the loss takes any.
+            sentence_features: for each column the encoder's inputs for the local samples.
+            labels: [n, …], one per sample, if the loss takes any.
         """
         world = World.of(self.process_group, type(self.loss).__name__)
         session = Session.of(world, check_finite=self.check_finite)
@@ -141,7 +141,7 @@ class DistributedSentenceLoss(LossAttributes):
 
             for model in (encoder, *self._guides):
                 patches.enter_context(_patched_forward(model, gathered_encode))
-            # a merged call would return the columns of one rank after the other, not all ranks' rows of a column
+            # a merged call would return the columns of one rank after the other, not all ranks' embeddings of a column
             patches.enter_context(column_merging_disabled())
             shared_stream.enter_context(one_stream(world, device))
             return self.loss(columns, labels)

@@ -89,7 +89,7 @@ class Composition(Loss):
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
     def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
-        """Return those of the members, each tensor once: with a hook, the sum itself is computed from all ranks' rows."""
+        """Return those of the members, each tensor once: with a hook, the sum itself sees all ranks' embeddings."""
         of_members = [x for loss in self.members() for x in loss.index_arguments(args, named)]
         return [x for nth, x in enumerate(of_members) if not any(x[1] is y[1] for y in of_members[:nth])]
 

@@ -34,7 +34,7 @@ class GraphModule(nn.Module):
     """A module that compiled code calls as an operator.
 
     Attributes other than parameters are read when the operator runs, so that a changed one needs no other graph. Buffers
-    may change then; the value is a number of dtype float32, or float64 for float64 rows.
+    may change then; the value is a number of dtype float32, or float64 for float64 embeddings.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

@@ -38,9 +38,9 @@ class Inputs:
     values: Sequence[ValueRule] = ()  # what their values must be, such as classes; read after ``problem``
     # further values that must be equal on every rank, such as the shape of class weights
     compared: Mapping[str, object] = field(default_factory=dict)
-    # whether only this rank can interpret them, as it can indices of its own rows: no rank can then compute all
+    # whether only this rank can interpret them, as it can indices of its own samples: no rank can then compute all
     local: bool = False
-    whole: bool = False  # whether every rank has to compute all of the loss, from the rows of all ranks
+    whole: bool = False  # whether every rank has to compute all of the loss, from the embeddings of all ranks
     parts: Sequence[Part] = ()  # the views of the members of a sum of losses
     host: Mapping[str, Any] = field(default_factory=dict)  # what the host has read of the tensors, for ``compute``
 
@@ -87,7 +87,7 @@ class Loss(Settings, GraphModule):
 
     A subclass says nothing of ranks: ``DistributedLoss`` agrees with the other ranks on what :meth:`inputs` returns, and
     passes :meth:`compute` the batch that all of them compute the loss from. It runs once in a call. A loss whose ``forward``
-    is overridden, or that has hooks, is computed by every rank from the rows of all ranks.
+    is overridden, or that has hooks, is computed by every rank from the embeddings of all ranks.
 
     A number as a setting is constant. A tensor, or a module that is called without arguments, such as
     :class:`LearnableTemperature`, is learnable; a setting that the loss has no derivative by refuses it.
@@ -108,7 +108,7 @@ class Loss(Settings, GraphModule):
         ValueError: a setting that is not finite, not within the bounds that its documentation names, or an unknown word. At
             the call, on every rank: such a setting (attributes may be set later); tensors of other shapes than documented;
             labels that are missing or not integers; NaN or infinite embeddings (unless ``check_finite=False``); widths,
-            dtypes or settings that differ between ranks; no rows on any rank.
+            dtypes or settings that differ between ranks; no samples on any rank.
 
     Examples:
         >>> import torch
@@ -132,10 +132,10 @@ class Loss(Settings, GraphModule):
     ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once, or sends no candidates"
     """Why they cannot, where they cannot."""
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Arguments whose values are indices of this rank's rows of another argument, negative ones of none."""
+    """Arguments whose values are indices of this rank's samples in another argument, negative ones of none."""
 
     def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
-        """Return the arguments of a call that :attr:`row_indices` names: their name, themselves, and the rows they mean."""
+        """Return the arguments of a call that :attr:`row_indices` names: their name, themselves, and what they mean."""
         if not self.row_indices:
             return []
         by_name = {**dict(zip(inspect.signature(self.inputs).parameters, args, strict=False)), **named}
@@ -226,7 +226,7 @@ class Loss(Settings, GraphModule):
         return kind.forward is Loss.forward and kind.__call__ is nn.Module.__call__ and not has_user_code(self)
 
     def replicable(self) -> bool:
-        """Return whether every rank can compute all of the loss, from the rows of all ranks."""
+        """Return whether every rank can compute all of the loss, from the embeddings of all ranks."""
         return self.__dict__.get("reduction") != "none"
 
     def can_ring(self) -> bool:
@@ -246,7 +246,7 @@ class Loss(Settings, GraphModule):
     def local(self) -> World:
         """Return a world of this process alone; warn once if other processes run, which this loss ignores."""
         world = World.of()
-        if world.size == 1 or self._is_wrapped:  # a wrapper has gathered the rows of all ranks
+        if world.size == 1 or self._is_wrapped:  # a wrapper has gathered the embeddings of all ranks
             return World()
         if not Loss._warned_about_local_negatives:
             Loss._warned_about_local_negatives = True

@@ -208,7 +208,7 @@ def _is_count(x: Tensor) -> bool:
 
 
 def _counts_nothing(module: nn.Module, x: Tensor) -> bool:
-    """Whether this is the pointer of a memory without rows, which nothing sets: lightly leaves whatever memory held."""
+    """Whether this is the pointer of an empty memory, which nothing sets: lightly leaves whatever memory held."""
     return _is_count(x) and any(y is not None and not is_lazy(y) and not y.numel() for y in module._buffers.values())
 
 

@@ -43,8 +43,9 @@ class AnchorLoss(LabelledLoss):
 class RowLoss(AnchorLoss):
     """A loss that is a sum over anchors. Define :meth:`rows`; the loss is then distributed, with memory linear in N.
 
-    Call it with labelled embeddings, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose rows
-    at the same index are positives of each other. Annotated class attributes are its settings, as of any :class:`Loss`; in
+    Call it with labelled embeddings, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose
+    embeddings at the same index are positives of each other. Annotated class attributes are its settings, as of any
+    :class:`Loss`; in
     :meth:`rows` a learnable one is the tensor that it is in this step.
 
     Args:
@@ -53,8 +54,8 @@ class RowLoss(AnchorLoss):
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: an unknown reduction; at the call: labels that are missing, not integers or not one per row, views
-            of different shape, NaN or infinite embeddings, widths or dtypes that differ between ranks, or no rows.
+        ValueError: an unknown reduction; at the call: labels that are missing, not integers or not one per embedding, views
+            of different shape, NaN or infinite embeddings, widths or dtypes that differ between ranks, or no samples.
 
     Examples:
         >>> import torch
@@ -91,7 +92,7 @@ class RowLoss(AnchorLoss):
 
         Args:
             similarity: similarities of the anchors to the candidates of all ranks.
-            positive: whether the candidate is another row with the anchor's id.
+            positive: whether the candidate is another embedding with the anchor's id.
             negative: whether the candidate has another id.
 
         Raises:

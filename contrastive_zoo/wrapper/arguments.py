@@ -24,7 +24,7 @@ from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
 
 class GlobalIndices(tuple[Tensor, ...]):
-    """What a miner found among all ranks' rows, the same on every rank: made by ``DistributedMiner``."""
+    """What a miner found among all ranks' embeddings, the same on every rank: made by ``DistributedMiner``."""
 
     __slots__ = ()
 

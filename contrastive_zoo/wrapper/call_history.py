@@ -116,7 +116,7 @@ class CallHistory:
 
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
-    """The session of a step; NaN and infinite values of rows on an accelerator are refused in the next call."""
+    """The session of a step; NaN and infinite values of embeddings on an accelerator are refused in the next call."""
     on_accelerators = [x for x in rows.values() if not (x.is_cpu or x.is_meta)]
     if not on_accelerators or not session.options.check_finite:
         return session

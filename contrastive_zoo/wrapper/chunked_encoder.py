@@ -91,7 +91,7 @@ class ChunkedEncoder:
     """An encoder, its chunks, and the state that the second pass restores."""
 
     tree: TreeSpec  # the structure of the encoder's output
-    sizes: list[list[int]]  # of each chunk, the number of rows of each output tensor
+    sizes: list[list[int]]  # of each chunk, the number of embeddings of each output tensor
 
     def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
         self.model, self.chunks = model, chunks

@@ -97,41 +97,41 @@ class LossAttributes(GraphModule):
 
 
 class DistributedLoss(LossAttributes, Generic[R]):
-    """``loss`` on the rows of all ranks: its value, its encoder gradient and the gradient of its own parameters.
+    """``loss`` on the embeddings of all ranks: its value, its encoder gradient and the gradient of its own parameters.
 
-    Let z₁ … z_N be the rows of all ranks in rank order, and L the loss that one process computes from them. On every rank,
-    and for every split of the rows (uneven and empty shards included):
+    Let z₁ … z_N be the embeddings of all ranks in rank order, and L the loss that one process computes from them. On
+    every rank, and for every split of these (uneven and empty shards included):
 
     - the returned value is L;
     - the encoder's gradient, after the gradient all-reduce of the trainer, is ∂L/∂θ;
     - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
 
     With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
-    the gathered rows; it may return a tensor, or a tuple, list or dict of tensors. On one process the wrapper is
+    the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. On one process the wrapper is
     transparent: a third-party loss receives its arguments unchanged, and errors are its own.
 
     Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
     that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
 
     Args:
-        loss: a loss of this library, or any module or function of tensors whose dimension 0 counts rows (``shared`` and
+        loss: a loss of this library, or any module or function of tensors whose dimension 0 counts samples (``shared`` and
             ``batch_dim`` name others):
             ``loss(embeddings, labels)``, ``loss(view1, view2)``, or pytorch-metric-learning's
             ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
-        miner: called as ``miner(embeddings, labels)``, or with the reference rows too, on the gathered rows; its result
-            is passed to the loss as ``indices_tuple``.
-        mode: how a third-party loss is computed: ``"replicated"``, by every rank on all rows, or ``"sharded"``, by each
-            rank for its own anchors, which pytorch-metric-learning's pair and triplet losses allow.
+        miner: called as ``miner(embeddings, labels)``, or with the reference embeddings too, on the gathered ones; its
+            result is passed to the loss as ``indices_tuple``.
+        mode: how a third-party loss is computed: ``"replicated"``, by every rank on all embeddings, or ``"sharded"``,
+            by each rank for its own anchors, which pytorch-metric-learning's pair and triplet losses allow.
         prefer_native: whether a loss of this library replaces a third-party loss (and its miner) that is the same
             function; ``loss`` is used if there is none. The call form stays that of the third-party loss. A call with
-            ``indices_tuple`` or reference rows is computed by the third-party loss, with the weights learnt here.
+            ``indices_tuple`` or reference embeddings is computed by the third-party loss, with the weights learnt here.
         process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
         grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
             Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
             that sums, a divide factor of 1.
-        check_finite: whether rows with NaN or infinite values are refused. On an accelerator they are looked for without
-            waiting, and refused at the next call, and so are other wrong values, such as labels that are no classes.
-            False leaves out all checks of values on an accelerator.
+        check_finite: whether embeddings with NaN or infinite values are refused. On an accelerator they are looked for
+            without waiting, and refused at the next call, and so are other wrong values, such as labels that are no
+            classes. False leaves out all checks of values on an accelerator.
         check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
             value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
         check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused, and single
@@ -139,36 +139,36 @@ class DistributedLoss(LossAttributes, Generic[R]):
             waits for them.
         broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
             model at construction.
-        static_shapes: whether each rank passes equally many rows at every call; other numbers are refused on every rank.
+        static_shapes: whether each rank passes equally many samples at every call; other numbers are refused on every rank.
         ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
             grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
             the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
             on inside it.
-        pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number of
-            tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over the
-            ranks. Gradients are those of the rows without padding. One process pads nothing, so the loss must not depend
-            on the padding, which its mask tells it.
-        shared: arguments of a third-party loss that are no rows but one tensor, equal on every rank, such as prototypes or
-            a queue: ``{"prototypes"}``. They are not gathered: every rank computes with its own. Kinds and numbers are
+        pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number
+            of tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over
+            the ranks. Gradients are those of the arguments without padding. One process pads nothing, so the loss must
+            not depend on the padding, which its mask tells it.
+        shared: arguments of a third-party loss that are no samples but one tensor, equal on every rank, such as prototypes
+            or a queue: ``{"prototypes"}``. They are not gathered: every rank computes with its own. Kinds and numbers are
             compared at every call. Their gradient is complete on every rank, as that of the loss's own parameters.
-        batch_dim: the dimension of a third-party loss's arguments that counts rows, where it is not 0, such as that of
-            views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds rows, although it is equal on every rank.
+        batch_dim: the dimension of a third-party loss's arguments that counts samples, where it is not 0, such as that of
+            views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds samples, although it is equal on every rank.
 
     Raises:
         ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
-            already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is
-            a DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
+            already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is a
+            DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
             that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
             dimensions, or for a loss that not every rank computes; ``shared`` or ``batch_dim`` that name no arguments or
             dimensions, or for such a loss; two of the three for one argument. At the call, between several ranks, on every
             rank alike: ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths,
             dtypes or parameters; a mesh of other ranks than the process group's; arguments that the loss does not take;
-            labels that are not one per row; NaN or infinite rows; no rows on any rank; equal rows on all ranks; indices
-            mined on one rank's rows, or passed although there is a miner; a previous value that differs between ranks;
-            ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
-            that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that are
-            equal on every rank while other arguments differ, equal weights that count otherwise than all other arguments, a
-            stack of views beside one label a sample; a call inside of DDP's ``join()``.
+            labels that are not one per embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on
+            all ranks; indices mined on one rank's embeddings, or passed although there is a miner; a previous value that
+            differs between ranks; ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has
+            not; shared arguments that differ; an argument of a third-party loss without a role that looks like none of rows:
+            embeddings that are equal on every rank while other arguments differ, equal weights that count otherwise than all
+            other arguments, a stack of views beside one label a sample; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
@@ -250,7 +250,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     @traced_as(GraphModule.traced_forward)
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
-        """The loss of all ranks' rows, from this rank's, which are passed as the loss takes them."""
+        """The loss of all ranks' samples, from this rank's, which are passed as the loss takes them."""
         loss: Any = self._modules.get("loss")
         bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
         session, problem = self._session(bare)

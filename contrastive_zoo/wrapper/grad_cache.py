@@ -141,7 +141,7 @@ class GradCache(nn.Module):
             time of the call.
 
     Raises:
-        ValueError: a chunk size below 1. At the call, on every rank alike: tensors that differ in their numbers of rows,
+        ValueError: a chunk size below 1. At the call, on every rank alike: tensors that differ in their numbers of samples,
             no tensor at all, or inputs that need a gradient.
 
     Examples:

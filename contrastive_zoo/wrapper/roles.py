@@ -1,4 +1,4 @@
-"""Roles of a third-party loss's arguments: rows of dimension 0, rows of another one, or one tensor that all ranks share."""
+"""Roles of a third-party loss's arguments: samples in dimension 0, in another one, or one tensor that all ranks share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Roles:
 
     shared: tuple[str, ...] = ()  # those that are equal on every rank, which each rank computes with its own of
     batch_dim: Mapping[str, int] = field(default_factory=dict)
-    """The dimension that counts rows; 0 states that an argument holds rows although it is equal on every rank."""
+    """The dimension that counts samples; 0 states that an argument holds samples although it is equal on every rank."""
 
     def __str__(self) -> str:
         # sorted: ranks compare it, and a set or a dict may stand in another order on each
@@ -110,7 +110,7 @@ def _covers(name: str, path: str) -> bool:
     return path == name or path.startswith(f"{name}[")
 
 
-Counts = Mapping[str, Sequence[int]]  # the number of rows on each rank, by argument
+Counts = Mapping[str, Sequence[int]]  # the number of samples on each rank, by argument
 
 
 def no_rows(counts: Counts, equal: Mapping[str, int]) -> list[str]:

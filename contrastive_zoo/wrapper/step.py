@@ -56,7 +56,7 @@ class DistributedStep:
     options: WrapperOptions
     history: CallHistory
     session: Session
-    observer: Any  # a Monitor, which looks at the rows after the loss; None if there is none
+    observer: Any  # a Monitor, which looks at the embeddings after the loss; None if there is none
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -235,7 +235,7 @@ class OwnStep(DistributedStep):
 
 @dataclass
 class ThirdPartyStep(DistributedStep):
-    """A call of any other loss: computed by every rank alike from the rows of all ranks, or of its own anchors."""
+    """A call of any other loss: computed by every rank alike from the samples of all ranks, or for its own anchors."""
 
     call: LossCall
     arguments: Arguments
