@@ -49,18 +49,18 @@ def mine_hard_negatives(
     progress: bool = False,
     process_group: Processes = None,
 ) -> dict[str, NDArray[Any]]:
-    """Return hard negatives of this rank's queries among the rows of all ranks, as columns.
+    """Return hard negatives of this rank's queries in the corpus of all ranks, as columns.
 
     All indices count the queries, or the corpus, of all ranks in rank order. The columns of all ranks, concatenated in rank
-    order, are the same bits for every split: candidates are the exact nearest rows, scores are computed in float64, and a
+    order, are the same bits for every split: candidates are the exact nearest items, scores are computed in float64, and a
     random choice is a function of the seed, the query and the candidate.
 
-    The candidates of a query are the rows of the corpus without its positives and without rows of the same label or id,
+    The candidates of a query are the items of the corpus without its positives and without those of the same label or id,
     by descending score. Those on ranks ``range_min`` … ``range_max − 1`` are looked at; of these the ones that pass all
     thresholds are negatives. Margins refer to the query's positive with the lowest score.
 
-    Memory: a rank's own rows, the candidates of 16,384 queries, and ``num_negatives`` per query. The corpus may be a NumPy
-    memory map, which is read in blocks.
+    Memory: a rank's own embeddings, the candidates of 16,384 queries, and ``num_negatives`` per query. The corpus may
+    be a NumPy memory map, which is read in blocks.
 
     Args:
         queries: [n, d], this rank's; ranks may hold different numbers, including zero.
@@ -76,9 +76,9 @@ def mine_hard_negatives(
         relative_margin: the same as a share of the positive's absolute score (NV-Retriever: 0.05).
         sampling: ``"top"`` takes the best ones, ``"random"`` any.
         seed: of random sampling.
-        query_labels: [n] integers; rows of the corpus with the query's label are no negatives.
+        query_labels: [n] integers; items of the corpus with the query's label are no negatives.
         corpus_labels: [m] integers, to go with ``query_labels``.
-        corpus_ids: [m] integers; rows with the id of one of the query's positives are no negatives, such as duplicates.
+        corpus_ids: [m] integers; items with the id of one of the query's positives are no negatives, such as duplicates.
         guide: returns scores of a better model for pairs of query and corpus indices (global). A candidate whose score is
             higher than that of the query's worst positive minus ``guide_margin`` is taken for a false negative. It is called
             on each rank with this rank's queries, and sends no messages.
@@ -88,7 +88,7 @@ def mine_hard_negatives(
         normalize: whether scores are cosines; otherwise dot products.
         index: search approximately; None for an exact search.
         progress: whether rank 0 shows a progress bar (tqdm).
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Returns:
         Arrays of one length by name: ``query``, ``positive``, ``negative`` (int64), ``positive_score`` and
@@ -96,9 +96,9 @@ def mine_hard_negatives(
         for ``datasets.Dataset.from_dict`` and ``pyarrow.table``.
 
     Raises:
-        ValueError: on every rank alike: shapes, widths or dtypes that do not belong together, rows that are not finite,
-            positives that are not in the corpus, settings that select nothing or differ between ranks, or a guide that
-            raised or returned anything but one number per pair; faiss is not installed, or tqdm with ``progress``.
+        ValueError: on every rank alike: shapes, widths or dtypes that do not belong together, embeddings that are not
+            finite, positives that are not in the corpus, settings that select nothing or differ between ranks, or a guide
+            that raised or returned anything but one number per pair; faiss is not installed, or tqdm with ``progress``.
 
     Examples:
         >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])
@@ -206,19 +206,19 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         process_group: Processes = None,
         **settings: Any,
     ) -> "HardNegativeBatchSampler":
-        """Return a sampler over the nearest rows of all ranks' embeddings, by an exact search.
+        """Return a sampler over the nearest of all ranks' embeddings, by an exact search.
 
         Args:
-            embeddings: this rank's rows; the dataset is those of all ranks in rank order.
+            embeddings: this rank's; the dataset is those of all ranks in rank order.
             num_neighbours: neighbours of each sample.
             positives: global indices that are not wanted as neighbours; −1 for none.
             normalize: whether neighbours have the highest cosine; otherwise the highest dot product.
-            process_group: who holds rows, and trains.
+            process_group: who holds embeddings, and trains.
             settings: ``batch_size``, ``group_size``, ``seed`` and ``rank_weights``.
 
         Raises:
-            ValueError: on every rank alike: embeddings that are no finite rows of one width, more neighbours than other
-                rows, what the constructor refuses, or faiss is not installed.
+            ValueError: on every rank alike: embeddings that are not finite or not of one width, more neighbours than other
+                embeddings, what the constructor refuses, or faiss is not installed.
 
         Examples:
             >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])

@@ -1,4 +1,4 @@
-"""Miners on the rows of all ranks, for users who call the miner themselves."""
+"""Miners on the embeddings of all ranks, for users who call the miner themselves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ _RECORDED = ("_record_these", "_record_these_stats")
 
 
 class DistributedMiner(nn.Module):
-    """``miner`` on the rows of all ranks: the indices that one process finds, on every rank.
+    """``miner`` on the embeddings of all ranks: the indices that one process finds, on every rank.
 
-    They count rows in the order in which :class:`contrastive_zoo.DistributedLoss` gathers them, and it takes them as
+    They count embeddings in the order in which :class:`contrastive_zoo.DistributedLoss` gathers them, and it takes them as
     ``indices_tuple``. If nothing is done with them in between, ``DistributedLoss(loss, miner=miner)`` does the same and
     gathers once. Attributes of the miner, such as the statistics that pytorch-metric-learning keeps, are read through
     this wrapper; keys of its state begin with ``miner.``.
@@ -33,14 +33,14 @@ class DistributedMiner(nn.Module):
     Args:
         miner: called as ``miner(embeddings, labels)``, or ``miner(embeddings, labels, ref_emb, ref_labels)``; returns a
             tuple of index tensors.
-        process_group: who holds rows: a process group, a 1-d DeviceMesh, or None for the default group at the time of
+        process_group: who holds embeddings: a process group, a 1-d DeviceMesh, or None for the default group at the time of
             the call.
-        check_finite: whether rows with NaN or infinite values are refused, if there are several ranks.
+        check_finite: whether embeddings with NaN or infinite values are refused, if there are several ranks.
 
     Raises:
         ValueError: a miner that cannot be called, or is distributed already. At the call, on every rank alike: labels
-            that are not one per row, ranks that bring different widths or dtypes, no rows at all, or a miner that returns
-            anything but a tuple.
+            that are not one per embedding, ranks that bring different widths or dtypes, no embeddings at all, or a
+            miner that returns anything but a tuple.
 
     Examples:
         >>> def hardest(z, labels):
@@ -69,13 +69,13 @@ class DistributedMiner(nn.Module):
     def forward(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
     ) -> GlobalIndices:
-        """What the miner finds among all ranks' rows.
+        """What the miner finds among all ranks' embeddings.
 
         Args:
-            embeddings: this rank's rows.
+            embeddings: this rank's, [n, d].
             labels: their labels.
-            ref_emb: this rank's reference rows, among which positives and negatives are chosen; None: all rows.
-            ref_labels: labels of the reference rows.
+            ref_emb: this rank's reference embeddings, among which positives and negatives are chosen; None: all embeddings.
+            ref_labels: labels of the reference embeddings.
         """
         name = getattr(self.miner, "__name__", type(self.miner).__name__)
         world = World.of(self.process_group, name)

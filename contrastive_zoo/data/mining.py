@@ -24,7 +24,7 @@ from contrastive_zoo.ranks.world import Processes, Shards, World
 
 QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
 
-NO_LABEL = torch.iinfo(torch.int64).min  # the label of a query that no row has
+NO_LABEL = torch.iinfo(torch.int64).min  # the label of a query that no item has
 
 _NAME = "mine_hard_negatives"
 
@@ -206,7 +206,7 @@ def _progress_problem() -> str | None:
 def mine(task: Task) -> tuple[int, Mined]:
     """Return the global index of this rank's first query, and the negatives of its queries."""
     world = World.of(task.process_group, _NAME)
-    session = Session.of(world, check_finite=False)  # the search checks rows
+    session = Session.of(world, check_finite=False)  # the search checks embeddings
     settings = {"selection": task.selection, "normalize": task.normalize, "guide": task.guide is not None}
     settings["output"] = task.output
     queries, corpus, *_ = agree_on_shards(_NAME, task.rows, world=session, problem=task.problem, settings=settings)
@@ -246,7 +246,7 @@ class _Search:
         self.positives = task.positive_table
         labels = [x for x in (task.corpus_labels, task.corpus_ids) if x is not None]
         self.labels = torch.stack(labels, 1) if labels else None
-        """[m, l], labels of this rank's rows; a candidate is no negative if one of them is the query's."""
+        """[m, l], labels of this rank's items; a candidate is no negative if one of them is the query's."""
 
     def mined(self, part: slice) -> Mined:
         task, selection = self.task, self.task.selection
@@ -272,9 +272,9 @@ class _Search:
     def _candidates(
         self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None, k: int
     ) -> Neighbors:
-        """Return the k best rows of each query that are not excluded and have none of the query's labels.
+        """Return the k best items of each query that are not excluded and have none of the query's labels.
 
-        The number of rows with the query's labels is not known before, so the search is repeated with twice the depth for
+        The number of items with the query's labels is not known before, so the search is repeated with twice the depth for
         queries that need it; all ranks repeat it together.
 
         ``excluded`` are global indices, −1 for none; ``labels`` are the query's, of each kind, or None.

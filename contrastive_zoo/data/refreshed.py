@@ -35,7 +35,7 @@ class RefreshedNegatives:
         encode_corpus: the same for the corpus.
         positives: [num_queries] or [num_queries, p], indices of each query's positives in the corpus, −1 for none; the same
             on every rank.
-        corpus_size: number of rows of the corpus.
+        corpus_size: number of items of the corpus.
         every: steps between two minings.
         chunk_size: samples that are encoded at once.
         guide: scores that decide about false negatives, as in :func:`mine_hard_negatives`.
@@ -48,7 +48,7 @@ class RefreshedNegatives:
     Raises:
         ValueError: sizes that are no integers of at least 1, positives that are no int64 [n] or [n, p], or settings that
             select nothing. At :meth:`update`, on every rank alike, what :func:`mine_hard_negatives` raises, an encoder that
-            raised on some rank or returned anything but one row per index, and ranks at different steps.
+            raised on some rank or returned anything but one embedding per index, and ranks at different steps.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])

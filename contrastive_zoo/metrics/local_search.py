@@ -1,8 +1,8 @@
-"""The exact nearest neighbours among the rows of one rank.
+"""The exact nearest neighbours among the embeddings of one rank.
 
 faiss proposes candidates in float32. The scores of those that may be among the neighbours of all ranks are computed again
 in float64. A query is certain if its k-th score is higher than anything that faiss may have missed, given the rounding of
-float32. The rest is compared with every row.
+float32. The rest is compared with every embedding.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 
 _PAIR_ELEMENTS = 2**19
 """Elements of the candidates' rows that are held at once: they stay in the cache (three times as fast as 2^22)."""
 
-_UNCERTAIN = 256  # queries that are compared with all rows at once
+_UNCERTAIN = 256  # queries that are compared with all embeddings at once
 
 _MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
 
@@ -58,7 +58,7 @@ def faiss_problem() -> str | None:
 class ApproximateIndex:
     """An index that finds most of the nearest neighbours, faster than an exact search.
 
-    Every rank builds one of its own rows of the gallery, so what it misses depends on how the gallery is split over ranks.
+    Every rank builds one of its own part of the gallery, so what it misses depends on how the gallery is split over ranks.
     The scores of what it finds are exact. :func:`contrastive_zoo.metrics.index_recall` measures what it misses.
 
     Args:
@@ -89,11 +89,11 @@ class ApproximateIndex:
 
 
 Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
-"""Scores and positions of the nearest rows, and for which queries they are complete."""
+"""Scores and positions of the nearest embeddings, and for which queries they are complete."""
 
 
 class Proposals(NamedTuple):
-    """Candidates of n queries in the rows of one rank, best first, before their exact scores are known."""
+    """Candidates of n queries among the embeddings of one rank, best first, before their exact scores are known."""
 
     positions: Int[Tensor, "n c"]  # −1 where there is none
     scores: Float[Tensor, "n c"]  # scores in float32, held in float64; −∞ where there is no candidate
@@ -107,7 +107,7 @@ class Proposals(NamedTuple):
 
 
 class Gallery:
-    """The rows [m, d] of one rank in which is searched. They are normalised block by block: a memory map stays on the disk.
+    """The embeddings [m, d] of one rank to search in. They are normalised block by block: a memory map stays on the disk.
 
     Every rank makes its own at the same time. If faiss cannot build the index of some rank's rows, all of them raise.
     """

@@ -43,54 +43,54 @@ def evaluate(
 ) -> dict[str, float]:
     """Return retrieval metrics of the queries and the gallery of all ranks, the same number on every rank.
 
-    Equal to the metrics of one process with all rows, bit for bit, for every split of the rows over ranks and every order of
+    Equal to the metrics of one process with all embeddings, bit for bit, for every split over ranks and every order of
     them. Each metric is a mean over queries. What is relevant to query i:
 
-    - ``evaluate(queries, gallery)``: row i of the gallery of all ranks, its partner.
-    - ``labels`` and ``gallery_labels``: every row of the gallery with its label. Grades are 1.
-    - ``labels`` without a gallery: every other row with its label (leave one out).
-    - ``judgements``: rows of the gallery by id, with a grade.
+    - ``evaluate(queries, gallery)``: item i of the gallery of all ranks, its partner.
+    - ``labels`` and ``gallery_labels``: every item of the gallery with its label. Grades are 1.
+    - ``labels`` without a gallery: every other query with its label (leave one out).
+    - ``judgements``: items of the gallery by id, with a grade.
 
-    A query without a relevant row does not count, except for ``knn_accuracy``.
+    A query without a relevant item does not count, except for ``knn_accuracy``.
 
     Metrics, k being a number (sources beside the functions in :mod:`contrastive_zoo.metrics.ranking_metrics`):
 
-    - ``precision@k``: relevant rows among the first k, divided by k.
-    - ``recall@k``: relevant rows among the first k, divided by R, the number of relevant rows.
+    - ``precision@k``: relevant items among the first k, divided by k.
+    - ``recall@k``: relevant items among the first k, divided by R, the number of relevant items.
     - ``hit_rate@k``: whether one of the first k is relevant; metric learning calls this recall@k.
     - ``r_precision``: precision at R.
-    - ``map``, ``map@k``, ``map@r``: precision at each relevant row (within the first k or R), summed and divided by R.
-    - ``mrr``, ``mrr@k``: 1 / position of the first relevant row.
+    - ``map``, ``map@k``, ``map@r``: precision at each relevant item (within the first k or R), summed and divided by R.
+    - ``mrr``, ``mrr@k``: 1 / position of the first relevant item.
     - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by the largest possible value.
-    - ``knn_accuracy@k``: whether most of the k nearest rows have the label of the query.
+    - ``knn_accuracy@k``: whether most of the k nearest items have the label of the query.
 
-    Metrics with a k alone need one faiss search. The others compare every query with every row in float64, which takes
+    Metrics with a k alone need one faiss search. The others compare every query with every item in float64, which takes
     about ten times as long.
 
     Args:
-        queries: this rank's queries; ranks may hold different numbers of rows, including zero.
-        gallery: this rank's rows to search in; None: among the queries themselves, of which none finds itself.
+        queries: this rank's queries; ranks may hold different numbers, including zero.
+        gallery: this rank's embeddings to search in; None: among the queries themselves, of which none finds itself.
         metrics: names.
         labels: one integer per query.
-        gallery_labels: one integer per row of the gallery.
+        gallery_labels: one integer per item of the gallery.
         judgements: query ids [j], gallery ids [j], and grades [j] of this rank's queries. A grade above 0 is relevant, 0 is
-            not, and below 0 means that the row is ignored for this query. Needs ``ids`` and ``gallery_ids``.
-        ids: one integer per query. A row that repeats the id of an earlier row is dropped, as those of padded samplers.
-        gallery_ids: one integer per row of the gallery, of which repetitions are dropped, too.
-        ignore_label: rows with this label are neither queries nor in the gallery.
-        ties: ``"pessimistic"``: of equal scores irrelevant rows come first; ``"optimistic"``: relevant ones come first;
+            not, and below 0 means that the item is ignored for this query. Needs ``ids`` and ``gallery_ids``.
+        ids: one integer per query. One that repeats the id of an earlier one is dropped, as those of padded samplers.
+        gallery_ids: one integer per item of the gallery, of which repetitions are dropped, too.
+        ignore_label: samples with this label are neither queries nor in the gallery.
+        ties: ``"pessimistic"``: of equal scores irrelevant items come first; ``"optimistic"``: relevant ones come first;
             ``"expected"``: the mean over all orders of equal scores.
         normalize: compare cosines; otherwise dot products.
         index: search approximately, for metrics with a k.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Returns:
         The metrics by name, from 0 to 1; NaN if no query counts.
 
     Raises:
-        ValueError: on every rank alike: arguments that do not belong together, rows that are not finite, a k beyond the
-            gallery, judgements whose ids are unknown, ranks that disagree on settings, or faiss is not installed or cannot
-            build the index of some rank's rows.
+        ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite, a k
+            beyond the gallery, judgements whose ids are unknown, ranks that disagree on settings, or faiss is not
+            installed or cannot build the index of some rank's embeddings.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
@@ -144,28 +144,28 @@ def recall_at_k(
     normalize: bool = True,
     process_group: Processes = None,
 ) -> float:
-    """Return the share of queries that find a relevant row among their k nearest: ``hit_rate@k`` of :func:`evaluate`.
+    """Return the share of queries that find a relevant item among their k nearest: ``hit_rate@k`` of :func:`evaluate`.
 
     What is relevant is what :func:`evaluate` says of the same arguments.
 
-    Ties count against the query: it finds a relevant row if fewer than k irrelevant ones score as high or higher. So a
+    Ties count against the query: it finds a relevant item if fewer than k irrelevant ones score as high or higher. So a
     constant embedding scores 0, and the order of the gallery does not matter.
 
     Args:
-        queries: this rank's queries; ranks may hold different numbers of rows, including zero.
-        gallery: this rank's rows to search in; None: among the queries themselves.
+        queries: this rank's queries; ranks may hold different numbers, including zero.
+        gallery: this rank's embeddings to search in; None: among the queries themselves.
         k: how many neighbours are looked at.
         labels: one integer per query.
-        gallery_labels: one integer per row of the gallery.
+        gallery_labels: one integer per item of the gallery.
         normalize: compare cosines; otherwise dot products.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Returns:
         A share between 0 and 1, the same on every rank and for every split; NaN if no query counts.
 
     Raises:
-        ValueError: on every rank alike: shapes or labels that do not belong together, rows that are not finite, or k
-            outside of 1 … rows to search in; faiss is not installed.
+        ValueError: on every rank alike: shapes or labels that do not belong together, embeddings that are not finite, or k
+            outside of 1 … embeddings to search in; faiss is not installed.
 
     Examples:
         >>> queries = torch.tensor([[1.0, 0.0], [0.8, 0.2]])
@@ -201,11 +201,11 @@ def cross_modal_recall(
         first: this rank's embeddings of one modality, such as images.
         second: this rank's embeddings of the other, such as captions.
         k: the cutoffs.
-        labels: one integer per row of ``first``, such as the number of the image; None: row i belongs to row i.
-        second_labels: one integer per row of ``second``, such as the number of the caption's image.
+        labels: one integer per embedding of ``first``, such as the number of the image; None: row i belongs to row i.
+        second_labels: one integer per embedding of ``second``, such as the number of the caption's image.
         ties: as in :func:`evaluate`.
         normalize: compare cosines; otherwise dot products.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Returns:
         ``"first_to_second@k"`` and ``"second_to_first@k"`` for each k.
@@ -250,11 +250,11 @@ def index_recall(
 
     Args:
         queries: this rank's queries; a sample of them is enough.
-        gallery: this rank's rows to search in.
+        gallery: this rank's embeddings to search in.
         k: number of neighbours.
         index: the index.
         normalize: compare cosines; otherwise dot products.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Raises:
         ValueError: as :func:`top_k`.

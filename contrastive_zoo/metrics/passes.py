@@ -1,6 +1,6 @@
 """One round of an evaluation: what is relevant to its queries, by labels or judgements, and the ranking of each query.
 
-Ranks answer for their own rows of the gallery; the owners of the queries build the rankings.
+Ranks answer for their own part of the gallery; the owners of the queries build the rankings.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _QUERIES = 256  # queries that are compared with a block of rows at once where e
 
 
 class Pairs(NamedTuple):
-    """Relevant pairs, ordered by query: the query within the round, the row of this rank's gallery, and a grade above 0."""
+    """Relevant pairs, ordered by query: the query within the round, the item of this rank's gallery, and a grade above 0."""
 
     query: Int[Tensor, " p"]
     position: Int[Tensor, " p"]

@@ -36,7 +36,7 @@ STYLE |= {
     "figure.dpi": 160,
 }
 
-_ROWS = 4096  # rows of the gallery that are compared with a round of queries at once
+_ROWS = 4096  # embeddings of the gallery that are compared with a round of queries at once
 
 
 @torch.no_grad()
@@ -51,21 +51,21 @@ def similarity_histogram(
 ) -> Figure:
     """Draw the distribution of the cosines of positive and of negative pairs of all ranks.
 
-    Every rank compares its rows with the queries of all ranks; counts are the same for every split.
+    Every rank compares its embeddings with the queries of all ranks; counts are the same for every split.
 
     Args:
         queries: this rank's embeddings.
-        gallery: this rank's rows to compare with; None: the queries, without pairs of a row with itself.
+        gallery: this rank's embeddings to compare with; None: the queries, without pairs of one with itself.
         labels: one integer per query; pairs with equal labels are positive.
-        gallery_labels: one integer per row of the gallery.
+        gallery_labels: one integer per embedding of the gallery.
         bins: number of bins between −1 and 1.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Returns:
         A figure with one axis, the same on every rank.
 
     Raises:
-        ValueError: on every rank alike: rows or labels that do not belong together, or rows that are not finite.
+        ValueError: on every rank alike: embeddings or labels that do not belong together, or embeddings that are not finite.
 
     Examples:
         >>> figure = similarity_histogram(torch.eye(3), labels=torch.tensor([0, 0, 1]), bins=10)
@@ -130,11 +130,11 @@ def embedding_map(
 
     Args:
         rows: embeddings of one process.
-        labels: one integer per row.
+        labels: one integer per embedding.
         title: the title.
 
     Raises:
-        ValueError: rows and labels that do not belong together.
+        ValueError: embeddings and labels that do not belong together.
 
     Examples:
         >>> embedding_map(torch.eye(3), torch.tensor([0, 0, 1])).axes[0].get_title(loc="left")

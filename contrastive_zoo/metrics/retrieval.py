@@ -29,11 +29,11 @@ class RetrievalMetrics(nn.Module):
     Args:
         metrics: names as in :func:`contrastive_zoo.metrics.evaluate`; ``compute`` returns a number if it is one
             name, and numbers by name if it is a list.
-        ignore_label: rows with this label are neither queries nor in the gallery.
+        ignore_label: samples with this label are neither queries nor in the gallery.
         ties: what ties mean.
         normalize: compare cosines; otherwise dot products.
         index: search approximately, for metrics with a k.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Raises:
         ValueError: an unknown metric. ``compute`` raises what :func:`contrastive_zoo.metrics.evaluate` raises.
@@ -81,21 +81,21 @@ class RetrievalMetrics(nn.Module):
         ids: Int[Tensor, " n"] | None = None,
         gallery_ids: Int[Tensor, " m"] | None = None,
     ) -> None:
-        """Collect a batch of queries, of rows to search in, or of both; they are copied to the CPU.
+        """Collect a batch of queries, of embeddings to search in, or of both; they are copied to the CPU.
 
         A batch that is refused leaves nothing behind.
 
         Args:
             queries: embeddings; [0, d] for a batch of the gallery alone.
             labels: one integer per query.
-            gallery: rows to search in; if no batch has any, queries search among themselves.
-            gallery_labels: one integer per row of the gallery.
+            gallery: embeddings to search in; if no batch has any, queries search among themselves.
+            gallery_labels: one integer per item of the gallery.
             ids: one integer per query; repeated ones count once.
-            gallery_ids: one integer per row of the gallery.
+            gallery_ids: one integer per item of the gallery.
 
         Raises:
-            ValueError: on this rank: rows that are not [n, d] or of another width than those of earlier batches, or numbers
-                that are not one integer per row.
+            ValueError: on this rank: embeddings that are not [n, d] or of another width than those of earlier batches,
+                or numbers that are not one integer per embedding.
         """
         arguments = {"queries": queries, "labels": labels, "gallery": gallery, "gallery_labels": gallery_labels}
         arguments |= {"ids": ids, "gallery_ids": gallery_ids}
@@ -118,7 +118,7 @@ class RetrievalMetrics(nn.Module):
         """Add what another object of this process has collected.
 
         Raises:
-            ValueError: the other one has collected rows of another width.
+            ValueError: the other one has collected embeddings of another width.
         """
         self._refuse_other_widths({name: batches[0] for name, batches in other.batches.items()})
         for name, batches in other.batches.items():
@@ -159,7 +159,7 @@ class RetrievalMetrics(nn.Module):
                 )
 
     def _collected(self, world: World) -> dict[str, Tensor]:
-        """Return the collected rows, and empty ones for what only other ranks have collected."""
+        """Return the collected embeddings, and empty ones for what only other ranks have collected."""
         names = [*_ROWS, *_NUMBERS, "grades"]
         tensors = {name: torch.cat(self.batches[name]) for name in names if name in self.batches}
         rows = tensors.get("queries", tensors.get("gallery"))
@@ -178,7 +178,7 @@ _OWNERS = {
     "labels": "queries", "ids": "queries", "gallery_labels": "gallery", "gallery_ids": "gallery",
     "judged_items": "judged_queries", "grades": "judged_queries",
 }  # fmt: skip
-"""What there is one number for each row of."""
+"""What there is one number for each embedding of."""
 
 
 def _problem(name: str, x: Tensor, batch: Mapping[str, Tensor]) -> str | None:

@@ -1,4 +1,4 @@
-"""Queries go round: every rank answers for its own rows of the gallery, and the owner of a query merges the answers.
+"""Queries go round: every rank answers for its own part of the gallery, and the owner of a query merges the answers.
 
 A round is a block of consecutive queries of the global batch, wherever they are. So every rank has the same work in every
 round, however uneven the queries are split, and no rank holds more than a block of other ranks' queries.

@@ -1,4 +1,4 @@
-"""The k nearest rows of all ranks, for the queries of all ranks."""
+"""The k nearest embeddings of all ranks, for the queries of all ranks."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from contrastive_zoo.ranks.world import Processes, World
 
 
 class Neighbors(NamedTuple):
-    """The nearest rows of each query, best first.
+    """The nearest embeddings of each query, best first.
 
     Examples:
         >>> top_k(torch.eye(2), torch.tensor([[0.0, 2.0], [3.0, 0.0]]), k=1, normalize=False)
@@ -26,7 +26,7 @@ class Neighbors(NamedTuple):
     """
 
     scores: Float[Tensor, "n k"]
-    """Dot products in float64; −∞ where a query has fewer than k rows that are not excluded."""
+    """Dot products in float64; −∞ where a query has fewer than k that are not excluded."""
     indices: Int[Tensor, "n k"]
     """Indices into the gallery of all ranks, in rank order; −1 where there is none."""
 
@@ -43,28 +43,29 @@ def top_k(
     index: ApproximateIndex | None = None,
     process_group: Processes = None,
 ) -> Neighbors:
-    """Return the k nearest rows of the gallery of all ranks, for this rank's queries.
+    """Return the k nearest embeddings of the gallery of all ranks, for this rank's queries.
 
     Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index. Scores
     and indices are the same bits for every split of the queries and of the gallery: faiss proposes candidates in float32,
     their scores are computed in float64 independently of the shapes of blocks, and a query whose neighbours float32 cannot
     tell from the next ones is compared with the whole gallery.
 
-    Each rank searches in its own rows. A rank holds its own rows, k numbers per query, and blocks of constant size.
+    Each rank searches in its own embeddings. It holds these, k numbers per query, and blocks of constant size.
 
     Args:
-        queries: this rank's queries; ranks may hold different numbers of rows, including zero.
-        gallery: this rank's rows to search in, of the dtype of the queries; None for the queries themselves, of which none
-            finds itself. A memory map is read block by block.
+        queries: this rank's queries; ranks may hold different numbers, including zero.
+        gallery: this rank's embeddings to search in, of the dtype of the queries; None for the queries themselves, of
+            which none finds itself. A memory map is read block by block.
         k: number of neighbours.
         excluded: indices into the gallery of all ranks that a query must not find; −1 for none. The same e on every rank.
-        normalize: compare cosines; otherwise dot products. float64 rows are normalised in float64, others in float32.
+        normalize: compare cosines; otherwise dot products. float64 embeddings are normalised in float64, others in float32.
         index: search approximately; None for an exact search.
-        process_group: who holds rows.
+        process_group: who holds embeddings.
 
     Raises:
-        ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, rows that are not finite, or
-            k outside of 1 … number of rows to search in; faiss is not installed, or cannot build the index of some rank.
+        ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, embeddings that are not
+            finite, or k outside of 1 … number of embeddings to search in; faiss is not installed, or cannot build the index
+            of some rank.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)

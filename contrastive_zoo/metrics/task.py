@@ -1,4 +1,4 @@
-"""An evaluation as one rank sees it: its arguments, agreed on by all ranks, the rows that count, and what is relevant."""
+"""An evaluation as one rank sees it: its arguments, agreed on by all ranks, the samples that count, and what is relevant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _JUDGED = ("judged queries", "judged items", "grades")
 
 
 class EvaluationInputs(NamedTuple):
-    """The rows of one rank and what is known about them; see :func:`contrastive_zoo.metrics.evaluate`."""
+    """The embeddings of one rank and what is known about them; see :func:`contrastive_zoo.metrics.evaluate`."""
 
     queries: Tensor
     gallery: Tensor | None = None
@@ -114,7 +114,7 @@ class Settings:
 
 
 class Task(NamedTuple):
-    """This rank's queries and rows that count, their split over the ranks, and what is relevant to a query."""
+    """This rank's queries and gallery that count, their split over the ranks, and what is relevant to a query."""
 
     queries: Tensor
     gallery: Tensor
@@ -128,7 +128,7 @@ def agreed_task(
 ) -> tuple[Task, list[Metric]]:
     """Return the task and its metrics, after all ranks have agreed on the arguments; errors begin with ``caller``.
 
-    Rows that repeat an id and rows with an ignored label do not count.
+    Samples that repeat an id and those with an ignored label do not count.
     """
     problem = faiss_problem() or names_problem(names) or inputs.problem()
     metrics: list[Metric] = []

@@ -27,9 +27,9 @@ class Monitor:
     A measured call gathers the embeddings in rounds, compares them block by block, never N × N at once, and adds up one
     message. Every rank monitors, with equal settings; otherwise the call raises on all of them.
 
-    With s the cosine of two embeddings. Partners are the other view of a sample, the row of the other encoder with the same
-    index, or, with labels, the other rows of the same class; all other compared pairs are negative. Views are compared with
-    each other, not within themselves.
+    With s the cosine of two embeddings. Partners are the other view of a sample, the embedding of the other encoder
+    with the same index, or, with labels, the other embeddings of the same class; all other compared pairs are negative.
+    Views are compared with each other, not within themselves.
 
     - ``positive_similarity``, ``negative_similarity``: mean s of all positive and of all negative pairs; ``…_q5``:
       quantiles, the smallest s that at least 5 % do not exceed. They are counted in 2,048 bins between −1 and 1, so a
@@ -37,7 +37,7 @@ class Monitor:
     - ``top1_forward``: share of anchors whose nearest candidate is positive; ties count as misses, and anchors without a
       positive do not count. ``top1_backward``: the same from the second view or encoder to the first.
     - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of all pairs of
-      different rows of one view.
+      different embeddings of one view.
     - ``effective_rank``: exp of the entropy of the eigenvalues of ZᵀZ / N, from 1 to min(N, d).
     - ``variance_min``, ``variance_mean``, ``variance_max``: over the d dimensions of unit embeddings; the mean is at most
       1 / d.

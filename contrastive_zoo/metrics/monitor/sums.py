@@ -21,7 +21,7 @@ from contrastive_zoo.ranks.world import Shards, World
 BINS = 2048
 """Bins of similarities between −1 and 1: 2^-10 wide, so that a quantile, a bin's centre, is at most 2^-11 off."""
 
-CANDIDATES = 2048  # rows of all ranks that are compared at once with a block of this rank's rows
+CANDIDATES = 2048  # embeddings of all ranks that are compared at once with a block of this rank's
 
 _BLOCK = 2**20  # similarities of a block; 8 MiB in float64, of which about ten are alive
 
@@ -39,7 +39,7 @@ class Samples:
     encoders: Mapping[str, Sequence[Tensor]]  # by name the embeddings of each encoder, one tensor [n, d] for each view
     shards: Mapping[str, Shards]  # how the samples of each encoder are split over the ranks
     labels: Tensor | None = None
-    """Classes [n] of the only encoder's rows; None: the row of another view or encoder with the same index is positive."""
+    """Classes [n] of the one encoder's embeddings; None: that of another view or encoder at the same index is positive."""
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> "Samples":
@@ -88,7 +88,7 @@ def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Return rows of unit length in float64, each a function of its row alone; a row of zeros stays as it is."""
+    """Return embeddings of unit length in float64, each a function of itself alone; one of zeros stays as it is."""
     rows = in_float64(rows.detach())
     lengths = norms(rows)
     return rows / lengths.masked_fill(lengths == 0, 1.0)
@@ -157,7 +157,7 @@ def pair_sums(
 
 
 def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """Return Σ exp(−2 ‖x − y‖²) over the pairs of a unit row x of this rank with another unit row y of any rank."""
+    """Return Σ exp(−2 ‖x − y‖²) over the pairs of a unit embedding x of this rank with another one y of any rank."""
     total = rows.new_zeros(())
     for some, _, candidates, itself in _blocks(rows, shards, world):
         total += (rows[some] @ candidates.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum()
