@@ -68,7 +68,9 @@ def sum_over_anchors(
     ``reduction="none"``.
     """
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
-    where, ring = candidate_shards or shards, uses_ring(loss, world)
+    where, asks_for_ring = candidate_shards or shards, isinstance(world, Session) and bool(world.options.ring)
+    # candidates pass from rank to rank if the loss yields statistics that merge
+    ring = asks_for_ring and world.size > 1 and not is_dense() and bool(getattr(loss, "can_ring", bool)())
     columns, is_alone = anchors if candidates is None else candidates, world.size == 1
     sent, restore = (columns, unchanged) if is_alone else narrowest(columns, world)
 
@@ -114,12 +116,6 @@ def reduce_rows(
     return sum_over_anchors(loss, anchors, ids, world=batch.world, **more)
 
 
-def uses_ring(loss: nn.Module, world: World) -> bool:
-    """Return whether candidates pass from rank to rank: the user asks for it, and the loss yields statistics that merge."""
-    asked = isinstance(world, Session) and bool(world.options.ring) and world.size > 1 and not is_dense()
-    return asked and bool(getattr(loss, "can_ring", bool)())
-
-
 @without_autocast
 def _dense(
     loss: Any,
@@ -156,8 +152,7 @@ class _Call:
     terms: int
     layout: BatchLayout
     reduction: Reduction
-    learns: bool = field(default_factory=torch.is_grad_enabled)
-    """Whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too."""
+    learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
 
     def sweep(self, *tensors: Any) -> RowwiseSweep:
         return self.kind(self.on_block, self.terms, self.layout, *tensors)

@@ -101,8 +101,7 @@ class _Sweep:
     all_ids: Sequence[Tensor] | None  # by rank, renumbered so that floats represent them exactly
     on_kernel: bool
     reduction: Reduction
-    learns: bool = field(default_factory=torch.is_grad_enabled)
-    """Whether gradients may be needed: a leaf has ``requires_grad`` under ``no_grad``, too."""
+    learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
 
     def __call__(
         self, anchors: Tensor, candidates: Tensor | None, *numbers: Tensor, learns: bool, weights: Tensor | None = None

@@ -87,8 +87,7 @@ class SoftmaxSweep:
     columnwise: bool = True
     excluded: Tensor | None = None
     """With one tower [n], the row of all ranks that each row's sum also leaves out, and the reverse; or the row itself."""
-    learns: bool = field(default_factory=torch.is_grad_enabled)
-    """Whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too."""
+    learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
 
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         settings = self.column_shards, self.world, self.dtype

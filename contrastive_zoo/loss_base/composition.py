@@ -24,15 +24,6 @@ class Composition(Loss):
 
     Embeddings that one term gathers, and those that any rank can derive from them (a prefix, normalised ones), are not
     gathered again for other terms. Gradients are communicated for each term.
-
-    Args:
-        losses: losses of this library.
-        count: number of terms.
-        weights: weights of the terms; None is 1 for each.
-
-    Raises:
-        ValueError: no losses, a third-party loss, a class in place of its instance, a wrong number of weights, or
-            weights that are not finite.
     """
 
     shown: ClassVar[tuple[str, ...]] = ("weights",)  # names of the attributes that the representation shows

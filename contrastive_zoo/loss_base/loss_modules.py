@@ -152,7 +152,7 @@ class StateSums:
         """Start to sum up; the result returns the sums."""
         tensors = [x.detach() for _, x in sorted(numbers.items(), key=itemgetter(0)) if x.numel()]
         if all(x.is_cpu for x in tensors) and not closely:
-            sizes = [_size_of_one(x.item()) if x.numel() == 1 else _size(x).item() for x in tensors]
+            sizes = [1.5 * abs(x.item()) + x.item() if x.numel() == 1 else _size(x).item() for x in tensors]
             return lambda: cls(_level(sizes))
         device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
         dtype = torch.float64 if has_float64(device) else torch.float32
@@ -174,10 +174,6 @@ _SAMPLE = 2**14  # numbers of a tensor whose signs and order count at every call
 
 def _level(sizes: Sequence[float]) -> float:
     return sum((1 + index / len(sizes)) * math.log(_LEAST + size) for index, size in enumerate(sizes))
-
-
-def _size_of_one(x: float) -> float:
-    return 1.5 * abs(x) + x
 
 
 def _size(x: Tensor) -> Tensor:

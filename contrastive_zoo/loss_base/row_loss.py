@@ -51,11 +51,9 @@ class RowLoss(AnchorLoss):
     Args:
         normalize: normalise embeddings to unit length first, so that similarities are cosines, not dot products.
         reduction: ``"mean"`` over all ranks' valid anchors, ``"sum"``, or ``"none"`` for the local anchors, 0 if not valid.
-        check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
-        ValueError: an unknown reduction; at the call: labels that are missing, not integers or not one per embedding, views
-            of different shape, NaN or infinite embeddings, widths or dtypes that differ between ranks, or no samples.
+        ValueError: what any loss refuses: settings, labels, shapes, NaN and infinite embeddings, differences of ranks.
 
     Examples:
         >>> import torch

@@ -173,10 +173,6 @@ class Settings(WholeState):
     is an attribute like any other: it may be set later, and is checked again at the next call. A rule between several
     settings extends :meth:`settings_problem`. What a loss makes of its settings, it makes in ``__post_init__``.
 
-    Raises:
-        TypeError: a setting that the class does not have, or a required one that is missing.
-        ValueError: a setting of the wrong type, or out of its bounds.
-
     Examples:
         >>> class Scaled(Settings):
         ...     scale: Positive = 1.0

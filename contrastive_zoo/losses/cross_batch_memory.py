@@ -282,8 +282,9 @@ class CrossBatchMemory(Loss):
         references, ref_labels, slots = self._stored(rows), self.memory.labels.to(labels), slots.to(rows.device)
 
         def compute() -> Tensor:
-            if self.miner is None:
-                indices = _all_pairs(labels, ref_labels)
+            if self.miner is None:  # all pairs, as pytorch-metric-learning enumerates them
+                same = labels[:, None] == ref_labels
+                indices = (*same.nonzero(as_tuple=True), *(~same).nonzero(as_tuple=True))
             else:
                 indices = tuple(self.miner(rows, labels, references, ref_labels))
             value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
@@ -291,12 +292,6 @@ class CrossBatchMemory(Loss):
 
         with one_stream(batch.world, rows.device):
             return failing_together(batch.name, compute, batch.world)
-
-
-def _all_pairs(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
-    """Return all pairs as pytorch-metric-learning enumerates them."""
-    same = labels[:, None] == ref_labels
-    return *same.nonzero(as_tuple=True), *(~same).nonzero(as_tuple=True)
 
 
 def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:

@@ -98,8 +98,6 @@ class MaxSimPairwise(LateInteractionLoss):
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``.
-        normalize: normalise each token to unit length first.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each

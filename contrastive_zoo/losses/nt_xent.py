@@ -28,7 +28,6 @@ class NTXent(ViewLoss):
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        reduction: the mean is over all ranks' anchors, in nats.
 
     Raises:
         ValueError: fewer than two views.

@@ -314,12 +314,8 @@ class LeJEPA(SIGReg):
     there. Embeddings are not normalised. Equal to lightly's LeJEPALoss on all views.
 
     Args:
-        embedding_size: d.
         lambda_: λ, 0 … 1.
-        global_views: g.
-        num_slices: as in :class:`SIGReg`.
-        num_points: as in :class:`SIGReg`.
-        limit: as in :class:`SIGReg`.
+        global_views: g; the other settings are those of :class:`SIGReg`.
 
     Raises:
         ValueError: more global_views than views, or what :class:`SIGReg` refuses.

@@ -146,19 +146,12 @@ def recall_at_k(
 ) -> float:
     """Return the share of queries that find a relevant item among their k nearest: ``hit_rate@k`` of :func:`evaluate`.
 
-    What is relevant is what :func:`evaluate` says of the same arguments.
-
-    Ties count against the query: it finds a relevant item if fewer than k irrelevant ones score as high or higher. So a
-    constant embedding scores 0, and the order of the gallery does not matter.
+    What is relevant is what :func:`evaluate` says of the same arguments. Ties count against the query: it finds a relevant
+    item if fewer than k irrelevant ones score as high or higher. So a constant embedding scores 0, and the order of the
+    gallery does not matter.
 
     Args:
-        queries: this rank's queries; ranks may hold different numbers, including zero.
-        gallery: this rank's embeddings to search in; None: among the queries themselves.
-        k: how many neighbours are looked at.
-        labels: one integer per query.
-        gallery_labels: one integer per item of the gallery.
-        normalize: compare cosines; otherwise dot products.
-        process_group: who holds embeddings.
+        k: how many neighbours are looked at; the other arguments are those of :func:`evaluate`.
 
     Returns:
         A share between 0 and 1, the same on every rank and for every split; NaN if no query counts.

@@ -6,8 +6,6 @@ within a second, and raise its sentence. The store is torch.distributed's own, t
 A note is text, never pickled. A message that arrives at once costs nothing more.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a DistributedLoss remembers from one call to the next, and what it tells the next handshake."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence

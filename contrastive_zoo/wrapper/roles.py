@@ -1,7 +1,5 @@
 """Roles of a third-party loss's arguments: samples in dimension 0, in another one, or one tensor that all ranks share."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """One call of DistributedLoss between several ranks: state, shake hands, choose, compute."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -84,10 +84,7 @@ class _Sigmoid(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, learns: bool) -> Tensor:
-        """Compute the loss and its gradients.
-
-        ``learns``: whether gradients may be needed; a leaf has ``requires_grad`` under ``no_grad``, too.
-        """
+        """Compute the loss and its gradients, if ``learns``: a leaf has ``requires_grad`` under ``no_grad``, too."""
         learns &= any(ctx.needs_input_grad)
         precision = precision_of(a)
         left, right = (Operand.of(x, precision) for x in (a, b))
