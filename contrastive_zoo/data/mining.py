@@ -47,10 +47,7 @@ def _is_score(x: object) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """How negatives are chosen among the candidates of a query, which are ordered by score.
-
-    Arguments are those of :func:`contrastive_zoo.data.mine_hard_negatives`.
-    """
+    """How negatives are chosen among candidates ordered by score, by the arguments of ``mine_hard_negatives``."""
 
     num_negatives: int = 3
     range_min: int = 0

@@ -100,10 +100,7 @@ attribute ``terms``.
 def start_count(
     ids: Int[Tensor, " n"], candidate_ids: Int[Tensor, " N"], *, anchors_are_candidates: bool
 ) -> Callable[[], int] | None:
-    """Start to copy the largest number of positives of an anchor from an accelerator; the function waits for it, once.
-
-    None for ids on a CPU, where the positives of each block are counted without waiting.
-    """
+    """Return a function that waits, once, for an anchor's largest number of positives; None on a CPU."""
     if devices.on_cpu(ids):
         return None
     if not len(ids) or not len(candidate_ids):  # there is no largest of no numbers
@@ -171,10 +168,7 @@ def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
 
 
 class RowwiseSweep:
-    """Call a block function, which adds so many means, on all local anchors, block by block.
-
-    The tensors are the local anchors, the candidates of all ranks, and the parameters.
-    """
+    """Call a block function, which adds so many means, on all local anchors, block by block."""
 
     stages: Any = None  # what a sweep of several passes computes in the first of them
 
@@ -199,10 +193,7 @@ class RowwiseSweep:
 
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
-        """Return losses, counts, and the gradients of the weighted sum by local anchors, local candidates, parameters.
-
-        The gradients by candidates and parameters are complete: other ranks' anchors are included.
-        """
+        """Return losses, counts, and complete gradients of the weighted sum by anchors, candidates and parameters."""
         losses, counts, danchors, dcandidates, *dparameters = self.local_gradients(weights)
         dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
         dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]

@@ -59,10 +59,7 @@ class ClassPairs:
         target_function: Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]] = lambda similarity: similarity,
         pooling: CenterPooling = nearest_center,
     ) -> Float[Tensor, " n"]:
-        """Return ``log(1 + Σ_{j≠y_i} exp(scale · z_i·w_j) / exp(scale · f(z_i·w_{y_i})))`` of the local embeddings.
-
-        f is ``target_function``; ``pooling`` makes the similarities to a class's centres that of the class.
-        """
+        """Return ``log(1 + Σ_{j≠y_i} exp(scale · z_i·w_j) / exp(scale · f(z_i·w_{y_i})))``, f ``target_function``."""
         target, negatives = self.target_and_negatives(scale, pooling)
         return -F.logsigmoid(scale * target_function(target) - negatives)
 
@@ -175,10 +172,7 @@ OnBlock = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def _over_blocks(
     on_block: OnBlock, z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``on_block`` of all rows; if these need several blocks, the backward pass recomputes each block.
-
-    Results are one number per row, or one log-sum-exp over rows per class.
-    """
+    """Return ``on_block`` of all rows; if these need several blocks, the backward pass recomputes each block."""
     scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
     if is_dense() or len(list(_blocks(z, weights))) < 2:
         return on_block(z, labels, weights, scale)

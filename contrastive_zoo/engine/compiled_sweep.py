@@ -107,10 +107,7 @@ def owner_and_kind(on_block: BlockFunction) -> tuple[Any, Any]:
 
 
 def compiled_for(kind: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return :func:`block_losses`, compiled for one kind of loss; None where compilation failed.
-
-    The compiler counts the graphs of a code object, and gives up after eight. Each kind has a code object of its own.
-    """
+    """Return :func:`block_losses` compiled for one kind, with a code object of its own: each may have eight graphs."""
     if kind not in _compiled:
         code = block_losses.__code__.replace(co_name=f"block_losses_of_{_name(kind)}")
         function = FunctionType(code, block_losses.__globals__)

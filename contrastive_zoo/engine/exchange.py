@@ -32,10 +32,7 @@ from contrastive_zoo.ranks.world import Machines, Shards, World
 
 @dataclass(frozen=True)
 class RankBlock:
-    """The local ``rows`` against the ``columns`` of the rank ``ahead``.
-
-    In the same step the rank ``behind`` compares its rows with the local columns ``sent``.
-    """
+    """The local ``rows`` against ``columns`` of the rank ``ahead``, as those of ``behind`` against the local ``sent``."""
 
     ahead: int
     rows: slice
@@ -160,10 +157,7 @@ def merge_at_owners(
 
 
 class Ring:
-    """Bring other ranks' columns here in turn, after the local ones, and return their gradients to their owners.
-
-    Arguments are those of :func:`start_exchange`; gradients keep the dtype of the columns.
-    """
+    """Bring other ranks' columns here in turn, after the local ones, and return their gradients, in their dtype."""
 
     gathered = None
 

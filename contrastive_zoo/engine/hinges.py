@@ -22,10 +22,7 @@ from contrastive_zoo.ranks.compiling import traced_as
 def hinge_sums(
     distance: Tensor, positive: Tensor, negative: Tensor, margin: float | Tensor, *, semi_hard: bool
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
-    """Return Σ (D_ip + margin − D_in) over each anchor's active triplets, and their number.
-
-    If ``semi_hard``, only triplets with D_ip < D_in count.
-    """
+    """Return Σ (D_ip + margin − D_in) over active triplets, if ``semi_hard`` with D_ip < D_in, and their number."""
     if devices.on_cpu(distance):
         return _of_listed_positives(distance, positive, negative, margin, semi_hard)
     # as many thresholds as candidates: the number of positives is not read

@@ -154,10 +154,7 @@ class Kernels(NamedTuple):
 
 
 def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
-    """Return whether kernels can compute losses of these embeddings on this rank.
-
-    The first of the rows decides; if it is invalid, the loss refuses it.
-    """
+    """Return whether kernels can compute losses of these embeddings on this rank; the first of them decides."""
     name, first = _implementation.get(), next(iter(rows), None)
     if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):
         return NO_KERNELS

@@ -21,10 +21,7 @@ from contrastive_zoo.ranks.compiling import Function, traced_as
 def masked_log_sum_exp(
     x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, empty: float = -torch.inf
 ) -> Float[Tensor, " c"]:
-    """Return log Σ exp x over the selected entries of each row; ``empty``, without gradient, for a row without any.
-
-    All x are finite.
-    """
+    """Return log Σ exp of each row's selected, finite entries; ``empty``, without gradient, for a row without any."""
     if not has_plain_formulas() and x.shape[1]:  # a maximum of no columns is an error
         return _MaskedLogSumExp.apply(x, mask, empty)
     some = mask.any(1)

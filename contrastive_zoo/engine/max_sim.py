@@ -254,10 +254,7 @@ def _counts(masks: Sequence[Tensor]) -> list[list[int]]:
 def packed_tokens(
     rows: Float[Tensor, "n L d"], mask: Bool[Tensor, "n L"] | Int[Tensor, "n L"] | None, count: int
 ) -> tuple[Float[Tensor, "t d"], Int[Tensor, " n"]]:
-    """Return the valid tokens of all sets, one set after the other, and the number of tokens of each set.
-
-    The mask says which are valid (not 0), None is all of them; ``count`` are valid.
-    """
+    """Return the ``count`` tokens that a mask calls valid (None: all), set after set, and each set's number."""
     if mask is None:
         return rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1], device=rows.device)
     valid = mask.to(rows.device) != 0

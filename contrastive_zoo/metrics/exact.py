@@ -107,10 +107,7 @@ _ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they s
 def prepared(
     rows: Float[Tensor, "n d"], *, normalize: bool, lengths: Float[Tensor, "n 1"] | None = None
 ) -> Float[Tensor, "n d"]:
-    """Return rows on the CPU in float64 if they have it, otherwise in float32; of unit length if ``normalize``.
-
-    A row of zeros stays as it is.
-    """
+    """Return rows on the CPU, in float64 if they have it, else float32; of unit length if ``normalize``."""
     rows = rows.detach().cpu()
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     if not normalize:

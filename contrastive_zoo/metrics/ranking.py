@@ -58,10 +58,7 @@ class Ranking:
 
     @classmethod
     def of(cls, levels: Levels, relevant: Groups, ideal: tuple[Ints, Floats, Ints], queries: int) -> Ranking:
-        """Return the ranking of n queries, given levels, groups of relevant items at some of them, and ideal groups.
-
-        Levels and groups are ordered by query and falling score.
-        """
+        """Return the ranking of n queries; levels and groups are ordered by query and falling score."""
         first = changes(relevant.query, relevant.score)
         begins = np.zeros(len(relevant.query), dtype=np.int64)
         begins[first] = 1

@@ -126,10 +126,7 @@ class Task(NamedTuple):
 def agreed_task(
     caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
 ) -> tuple[Task, list[Metric]]:
-    """Return the task and its metrics, after all ranks have agreed on the arguments; errors begin with ``caller``.
-
-    Samples that repeat an id and those with an ignored label do not count.
-    """
+    """Return the task and its metrics, agreed on by all ranks; repeated ids and ignored labels do not count."""
     problem = faiss_problem() or names_problem(names) or inputs.problem()
     metrics: list[Metric] = []
     if problem is None:

@@ -45,10 +45,7 @@ def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = 
 
 
 def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator by which compiled code calls ``traced`` in place of a function.
-
-    Where ``traced`` returns a text, the graph breaks off as at :func:`uncompiled`.
-    """
+    """Return a decorator by which compiled code calls ``traced`` in place of a function, as :func:`uncompiled` says."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         return uncompiled(function, traced=traced)
@@ -102,10 +99,7 @@ def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Return whether an activation checkpoint, or another hook, intercepts the tensors saved for the backward pass.
-
-    True with a torch that cannot tell, such as 2.6: logits are then recomputed, never cached.
-    """
+    """Return whether hooks, such as a checkpoint's, intercept saved tensors; True where torch cannot tell, as 2.6."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("hooked"):  # refused if there are any
             return False

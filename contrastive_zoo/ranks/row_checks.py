@@ -242,10 +242,7 @@ def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str
 
 
 def safe_index(index: Tensor, stop: int) -> Tensor:
-    """Return indices into ``stop`` rows; on an accelerator, where they may be checked later, those outside are moved inside.
-
-    CUDA ends the process at an index out of range. On a CPU they have been checked.
-    """
+    """Return indices into ``stop`` rows, moved inside on an accelerator: CUDA ends the process at one out of range."""
     return index if devices.on_cpu(index) else index.clamp(0, stop - 1)
 
 

@@ -31,10 +31,7 @@ class GlobalIndices(tuple[Tensor, ...]):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The leaves of a call's arguments by their path, such as ``views[0]``.
-
-    A tensor with a dimension holds samples, unless it has another role.
-    """
+    """A call's arguments by path, such as ``views[0]``; tensors hold samples, unless they have another role."""
 
     leaves: dict[str, Any]
     tree: TreeSpec | None = None  # how the leaves are nested; None if no argument is a tuple, list or dict

@@ -68,10 +68,7 @@ class CallHistory:
         return None if due is None else due()
 
     def fingerprint(self, rows: Mapping[str, Tensor]) -> tuple[int, Callable[[], int], Mapping[str, Tensor]]:
-        """The fingerprint of some numbers, what returns that of all, and the numbers of each of the rows on the host.
-
-        On an accelerator they are those of the previous call.
-        """
+        """The fingerprint of some numbers, what returns that of all, and they; on an accelerator the last call's."""
         numbers = some_numbers(rows)
         if all(x.is_cpu for x in numbers.values()):
             floating = [x.detach() for x in rows.values() if x.is_floating_point()]

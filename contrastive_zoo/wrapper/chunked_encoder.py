@@ -196,10 +196,7 @@ def encode_all(encoders: Sequence[ChunkedEncoder]) -> list[Any]:
 
 
 class _Encode(Function):
-    """Both passes of all encoders.
-
-    ``anchor`` makes the outputs need a gradient also where hooks collect those of all parameters.
-    """
+    """Both passes of all encoders; ``anchor`` makes outputs need a gradient where hooks collect the parameters'."""
 
     @staticmethod
     def forward(

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 
 
 def broadcast_from_rank_0(modules: LossModules, world: World, wrapper: int = 0) -> None:
-    """Set parameters and buffers of a loss to rank 0's, as DDP does for a model at construction.
-
-    ``wrapper`` is the number that all ranks know the wrapper by; 0 before its first call.
-    """
+    """Set parameters and buffers of a loss to rank 0's; ``wrapper`` is the number that ranks know it by, 0 at first."""
     state = dict(modules.shared_state())
     compared = {"the loss": loss_name(modules.loss), "broadcast_parameters": "True"}
     compared |= {name: described(x) for name, x in state.items()}

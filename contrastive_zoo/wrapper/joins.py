@@ -21,10 +21,7 @@ def join_problem() -> str | None:
 
 @functools.cache
 def watch_joins() -> None:
-    """Let torch's join context tell of its entry, from the first wrapper of this process on.
-
-    torch tells the DDP modules only, which a loss does not know.
-    """
+    """Let torch's join context, which tells DDP modules only, tell of its entry, from the first wrapper on."""
     if not dist.is_available():
         return
     from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed

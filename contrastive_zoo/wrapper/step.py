@@ -162,10 +162,7 @@ class DistributedStep:
         return problem or (join_problem() if JOINED else None)
 
     def all_or_none(self, compute: Callable[[], Any]) -> Any:
-        """The value of a loss with a user's code, which draws rank 0's random numbers on every rank.
-
-        If it keeps a state, it fails on all ranks where it fails on any.
-        """
+        """The value of a user's loss, by rank 0's random numbers; with a state it fails on all ranks or on none."""
         device = next((x.device for x in self.rows.values() if x.is_floating_point()), None)
         with one_stream(self.session, device):
             if not self.modules.buffer_versions():
@@ -352,10 +349,7 @@ PER_SIMILARITY = 64  # multiplications that take as long as one similarity's exp
 
 @contextmanager
 def splitting(always: bool) -> Iterator[None]:
-    """Within it ranks split the loss of every batch if ``always``, otherwise that of large batches; for tests.
-
-    It must be entered on every rank alike.
-    """
+    """Within it ranks split every batch's loss if ``always``, else of large ones; for tests, on every rank alike."""
     global SMALL_BATCH
     before, SMALL_BATCH = SMALL_BATCH, -1 if always else 2**28
     try:

@@ -276,10 +276,7 @@ class KernelSweep(SoftmaxSweep):
     def sums(
         self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
     ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
-        """Return sums of local rows over all columns, of local columns over all rows, partners' logits, and no tiles.
-
-        Logits are in float64, as the logarithms of sums.
-        """
+        """Return sums of local rows, and of local columns, over all others; partners' float64 logits; no tiles."""
         factor, total, parts = as_scalar(scale, rows), arithmetic.empty(len(rows), rows), []
         positives = torch.zeros_like(rows[:, 0])
         for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):

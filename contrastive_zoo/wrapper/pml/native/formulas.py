@@ -101,10 +101,7 @@ def _reduction(loss: Any, options: Mapping[str, Settings] = MEAN_OR_SUM) -> Sett
 
 
 def _numbers(loss: Any, *same: str, **renamed: str) -> Settings:
-    """Return attributes that are plain numbers, under this library's names.
-
-    ``same`` have one name in both libraries; ``renamed`` are this library's name = the other library's.
-    """
+    """Return numbers of a loss: ``same`` have one name in both libraries, ``renamed`` are theirs by our names."""
     names = dict(zip(same, same, strict=True)) | renamed
     values = {name: getattr(loss, attribute) for name, attribute in names.items()}
     for name, x in values.items():

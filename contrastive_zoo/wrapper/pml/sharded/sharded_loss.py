@@ -233,10 +233,7 @@ def _labelled_views(
 
 
 def _reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, connected: Sequence[Tensor]) -> Tensor:
-    """Return what the reducer computes from all ranks' losses: a sum over a count for each sub-loss.
-
-    ``connected`` tensors stay in the graph, so that every rank takes part in the backward pass.
-    """
+    """Return what the reducer computes from all ranks' losses; ``connected`` tensors stay in the graph."""
     nothing = torch.stack([x.flatten()[:0].sum(dtype=sum_dtype(x)) for x in connected]).sum()
     terms = [
         _sum_and_count(reducer_of(reducer, name), info, batch)
