@@ -64,10 +64,7 @@ def _is_shared(candidates: Tensor) -> bool:
 
 
 def _allow_sparse_gradient(matrix: Tensor, candidates: Tensor) -> Tensor:
-    """Mark a matrix whose backward pass takes a sparse gradient; return it.
-
-    Only a CPU gains from that. On a GPU a dense matmul is faster than finding the non-zero entries.
-    """
+    """Return the matrix; its backward pass takes a sparse gradient on a CPU. On a GPU a dense matmul is faster."""
     if _is_shared(candidates) and matrix.grad_fn is not None and devices.on_cpu(matrix):
         matrix.sparse_grad_fn = matrix.grad_fn  # type: ignore[attr-defined]  # why: see the module's docstring
     return matrix
@@ -86,10 +83,7 @@ def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]
 
 
 def _with_equal_columns(matrix: Tensor, candidates: Tensor) -> Tensor:
-    """Return the matrix with equal numbers for equal candidates, and its gradients.
-
-    Numbers that differ by rounding have an exact difference, so that the sum is the other number, digit by digit.
-    """
+    """Return the matrix, and its gradients, with equal numbers, digit by digit, for equal candidates."""
     first = _firsts(candidates)
     return matrix if first is None else matrix + (matrix[:, first] - matrix).detach()
 
@@ -131,10 +125,7 @@ def distances(
 
 
 class _Euclidean(Function):
-    """Compute distances D with da_i = Σ_j w_ij (a_i − b_j) and db_j = Σ_i w_ij (b_j − a_i).
-
-    w = dD / D, or 2 dD of squared distances; w = 0 where D = 0.
-    """
+    """Distances D with da_i = Σ_j w_ij (a_i − b_j); w = dD / D, or 2 dD if they are squared; 0 where D = 0."""
 
     @staticmethod
     @without_autocast

@@ -157,10 +157,7 @@ class _Block:
         self.scratch = self.anchors.new_empty(2, min(height, len(self.anchors)) * width)
 
     def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
-        """Add the pairs with some candidates.
-
-        ``ids`` are those of anchors and of candidates; None where positives are candidates of the anchors' own index.
-        """
+        """Add pairs with candidates; ``ids`` of both, or None: positives are candidates of the anchors' own index."""
         for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
             x, other = (tile_of(scratch, i, j) for scratch in self.scratch)
             torch.mm(self.scaled[i], candidates[j].t(), out=x).add_(self.bias)

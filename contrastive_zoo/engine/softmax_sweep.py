@@ -237,10 +237,7 @@ def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
 def _logits(
     rows: Tensor, columns: Tensor, scale: float | Tensor, out: Tensor, diagonal: bool, excluded: Tensor | None
 ) -> Tensor:
-    """Write scaled dot products into ``out``, with −inf for a row and itself on a diagonal tile and for excluded columns.
-
-    ``excluded`` are the columns of the tile that its rows exclude. Returns ``out``.
-    """
+    """Write scaled products into ``out``; −inf at ``excluded`` columns and, on a diagonal tile, of a row and itself."""
     if isinstance(scale, Tensor):
         torch.mm(rows, columns.T, out=out).mul_(scale)
     else:

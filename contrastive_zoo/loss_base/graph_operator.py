@@ -130,10 +130,7 @@ IN_ORDER = all([in_order(loss_and_gradients), in_order(loss_gradients)])
 
 
 def _postponed(tensors: Sequence[Tensor], learns: Sequence[bool]) -> bool:
-    """Return whether the backward pass computes the gradients.
-
-    float16 represents gradients only after they are multiplied by the scale of the loss.
-    """
+    """Return whether the backward pass computes gradients: float16 represents them only times the scale of the loss."""
     return any(x.dtype == torch.float16 and learning for x, learning in zip(tensors, learns, strict=True))
 
 
@@ -160,10 +157,7 @@ def _computed(
 
 @contextmanager
 def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it a module's parameters are these tensors.
-
-    After ``torch.func.functional_call`` a submodule that occurs twice, such as a shared temperature, keeps the tensor.
-    """
+    """Within it a module's parameters are these, also in a submodule that occurs twice, unlike ``functional_call``."""
     new = {id(module.get_parameter(name)): x for name, x in tensors.items()}
     held: list[tuple[dict[str, Any], str, Tensor]] = [
         (part._parameters, name, x)

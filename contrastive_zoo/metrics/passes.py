@@ -236,10 +236,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
 def _counts_at(
     gallery: Gallery, question: Question, queries: Float[Tensor, "g d"], query: Tensor, thresholds: Tensor
 ) -> Int[Tensor, "t 2"]:
-    """Return how many rows of this rank score higher than a threshold, and how many equal it.
-
-    ``thresholds`` are different scores of each ``query``, falling; queries ascend.
-    """
+    """Return how many local rows score above, and at, each of a query's different, falling thresholds."""
     sizes = torch.bincount(query, minlength=len(queries))
     result = torch.zeros(len(query), 2, dtype=torch.int64)
     ends = sizes.cumsum(0)

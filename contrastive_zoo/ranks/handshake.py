@@ -133,10 +133,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
-    """Return the number that all ranks know the wrapper by; refuse ranks that call different ones.
-
-    A wrapper that is called for the first time on some ranks only was made again there, unless they hold the old one, too.
-    """
+    """Return the number that all ranks know the wrapper by; refuse different ones, not one made again."""
     wrappers, numbers, made = state_of(world.process_group).wrappers, {*received["wrapper"]}, received["made"]
     known = numbers - {0}
     if known == {-1} == numbers:

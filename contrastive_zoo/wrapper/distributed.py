@@ -293,10 +293,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
     def _call(
         self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]
     ) -> tuple[Stated | LossCall, dict[str, str]]:
-        """What this rank states of a call of this library's loss, or a call of a third-party loss.
-
-        What ranks compare of it comes second: of a loss and the one that it replaces, all take the same.
-        """
+        """What this rank states of a call; what ranks compare: the same of a loss and the one that it replaces."""
         compared: dict[str, str] = {}
         if self._replaced is not None:
             inputs = signature(self._replaced.loss).bind(*rows, **named_rows)

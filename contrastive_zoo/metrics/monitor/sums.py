@@ -95,10 +95,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """Yield some of this rank's rows, the index of the first of some candidates, these, and where one has a row's index.
-
-    Candidates are the ``rows`` of all ranks; every rank gathers equally often.
-    """
+    """Yield local rows, the first candidate's index, candidates, and where a row has its index."""
     for index, of_round in enumerate(rounds(shards, world, size=CANDIDATES)):
         local_rows = rows[of_round.local].to(world.device).contiguous()
         gathered = gather_rows(local_rows, of_round.shards, world).to(rows.device)

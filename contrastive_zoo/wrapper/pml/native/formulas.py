@@ -158,10 +158,7 @@ def _require_all_triplets(loss: Any) -> None:
 
 
 def _mining(loss: Any, miner: Any, reduction: Settings) -> Mining:
-    """Return the ``mining`` option that is equal to the miner.
-
-    A miner with a larger margin than the loss adds triplets whose loss is 0. They change no mean that leaves out zeros.
-    """
+    """Return the ``mining`` equal to the miner; triplets of its larger margin have loss 0 and change no mean."""
     if miner is None:
         return "all"
     _require_same_distance(loss, miner)

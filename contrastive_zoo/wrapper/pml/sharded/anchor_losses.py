@@ -44,10 +44,7 @@ def of_classes(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[s
 
 
 def _computed(loss: Any, batch: AnchorBatch, groups: Sequence[Indices], *, enough: int) -> dict[str, Info]:
-    """Return ``compute_loss`` of the local anchors; padding shows it pairs that only other ranks have.
-
-    ``groups`` are pairs or triplets, by kind; with ``enough`` of a kind the library takes no other branch.
-    """
+    """Return ``compute_loss`` of local anchors; padding to ``enough`` shows it kinds that only other ranks have."""
     local = [len(group[0]) for group in groups]
     missing = padding_needed(local, batch.totals(*local), enough)
     padded = batch.with_padding(sum(missing))
