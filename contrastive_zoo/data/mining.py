@@ -109,11 +109,7 @@ class Selection:
     def chosen(
         self, allowed: Bool[Tensor, "n k"], candidates: Int[Tensor, "n k"], query: Int[Tensor, " n"]
     ) -> Int[Tensor, "n num"]:
-        """Return the positions of the chosen candidates, best first; −1 where there are fewer.
-
-        Random candidates are those with the smallest random numbers, which are functions of the seed, the query's global
-        index and the candidate's.
-        """
+        """Return the chosen candidates' positions, best first, then −1; random by the seed and both indices."""
         ranks = torch.arange(allowed.shape[1]).expand(allowed.shape)
         if self.sampling == "random":
             keys = random_keys(self.seed, query[:, None].numpy(), candidates.numpy()) >> np.uint64(1)

@@ -45,10 +45,7 @@ def class_numbers_as_floats(ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def only_positives(classes: Int[Tensor, " n"], counts: Int[Tensor, " c"]) -> Int[Tensor, " n"] | None:
-    """Return for each row the index of the other row of its class, or its own index where others are none or several.
-
-    None if no class has two rows and that is known without waiting for an accelerator.
-    """
+    """Return each row's one positive, or itself for none or several; None if it is known that none has any."""
     has_two = counts == 2
     if devices.on_cpu(counts) and not has_two.any():
         return None

@@ -66,10 +66,7 @@ class ClassPairs:
     def target_and_negatives(
         self, scale: float | Tensor, pooling: CenterPooling = nearest_center
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """Return ``s[i, y_i]`` and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``, s the similarities of the local embeddings.
-
-        A softmax loss with any margin f on its target is ``log(1 + exp(negatives − scale · f(target)))``.
-        """
+        """Return ``s[i, y_i]`` and ``log Σ_{j ≠ y_i} exp(scale · s[i, j])``, s the local embeddings' similarities."""
 
         def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
             s = pooling(_similarities(rows, centers))

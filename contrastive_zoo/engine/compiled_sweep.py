@@ -97,11 +97,7 @@ def block_losses(
 
 
 def owner_and_kind(on_block: BlockFunction) -> tuple[Any, Any]:
-    """Return the module whose method is the block function, and what losses with the same graphs share.
-
-    torch 2.6 compiles anew for each object that is a method. Losses share a class, or the code of a :class:`BlockLoss`'s
-    function.
-    """
+    """Return the module whose method is the block function, and what losses with one graph share: class or code."""
     loss = getattr(on_block, "__self__", on_block)
     return loss, getattr(loss, "graph_kind", type(loss))
 

@@ -33,10 +33,7 @@ def hinge_sums(
 def soft_sums(
     penalty: Callable[[Tensor], Tensor], distance: Tensor, negative: Tensor, margin: float | Tensor, *, semi_hard: bool
 ) -> Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]]:
-    """Return a function of one positive of each anchor, which sums the ``penalty`` of D_ip − D_in over its triplets.
-
-    If ``semi_hard``, only triplets with D_ip < D_in < D_ip + margin count.
-    """
+    """Return a function of an anchor's positive: Σ ``penalty`` of D_ip − D_in, in (−margin, 0) if ``semi_hard``."""
     negatives = distance.where(negative, torch.inf)
 
     def of(p: Tensor) -> Tensor:

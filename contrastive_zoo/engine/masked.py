@@ -161,10 +161,7 @@ def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
 def masked_indices(
     mask: Bool[Tensor, "c N"], most: int | None = None
 ) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:
-    """Return the selected columns of each row in order, padded to the longest row, and which of them are no padding.
-
-    With ``most``, which no row's number of columns exceeds, rows are padded to it, and no value is read.
-    """
+    """Return the selected columns of each row, padded to the longest row or to ``most``, and which are no padding."""
     if most is not None:
         position = mask.cumsum(1, dtype=torch.int32)
         present = torch.arange(most, device=mask.device) < position[:, -1:]

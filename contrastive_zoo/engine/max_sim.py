@@ -231,10 +231,7 @@ def _small_integer(positions: int) -> torch.dtype:
 
 
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
-    """Return the number of valid tokens of each set, by name; the host waits once for those of all masks.
-
-    A mask says which tokens [n, L, d] are valid (not 0), [n, L]; None, or no mask of that name, is all of them.
-    """
+    """Return the number of valid tokens, not 0 in a mask [n, L], of each set, by name; the host waits once for all."""
     arguments = {name: mask for name, mask in masks.items() if mask is not None}
     counts = dict(zip(arguments, _counts([*arguments.values()]), strict=True))
     return {name: counts.get(name, [x.shape[1]] * len(x)) for name, x in rows.items()}

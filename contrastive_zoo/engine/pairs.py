@@ -131,10 +131,7 @@ class TowerPairs(_Pairs):
     def sums(
         self, *, symmetric: bool = False, on_kernel: bool = False
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " k"] | None, list[Float[Tensor, " n"]]]:
-        """Return the log-sum-exps over other queries' keys, over other keys' queries if asked, and the positives' logits.
-
-        With keys [n, k, d] the second has one for each key, query by query, and the third is of length k.
-        """
+        """Return log-sum-exps over other queries' keys, over other keys' queries if asked, and positives' logits."""
         samples, (q, k, *_) = self.batch.samples, self.rows
         count = k.shape[1] if k.ndim == 3 else 1
         return cross_log_sum_exp(
@@ -273,10 +270,7 @@ class LabelledPairs(_Pairs):
         return prepared.flatten(0, 1) if prepared.ndim == 3 else prepared
 
     def cross_entropies(self) -> tuple[Float[Tensor, " a"], Int[Tensor, " a"]]:
-        """Return ``logsumexp(all others) - mean(positives)`` of the local anchors, and their numbers of positives.
-
-        Positives need no mask: the sum of their logits is one dot product with the sum of the class.
-        """
+        """Return ``logsumexp(all others) - mean(positives)`` of the local anchors, and their numbers of positives."""
         batch, shards = self.batch, self.batch.samples.times(self.views)
         z, scale = batch.rounded(self.embeddings, batch.first), self.scale
         class_index, counts = class_numbers(batch.gathered(self.ids, shards))

@@ -111,10 +111,7 @@ class _DotProducts(Function):
 def distances(
     anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"], *, squared: bool = False
 ) -> Float[Tensor, "c N"]:
-    """Return ‖a − b‖ of every anchor and candidate, or its square; the gradient at 0 is 0.
-
-    Points that are closer together than the rounding of a matmul have distance 0, without gradient.
-    """
+    """Return ‖a − b‖ of every anchor and candidate, or its square; 0, without gradient, below a matmul's rounding."""
     if not has_plain_formulas():
         return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
     norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)

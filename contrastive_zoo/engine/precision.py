@@ -37,10 +37,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return x rounded to the values of a 16-bit ``dtype``, in its own dtype; with other dtypes x itself.
-
-    The gradient is not rounded.
-    """
+    """Return x rounded to the values of a 16-bit ``dtype``, in its own dtype, or x itself; the gradient is not rounded."""
     return _Rounded.apply(x, dtype) if is_16_bit(dtype) else x
 
 

@@ -47,10 +47,7 @@ class Stage:
 
 
 class RingSweep(RowwiseSweep):
-    """Call a block function, which yields statistics, on all local anchors and one rank's candidates after the other's.
-
-    ``candidates`` are the local ones, or the rows that are sent in their place.
-    """
+    """Call a block function, which yields statistics, on local anchors and one rank's candidates after the other's."""
 
     stages: list[Stage] | None = None
     """The merged statistics, a few numbers for each local anchor, once they are computed."""

@@ -321,20 +321,14 @@ def reduce_pairs(
 def concat_pairs(
     first: Float[Tensor, "n d"], second: Float[Tensor, "n d"], singles: Float[Tensor, "m d"]
 ) -> tuple[Float[Tensor, "n e"], Float[Tensor, "k e"], Bool[Tensor, " k"]]:
-    """Return pairs as anchors, pairs and singles as candidates of the same width, and which candidates are singles.
-
-    An anchor holds both of its rows, so that either of them can be compared.
-    """
+    """Return pairs as anchors, pairs and singles as candidates of the same width, and which candidates are singles."""
     pairs = torch.cat([first, second], 1)
     single = torch.arange(len(pairs) + len(singles), device=pairs.device) >= len(pairs)
     return pairs, torch.cat([pairs, torch.cat([singles, torch.zeros_like(singles)], 1)]), single
 
 
 def split_pairs(anchors: Tensor, candidates: Tensor, single: Tensor) -> PairBlock:
-    """Return the parts that :func:`concat_pairs` concatenated, of one block.
-
-    Candidates keep their places: to select the pairs among them, an accelerator would have to report their number.
-    """
+    """Return the parts that :func:`concat_pairs` concatenated, of one block; candidates keep their places."""
     (first, second), (candidate_first, candidate_second) = anchors.chunk(2, 1), candidates.chunk(2, 1)
     documents = candidate_first.where(single[:, None], candidate_second)
     return PairBlock(first, second, candidate_first, documents, ~single)

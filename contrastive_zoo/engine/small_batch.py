@@ -77,10 +77,7 @@ def small_batch_info_nce(
 def small_batch_siglip(
     batch: Batch, a: Tensor, b: Tensor, *, temperature: float | Tensor, bias: float | Tensor, reduction: Reduction
 ) -> Float[Tensor, ""]:
-    """Return ``softplus(-z * (S + bias)).sum(1)`` with S = unit(a) unit(b)ᵀ / t, z 1 on the diagonal and −1 elsewhere.
-
-    Arguments are those of :func:`small_batch_info_nce`.
-    """
+    """Return ``softplus(-z * (S + bias)).sum(1)``, z = ±1, 1 on the diagonal, S of :func:`small_batch_info_nce`."""
     parameter, scale, slope = _learnt(temperature)
     mean, learns = reduction == "mean", torch.is_grad_enabled()
     settings = _Settings(sigmoids, scale, slope, False, 1, mean, batch.local_slice, learns)

@@ -128,10 +128,7 @@ def balanced_assignment(
 
 
 def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
-    """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows.
-
-    There are two rows or more.
-    """
+    """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows, two or more."""
     shards, world = batch.samples, batch.world
     sums = [self_log_sum_exp(z, scale=scale, unit_norm=True, shards=shards, world=world)[0].logsumexp(0) for z in views]
     return batch.log_sum_exp(torch.stack(sums), gradient="complete")
@@ -157,10 +154,7 @@ def histogram_overlap(batch: Batch, z: Tensor, ids: Tensor, num_bins: int) -> Fl
 def pair_histograms(
     batch: Batch, z: Float[Tensor, "n d"], ids: Int[Tensor, " n"], num_bins: int
 ) -> tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]:
-    """Return the histograms of positive and of negative pairs of all ranks, each with sum 1, or 0 without a pair.
-
-    ``z`` are the local unit rows; ``num_bins`` steps lead from −1 to 1.
-    """
+    """Return histograms of positive and of negative pairs of all ranks, each with sum 1, or 0 without a pair."""
     shards, world = batch.samples, batch.world
     candidates = all_gather(z, shards=shards, process_group=world)
     layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, batch.indices())

@@ -20,10 +20,7 @@ TILE_BYTES = 4 * 2**20  # and of a tile, so that it stays in a CPU's cache; a GP
 
 
 def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Yield the tiles of a matrix strip by strip; with ``upper`` only those on and above the diagonal.
-
-    Tiles on the diagonal are then square.
-    """
+    """Yield the tiles of a matrix strip by strip; with ``upper`` those above the diagonal, and square ones on it."""
     height, width = tile_shape(like)
     for top in range(0, rows, height):
         strip, left = slice(top, min(rows, top + height)), 0

@@ -173,10 +173,7 @@ class Loss(Settings, GraphModule):
     def stated(
         self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
     ) -> Stated:
-        """Return what this rank states of a call; nothing is sent.
-
-        Losses of the same arguments share ``known``: a static :meth:`inputs` is called once for all of them.
-        """
+        """Return what this rank states of a call; losses with one static :meth:`inputs` share it by ``known``."""
         name = type(self).__name__
         problem = _tensors_problem(type(self), args, named) or self.settings_problem()
         if problem is None and (self._modules or self._parameters or self._buffers):

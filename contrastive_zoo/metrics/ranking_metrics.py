@@ -255,10 +255,7 @@ NAMES = "precision@k, recall@k, hit_rate@k, r_precision, map, map@k, map@r, mrr,
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric by its name: ``kind`` without the cutoff, and k, the number of items that count.
-
-    k is None for all items, and 0 for the number R of relevant items of each query.
-    """
+    """A metric by its name: ``kind`` without the cutoff k; k is None for all items, 0 for all relevant ones."""
 
     name: str
     kind: str

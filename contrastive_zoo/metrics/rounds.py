@@ -45,10 +45,7 @@ class Round:
         return _gathered(thresholds, self.shards, self.world)
 
     def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Send the owners any number of rows per query; return each rank's answers and the local queries they are for.
-
-        ``query`` is the query within the round that each answer is for, in ascending order.
-        """
+        """Send owners any number of rows by ascending ``query``; return ranks' answers and the queries of these."""
         starts = torch.tensor(self.shards.sizes).cumsum(0)
         send = torch.diff(torch.searchsorted(query, starts), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
         receive = [sizes[self.world.rank] for sizes in self.world.exchange(send)]

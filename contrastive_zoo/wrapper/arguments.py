@@ -149,10 +149,7 @@ class Arguments:
     def gathered(
         self, agreed: Agreed, world: World, indices: Sequence[tuple[str, Tensor, Tensor]] = ()
     ) -> dict[str, Any]:
-        """The arguments with the rows of all ranks as :meth:`gathered_rows` returns them.
-
-        ``indices`` of this rank's rows, each with its name and these rows, become those of the same rows among all ranks'.
-        """
+        """The arguments with :meth:`gathered_rows`; named ``indices`` of local rows become those among all ranks'."""
         rows = self.gathered_rows(agreed, world)
         shards = dict(zip(self.rows, agreed.shards, strict=False))
         for _, x, of in indices:

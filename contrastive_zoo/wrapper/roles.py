@@ -133,10 +133,7 @@ def _counts_alike(sizes: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def stacked_views(shapes: Mapping[str, Sequence[int]], counts: Counts, paths: Collection[str]) -> str | None:
-    """Name the first of ``paths`` that is a stack of views, [V, N, D], beside N labels; None if none is.
-
-    It has fewer views than samples, equally many on every rank, and no other argument counts them.
-    """
+    """Name the first of ``paths`` that stacks views, [V, N, D] with V < N on all ranks, beside N labels; or None."""
     for path, shape in shapes.items():
         others = {other: sizes for other, sizes in counts.items() if other != path}
         if path not in paths or len(shape) < 3 or len({*counts[path]}) > 1 or shape[0] >= shape[1]:
