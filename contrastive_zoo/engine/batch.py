@@ -109,11 +109,11 @@ class Batch:
         return replace(self, settings=self.settings.members[index], **of_member)
 
     def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
-        """Return rows in at least float32, normalised to unit length if asked; a zero row stays zero."""
+        """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
         return derived(_unit_rows if normalize else at_least_float32, rows, world=self.world)
 
     def rounded(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return prepared rows, rounded to the dtype of ``like`` if that has 16 bits: 16-bit matmuls then lose nothing."""
+        """Return prepared embeddings, rounded to the dtype of ``like`` if it has 16 bits: such matmuls then lose nothing."""
         return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows, world=self.world)
 
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
@@ -137,11 +137,11 @@ class Batch:
         return torch.arange(shards.start, shards.start + shards.size, device=self.first.device).repeat(times)
 
     def gathered(self, rows: Tensor, shards: Shards | None = None) -> Tensor:
-        """Return the rows of all ranks, without gradient; do not write to them."""
+        """Return the embeddings of all ranks, without gradient; do not write to them."""
         return gather_rows(rows, self.samples if shards is None else shards, self.world)
 
     def all_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, from which every rank computes the same: each gets the gradient of its own rows."""
+        """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
         return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
 
     def sum(self, x: Tensor, *, gradient: Gradient) -> Tensor:
@@ -158,7 +158,7 @@ class Batch:
         return top + self.sum((x - top).exp(), gradient=gradient).log()
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return a parameter for use with local rows: its gradient is summed over ranks."""
+        """Return a parameter for use with local embeddings: its gradient is summed over ranks."""
         return replicated(x, process_group=self.world)
 
     def sharded(self, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Batch:
         return scaled
 
     def scale(self, temperature: float | Tensor) -> float | Tensor:
-        """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its local rows."""
+        """Return 1 / temperature; a tensor gets the gradient of all ranks, each of which uses it for its own."""
         return 1 / at_least_float32(self.shared(temperature)) if isinstance(temperature, Tensor) else 1 / temperature
 
     def reduce(

@@ -1,11 +1,11 @@
-"""Compare embeddings with class weights: log-sum-exps over classes and over rows, block by block.
+"""Compare embeddings with class weights: log-sum-exps over classes and over embeddings, block by block.
 
-The weights are whole or sharded. Whole: every rank holds all C classes and compares its local rows with them; the
+The weights are whole or sharded. Whole: every rank holds all C classes and compares its local embeddings with them; the
 gradient of the weights is summed over ranks.
 
-Sharded: rank r holds C_r of the classes. Every rank compares the rows of *all* ranks with its own classes, and two
-numbers per row are reduced: the target's similarity and the log-sum-exp of the other classes. The weights, their
-gradient and the blocks are thus C_r wide, and only rows are communicated. Each rank's gradient of its own weights is
+Sharded: rank r holds C_r of the classes. Every rank compares the embeddings of *all* ranks with its own classes, and two
+numbers per embedding are reduced: the target's similarity and the log-sum-exp of the other classes. The weights, their
+gradient and the blocks are thus C_r wide, and only embeddings are communicated. Each rank's gradient of its own weights is
 complete, because no other rank has any.
 """
 
@@ -88,10 +88,10 @@ class ClassPairs:
     def log1p_sum_exp_by_class(
         self, shift: float | Tensor, scale: float | Tensor
     ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Int[Tensor, " C"]]:
-        """Return per class two log-sum-exps over the rows of all ranks, and the number of its rows.
+        """Return per class two log-sum-exps over the embeddings of all ranks, and the number of its own.
 
-        With s the similarities of rows to the class's weights: ``log(1 + Σ exp(−scale · (s − shift)))`` over the rows of
-        the class, and ``log(1 + Σ exp(scale · (s + shift)))`` over the rows of other classes. Every rank holds the same
+        With s the similarities to the class's weights: ``log(1 + Σ exp(−scale · (s − shift)))`` over the embeddings of
+        the class, and ``log(1 + Σ exp(scale · (s + shift)))`` over those of other classes. Every rank holds the same
         results, and the gradient of the weights is complete on each.
         """
 
@@ -163,13 +163,13 @@ def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
 
 
 OnBlock = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function from a block of rows, their labels, all weights and the scale to two results."""
+"""A function from a block of embeddings, their labels, all weights and the scale to two results."""
 
 
 def _over_blocks(
     on_block: OnBlock, z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``on_block`` of all rows; if these need several blocks, the backward pass recomputes each block."""
+    """Return ``on_block`` of all embeddings; if these need several blocks, the backward pass recomputes each block."""
     scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
     if is_dense() or len(list(_blocks(z, weights))) < 2:
         return on_block(z, labels, weights, scale)

@@ -15,9 +15,9 @@ from contrastive_zoo.ranks.world import World
 
 # up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
 SMALL_BATCH_ELEMENTS = 2**16
-# So many times as many similarities are a small batch on an accelerator: those of 2,048 rows of either side, 16 MB. A step
-# there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 rows and the
-# compiled dense formula 0.6 to 1.3 ms; from about 8,192 rows on the kernels are quicker (benchmarks/gpu.md).
+# So many times as many similarities are a small batch on an accelerator: those of 2,048 embeddings of either side, 16 MB. A
+# step there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 and the
+# compiled dense formula 0.6 to 1.3 ms; from about 8,192 on the kernels are quicker (benchmarks/gpu.md).
 ON_ACCELERATORS = 64
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)

@@ -1,4 +1,4 @@
-"""Masks of positives and negatives between this rank's rows and all rows, from ids that are global."""
+"""Masks of positives and negatives between this rank's embeddings and all, from ids that are global."""
 
 from typing import NamedTuple
 
@@ -13,18 +13,18 @@ from contrastive_zoo.ranks.world import Processes, World
 
 
 class PairMasks(NamedTuple):
-    """Relations of n anchor rows to N columns; every pair is in exactly one of the three."""
+    """Relations of n anchors to N candidates; every pair is in exactly one of the three."""
 
     self: Bool[Tensor, "n N"]
     """The column is the anchor itself."""
     positive: Bool[Tensor, "n N"]
-    """Another row with the anchor's id."""
+    """Another embedding with the anchor's id."""
     negative: Bool[Tensor, "n N"]
-    """A row with another id."""
+    """An embedding with another id."""
 
 
 def global_sample_ids(n: int, views: int = 1, *, process_group: Processes = None) -> Int[Tensor, " rows"]:
-    """Global sample ids of this rank's rows, view after view: the views of a sample share an id.
+    """Global sample ids of this rank's embeddings, view after view: the views of a sample share an id.
 
     Equal to ``torch.arange(n).repeat(views) + (samples on lower ranks)``.
 
@@ -61,19 +61,19 @@ _MOST_SAMPLES = 10**9  # of a rank in one step; their ids are 8 GB
 
 
 def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> PairMasks:
-    """Self, positive and negative masks of this rank's rows against the rows of all ranks, in rank order.
+    """Self, positive and negative masks of this rank's embeddings against those of all ranks, in rank order.
 
     Columns have the order of :func:`contrastive_zoo.ranks.collectives.all_gather`.
 
     Args:
-        ids: class labels, or :func:`global_sample_ids`; one integer per row, n may differ between ranks.
+        ids: class labels, or :func:`global_sample_ids`; one integer per embedding, n may differ between ranks.
         process_group: the ranks.
 
     Returns:
         Three boolean masks [n, N] that together cover every pair once.
 
     Raises:
-        ValueError: ids that are not one integer per row.
+        ValueError: ids that are not one integer per embedding.
 
     Examples:
         >>> masks = pair_masks(torch.tensor([5, 7, 5]))

@@ -94,7 +94,7 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 
 
 class TowerPairs(_Pairs):
-    """Similarities q_i·k_j / t of two towers, whose rows of the same index are positives of each other.
+    """Similarities q_i·k_j / t of two towers, whose embeddings of the same index are positives of each other.
 
     The first two of the batch's embeddings are the towers, [n, d], or keys [n, k, d], k of each query; the third, if
     there is one, further negatives: [m, d] of all queries, or [n, m, d] of one query each.

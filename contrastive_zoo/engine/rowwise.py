@@ -277,12 +277,12 @@ def info_nce_per_positive(
 
 
 class PairBlock(NamedTuple):
-    """A block whose anchors are pairs, and whose candidates are pairs and single embeddings, the rows of both in turn."""
+    """A block whose anchors are pairs, and whose candidates are pairs and single embeddings, both of a pair in turn."""
 
     first: Tensor
     second: Tensor
-    candidate_first: Tensor  # the first rows of the candidates that are pairs; of others the single row
-    documents: Tensor  # the second rows of the candidates that are pairs, and single rows
+    candidate_first: Tensor  # the first ones of the candidates that are pairs; of others the single one
+    documents: Tensor  # the second ones of the candidates that are pairs, and single ones
     is_pair: Tensor
 
 

@@ -1,4 +1,4 @@
-"""Compute a loss of a small batch of unit rows, value and gradients at once: there each operation's overhead counts.
+"""Compute a loss of a small batch of unit embeddings, value and gradients at once: there each operation's overhead counts.
 
 :mod:`contrastive_zoo.engine.softmax` and :mod:`contrastive_zoo.engine.sigmoid` compute the same values for large batches,
 for batches that are split over ranks, and where each anchor's loss is returned. No value of an accelerator is read.
@@ -36,12 +36,12 @@ views over each other."""
 Terms = tuple[Tensor, Callable[[], Tensor]]
 
 LARGEST_SCALE = (
-    40.0  # up to here the exponentials of unit rows' logits, up to exp(1/t), and their sums are finite in float32
+    40.0  # up to here the exponentials of unit embeddings' logits, up to exp(1/t), and their sums are finite in float32
 )
 
 
 def uses_small_batch_path(a: Tensor, reduction: Reduction, world: World, *, views: bool = False) -> bool:
-    """Return whether this module computes a loss of unit rows, with as many rows as ``a`` on each side."""
+    """Return whether this module computes a loss of unit embeddings, as many as ``a`` on each side."""
     if world.size > 1 or is_dense() or not len(a) or reduction == "none":
         return False
     similarities = (len(a) * (2 if views else 1)) ** 2
@@ -59,8 +59,8 @@ def small_batch_info_nce(
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
-    Row i of a belongs to row i of b. ``"views"`` reduces over the rows of both. Rows ``batch.local_slice`` of either side
-    get a gradient, others zeros: a rank that computes the loss of all ranks' rows needs that of its own. None: all.
+    Row i of a belongs to row i of b. ``"views"`` reduces over both. Rows ``batch.local_slice`` of either side
+    get a gradient, others zeros: a rank that computes the loss of all ranks' embeddings needs that of its own. None: all.
     """
     parameter, scale, slope = _learnt(temperature)
     keeps_logits = batch.local_slice is not None and parameter is not None

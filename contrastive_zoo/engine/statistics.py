@@ -22,8 +22,8 @@ from contrastive_zoo.ranks.compiling import Function
 
 @without_autocast
 def centered(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the local rows minus the mean of all ranks' rows."""
-    # each rank uses the mean for its local rows only, so gradients are summed over ranks
+    """Return the local embeddings minus the mean of all ranks'."""
+    # each rank uses the mean for its local embeddings only, so gradients are summed over ranks
     return x - batch.sum(x.sum(0), gradient="partial") / max(1, batch.total)
 
 
@@ -41,8 +41,8 @@ def squared_sums(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
 
 @without_autocast
 def divided_by_norms(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return rows whose features are divided by their norms over all ranks' rows; a feature of zeros stays zero."""
-    # each rank divides its local rows only, so gradients are summed over ranks
+    """Return embeddings whose features are divided by their norms over all ranks; a feature of zeros stays zero."""
+    # each rank divides its local embeddings only, so gradients are summed over ranks
     squares = batch.sum(x.square().sum(0), gradient="partial")
     return x / squares.clamp(min=LEAST_SQUARE).sqrt()
 
@@ -128,7 +128,7 @@ def balanced_assignment(
 
 
 def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
-    """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' rows, two or more."""
+    """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' embeddings, two or more."""
     shards, world = batch.samples, batch.world
     sums = [self_log_sum_exp(z, scale=scale, unit_norm=True, shards=shards, world=world)[0].logsumexp(0) for z in views]
     return batch.log_sum_exp(torch.stack(sums), gradient="complete")
@@ -159,7 +159,7 @@ def pair_histograms(
     candidates = all_gather(z, shards=shards, process_group=world)
     layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, batch.indices())
     total = z.new_zeros(2, num_bins + 1)
-    # an empty block connects the candidates, whose backward pass is a message, with a shard without rows
+    # an empty block connects the candidates, whose backward pass is a message, with an empty shard
     for rows in [slice(0, len(z))] if is_dense() else row_blocks(len(z), 4 * len(candidates), z.dtype):
         block = layout.block(rows, z[rows], candidates)
         lower, share = nearest_nodes(matmul(block.anchors, candidates.T), num_bins)

@@ -75,9 +75,9 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"]) -> Float[Tensor, "... n m"]:
-    """Return all dot products of queries and rows in float64.
+    """Return all dot products of queries and items in float64.
 
-    Each result is a function of its two rows alone. It differs from the true dot product by less than
+    Each result is a function of its two embeddings alone. It differs from the true dot product by less than
     ``2^-40 d · max|x| · max|y|`` for d up to 4,096; typically by 1e-14 of the product of the norms.
     """
     if rows.shape[-2] == 0 or queries.shape[-2] == 0 or rows.shape[-1] == 0:
@@ -90,7 +90,7 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
 
 
 def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
-    """Return the Euclidean norms in float64, each a function of its row alone."""
+    """Return the Euclidean norms in float64, each a function of its embedding alone."""
     if rows.numel() == 0:
         return rows.new_zeros(*rows.shape[:-1], 1, dtype=torch.float64)
     x = Slices.of(rows)
@@ -104,7 +104,7 @@ _ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they s
 def prepared(
     rows: Float[Tensor, "n d"], *, normalize: bool, lengths: Float[Tensor, "n 1"] | None = None
 ) -> Float[Tensor, "n d"]:
-    """Return rows on the CPU, in float64 if they have it, else float32; of unit length if ``normalize``."""
+    """Return embeddings on the CPU, in float64 if they have it, else float32; of unit length if ``normalize``."""
     rows = rows.detach().cpu()
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     if not normalize:

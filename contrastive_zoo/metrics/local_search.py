@@ -21,12 +21,12 @@ from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 
 _BLOCK_ELEMENTS = 2**24
-"""Elements of the rows that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
+"""Elements of the queries that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
 
 _ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 MiB each
 
 _PAIR_ELEMENTS = 2**19
-"""Elements of the candidates' rows that are held at once: they stay in the cache (three times as fast as 2^22)."""
+"""Elements of the candidates that are held at once: they stay in the cache (three times as fast as 2^22)."""
 
 _UNCERTAIN = 256  # queries that are compared with all embeddings at once
 
@@ -75,7 +75,7 @@ class ApproximateIndex:
     parameters: str = ""
 
     def built(self, rows: Tensor) -> Any:
-        """Return a trained faiss index of inner products that holds the rows; on all GPUs if faiss has some."""
+        """Return a trained faiss index of inner products that holds the embeddings; on all GPUs if faiss has some."""
         vectors = rows.float().numpy()
         with _faiss() as faiss:
             index = faiss.index_factory(rows.shape[1], self.factory, faiss.METRIC_INNER_PRODUCT)
@@ -98,10 +98,10 @@ class Proposals(NamedTuple):
     positions: Int[Tensor, "n c"]  # −1 where there is none
     scores: Float[Tensor, "n c"]  # scores in float32, held in float64; −∞ where there is no candidate
     error: Float[Tensor, "n 1"]  # how much they may differ from the exact scores; ∞ for an approximate index
-    missed: Float[Tensor, "n 1"]  # what no row exceeds that is not a candidate; −∞ if there is no such row
+    missed: Float[Tensor, "n 1"]  # what no item exceeds that is not a candidate; −∞ if there is no such item
 
     def reached(self, k: int) -> Float[Tensor, "n k"]:
-        """Return k scores that different rows reach at least; −∞ where there are fewer candidates."""
+        """Return k scores that different items reach at least; −∞ where there are fewer candidates."""
         best = (self.scores - self.error).topk(min(k, self.scores.shape[1])).values
         return pad(best, (0, k - best.shape[1]), value=-torch.inf)
 
@@ -109,10 +109,10 @@ class Proposals(NamedTuple):
 class Gallery:
     """The embeddings [m, d] of one rank to search in. They are normalised block by block: a memory map stays on the disk.
 
-    Every rank makes its own at the same time. If faiss cannot build the index of some rank's rows, all of them raise.
+    Every rank makes its own at the same time. If faiss cannot build the index of some rank's items, all ranks raise.
     """
 
-    index: Any = None  # faiss' approximate index of the rows; None for an exact search
+    index: Any = None  # faiss' approximate index of the items; None for an exact search
 
     def __init__(
         self, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World
@@ -125,7 +125,7 @@ class Gallery:
         problem = None
         try:
             self.index = index.built(self.take(slice(None))) if len(rows) else None
-        except RuntimeError as error:  # faiss': too few rows to train it, or an unknown description
+        except RuntimeError as error:  # faiss': too few items to train it, or an unknown description
             reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")  # without the place in its source
             problem = (
                 f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {len(rows)} rows: "
@@ -140,17 +140,17 @@ class Gallery:
         return prepared(self.rows[which], normalize=self.normalize, lengths=self.lengths[which])
 
     def blocks(self, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Tensor]]:
-        """Yield all rows in blocks, each with the position of its first row."""
+        """Yield all embeddings in blocks, each with the position of its first."""
         step = max(1, elements // max(1, self.rows.shape[1]))
         for start in range(0, len(self), step):
             yield start, self.take(slice(start, start + step))
 
     def nearest(self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Nearest:
-        """Return scores and positions of this rank's rows among the k nearest of all ranks, and where they are complete.
+        """Return scores and positions of this rank's items among the k nearest of all ranks, and where they are complete.
 
         ``excluded`` are positions that are left out, −1 for none. Rows are ordered by score, then by position; −∞ and −1
         where there is none. Rows that are not among the k nearest of all ranks may be missing. If a query is complete, all
-        rows follow that have the score of this rank's k-th; otherwise there may be more.
+        items follow that have the score of this rank's k-th; otherwise there may be more.
         """
         k_local = min(k, len(self))
         proposals = self.proposals(queries, k_local, excluded)
@@ -178,7 +178,7 @@ class Gallery:
     def top(
         self, queries: Tensor, k: int, excluded: Tensor, proposals: Proposals, floor: Float[Tensor, "n 1"]
     ) -> Nearest:
-        """Return what :meth:`nearest` does; the floor is a score that k rows of all ranks reach, −∞ if none is known."""
+        """Return what :meth:`nearest` does; the floor is a score that k items of all ranks reach, −∞ if none is known."""
         if k == 0:
             nothing = torch.empty(len(queries), 0)
             return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
@@ -230,7 +230,7 @@ class Gallery:
         return scores.masked_fill_(~needed, -torch.inf)
 
     def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, " p"]) -> Float[Tensor, " p"]:
-        """Return the exact scores of pairs: query ``which[i]`` and row ``positions[i]``."""
+        """Return the exact scores of pairs: query ``which[i]`` and item ``positions[i]``."""
         scores = torch.empty(len(which), dtype=torch.float64)
         step = max(1, _PAIR_ELEMENTS // max(1, queries.shape[1]))
         for start in range(0, len(which), step):
@@ -239,7 +239,7 @@ class Gallery:
         return scores
 
     def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and positions of the k best of all rows, where candidates were not certain."""
+        """Return scores and positions of the k best of all items, where candidates were not certain."""
         best = torch.empty(len(queries), 0, dtype=torch.float64)
         positions = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, scores in self.score_blocks(queries, excluded):
@@ -248,7 +248,7 @@ class Gallery:
         return best, positions
 
     def score_blocks(self, queries: Tensor, excluded: Tensor) -> Iterator[tuple[int, Float[Tensor, "n c"]]]:
-        """Yield the exact scores of all rows in blocks; −∞ for excluded rows."""
+        """Yield the exact scores of all items in blocks; −∞ for excluded ones."""
         for start, rows in self.blocks(_ELEMENTS):
             for first in range(0, len(rows), step := max(1, _ELEMENTS // max(1, len(queries)))):
                 scores = similarities(queries, rows[first : first + step])

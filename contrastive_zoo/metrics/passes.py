@@ -16,7 +16,7 @@ from contrastive_zoo.metrics.ranking import Floats, Groups, Ints, Levels, Rankin
 from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
 from contrastive_zoo.ranks.world import Shards, World
 
-_QUERIES = 256  # queries that are compared with a block of rows at once where every score is needed
+_QUERIES = 256  # queries that are compared with a block of items at once where every score is needed
 
 
 class Pairs(NamedTuple):
@@ -31,8 +31,8 @@ class Question(NamedTuple):
     """What a rank needs to know about the queries of a round."""
 
     labels: Int[Tensor, " g"]  # their labels; empty with judgements
-    judged: Pairs  # judged rows of this rank, those with a grade above 0; empty with labels
-    excluded: Int[Tensor, "g e"]  # rows of this rank that a query must not find; −1 for none
+    judged: Pairs  # judged items of this rank, those with a grade above 0; empty with labels
+    excluded: Int[Tensor, "g e"]  # items of this rank that a query must not find; −1 for none
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Labels:
     gallery: Int[Tensor, " m"]
     positions: Int[Tensor, " n"] | None
     """For each of this rank's queries, its own index in the gallery of all ranks; None if it is not there."""
-    start: int  # the index of this rank's first row in the gallery of all ranks
+    start: int  # the index of this rank's first item in the gallery of all ranks
 
     def question(self, block: Round) -> Question:
         labels = block.gathered(self.queries)
@@ -57,7 +57,7 @@ class Labels:
         return self.gallery[position]
 
     def grades(self, block: Round, query: Tensor, values: Tensor) -> Float[Tensor, " p"]:
-        """Return the grades of rows with these values, for local queries of the round."""
+        """Return the grades of items with these values, for local queries of the round."""
         return (self.queries[block.local][query] == values).double()
 
     def pairs(self, question: Question) -> Pairs:
@@ -69,7 +69,7 @@ class Labels:
         return Pairs(query[kept], position[kept], torch.ones(int(kept.sum()), dtype=torch.float64))
 
     def totals(self, question: Question) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many rows of which grade are relevant: query, grade and count."""
+        """Return how many items of which grade are relevant: query, grade and count."""
         _, count = _occurrences(self.gallery.sort().values, question.labels)
         excluded = question.excluded
         same = self.gallery[excluded.clamp(min=0)] == question.labels[:, None] if len(self.gallery) else excluded >= 0
@@ -111,7 +111,7 @@ class Judgements:
         return Question(torch.empty(0, dtype=torch.int64), Pairs(query[kept], position[kept], grade[kept]), excluded)
 
     def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
-        """Return the grades of rows, as the bits of float64."""
+        """Return the grades of items, as the bits of float64."""
         judged, rows = question.judged, max(1, len(self.gallery_ids))
         keys, order = (judged.query * rows + judged.position).sort()
         place, count = _occurrences(keys, query * rows + position)
@@ -136,11 +136,11 @@ def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Relevance = Labels | Judgements
-Totals = tuple[Ints, Floats, Ints]  # query, grade, and number of relevant rows with this grade; ordered by query
+Totals = tuple[Ints, Floats, Ints]  # query, grade, and number of relevant items with this grade; ordered by query
 
 
 def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Totals, int]:
-    """Return the relevant rows of the local queries, counted, and the largest number that a query of any rank has."""
+    """Return the relevant items of the local queries, counted, and the largest number that a query of any rank has."""
     parts: list[list[Tensor]] = []
     for block in rounds(queries, world):
         answer = relevance.totals(relevance.question(block))
@@ -159,9 +159,9 @@ def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Tota
 def nearest_ranking(
     block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, k: int, totals: Totals
 ) -> tuple[Groups, Ranking]:
-    """Return the nearest rows of all ranks for the local queries of a round, and the ranking of their first k places.
+    """Return the nearest items of all ranks for the local queries of a round, and the ranking of their first k places.
 
-    Groups and levels are complete where fewer than k rows score higher.
+    Groups and levels are complete where fewer than k items score higher.
     """
     question = relevance.question(block)
     query, *answers = _nearest_groups(block, gallery, relevance, question, block.gathered(queries), k)
@@ -177,9 +177,9 @@ def nearest_ranking(
 def _nearest_groups(
     block: Round, gallery: Gallery, relevance: Relevance, question: Question, queries: Float[Tensor, "g d"], k: int
 ) -> list[Tensor]:
-    """Return this rank's rows among the k nearest of all ranks, and all that tie with the k-th: query, score, value, count.
+    """Return this rank's items among the k nearest of all ranks, and all that tie with the k-th: query, score, value, count.
 
-    Other rows may be among them. Rows of one query with one score and value may be counted together.
+    Other items may be among them. Items of one query with one score and value may be counted together.
     The result is ordered by query.
     """
     scores, positions, complete = gallery.nearest(block, queries, k, question.excluded)
@@ -209,9 +209,9 @@ def _counted(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, totals: Totals) -> Ranking:
-    """Return the positions of all relevant rows of all ranks for the local queries of a round.
+    """Return the positions of all relevant items of all ranks for the local queries of a round.
 
-    Owners receive the scores of the relevant rows, send the different ones to all ranks, and receive how many rows of each
+    Owners receive the scores of the relevant items, send the different ones to all ranks, and receive how many items of each
     rank score higher or the same.
     """
     question, rows = relevance.question(block), block.gathered(queries)
@@ -236,7 +236,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
 def _counts_at(
     gallery: Gallery, question: Question, queries: Float[Tensor, "g d"], query: Tensor, thresholds: Tensor
 ) -> Int[Tensor, "t 2"]:
-    """Return how many local rows score above, and at, each of a query's different, falling thresholds."""
+    """Return how many local items score above, and at, each of a query's different, falling thresholds."""
     sizes = torch.bincount(query, minlength=len(queries))
     result = torch.zeros(len(query), 2, dtype=torch.int64)
     ends = sizes.cumsum(0)

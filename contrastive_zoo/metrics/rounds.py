@@ -15,7 +15,7 @@ from contrastive_zoo.ranks.transport import exchange_rows, gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
 QUERIES_OF_A_ROUND = 8192
-"""In every round a rank reads and normalises all of its rows. At d = 128 these queries take 4 MiB, 100 results 13 MiB."""
+"""In every round a rank reads and normalises all of its items. At d = 128 these queries take 4 MiB, 100 results 13 MiB."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Round:
         return list(received.view(self.world.size, self.shards.size, *answers.shape[1:]))
 
     def floors(self, reached: Tensor) -> Tensor:
-        """Return for each query of the round a score that k rows of all ranks reach, [g, 1], given this rank's k scores."""
+        """Return for each query of the round a score that k items of all ranks reach, [g, 1], given this rank's k scores."""
         thresholds = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
         return _gathered(thresholds, self.shards, self.world)
 
@@ -78,6 +78,6 @@ def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Ite
 
 
 def local_positions(indices: Tensor, start: int, size: int) -> Tensor:
-    """Return positions in this rank's rows, given indices in the gallery of all ranks; −1 for rows of other ranks."""
+    """Return positions among this rank's items, given indices in the gallery of all ranks; −1 for other ranks' items."""
     positions = indices - start
     return positions.masked_fill((positions < 0) | (positions >= size), -1)

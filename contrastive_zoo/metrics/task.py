@@ -186,10 +186,10 @@ def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: W
 
 
 def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
-    """Return which rows are the first with their id, in the order of all ranks' rows.
+    """Return which samples are the first with their id, in the order of all ranks'.
 
     Samplers that pad repeat samples, so that every rank has equally many; these count once. Rank ``id mod W`` compares the
-    rows with this id.
+    samples with this id.
     """
     ids = ids.cpu()
     home = ids.remainder(world.size)
@@ -197,7 +197,7 @@ def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
     send = torch.bincount(home, minlength=world.size).tolist()
     receive = [sizes[world.rank] for sizes in world.exchange(send)]
     of_home = exchanged(ids[order], send, receive, world)
-    by_id, rows = of_home.sort(stable=True)  # received in rank order, so the first of equal ids is the first row
+    by_id, rows = of_home.sort(stable=True)  # received in rank order, so the first of equal ids is the first sample
     repeated = torch.zeros(len(of_home), dtype=torch.bool)
     repeated[rows[1:]] = by_id[1:] == by_id[:-1]
     first = torch.empty(len(ids), dtype=torch.bool)

@@ -95,7 +95,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """Yield local rows, the first candidate's index, candidates, and where a row has its index."""
+    """Yield local embeddings, the first candidate's index, candidates, and where both have one index."""
     for index, of_round in enumerate(rounds(shards, world, size=CANDIDATES)):
         local_rows = rows[of_round.local].to(world.device).contiguous()
         gathered = gather_rows(local_rows, of_round.shards, world).to(rows.device)
@@ -121,9 +121,9 @@ def pair_sums(
         whose best positive is more similar than every negative; ``without_positive``; ``beaten`` [N]: whether one of this
         rank's anchors is at least as similar to a candidate as its partner is, only without labels.
     """
-    if labels is None:  # the bits of a block's, as both are functions of the two rows alone
+    if labels is None:  # the bits of a block's, as both are functions of the two embeddings alone
         shared = similarities(anchors[:, None], candidates[:, None]).flatten(1)
-    else:  # the bits of an int64, gathered with the rows
+    else:  # the bits of an int64, gathered with the embeddings
         shared = labels.long()[:, None].view(torch.float64)
     counts, sums = anchors.new_zeros(3 * BINS), anchors.new_zeros(3)
     best = anchors.new_full((2, len(anchors)), -torch.inf)
