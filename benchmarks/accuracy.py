@@ -1,6 +1,6 @@
 """The error of the gradient of solved batches, ours and plain torch's, against float64, in docs/pages/accuracy.md.
 
-python benchmarks/accuracy.py [--quick]    # --quick: few rows and one temperature; writes nothing
+python benchmarks/accuracy.py [--quick]    # --quick: few embeddings and one temperature; writes nothing
 
 Without --quick 700 samples of 24 dimensions, the figure's nine temperatures and the table's three; the errors of one
 machine differ from another's in the last digit, because matmuls add in another order.
@@ -41,7 +41,7 @@ Loss = Callable[..., Tensor]
 
 
 def views(n: int, noise: float) -> list[Tensor]:
-    """Return n normal rows, and copies with noise: a batch that is solved at a low temperature."""
+    """Return n normal embeddings, and copies with noise: a batch that is solved at a low temperature."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(n, WIDTH, generator=generator)
     return [rows, rows + noise * torch.randn(n, WIDTH, generator=generator)]

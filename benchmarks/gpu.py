@@ -7,7 +7,7 @@ Medians by CUDA events, forward and backward, inputs rotated so that none is in 
 model is the largest of FLOP over the rate of a large matrix product, bytes over copy bandwidth, and exponentials over
 their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the peers of
 ``.ci/gpu-peers.txt``; each implementation is compared with the dense formula in float64 before it is timed. --quick leaves
-out small batches and a million rows.
+out small batches and a million embeddings.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Times of a step of several ranks, a GPU each: kernels and torch operations, rows gathered and in a ring.
+"""Times of a step of several ranks, a GPU each: kernels and torch operations, embeddings gathered and in a ring.
 
     torchrun --standalone --nproc-per-node=gpu benchmarks/gpu_ranks.py [--rows N] [--width D] [--out FILE]
 
-Forward and backward of ``DistributedLoss`` in bfloat16, N rows a tower of all ranks together (NT-Xent: of both views).
+Forward and backward of ``DistributedLoss`` in bfloat16, N embeddings a tower of all ranks together (NT-Xent: of both views).
 A step's time is that of its slowest rank, by CUDA events; medians. Memory is the peak of a rank beyond its inputs.
 """
 

@@ -29,7 +29,7 @@ def made(entry: Entry, width: int) -> torch.nn.Module:
 
 
 def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
-    """Return the arguments of the loss, with the given number of rows in total."""
+    """Return the arguments of the loss, with the given number of embeddings in total."""
 
     def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
         return torch.randn(n, *more, width, requires_grad=learnt)

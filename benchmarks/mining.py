@@ -2,8 +2,8 @@
 
 python benchmarks/mining.py [--corpus 200000] [--queries 20000] [--width 128] [--threads 2]
 
-sentence-transformers gets a stand-in for the model whose ``encode`` returns the rows. Each measurement has a process of its
-own; memory is the peak beyond queries and corpus (Linux). W = 2 has half of the threads on each rank.
+sentence-transformers gets a stand-in for the model whose ``encode`` returns the embeddings. Each measurement has a process
+of its own; memory is the peak beyond queries and corpus (Linux). W = 2 has half of the threads on each rank.
 """
 
 import time
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {"num_negatives": 5, "range_max": 50, "relative_margi
 
 
 def rows(queries: int, corpus: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return unit rows; query i is near row i of the corpus."""
+    """Return unit embeddings; query i is near item i of the corpus."""
     generator = torch.Generator().manual_seed(0)
     them = F.normalize(torch.randn(corpus, width, generator=generator), dim=1)
     noise = torch.randn(queries, width, generator=generator) / width**0.5

@@ -34,7 +34,7 @@ CLASSES = 10_000
 
 
 def unit_rows(start: int, stop: int, width: int, seed: int) -> torch.Tensor:
-    """Return rows start … stop of the data set: unit vectors around class centres, drawn block by block."""
+    """Return items start … stop of the data set: unit vectors around class centres, drawn block by block."""
     centres = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(seed))
     rows = torch.empty(stop - start, width)
     step = 10_000
@@ -127,7 +127,7 @@ def in_turns(*groups: Group, turn: float = 1.5, timeout: float = 600.0) -> list[
 
 
 def on_rank(rank: int, case: str, world_size: int, port: int, given: argparse.Namespace, done: Connection) -> None:
-    """Run one case on one rank; rank 0 sends when it is done, all send MB of peak memory beyond those of the rows."""
+    """Run one case on one rank; rank 0 sends when it is done, all send MB of peak memory beyond those of the embeddings."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if world_size > 1:
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
@@ -162,7 +162,7 @@ def started(case: str, world_size: int, given: argparse.Namespace) -> Group:
 
 
 def beside_faiss(case: str, world_size: int, given: argparse.Namespace) -> tuple[float, float, float, float]:
-    """Return seconds, those of faiss in turns with it, additional MB of the largest rank, and MB of its rows."""
+    """Return seconds, those of faiss in turns with it, additional MB of the largest rank, and MB of its embeddings."""
     groups = started(case, world_size, given), started("faiss IndexFlatIP", 1, given)
     ours, bare = in_turns(*groups)
     extra, rows = groups[0].done.recv()

@@ -51,7 +51,7 @@ SIGLIP = ("gathered", "ring", "open_clip")
 
 
 def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return open_clip's SigLIP with its bidirectional exchange, on unit rows."""
+    """Return open_clip's SigLIP with its bidirectional exchange, on unit embeddings."""
     sys.path += [x for x in folders if x not in sys.path]
     loss = peer("open_clip", "open_clip.loss").SigLipLoss(rank=dist.get_rank(), world_size=dist.get_world_size())
     scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)

@@ -2,9 +2,9 @@
 
 python benchmarks/row_losses.py [loss …] [--rows [4096 8192]] [--width 128] [--traffic] [--docs] [--out FILE]
 
-Each pair of loss and number of rows runs in a process of its own, plain and compiled steps in turn. A step is forward and
-backward of one process. Seconds of compilation are those of the first compiled step beyond a later one, with an empty cache
-of kernels. Memory is the peak beyond inputs, in a process that computes only so; on a CPU it is resident memory (Linux).
+Each pair of loss and number of embeddings runs in a process of its own, plain and compiled steps in turn. A step is forward
+and backward of one process. Seconds of compilation are those of the first compiled step beyond a later one, with an empty
+cache of kernels. Memory is the peak beyond inputs, in a process that computes only so; on a CPU resident memory (Linux).
 
 --traffic counts instead what one block reads and writes, forward and backward, in matrices of similarities: by each
 operation of the uncompiled loss, and as the compiler counts it.
@@ -41,7 +41,7 @@ STEPS = 3
 BREAKING = ("Triplet, semi-hard",)
 """Losses whose graphs break, so that the compiler counts a part of the traffic."""
 
-PER_CLASS = 8  # rows of a class
+PER_CLASS = 8  # embeddings of a class
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "Circle": cz.Circle,

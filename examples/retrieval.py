@@ -175,7 +175,7 @@ def train(start: Checkpoint | None = None, stop: int | None = None, settings: Se
 
 
 def own_part(rows: Tensor) -> Tensor:
-    """Return this rank's part of rows that every rank holds."""
+    """Return this rank's part of embeddings that every rank holds."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return rows.tensor_split(size)[rank]
 

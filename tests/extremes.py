@@ -16,10 +16,10 @@ from tests.zoo import Entry
 N, D = 8, 6
 
 UNDEFINED = {"SignalToNoise": ("subnormal rows",), "AlignUniform": ("subnormal rows", "every second row is zero")}
-"""Situations in which a formula divides 0 by 0, or is one of rows of length 1: a zero row has no place on the sphere."""
+"""Situations in which a formula divides 0 by 0, or is one of embeddings of length 1: a zero has no place on the sphere."""
 
 GOAL = {torch.float64: 1e-10, torch.float32: 2e-5}
-"""What is allowed besides 8 times the effect of rows that are off in their last bit, and twice the formula's own error."""
+"""What is allowed besides 8 times the effect of embeddings off in their last bit, and twice the formula's own error."""
 
 EXCEPTIONS = {"MILNCE, reference": 1e-5, "TupletMargin": 1e-7, "NTXent, three views": 1e-4, "MMCR, three views": 2e-4}
 """More is allowed: where all is solved, a formula is a difference of equal numbers, and so is a loss with several positives;
@@ -35,17 +35,17 @@ def ordinary(entry: Entry, n: int = N, d: int = D) -> list[Tensor]:
 
 
 def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Entry], list[Tensor]]:
-    """Ordinary rows, changed."""
+    """Ordinary embeddings, changed."""
     return lambda entry: [change(x) if x.is_floating_point() else x for x in ordinary(entry)]
 
 
 def labelled(labels: Tensor) -> Callable[[Entry], list[Tensor] | None]:
-    """Ordinary rows with these labels; None for losses without labels."""
+    """Ordinary embeddings with these labels; None for losses without labels."""
     return lambda entry: [ordinary(entry)[0], labels] if entry.call == "labels" else None
 
 
 def wide(entry: Entry) -> list[Tensor] | None:
-    """Four rows of 65,536 numbers; None for losses that hold a matrix of width times width."""
+    """Four embeddings of 65,536 numbers; None for losses that hold a matrix of width times width."""
     of_moments = (
         "VICReg", "Barlow", "VIbCReg", "FroSSL", "WMSE", "TiCo", "Orthogonal", "Spectral", "Matryoshka", "MMCR",
     )  # fmt: skip
@@ -73,19 +73,19 @@ SITUATIONS = {
     "subnormal rows": Situation(changed(lambda x: x * 1e-310)),
     "rows of 65,536 numbers": Situation(wide),
 }
-"""By name; subnormal rows are those of float64, and zeros in float32."""
+"""By name; subnormal embeddings are those of float64, and zeros in float32."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Value and gradients of a loss; the gradient of rows that it does not use is zero."""
+    """Value and gradients of a loss; the gradient of embeddings that it does not use is zero."""
 
     value: Tensor
     gradients: list[Tensor]
 
     @classmethod
     def of(cls, loss: Callable[..., Tensor], rows: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Result:
-        """Compute the loss of rows in a dtype."""
+        """Compute the loss of embeddings in a dtype."""
         leaves = [x.to(dtype, copy=True).requires_grad_() if x.is_floating_point() else x for x in rows]
         value, floating = loss(*leaves), [x for x in leaves if x.requires_grad]
         if not value.requires_grad:
@@ -105,9 +105,9 @@ class Result:
 
 
 def deviation(found: Result, exact: Result, rows: Sequence[Tensor], temperature: float = 0.1) -> float:
-    """Return the largest error of value and gradients, relative to the value and to the gradient of a row.
+    """Return the largest error of value and gradients, relative to the value and to the gradient of an embedding.
 
-    The gradient of a row is small by chance where others are not, so the scale of a row is at least that of the median,
+    The gradient of one is small by chance where others are not, so its scale is at least that of the median,
     and that of a ten-thousandth of the inverse temperature. Normalising divides the gradient of a row that is nearly zero
     by 1e-12, and its error too.
     """
@@ -171,7 +171,7 @@ class Comparison:
 
 
 def compare(entry: Entry, situation: Situation, dtype: torch.dtype) -> Comparison | None:
-    """Compare a loss in a dtype with its formula in float64, on rows of that dtype; None if there is no such batch."""
+    """Compare a loss in a dtype with its formula in float64, on embeddings of that dtype; None if there is no such batch."""
     rows, temperature = situation.rows(entry), situation.temperature
     if rows is None or (entry.name == "Clip" and temperature < 0.01):  # its temperature has a bound
         return None

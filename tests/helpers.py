@@ -57,7 +57,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def assert_same(
     ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *rows: Tensor, tolerance: float = EXACT
 ) -> None:
-    """Assert that two functions have the same value, and the same gradients of the rows that require one."""
+    """Assert that two functions have the same value, and the same gradients of the embeddings that require one."""
     leaves, values = [x for x in rows if x.requires_grad], (ours(*rows), theirs(*rows))
     close(*values, tolerance)
     gradients = (torch.autograd.grad(x, leaves, allow_unused=True, materialize_grads=True) for x in values)

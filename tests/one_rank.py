@@ -236,7 +236,7 @@ def batch(name: str, step: int) -> list[Tensor]:
 
 
 class Outcome(NamedTuple):
-    """A step on one rank: the value and the gradients of rows and parameters, or what was refused."""
+    """A step on one rank: the value and the gradients of embeddings and parameters, or what was refused."""
 
     value: Tensor | None = None
     rows: Sequence[Tensor] = ()
@@ -262,7 +262,7 @@ def one_step(loss_fn: Callable[..., Tensor], rows: list[Tensor], learns: list[nn
 
 
 def largest_error(ranks: Sequence[Outcome], whole: Outcome) -> float:
-    """Of a step: of the value, of the rows' gradients and of each rank's gradients of parameters."""
+    """Of a step: of the value, of the embeddings' gradients and of each rank's gradients of parameters."""
     assert whole.value is not None
     errors = [x.value - whole.value for x in ranks if x.value is not None]
     errors += [torch.cat([x.rows[i] for x in ranks]) - gradient for i, gradient in enumerate(whole.rows)]
@@ -306,7 +306,7 @@ def trained(
 
 
 def _among(of_two: tuple[int, int], size: int) -> tuple[int, ...]:
-    """The same rows on more ranks: the second rank's are split."""
+    """The same embeddings on more ranks: the second rank's are split."""
     first, second = of_two
     return (first, second) if size == 2 else (first, second // 2, second - second // 2)
 

@@ -161,7 +161,7 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
 
 
 def in_shards_on_the_device(*args: Any) -> list[Tensor]:
-    """Compute the third step of a loss whose rows are on the device, and whose labels are there on rank 0."""
+    """Compute the third step of a loss whose embeddings are on the device, and whose labels are there on rank 0."""
     with device() as mode:
         move = put_by(mode)
 

@@ -30,7 +30,7 @@ def require_exact(ranks: list[list[Outcome]], whole: list[Outcome]) -> None:
     ("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS, "an empty bank"], (False, True), one_in=1)
 )
 def test_user_code_and_states_are_those_of_one_process(name: str, splits: bool, worlds: Worlds) -> None:
-    """A setting that counts, a forward or hook of one's own: once a step, and of the rows of all ranks."""
+    """A setting that counts, a forward or hook of one's own: once a step, and of the embeddings of all ranks."""
     ranks = worlds.run(2, on_ranks, name, lambda loss: None, AT, splits=splits)
     assert [len(x) for x in ranks] == [len(SHARDS)] * 2, ranks[0][-1].refused
     require_exact(ranks, alone(name))

@@ -41,7 +41,7 @@ MINED: dict[str, Callable[..., nn.Module]] = {
 
 
 def batch(n: int = 13, classes: int = 4) -> list[Tensor]:
-    """Return rows and labels of classes of different size; the last row's class has no other row."""
+    """Return embeddings and labels of classes of different size; the last one's class has no other."""
     draw = torch.Generator().manual_seed(n)
     labels = torch.randint(0, classes, (n,), generator=draw) * torch.randint(0, 2, (n,), generator=draw)
     labels[-1] = classes
@@ -49,7 +49,7 @@ def batch(n: int = 13, classes: int = 4) -> list[Tensor]:
 
 
 def with_ties(n: int) -> list[Tensor]:
-    """Return rows of which similarities are −1, 0 or 1: a margin of 1 is where a triplet ceases to count."""
+    """Return embeddings of which similarities are −1, 0 or 1: a margin of 1 is where a triplet ceases to count."""
     _, labels = batch(n)
     draw = torch.Generator().manual_seed(n)
     signs = torch.randint(0, 2, (n, 1), generator=draw) * 2 - 1

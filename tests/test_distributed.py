@@ -33,7 +33,7 @@ LABELS = torch.tensor([0, 1, 0, 2, 1, 2, 0])
 
 
 def z(n: int = 4, of_rank: int | None = None) -> Tensor:
-    """Other rows on each rank."""
+    """Other embeddings on each rank."""
     return numbers(n, D, seed=7 + (rank() if of_rank is None else of_rank)).requires_grad_()
 
 
@@ -146,7 +146,7 @@ def test_an_argument_that_is_given_twice_stays_one(worlds: Worlds) -> None:
 
 
 def last_of_all(embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None) -> tuple[Tensor, ...]:
-    """The longest third of the rows, and who draws."""
+    """The longest third of the embeddings, and who draws."""
     longest = embeddings.norm(dim=1).argsort(descending=True)[: len(embeddings) // 3]
     return longest, longest if ref_emb is None else len(ref_emb) + longest, longest[torch.randperm(len(longest))]
 
@@ -463,7 +463,7 @@ def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("loss", [cz.Clip(), lambda a, b: (a @ b.T).exp().mean()], ids=["own", "third_party"])
 def test_a_rank_may_give_one_tensor_twice_where_others_give_two(loss: Any, worlds: Worlds) -> None:
-    """A rank without rows does, if it makes them but once."""
+    """A rank without samples does, if it makes them but once."""
 
     def job() -> list[float]:
         wrapped = cz.DistributedLoss(loss)

@@ -171,7 +171,7 @@ def scaled_training(world_size: int) -> tuple[list[float], int, list[Tensor]]:
 
 
 def test_an_overflow_of_float16_skips_the_same_steps_on_every_rank(worlds: Worlds) -> None:
-    """The gradient of a rank's rows is W times as large as on one process: the scaler finds a scale W times smaller."""
+    """The gradient of a rank's embeddings is W times that of one process: the scaler finds a scale W times smaller."""
     by_size = {size: worlds.run(size, scaled_training, size) for size in SPLITS}
     ((scales, skipped, _),) = by_size[1]
     assert skipped > 0

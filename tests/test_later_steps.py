@@ -22,7 +22,7 @@ def rank() -> int:
 
 
 def z(n: int = 4, seed: int = 0) -> Tensor:
-    """Other rows on each rank."""
+    """Other embeddings on each rank."""
     return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
 
 
@@ -89,7 +89,7 @@ def test_embeddings_that_were_gathered_before(worlds: Worlds) -> None:
     def coincidence() -> None:
         same = numbers(4, D, seed=1)
         cz.DistributedLoss(cz.NTXent(), check_distinct=False)(same, same)
-        cz.DistributedLoss(cz.NTXent())(same[:1], same[:1])  # one row, and rows all alike, prove nothing
+        cz.DistributedLoss(cz.NTXent())(same[:1], same[:1])  # one embedding, and embeddings all alike, prove nothing
         cz.DistributedLoss(cz.NTXent())(same[:1].repeat(3, 1), same[:1].repeat(3, 1))
 
     worlds.run(2, coincidence)

@@ -34,7 +34,7 @@ def brute_force(ids: Sequence[int]) -> PairMasks:
 
 
 def view_ids(sizes: Sequence[int], views: int) -> list[list[int]]:
-    """By rank: the global number of the sample behind each row, view after view."""
+    """By rank: the global number of the sample behind each embedding, view after view."""
     return [list(range(sum(sizes[:r]), sum(sizes[: r + 1]))) * views for r in range(len(sizes))]
 
 

@@ -37,7 +37,7 @@ D = 3
 
 
 def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the content of a ring by slot, after these rows have entered one by one."""
+    """Return the content of a ring by slot, after these embeddings have entered one by one."""
     slots: dict[int, tuple[Tensor, Tensor]] = {}
     for turn, pair in enumerate(zip(rows, labels, strict=True)):
         slots[turn % size] = pair
@@ -48,7 +48,7 @@ def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
 
 def enqueued(size: int, steps: list[tuple[int, ...]], masked: bool) -> tuple[dict[str, Tensor], list[Tensor], int]:
-    """Return each rank's ring after these steps, and the slots of its own rows."""
+    """Return each rank's ring after these steps, and the slots of its own embeddings."""
     memory = MemoryQueue(size, D, dtype=torch.float64)
     slots = []
     for step, shards in enumerate(steps):

@@ -55,7 +55,7 @@ NARROWED = {
     "SigLIP", "SupSigmoid", "MaxSim", "MaxSim, negatives", "MaxSim, symmetric", "MaxSimPairwise",
     "MaxSimPairwise, negatives",
 }  # fmt: skip
-"""Losses that round unit rows that came in 16 bits to these, and multiply them as such."""
+"""Losses that round unit embeddings that came in 16 bits to these, and multiply them as such."""
 
 
 def is_narrowed(entry: Entry, dtype: torch.dtype) -> bool:
@@ -64,7 +64,7 @@ def is_narrowed(entry: Entry, dtype: torch.dtype) -> bool:
 
 @contextlib.contextmanager
 def narrowed(entry: Entry, dtype: torch.dtype) -> Iterator[None]:
-    """Formulas round unit rows to a dtype, whatever they compute in, if the loss does."""
+    """Formulas round unit embeddings to a dtype, whatever they compute in, if the loss does."""
     normalize = F.normalize
 
     def then_rounded(x: Tensor, dim: int = 1) -> Tensor:
@@ -107,7 +107,7 @@ EPS = torch.finfo(torch.float32).eps
 
 @pytest.fixture
 def exact_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the table makes out of rows, a second tower and teachers, is the same numbers in every dtype."""
+    """What the table makes out of embeddings, a second tower and teachers, is the same numbers in every dtype."""
 
     def teacher(*rows: Tensor) -> list[Tensor]:
         return [(3 * x.detach().to(torch.float64)).sin().to(torch.bfloat16).to(x.dtype) for x in rows]
@@ -133,11 +133,11 @@ def formula(entry: Entry, rows: Sequence[Tensor], dtype: torch.dtype, t: float =
 
 @dataclass(frozen=True)
 class Bound:
-    """What 32 bits may cost: twice the error of the dense formula in float32 on the same rows.
+    """What 32 bits may cost: twice the error of the dense formula in float32 on the same embeddings.
 
-    Where that formula happens to be exact, four times what rows that are off in their last bit would change: nobody who
+    Where that formula happens to be exact, four times what embeddings off in their last bit would change: nobody who
     normalises them in 32 bits knows them better. The value is rounded once more to 32 bits, the gradient to the dtype
-    of the rows. Losses that take unit rows in 16 bits are measured by the formula of these, and their gradients may be
+    of the rows. Losses that take unit embeddings in 16 bits are measured by the formula of these, and their gradients may be
     as far off as the formula's in 16 bits.
     """
 
@@ -228,7 +228,7 @@ def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
 
 
 def hessian_times(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """H v, of all rows."""
+    """H v, of all embeddings."""
     gradients = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
     along = sum((x * numbers(*x.shape, seed=90 + i)).sum() for i, x in enumerate(gradients))
     return list(torch.autograd.grad(along, floating(rows)))

@@ -104,7 +104,7 @@ def sup_con_by_anchor(*rows: Tensor, temperature: float) -> Tensor:
 
 
 def our_nca(*rows: Tensor, temperature: float, **settings: Any) -> Tensor:
-    """The distances of unit rows are 2 − 2 cos."""
+    """The distances of unit embeddings are 2 − 2 cos."""
     labels = torch.arange(len(rows[0])).repeat(len(rows))
     return called(cz.NCA)(torch.cat(rows), labels, temperature=2 * temperature, **settings)
 
@@ -120,7 +120,7 @@ def of_multi_positive(q: Tensor, *keys: Tensor) -> Softmaxes:
 
 
 def our_gist(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
-    """The guide finds all rows alike, and masks none."""
+    """The guide finds all embeddings alike, and masks none."""
     ones = torch.ones(len(a), 1)
     return called(cz.GIST)(a, b, ones, ones, **settings)
 
@@ -140,7 +140,7 @@ class Solved:
 
     Args:
         ours: the loss.
-        softmaxes: from unit rows, the dot products of each anchor with its positives [n, k] and with the others [n, m].
+        softmaxes: from unit embeddings, dot products of each anchor with its positives [n, k] and with the others [n, m].
         views: the number of views.
         times: how often the sum over all contains the positive.
         several_match: whether the loss is −log of the sum of the positives' shares, not the mean of −log of a share.
@@ -260,7 +260,7 @@ CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)] if EVERY_CASE 
 def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
     """At the temperature 0.01 plain torch is off by 1e-2 and more.
 
-    Few anchors dominate the gradient of 256 rows, and the goal is that of 700. Where the positives of an anchor differ,
+    Few anchors dominate the gradient of 256, and the goal is that of 700. Where the positives of an anchor differ,
     their spread is most of the gradient, and plain torch has digits of it, too.
     """
     for t, noise in CONDITIONS:
@@ -299,7 +299,7 @@ SIZES = (100, 0, 120, 36)
 
 
 def on_rank(ring: bool, always: bool) -> list[Tensor]:
-    """The gradients of the local rows, [views, n, d], of each loss and noise."""
+    """The gradients of the local embeddings, [views, n, d], of each loss and noise."""
     found = []
     for loss in TILED.values():
         for noise in (0.3, 0.1):
@@ -322,7 +322,7 @@ def test_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) ->
 
 
 def positives_on_other_ranks(ring: bool, always: bool, sizes: tuple[int, ...]) -> list[Tensor]:
-    """SupCon's gradients of the local rows, for each noise; rows of a view stand together, so that ranks split pairs."""
+    """SupCon's gradients of the local embeddings, for each noise; views stand together, so that ranks split pairs."""
     found = []
     for noise in (0.3, 0.1):
         z, labels = torch.cat(views(sum(sizes) // 2, noise)), torch.arange(sum(sizes) // 2).repeat(2)

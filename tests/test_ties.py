@@ -1,4 +1,4 @@
-"""Rows that repeat, within and across ranks: which of equal rows is hardest does not depend on the split.
+"""Embeddings that repeat, within and across ranks: which of equal ones is hardest does not depend on the split.
 
 Rows are as wide as a matmul of several tiles, which rounds the same product differently at other places.
 """
@@ -131,7 +131,7 @@ NOTICED = ("GIST", "MaxSimPairwise", "Triplet, hard", "Triplet, semi-hard", "Row
 
 
 def test_the_comparison_notices_rounding(worlds: Worlds) -> None:
-    """Without the comparison of rows, and without a width of ties."""
+    """Without the comparison of embeddings, and without a width of ties."""
     chosen = [x for x in ENTRIES if x.name in NOTICED]
     cases = cases_of(chosen, 15, 50, 4) + cases_of(chosen, 33, 128, 2)
     found = {

@@ -87,7 +87,7 @@ def log_sum(x: list[Tensor]) -> Tensor:
 
 
 def each_anchor(formula: Callable[..., Iterator[Tensor]]) -> Callable[..., Tensor]:
-    """The mean of the losses that a formula yields, given unit rows, an anchor, its positives and its negatives."""
+    """The mean of the losses that a formula yields, given unit embeddings, an anchor, its positives and its negatives."""
 
     @functools.wraps(formula)
     def dense(z: Tensor, labels: Tensor, **settings: Any) -> Tensor:
@@ -131,7 +131,7 @@ def nt_xent(a: Tensor, b: Tensor, scale: Any) -> Tensor:
     return sup_con(torch.cat([a, b]), torch.arange(len(a), device=a.device).repeat(2), scale)
 
 
-# ------------------------------------------------------------------------------------------ the same of unit rows
+# ------------------------------------------------------------------------------------------ the same of unit embeddings
 
 
 def dense_info_nce(queries: Tensor, keys: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:

@@ -1,6 +1,6 @@
 """The implementations of each loss: this library's kernels, dense formulas by torch, and
 
-A peer's adapter is a function from the value of the scale to one of normalised rows a and b and of the scale (and bias): the
+A peer's adapter is a function from the value of the scale to one of unit embeddings a and b and of the scale (and bias): the
 mean loss of a dense formula. It imports its package when it is called. It was written from the source of the version in
 ``.ci/gpu-peers.txt``; ``measure.py`` compares value and gradients with the dense formula before anything is timed.
 """
@@ -22,7 +22,7 @@ from tools.peer_losses.packages import opened
 
 Loss = Callable[..., Tensor]
 Construct = Callable[[float], Loss]
-"""From the value of the scale, which some peers take as a setting, to a function of the rows and the scale as a tensor."""
+"""From the scale's value, which some peers take as a setting, to a function of the embeddings and the scale as a tensor."""
 
 OURS, EAGER, COMPILED = "ours", "dense eager", "dense compiled"
 PUBLIC, NORMALISED = "ours, the public loss", "dense compiled, normalised"
@@ -74,7 +74,7 @@ class Implementation:
     construct: Construct
     kind: Literal["ours", "dense", "peer"]
     note: str = ""  # how it differs from the dense formula, or from the same work
-    normalizes: bool = False  # whether it divides rows by their norms first
+    normalizes: bool = False  # whether it divides embeddings by their norms first
 
 
 def kernel(module: str, name: str) -> Implementation:
@@ -152,7 +152,7 @@ def memeff_info_nce(scale: float) -> Loss:
 
 
 def cut_cross_entropy(scale: float) -> Loss:
-    """Construct a linear cross-entropy of n rows and n classes, which is InfoNCE.
+    """Construct a linear cross-entropy of n embeddings and n classes, which is InfoNCE.
 
     Its default ``filter_eps`` sets small softmax weights of the gradient to zero: with 65,536 classes that are equally
     likely all of them but the positives', so that two matmuls would be left out.
@@ -168,7 +168,7 @@ def siglip_kernel(scale: float) -> Loss:
 
 
 def open_clip(name: str) -> Construct:
-    """Return a constructor of a dense loss of OpenCLIP, which computes logits in the dtype of the rows."""
+    """Return a constructor of a dense loss of OpenCLIP, which computes logits in the dtype of the embeddings."""
 
     return lambda scale: getattr(_open_clip_losses(), name)(cache_labels=True)
 

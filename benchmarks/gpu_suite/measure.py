@@ -40,7 +40,7 @@ Size = tuple[int, int]
 class Measurement:
     """What was found at one size: milliseconds and 10⁶ bytes beyond inputs, or the reason why they are not known.
 
-    ``n`` counts the rows of a tower, for NT-Xent those of both views. ``error`` is :func:`relative_error` of a small batch.
+    ``n`` counts the embeddings of a tower, for NT-Xent of both views. ``error`` is :func:`relative_error` of a small batch.
     """
 
     loss: str
@@ -191,7 +191,7 @@ def measured(
 
 PRODUCTS = {"CLIP": 4, "InfoNCE": 4, "SigLIP": 3, "NT-Xent": 2}
 EXPONENTIALS = {"CLIP": 2, "InfoNCE": 2, "SigLIP": 1, "NT-Xent": 1}
-"""Of B² each, forward and backward; B rows of NT-Xent are B/2 pairs."""
+"""Of B² each, forward and backward; B embeddings of NT-Xent are B/2 pairs."""
 
 WEIGHTS = {"CLIP": 1.0, "InfoNCE": 1.0, "SigLIP": 1.0, "NT-Xent": 0.5}
 """How many of B² weights are written once and read twice."""
@@ -229,7 +229,7 @@ class Ceilings:
         )
 
     def model_ms(self, name: str, n: int, d: int) -> float:
-        """Return the lower bound of the time of a loss with n rows per side (NT-Xent: n rows in total)."""
+        """Return the lower bound of the time of a loss with n embeddings per side (NT-Xent: n in total)."""
         return max(self.parts_ms(name, n, d))
 
     def parts_ms(self, name: str, n: int, d: int) -> tuple[float, float, float]:

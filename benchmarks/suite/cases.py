@@ -41,10 +41,10 @@ Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "sca
 
 @dataclass(frozen=True)
 class Case:
-    """A loss (a key of :data:`LOSSES`) with a similarity matrix of so many rows, of all ranks, in one table (the group).
+    """A loss (a key of :data:`LOSSES`) with a matrix of so many embeddings, of all ranks, in one table (the group).
 
-    Times are those of the implementations, of further ones in a full run, with one thread per rank and the rows of each rank
-    in ``shards``; memory is measured in new processes. Clustered samples are close to one of eight directions.
+    Times are those of the implementations, of further ones in a full run, with one thread per rank and the embeddings of
+    each rank in ``shards``; memory is measured in new processes. Clustered samples are close to one of eight directions.
     """
 
     group: Group

@@ -26,7 +26,7 @@ from tools.pml_native_page import as_markdown
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
 
 CLASSES, WIDTH = 5, 4
-LABELS = torch.tensor([0, 2, 0, 1, 4, 0, 2, 4, 0, 1, 3, 0, 4, 2])  # one row of class 3, five of class 0
+LABELS = torch.tensor([0, 2, 0, 1, 4, 0, 2, 4, 0, 1, 3, 0, 4, 2])  # one sample of class 3, five of class 0
 
 
 class Case(NamedTuple):
@@ -376,7 +376,7 @@ def test_degenerate_batches_over_ranks(name: str, shards: tuple[int, ...], world
 def over_ranks(
     job: Callable[..., Result], given: list[Tensor], shards: tuple[int, ...], worlds: Worlds
 ) -> list[Result]:
-    """Return each rank's result, with the averaged gradient of all rows instead of that of its own."""
+    """Return each rank's result, with the averaged gradient of all embeddings instead of that of its own."""
     found = worlds.run(len(shards), job, each=list(zip(*(split(x, shards) for x in given), strict=True)))
     rows = [torch.cat([x.rows[i] for x in found]) / len(shards) for i in range(len(found[0].rows))]
     return [Result(x.value, rows, x.parameters) for x in found]
@@ -484,7 +484,7 @@ def test_ranks_that_call_it_differently_are_refused(worlds: Worlds) -> None:
     def good() -> float:
         return cz.DistributedLoss(L.SupConLoss(), prefer_native=True, check_distinct=False)(z, labels).item()
 
-    # after three steps the handshake carries the rows
+    # after three steps the handshake carries the embeddings
     for first, steps in itertools.product((0, 1), (0, 3)):
 
         def bad(first: int = first, steps: int = steps) -> Any:

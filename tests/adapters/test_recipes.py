@@ -25,7 +25,7 @@ SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 
 
 def attraction(z: Tensor, y: Tensor) -> Tensor:
-    """Rows of a class towards each other, all rows away from each other."""
+    """Embeddings of a class towards each other, all away from each other."""
     squared = (z[:, None] - z).square().sum(2)
     return squared[y[:, None] == y].mean() + torch.exp(-squared).mean()
 
@@ -81,7 +81,7 @@ class Centred(nn.Module):
 
 
 class Queued(nn.Module):
-    """Rows against rows of earlier steps."""
+    """Embeddings against those of earlier steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ClassMeans(nn.Module):
 
 
 def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
-    """Compare local anchors with all ranks' rows, gathered with gradient, as lightly and open_clip do."""
+    """Compare local anchors with all ranks' embeddings, gathered with gradient, as lightly and open_clip do."""
     z, others = (
         torch.cat([view1, view2]),
         torch.cat([cz.collectives.all_gather(view1), cz.collectives.all_gather(view2)]),
@@ -187,7 +187,7 @@ def test_distributed_loss_supports_trainers_that_sum(recipe: Recipe, worlds: Wor
 
 
 def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], splits: list[tuple[int, ...]]) -> list[Any]:
-    """Return the loss's buffers after each step; every step splits its rows differently."""
+    """Return the loss's buffers after each step; every step splits its samples differently."""
     torch.manual_seed(dist.get_rank())
     loss, found = make().double(), []
     step_loss = wrap(loss)

@@ -213,7 +213,7 @@ def measured(case: Case, loss: Any, model: SentenceTransformer, rows: slice) -> 
 
 
 def alone(case: Case, build: Callable[[], SentenceTransformer] = words) -> Found:
-    """Return what the bare loss computes on all rows, in this process."""
+    """Return what the bare loss computes on all samples, in this process."""
     model = build()
     torch.manual_seed(100)
     random.seed(100)

@@ -61,7 +61,7 @@ PAIRS = {
     "NCA, mined": Case(lambda: L.NCALoss(softmax_scale=3), M.MultiSimilarityMiner),
     **{x: Combination("Contrastive", reducer=x).case() for x in ("sum", "threshold", "class weights", "several")},
 }  # fmt: skip
-"""Also against reference rows."""
+"""Also against reference embeddings."""
 
 ONE_PROCESS = {
     **of_grid(
@@ -91,7 +91,7 @@ LABELS = {
     (12,): [0, 3, 1, 1, 4, 0, 2, 2, 2, 1, 0, 5],
     (5, 7): [0, 3, 1, 1, 4, 0, 2, 2, 2, 1, 0, 5],
     (0, 12): [0, 3, 1, 1, 4, 0, 2, 2, 2, 1, 0, 5],
-    (0, 9, 3): [0, 3, 1, 1, 0, 0, 2, 2, 2, 1, 4, 5],  # the last rank's rows have no positive
+    (0, 9, 3): [0, 3, 1, 1, 0, 0, 2, 2, 2, 1, 4, 5],  # the last rank's embeddings have no positive
     (2, 2): [0, 0, 1, 1],
     (1, 2): [0, 0, 1],
     (2, 1): [3, 3, 3],
@@ -447,7 +447,7 @@ def views(mode: Any, first: tuple[int, int], *, symmetric: bool) -> Any:
 
 
 def shifted(name: str) -> Any:
-    """The totals over ranks are equal, but rows would be paired with those of other samples."""
+    """The totals over ranks are equal, but embeddings would be paired with those of other samples."""
     z, labels, n = rows_of_rank(3, 5), labels_of_rank(3, 5), (5, 3)[World.of().rank]
     if name == "reference labels":
         return cz.DistributedLoss(L.ContrastiveLoss())(z, labels, None, rows_of_rank(4, 4), labels_of_rank(5, 3))
@@ -474,7 +474,7 @@ def two_miners() -> Any:
 
 
 def beyond(name: str) -> Any:
-    """Call a loss that raises on rank 1 only, for its rows or labels."""
+    """Call a loss that raises on rank 1 only, for its embeddings or labels."""
     rank = World.of().rank
     torch.manual_seed(0)  # the same weights everywhere
     z, labels = rows_of_rank(*((0, 4) if name.endswith("no rows") else (3, 4))), torch.tensor([0, 1, 2, 0])
@@ -526,7 +526,7 @@ def test_every_rank_raises_the_same_error_and_goes_on(call: Callable[[], Any], w
     assert after[0] == after[1]
     if getattr(call, "func", None) is beyond:
         assert "rank 1: " in text
-        # a rank without rows evaluates one of the batch's labels, which is wrong there, too
+        # a rank without samples evaluates one of the batch's labels, which is wrong there, too
         assert ("rank 0: " in text) == (call.args == ("ArcFace, no rows",))
 
 

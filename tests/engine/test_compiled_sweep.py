@@ -87,7 +87,7 @@ def compiling(backend: Any = "eager") -> Iterator[None]:
 
 
 def outcome(loss: Any, call: Call, rows: Sequence[Tensor], weight: float = 1.0) -> list[Tensor]:
-    """Return the value, and the gradients of rows and parameters."""
+    """Return the value, and the gradients of embeddings and parameters."""
     rows = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in rows]
     learnt = [x for x in [*rows, *loss.parameters()] if x.requires_grad]
     value = called(loss, call, rows)

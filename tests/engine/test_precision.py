@@ -1,4 +1,4 @@
-"""Products of 16-bit rows: what is rounded, and that the process's settings are left as they were."""
+"""Products of 16-bit embeddings: what is rounded, and that the process's settings are left as they were."""
 
 import contextlib
 import threading

@@ -108,7 +108,7 @@ def called(loss: Callable[..., Tensor], call: Call, rows: Sequence[Tensor]) -> T
 
 
 def error_of(name: str, shards: Sequence[int], option: Any, *, learning: bool = True) -> float:
-    """Return the largest difference between the ring and one process: value, gradients of rows and of parameters."""
+    """Return the largest difference between the ring and one process: value, gradients of embeddings and of parameters."""
     make, call = LOSSES[name]
     rows, world = batch(call, sum(shards), seed=len(name)), dist.get_world_size()
     mine = [local_shard(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
@@ -163,7 +163,7 @@ def test_a_ring_is_one_process(shards: tuple[int, ...], layout: Any, tiles: dict
 
 
 def rows_sent(name: str, shards: Sequence[int], layout: Any) -> tuple[dict[int, int], int]:
-    """Return how many rows of embeddings this rank sends to each other rank, and how many it gathers."""
+    """Return how many embeddings this rank sends to each other rank, and how many it gathers."""
     sent: dict[int, int] = {}
     gathered = 0
 
@@ -192,7 +192,7 @@ def test_each_row_is_sent_once_to_each_machine(name: str, worlds: Worlds) -> Non
     for rank, (sent, gathered) in enumerate(worlds.run(4, rows_sent, name, shards, ((0, 1), (2, 3)))):
         neighbour = rank ^ 1
         visiting = shards[(rank + 2) % 4]
-        # its own rows, and those that visit its machine, inside; its own rows once between the machines
+        # its own embeddings, and those that visit its machine, inside; its own once between the machines
         assert sent == {neighbour: shards[rank] + visiting, (rank + 2) % 4: shards[rank]}
         assert gathered == 0
 
@@ -200,7 +200,7 @@ def test_each_row_is_sent_once_to_each_machine(name: str, worlds: Worlds) -> Non
 @pytest.mark.parametrize("name", ["NTXent", "SupCon"])
 def test_one_tower_sends_rows_from_machine_to_machine_and_not_back(name: str, worlds: Worlds) -> None:
     shards = (3, 1, 2, 4, 1, 3)
-    factor = 2 if LOSSES[name][1] == "views" else 1  # both views of a sample are rows
+    factor = 2 if LOSSES[name][1] == "views" else 1  # both views of a sample are sent
     for rank, (sent, _) in enumerate(worlds.run(6, rows_sent, name, shards, ((0, 1), (2, 3), (4, 5)))):
         behind = (rank - 2) % 6
         assert set(sent) == {rank ^ 1, behind}

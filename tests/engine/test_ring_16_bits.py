@@ -25,7 +25,7 @@ NAMES = {
     "NTXent", "SupCon", "SigLIP", "SupSigmoid", "Contrastive", "SignalToNoise", "MultiSimilarity", "Circle", "NCA",
     "SINCERE", "SupCon, in", "DCL", "DCLW", "HCL", "Triplet, hard", "Margin", "FastAP",
 }  # fmt: skip
-"""Losses of every engine, of one tower and of two, of one set of rows and of concatenated views."""
+"""Losses of every engine, of one tower and of two, of one set of embeddings and of concatenated views."""
 ENTRIES = [x for x in (*ZOO, *zoo_softmax.ENTRIES, *zoo_margins.ENTRIES) if x.name in NAMES]
 SHARDS = (14, 10)
 
@@ -35,7 +35,7 @@ def test_all_are_there() -> None:
 
 
 def batch(entry: Entry, dtype: torch.dtype) -> list[Tensor]:
-    """Return the arguments of one process: rows around centres, so that positives are similar."""
+    """Return the arguments of one process: embeddings around centres, so that positives are similar."""
     labels = torch.arange(sum(SHARDS)) % 6
     centres = numbers(sum(SHARDS), 16, seed=1)[labels]
     rows = [(centres + 0.7 * numbers(sum(SHARDS), 16, seed=2 + view)).to(dtype) for view in range(entry.views)]

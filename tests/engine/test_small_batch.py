@@ -34,7 +34,7 @@ def outcome(loss: Callable[..., Tensor], rows: str, n: int, temperature: float, 
     log_t = torch.tensor(temperature, dtype=torch.float64).log().requires_grad_()
     value = loss(a, b, temperature=log_t.exp(), reduction=reduction)
     weight = numbers(*value.shape, seed=3)
-    # by log t: of rows all alike the derivative by t is zero as a difference of numbers of 1/t², which rounding shows
+    # by log t: of embeddings all alike the derivative by t is zero as a difference of numbers of 1/t², which rounding shows
     return [value.detach(), *torch.autograd.grad((value * weight).sum(), (a, b, log_t))]
 
 
@@ -137,5 +137,5 @@ def test_rows_of_16_bits_are_rounded_on_either_path(name: str, temperature: floa
         return [x.detach().float() for x in (value, *torch.autograd.grad(value, (a, b, log_t)))]
 
     small, general = found(2**16), found(-1)
-    for x, y, bound in zip(small, general, [1e-6, 0.01, 0.01, 1e-5], strict=True):  # rows' gradients have 16 bits
+    for x, y, bound in zip(small, general, [1e-6, 0.01, 0.01, 1e-5], strict=True):  # embeddings' gradients have 16 bits
         close(x, y, bound)

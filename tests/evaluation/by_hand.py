@@ -80,6 +80,6 @@ def knn_accuracy(scores: Tensor, labels: Tensor, own: Tensor, k: int, ties: str)
 
 
 def few_scores(n: int, m: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return queries and rows whose dot products are small integers, with many ties."""
+    """Return queries and items whose dot products are small integers, with many ties."""
     draw = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(-1, 2, (rows, 3), generator=draw).double() for rows in (n, m))  # type: ignore[return-value]  # of two elements

@@ -90,7 +90,7 @@ def test_a_collapsed_encoder_is_not_good():
     assert worst["hit_rate@1"] == worst["precision@10"] == 0.0
     assert mean["hit_rate@1"] == mean["precision@10"] == pytest.approx(29 / 89)
     assert worst["mrr"] == pytest.approx(1 / 61)
-    assert worst["knn_accuracy@5"] == 0.0  # two other classes have more rows
+    assert worst["knn_accuracy@5"] == 0.0  # two other classes have more items
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 30])

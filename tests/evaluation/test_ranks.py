@@ -51,7 +51,7 @@ def compare(found, expected, what):
 
 
 def same_for_every_split(measure, rows, worlds, splits=SPLITS):
-    """Metrics are the same bits on every rank, for every split of the rows over ranks, empty ranks included."""
+    """Metrics are the same bits on every rank, for every split of the samples over ranks, empty ranks included."""
     expected = None
     for split in splits:
         for rank, found in enumerate(on_ranks(measure, rows, LABELS, torch.arange(47), split, worlds)):
@@ -60,14 +60,14 @@ def same_for_every_split(measure, rows, worlds, splits=SPLITS):
 
 
 def invariant_to_row_order(measure, rows, worlds):
-    """Metrics do not depend on the order of rows, not even where scores are equal."""
+    """Metrics do not depend on the order of samples, not even where scores are equal."""
     orders = torch.arange(47), torch.randperm(47, generator=torch.Generator().manual_seed(99))
     first, second = (on_ranks(measure, rows[x], LABELS[x], x, (17, 30), worlds)[0] for x in orders)
     compare(second, first, "shuffled rows")
 
 
 def repeated_samples_count_once(measure, rows, worlds):
-    """Rows that repeat the id of another row change nothing, as a padded sampler repeats samples on other ranks."""
+    """Samples that repeat the id of another one change nothing, as a padded sampler repeats samples on other ranks."""
     whole = torch.arange(47)
     padded = torch.cat([torch.cat([part, torch.zeros(1, dtype=torch.int64)]) for part in whole.split([17, 30])])
     expected = on_ranks(measure, rows, LABELS, whole, (17, 30), worlds)[0]
@@ -91,12 +91,12 @@ def test_metrics_obey_the_invariants(kind, ties, worlds):
 
 
 def local_queries(rows, labels, ids):
-    """Each rank's number for its own queries and rows."""
+    """Each rank's number for its own queries and items."""
     return cz.metrics.evaluate(rows, labels=labels, metrics=["hit_rate@1"], process_group=cz.World())
 
 
 def mean_of_means(rows, labels, ids):
-    """Each rank's share of hits among all rows, averaged over ranks."""
+    """Each rank's share of hits among all items, averaged over ranks."""
     gallery, of_gallery = cz.collectives.all_gather(rows), cz.collectives.all_gather(labels)
     start = World.of().shards(rows).start
     scores = rows @ gallery.T
@@ -107,7 +107,7 @@ def mean_of_means(rows, labels, ids):
 
 
 def first_of_ties(rows, labels, ids):
-    """Of equal scores the first row counts."""
+    """Of equal scores the first item counts."""
     gallery, of_gallery = cz.collectives.all_gather(rows), cz.collectives.all_gather(labels)
     nearest = (rows.double() @ gallery.double().T).argmax(1)
     hits = torch.tensor([(of_gallery[nearest] == labels).sum(), len(rows)], dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_queries_and_gallery_have_splits_of_their_own(worlds):
 def test_a_certain_search_is_the_same_as_a_comparison_with_all_rows():
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(300, 8, generator=draw)
-    rows[100:] = rows[:100].repeat(2, 1)  # every row three times: the eighth neighbour ties with the ninth
+    rows[100:] = rows[:100].repeat(2, 1)  # every item three times: the eighth neighbour ties with the ninth
     found = cz.metrics.top_k(rows[:20], rows, k=2)
     assert found.indices.tolist() == [[i, i + 100] for i in range(20)]
 

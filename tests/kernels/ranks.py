@@ -44,7 +44,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
     "SigLIP": (cz.SigLIP, zoo.siglip, 2),
     "SupCon": (cz.SupCon, zoo.sup_con, 1),
 }
-"""The loss, its dense formula, and the number of its rows; SupCon has labels, too."""
+"""The loss, its dense formula, and the number of its embeddings; SupCon has labels, too."""
 
 SIZES = {
     1: [((40,), (1,), (33,)), ((66,), (8,), (20,))],
@@ -55,7 +55,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, its rows, and how ranks exchange them."""
+    """A loss, its embeddings, and how ranks exchange them."""
 
     loss: str
     dtype: str = "float32"
@@ -66,7 +66,7 @@ class Case:
     width: int = 24
 
     def inputs(self, sizes: Sequence[int], step: int) -> list[Tensor]:
-        """Return the rows of all ranks."""
+        """Return the embeddings of all ranks."""
         generator = torch.Generator().manual_seed(step)
         counts = [sum(sizes), sum(sizes), 2 * sum(sizes)][: LOSSES[self.loss][2]]
         rows = [torch.randn(n, self.width, generator=generator) for n in counts]
@@ -85,13 +85,13 @@ class Case:
         if not self.normalize:
             rows = [F.normalize(x, dim=1) for x in rows]
         rows = [x.to(DEVICE, getattr(torch, self.dtype)) for x in rows]
-        if self.loss == "SupCon":  # classes of one, two and three rows, on any ranks
+        if self.loss == "SupCon":  # classes of one, two and three samples, on any ranks
             labels = torch.arange(sum(sizes)) * 4 // 9
             rows.append(labels[torch.randperm(sum(sizes), generator=generator)].to(DEVICE))
         return rows
 
     def found(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-        """Return value and gradients of each step, of this rank's rows and of the parameters."""
+        """Return value and gradients of each step, of this rank's embeddings and of the parameters."""
         make = LOSSES[self.loss][0]
         loss = make(**learnt(self.temperature), normalize=self.normalize, reduction=self.reduction)
         wrapped, results = cz.DistributedLoss(loss, ring=self.ring).to(DEVICE), []
@@ -116,14 +116,14 @@ class Case:
 
     @property
     def normalize(self) -> bool:
-        """Whether the loss normalises its rows; otherwise they reach the kernels as they are."""
+        """Whether the loss normalises its embeddings; otherwise they reach the kernels as they are."""
         return self.rows not in ("strided", "shifted")
 
     def anchors(self, sizes: Sequence[int]) -> int:
         return sum(sizes) * (2 if self.loss == "NTXent" else 1)
 
     def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return what the dense formula gives in a dtype, of all rows and by the parameters log(1/t) and the bias."""
+        """Return what the dense formula gives in a dtype, of all embeddings and by the parameters log(1/t) and the bias."""
         given = self.inputs(sizes, step)
         rows = [x.to(dtype).requires_grad_() for x in given if x.is_floating_point()]
         log_scale = torch.tensor(1 / self.temperature, device=DEVICE).log().to(dtype).requires_grad_()
@@ -152,7 +152,7 @@ class Case:
             errors.append(_errors(found[0], dense[0], truth[0], float(truth[0].norm())))
             local = (self.local(x[of_rows], sizes, rank) for x in (dense, truth))
             for x, y, z, whole in zip(found[of_rows], *local, truth[of_rows], strict=True):
-                # of a rank's few rows the gradient may be small by chance: relative to as many rows of the batch
+                # of a rank's few embeddings the gradient may be small by chance: relative to as many of the batch
                 norm = max(float(z.norm()), float(whole.norm()) * (len(z) / len(whole)) ** 0.5)
                 errors.append(_errors(x, y, z, norm))
             for x, y, z in zip(found[rest], dense[rest], truth[rest], strict=True):

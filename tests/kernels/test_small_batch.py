@@ -63,7 +63,7 @@ def dense(name: str, a: Tensor, b: Tensor, *, temperature: Tensor, **bias: Tenso
 def value_and_gradients(compute: Callable[..., Tensor], name: str, rows: list[Tensor], t: float) -> list[Tensor]:
     """The value, then the gradients of both sides and of log t and the bias.
 
-    Of rows all alike the derivative by t is zero as a difference of numbers of 1/t².
+    Of embeddings all alike the derivative by t is zero as a difference of numbers of 1/t².
     """
     dtype = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
     a, b = (x.detach().clone().requires_grad_() for x in rows)

@@ -1,4 +1,4 @@
-"""The plain definition of every loss, ``plain_formulas()``, is computed on two ranks, of which one may have no rows."""
+"""The plain definition of every loss, ``plain_formulas()``, is computed on two ranks, of which one may have no samples."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PARTS = 4
 
 
 def outcomes(names: list[str], shards: tuple[int, ...] | None = None) -> list[list[Tensor]]:
-    """Return value and gradients of the local rows, as DDP averages them."""
+    """Return value and gradients of the local embeddings, as DDP averages them."""
     found = []
     for name in names:
         torch.manual_seed(0)

@@ -111,7 +111,7 @@ SHARDS = ((3, 5), (8, 0), (1, 7))
 
 
 def on_ranks(cases: list[tuple[str, str]], form: str) -> list[list[Tensor]]:
-    """Return per case value, gradients of the local rows (as DDP averages them), and of the number, of every step."""
+    """Return per case value, gradients of the local embeddings (as DDP averages them), and of the number, of every step."""
     found = []
     for name, setting in cases:
         given = FORMS[form](start(name, setting))
@@ -151,7 +151,7 @@ def part_of(worlds: Worlds, cases: list[tuple[str, str]], form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_learnable_numbers_are_the_same_on_two_ranks(form: str, worlds: Worlds) -> None:
-    """Value, gradient of the rows and of the number, on uneven and empty shards, step after step."""
+    """Value, gradient of the embeddings and of the number, on uneven and empty shards, step after step."""
     first = list(FORMS).index(form)
     part_of(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % len(FORMS) == first], form)
 

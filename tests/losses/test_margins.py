@@ -63,7 +63,7 @@ PEERS: dict[str, tuple[Any, Any]] = {
 def test_pytorch_metric_learning_agrees(name: str, odd: str) -> None:
     ours, theirs = (x.double() for x in PEERS[name])
     labels = torch.tensor([0, 0, 1, 1, 1, 4, 4, 4, 4, 1, 8, 8, 8, 8, 8])
-    alike = [0, 0, 2, 2] if odd == "duplicates" else [0, 1, 2, 3]  # equal rows of a class
+    alike = [0, 0, 2, 2] if odd == "duplicates" else [0, 1, 2, 3]  # equal embeddings of a class
     tolerance = 1e-8 if "circle" in name else EXACT  # theirs cuts softplus off at 20
 
     def unit(z: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_pytorch_metric_learning_agrees(name: str, odd: str) -> None:
 
 
 def test_smooth_ap_of_four_blocks_of_four_is_pytorch_metric_learning_s() -> None:
-    labels = torch.arange(4).repeat_interleave(4)  # it mistakes rows per class for classes
+    labels = torch.arange(4).repeat_interleave(4)  # it mistakes samples per class for classes
     ours, theirs = SmoothAP(temperature=0.1, with_self=True), losses.SmoothAPLoss(temperature=0.1).double()
     torch.set_default_dtype(torch.float64)
     try:

@@ -51,7 +51,7 @@ def test_values_and_gradients_have_their_shapes(name: str, dense: bool, elements
     for dtype in (torch.float32, torch.float64):
         loss = make()
         if name != "CrossBatchMemory":
-            loss = loss.double()  # a number of 64 bits does not raise rows of 32
+            loss = loss.double()  # a number of 64 bits does not raise embeddings of 32
         with torch.enable_grad(), cz.engine.plain_formulas() if dense else torch.enable_grad():
             value = loss(*rows_of(labelled, dtype))
         assert value.shape == ()

@@ -1,6 +1,6 @@
 """Formulas that nobody here wrote: those of sentence-transformers, lightly and open_clip, where they are ours.
 
-Value and gradient in float64, on classes of unequal size, equal rows and equal similarities. For
+Value and gradient in float64, on classes of unequal size, equal embeddings and equal similarities. For
 pytorch-metric-learning see ``tests/adapters/test_native.py``.
 """
 
@@ -34,7 +34,7 @@ def rows(*shape: int, seed: int) -> Tensor:
 
 
 def classes(seed: int, smallest: int = 1) -> Tensor:
-    """Of sizes 5, 3, 2, and the smallest, in any order; the equal rows are of one class for even seeds."""
+    """Of sizes 5, 3, 2, and the smallest, in any order; the equal embeddings are of one class for even seeds."""
     labels = torch.tensor([0] * 5 + [1] * 3 + [2] * 2 + [7] * smallest)
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
     if seed % 2 == 0:
@@ -186,7 +186,7 @@ def test_triplets_of_a_batch(name: str) -> None:
     ours, theirs, smallest = BATCHWISE[name]
     for seed in SEEDS:
         labels = classes(seed, smallest)
-        again = [0, 0, 2, 2, *range(4, len(labels))]  # which of equal rows is the hardest one is anybody's choice
+        again = [0, 0, 2, 2, *range(4, len(labels))]  # which of equal embeddings is the hardest one is anybody's choice
         z = numbers(len(labels), 4, seed=seed).requires_grad_()
         assert_same(
             lambda z, y, rows=again: ours(z[rows], y),
@@ -206,7 +206,7 @@ def unit(*views: Tensor) -> list[Tensor]:
 
 
 def same(ours: Any, *settings: float) -> Callable[[Any], Any]:
-    """Compare our loss with a peer that takes views; or unit rows, and these settings."""
+    """Compare our loss with a peer that takes views; or unit embeddings, and these settings."""
     return lambda cls: ((lambda *views: cls()(*unit(*views), *settings)) if settings else cls(), ours)
 
 

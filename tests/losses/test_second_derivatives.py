@@ -113,7 +113,7 @@ BARE: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]
         lambda z, labels: cubic(cz.collectives.all_gather(z, gradient="complete"), cz.collectives.all_gather(labels)),
     ),
 }
-"""A loss, and the same of all ranks' rows as the error of ``create_graph=True`` says to take it."""
+"""A loss, and the same of all ranks' embeddings as the error of ``create_graph=True`` says to take it."""
 
 
 @pytest.mark.parametrize("name", BARE)

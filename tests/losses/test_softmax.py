@@ -25,7 +25,7 @@ from tests.losses.zoo_softmax import ENTRIES, ORDERED
 
 
 def pairs(*shape: int) -> list[Tensor]:
-    """Two towers of unit rows."""
+    """Two towers of unit embeddings."""
     return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
 
 

@@ -25,7 +25,7 @@ LOW_TILES = 400
 
 
 def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:
-    """Return value and gradients of rows on a simulated device, and what the host reads in the third step."""
+    """Return value and gradients of embeddings on a simulated device, and what the host reads in the third step."""
     with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "TILE_BYTES", LOW_TILES)
         put = put_by(mode)

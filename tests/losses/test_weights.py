@@ -40,7 +40,7 @@ def with_weights(cls: type[ClassLoss], weights: Tensor, **settings: Any) -> Clas
 
 
 def labelled(seed: int, n: int = 9, d: int = 4, classes: int = 5) -> tuple[Tensor, Tensor]:
-    """Uneven classes, a singleton, duplicated rows, a class without rows."""
+    """Uneven classes, a singleton, duplicated embeddings, a class without any."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(n, d, dtype=torch.float64, generator=generator)
     z[1] = z[0]

@@ -89,7 +89,7 @@ def dense_histogram(z: Tensor, labels: Tensor) -> Tensor:
 
 
 def scores_of(*rows: Tensor) -> Tensor:
-    """A teacher's score for each of several tensors of rows."""
+    """A teacher's score for each of several tensors of embeddings."""
     return torch.stack([x[:, 0] for x in zoo_softmax.teacher(*rows)], 1)
 
 

@@ -39,7 +39,7 @@ class MultiPositiveOfOne(MultiPositive):
 
 
 class SeveralTargets(MultiPositive):
-    """Keys of the row's class and, a third as much, of the next one."""
+    """Keys of the embedding's class and, a third as much, of the next one."""
 
     def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
         ids, weights = (
@@ -73,7 +73,7 @@ def dense_several_targets(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
 
 
 def teacher(*rows: Tensor) -> list[Tensor]:
-    """Another embedding of the same rows."""
+    """Another embedding of the same samples."""
     return [(3 * x).sin().detach() for x in rows]
 
 
@@ -349,5 +349,5 @@ ORDERED: list[Entry] = [
     row("NPairs", NPairs, dense_n_pairs, "labels"),
     row("NPairs, l2", NPairs, dense_n_pairs, "labels", l2=0.1),
 ]
-"""Losses that care which of a class's rows come first. The invariants of order, which ask one shuffle whether a loss does,
-may take them for such that do not."""
+"""Losses that care which of a class's embeddings come first. The invariants of order, which ask one shuffle whether a loss
+does, may take them for such that do not."""

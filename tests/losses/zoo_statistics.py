@@ -177,7 +177,7 @@ def dense_dino(*views: Tensor, temperature: Any = 0.1) -> Tensor:
 
 
 def dense_vibcreg(a: Tensor, b: Tensor) -> Tensor:
-    """As solo-learn writes it; the variance of a single row is 0."""
+    """As solo-learn writes it; the variance of a single embedding is 0."""
     loss = 25 * F.mse_loss(a, b)
     for z in (a, b):
         variance = z.var(0) if len(z) > 1 else 0 * z.sum(0)

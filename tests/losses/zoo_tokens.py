@@ -57,7 +57,7 @@ def dense_pairwise(given: EvaluationInputs, temperature: Any = 1.0, token_reduct
 
 
 def tokens_of(*views: Tensor) -> EvaluationInputs:
-    """Tokens made of rows without rounding: 3 of a query, 4 of a document, 2 of a negative; some are not valid."""
+    """Tokens made of embeddings without rounding: 3 of a query, 4 of a document, 2 of a negative; some are not valid."""
     q, d, *more = views
     found: EvaluationInputs = {
         "queries": torch.stack([q, q.flip(1), -q.roll(1, 1)], 1),

@@ -228,7 +228,7 @@ def test_sentence_transformers_mines_the_same() -> None:
     )
 
     class StandIn(sentence_transformers.SentenceTransformer):
-        """A model whose embeddings are the rows."""
+        """A model whose embeddings are its inputs."""
 
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)

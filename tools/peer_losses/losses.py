@@ -60,7 +60,7 @@ def uniform(mean_anchor_probs: Tensor) -> Tensor:
 
 
 IN_FLOAT32 = {"iBOTPatchLoss", "DINOv1Loss"}
-"""Losses that convert rows to float32, whose gradients are rounded there."""
+"""Losses that convert embeddings to float32, whose gradients are rounded there."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Formula = Callable[..., Any]
 
 
 def unit(rows: Array, settings: Settings) -> Array:
-    """Return rows of length 1, unless the settings say otherwise. No conjugates: np.linalg.norm would take them."""
+    """Return embeddings of length 1, unless the settings say otherwise. No conjugates: np.linalg.norm would take them."""
     return rows / np.sqrt((rows * rows).sum(-1, keepdims=True)) if settings.get("normalize", True) else rows
 
 
@@ -47,7 +47,7 @@ def others(rows: Array) -> Array:
 
 
 def same_class(labels: Array) -> tuple[Any, Any]:
-    """Return masks of the positives and of the negatives of each row."""
+    """Return masks of the positives and of the negatives of each embedding."""
     same = labels[:, None] == labels
     return same & others(labels), ~same
 
@@ -67,7 +67,7 @@ def squared_distances(rows: Array, columns: Array) -> Array:
 
 
 def distances(z: Array, metric: str) -> Array:
-    """Return the dissimilarity of each two unit rows; 0 of a row to itself, where a root has no derivative."""
+    """Return the dissimilarity of each two unit embeddings; 0 of one to itself, where a root has no derivative."""
     if metric == "similarity":
         return -z @ z.T
     squared = squared_distances(z, z)
