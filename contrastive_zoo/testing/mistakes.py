@@ -96,8 +96,7 @@ def _is_averaged(e: Evidence) -> bool:
 
 
 def _keeps_own_slice(e: Evidence) -> bool:
-    is_scaled = e.has_encoder and e.is_scaled("1/W", "1")
-    return is_scaled and e.passes_on("1") and not e.calls_in_backward
+    return e.has_encoder and e.is_scaled("1/W", "1") and e.passes_on("1")
 
 
 def _lacks_parameter_reduction(e: Evidence) -> bool:
@@ -128,6 +127,14 @@ def _returns_local_means(e: Evidence) -> bool:
     assert x is not None
     weights = x.values.new_tensor(x.shards) / sum(x.shards)
     return x.near(weights @ x.values, x.expected)
+
+
+def _counts_local_samples(e: Evidence) -> bool:
+    """Return whether the ranks' values are proportional to their numbers of samples."""
+    x = e.uneven
+    assert x is not None
+    per_sample = x.values / x.values.new_tensor(x.shards)[:, None]
+    return not x.equal_values and x.near(per_sample, per_sample[0])
 
 
 # --- the signatures of each stage, in the order in which they are tried ----------------------------------------------
@@ -180,7 +187,7 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
         "trainer sums": _is_summed,
         "times W": lambda e: e.is_step and e.is_scaled("W", "W") and e.passes_on("W²"),
         "trainer averages": _is_averaged,
-        "own slice": lambda e: _keeps_own_slice(e) and e.calls("gather"),
+        "own slice": lambda e: _keeps_own_slice(e) and e.calls("gather") and not e.calls_in_backward,
         "statistic without gradient": lambda e: _keeps_own_slice(e) and e.calls("reduce") and not e.calls("gather"),
         "counted W times": lambda e: e.is_scaled("W", "1") and e.passes_on("W²"),
         "rescaled by batch size": lambda e: e.is_scaled("1/√W", "1"),
@@ -189,6 +196,10 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
         "local parameters": lambda e: _has_scaled_parameters(e, "1"),
         "wrong direction": lambda e: e.calls_in_backward and not e.has_direction,
     },
-    "uneven": {"mean of means": _averages_means, "local loss": _returns_local_means},
+    "uneven": {
+        "mean of means": _averages_means,
+        "local loss": _returns_local_means,
+        "local count × W": _counts_local_samples,
+    },
     "other": {name: lambda e, x=x: x in e.broken for name, x in _INVARIANTS.items()},  # type: ignore[misc]  # a default
 }

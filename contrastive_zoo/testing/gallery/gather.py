@@ -252,6 +252,12 @@ def _reduced_in_place(view1: Tensor, view2: Tensor) -> Tensor:
     return _correlations(view1, view2, total)
 
 
+@loss_recipe("statistic without gradient, of centred views", mistake="statistic without gradient")
+def _reduced_in_place_of_centred(view1: Tensor, view2: Tensor) -> Tensor:
+    count = World.of().shards(len(view1)).total
+    return _reduced_in_place(*(view - all_reduce(view.sum(0)) / count for view in (view1, view2)))
+
+
 @loss_recipe("statistic with gradient")
 def _reduced_with_gradient(view1: Tensor, view2: Tensor) -> Tensor:
     return _correlations(view1, view2, all_reduce)
@@ -271,6 +277,12 @@ def _reduced_for_nothing(view1: Tensor, view2: Tensor) -> Tensor:
 def _normalised_locally(view1: Tensor, view2: Tensor) -> Tensor:
     a, b = (view - view.mean(0) if len(view) else view for view in (view1, view2))
     return _correlations(a, b, all_reduce)
+
+
+@loss_recipe("local count × W", mistake="local count × W", call="labels")
+def _as_if_shards_were_equal(embeddings: Tensor, labels: Tensor) -> Tensor:
+    mean = all_reduce(embeddings.cos().sum(0)) / World.of().shards(len(embeddings)).total
+    return world_size() * len(embeddings) * mean.square().sum()
 
 
 @loss_recipe("naive softmax", mistake="overflow", call="labels")
