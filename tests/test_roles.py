@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.arguments import some_of_shared
 from tests.helpers import EXACT, common_error, distance, drawn, numbers, split
 
 D = 4
@@ -226,6 +227,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
         ),
         ["shared={'weight'}"],
     ),
+    "a tenth argument": (
+        lambda: called(lambda rows: sum(x.sum() for x in rows), [*(of_rank(seed=k) for k in range(9)), of_all()]),
+        ["rows[9] is equal on every rank"],
+    ),
     "a stack beside labels": (
         lambda: called(Views(), numbers(2, 3, D, seed=dist.get_rank()), torch.arange(3)),
         ["views [2, 3, 4] counts otherwise", "batch_dim={'views': 1}"],
@@ -380,3 +385,7 @@ def test_equal_rows_are_accepted_where_they_are_stated(worlds: Worlds) -> None:
 
     for found in worlds.run(2, job):
         assert found[0] == found[1]
+
+
+def test_many_numbers_of_a_shared_tensor_are_compared() -> None:
+    assert min(len(some_of_shared(torch.zeros(count))) for count in range(1024, 9000)) == 1024

@@ -1,12 +1,13 @@
 """The wild report tells a right loss from a wrong one in a folder of clones, and says why an entry did not run."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 
 from contrastive_zoo.testing.worlds import Worlds
-from tools.wild.adapters import function
-from tools.wild.measurement import RIGHT, Row, measured
+from tools.wild import adapters
+from tools.wild.measurement import RIGHT, measured
 from tools.wild.page import counts, page
 from tools.wild.projects import Entry, entries
 
@@ -45,7 +46,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def entry(name: str, project: str = "someone/tiny") -> Entry:
-    return Entry(project, "0123456", "src/tiny/loss.py", f"def {name}(", name, function(name), "src")
+    place = {"file": "src/tiny/loss.py", "line": f"def {name}(", "source": "src"}
+    return Entry(project, "0123456", name, **place, adapter="function", settings={"name": name})
 
 
 def test_a_right_and_a_wrong_loss_are_told_apart(folder: Path, worlds: Worlds) -> None:
@@ -54,10 +56,16 @@ def test_a_right_and_a_wrong_loss_are_told_apart(folder: Path, worlds: Worlds) -
     assert local.verdict == "local negatives"
     assert "**" in local.value
     assert local.fix
-    assert (right.line, local.line) == (11, 14)
+    assert (right.line_number, local.line_number) == (11, 14)
     text = page([right, local])
     assert "https://github.com/someone/tiny/blob/0123456/src/tiny/loss.py#L14" in text
-    assert counts([right, local]).startswith("2 losses of 1 projects ran, 0 entries did not.")
+    assert counts([right, local]).splitlines() == [
+        "2 losses of 1 projects ran; 0 entries did not.",
+        "- wrong on equal shards: 1 losses of 1 projects",
+        "- raise, hang or end a process on uneven shards: 0 losses of 0 projects",
+        "- right: 1 losses of 1 projects",
+        "- diagnoses: 1 local negatives",
+    ]
 
 
 def test_what_does_not_run_is_a_row_that_says_why(folder: Path, worlds: Worlds) -> None:
@@ -69,8 +77,12 @@ def test_what_does_not_run_is_a_row_that_says_why(folder: Path, worlds: Worlds) 
 
 
 def test_every_entry_runs_or_says_why_not() -> None:
-    table = list(entries())
+    table = entries()
     assert len({x.name for x in table}) == len(table)
-    assert all((x.adapter is None) == bool(x.why_not) for x in table)
-    assert {type(x.line(Path("none"))) for x in table} == {int}
-    assert Row("a/b", "0", "c.py", 1, "d").as_dict()["line"] == 1
+    assert all(hasattr(adapters, x.adapter) != bool(x.why_not) for x in table)
+    assert {type(x.line_number(Path("none"))) for x in table} == {int}
+    used = {x.adapter for x in table} | {"unit", "bare", "synchronised_norm", "with_collectives_of_mmengine"}
+    defined = {
+        name for name, x in vars(adapters).items() if inspect.isfunction(x) and x.__module__ == adapters.__name__
+    }
+    assert defined <= used

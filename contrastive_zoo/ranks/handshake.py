@@ -117,18 +117,20 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
     identity = _identity(statement, number, received, world)
-    by_rank = [header[len(FIELDS) : len(FIELDS) + len(statement.sizes)] for header in headers]
-    if len(statement.sizes) > SIZES:
-        further = world.exchange(statement.sizes[SIZES:])
-        by_rank = [(*first, *rest) for first, rest in zip(by_rank, further, strict=True)]
+    sizes = [header[len(FIELDS) :][: len(statement.sizes)] for header in headers]
+    digests = [header[len(FIELDS) - ARGUMENTS : len(FIELDS)][: len(statement.arguments)] for header in headers]
+    if further := [*statement.sizes[SIZES:], *statement.arguments[ARGUMENTS:]]:
+        rest, count = world.exchange(further), len(statement.sizes[SIZES:])
+        sizes = [(*first, *more[:count]) for first, more in zip(sizes, rest, strict=True)]
+        digests = [(*first, *more[count:]) for first, more in zip(digests, rest, strict=True)]
     _refuse_differences(statement, received, world)
-    shards = [Shards(of, world.rank) for of in zip(*by_rank, strict=True)]
+    shards = [Shards(of, world.rank) for of in zip(*sizes, strict=True)]
     replicate = all(received["replicable"]) and (any(received["draws"]) or statement.small(shards))
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved.size
     reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
-    stated = [received[f"argument {index}"] for index in range(min(len(statement.arguments), ARGUMENTS))]
-    equal = {index: digests[0] for index, digests in enumerate(stated) if digests[0] and len({*digests}) == 1}
+    by_argument = enumerate(zip(*digests, strict=True))
+    equal = {index: of_ranks[0] for index, of_ranks in by_argument if of_ranks[0] and len({*of_ranks}) == 1}
     return Agreed(shards, replicate, max(received["same"]), equal, payload if fits else None, number, identity)
 
 

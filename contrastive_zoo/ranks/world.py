@@ -280,7 +280,7 @@ def alone() -> bool:
 
 
 ARGUMENTS = 8
-"""Arguments of a third-party loss whose fingerprints fit into a header; no known loss takes more tensors of numbers."""
+"""Arguments of a third-party loss whose fingerprints fit into a header; those of further ones follow with further sizes."""
 
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
 # a rank in one meets a rank in the other, and all of them hear it.

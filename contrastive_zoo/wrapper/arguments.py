@@ -246,7 +246,8 @@ _SHARED_NUMBERS = 1024
 
 def some_of_shared(x: Tensor) -> Tensor:
     """Evenly spaced numbers; an odd stride, as an even one might look at a single column."""
-    return x.detach().reshape(-1)[:: x.numel() // _SHARED_NUMBERS | 1]
+    largest = x.numel() // _SHARED_NUMBERS
+    return x.detach().reshape(-1)[:: max(1, largest - 1) | 1]
 
 
 def _kind(x: Tensor) -> str:

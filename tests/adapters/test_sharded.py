@@ -4,7 +4,6 @@ import functools
 import inspect
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -286,6 +285,7 @@ def test_every_export_is_evaluated_or_refused_with_a_reason() -> None:
         (lambda: L.ContrastiveLoss(reducer=R.DoNothingReducer()), "DoNothingReducer"),
         (lambda: L.NTXentLoss(reducer=R.DivisorReducer()), "gives none"),
         (lambda: L.TripletMarginLoss(reducer=R.PerAnchorReducer()), "no triplets"),
+        (lambda: L.AngularLoss(reducer=R.PerAnchorReducer()), "gives it a column"),
         (lambda: L.NTXentLoss(reducer=R.PerAnchorReducer(aggregation_func=max)), "aggregation_func"),
         (lambda: L.NTXentLoss(reducer=R.PerAnchorReducer(R.DoNothingReducer())), "DoNothing"),
         (lambda: L.MultipleLosses([L.NTXentLoss(), L.HistogramLoss()]), "HistogramLoss: its histograms"),
@@ -313,33 +313,16 @@ def test_views_without_labels_may_differ_in_number_for_dynamic_soft_margin(world
     assert max(distance(x, expected) for x in worlds.run(2, job, each=list(each))) <= EXACT
 
 
-GRID = [*sharded_grid.combinations()]
-
-
-def drawn_from_the_grid(count: int, world_size: int, seed: int) -> list[Any]:
-    """Combinations, each with uneven shards, one of which may be empty, and a seed."""
-    draw = random.Random(seed)
-    shards = {2: [(7, 5), (0, 11), (3, 1)], 3: [(4, 0, 8), (6, 2, 3)]}[world_size]
-    return [(GRID[i], draw.choice(shards), i) for i in draw.sample(range(len(GRID)), count)]
-
-
 @pytest.mark.parametrize(("world_size", "count"), [(2, 250), (3, 150)])
 def test_the_grid_of_losses_and_their_parts_is_right_or_refused(world_size: int, count: int, worlds: Worlds) -> None:
-    if EVERY_CASE:
-        chosen = drawn_from_the_grid(len(GRID), world_size, 0)[:: 1 if world_size == 2 else 10]
-    else:
-        chosen = drawn_from_the_grid(count, world_size, random.randrange(2**32))
-    counts: Counter[str] = Counter()
-    for start in range(0, len(chosen), 200):
-        part = chosen[start : start + 200]
-        of_ranks = worlds.run(world_size, sharded_grid.verdicts, part, timeout=120.0)
-        assert not [(x, verdict) for x, verdict in zip(part, of_ranks[0], strict=True) if verdict[0] == "not the same"]
-        counts.update(verdict for verdict, _ in of_ranks[0])
+    seed, in_search = random.randrange(2**32), {2: None, 3: 6000}
+    chosen = sharded_grid.drawn(world_size, in_search[world_size] if EVERY_CASE else count, seed)
+    counts, wrong = sharded_grid.compared(chosen, world_size, worlds)
+    assert not wrong, f"seed {seed}: {wrong}"
     assert counts["the same"] > len(chosen) / 4
-    print(dict(counts))
 
 
-def _without_refusals(chosen: list[Any]) -> list[sharded_grid.Verdict]:
+def _without_refusals(chosen: list[sharded_grid.Chosen]) -> list[sharded_grid.Verdict]:
     with pytest.MonkeyPatch.context() as change:
         for name in ("call_problem", "refusal"):
             change.setattr(sharded_loss, name, lambda *_: None)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.machinery
+import re
 import sys
 import types
 from collections.abc import Iterator, MutableSequence, Sequence
@@ -15,17 +16,10 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-HEAVY = {"PIL", "accelerate", "datasets", "lightly", "lightning", "pandas", "pytorch_lightning", "scipy"}
-HEAVY |= {
-    "sentence_transformers",
-    "skimage",
-    "sklearn",
-    "timm",
-    "torch.utils.tensorboard",
-    "torchmetrics",
-    "torchvision",
-}
-HEAVY |= {"transformers", "wandb"}
+HEAVY = {
+    "PIL", "accelerate", "datasets", "lightly", "lightning", "pandas", "pytorch_lightning", "scipy", "sentence_transformers",
+    "skimage", "sklearn", "timm", "torch.utils.tensorboard", "torchmetrics", "torchvision", "transformers", "wandb",
+}  # fmt: skip
 """Packages that are stand-ins even where they are installed; so is every package that is not installed."""
 
 
@@ -44,7 +38,7 @@ class StandIn:
         return args[0] if is_decorator else StandIn()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (type("StandIn", (_AnyBase,), {}),)
+        return (type("StandIn", (), {"__init_subclass__": classmethod(lambda cls, **settings: None)}),)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return False
@@ -61,27 +55,15 @@ class StandIn:
         return iter(())
 
 
-class _StandInModule(types.ModuleType):
+class _Package(types.ModuleType):
+    """A package whose ``__init__`` does not run; a name of it is looked up in its files, and is a stand-in if none has it.
+
+    It is a folder of the clone, or a package that the loss does not need, which has no files.
+    """
+
     __path__: MutableSequence[str] = []  # noqa: RUF012 - as a package
     __all__: Sequence[str] = ()
     __version__ = "0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn()
-
-
-class _StandInLoader(Loader):
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandInModule(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-class _Package(types.ModuleType):
-    """A package of the clone. Its ``__init__`` does not run; a name of it is looked up in the files beside it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -91,9 +73,7 @@ class _Package(types.ModuleType):
                 raise AttributeError(name)  # Python imports it
             for file in sorted(folder.glob("*.py")):
                 text = file.read_text(encoding="utf-8")
-                if file.stem != "__init__" and any(
-                    f"{kind} {name}{x}" in text for kind in ("def", "class") for x in "(:"
-                ):
+                if file.stem != "__init__" and re.search(rf"(def|class) {name}[(:]", text):
                     return getattr(importlib.import_module(f"{self.__name__}.{file.stem}"), name)
         return StandIn()
 
@@ -121,22 +101,16 @@ class _CloneFinder(MetaPathFinder):
         top, place = name.partition(".")[0], self.source.joinpath(*name.split("."))
         if self.owns(name) and (file := place.with_suffix(".py")).is_file():
             return spec_from_file_location(name, file)
-        if self.owns(name) and place.is_dir():
-            spec = importlib.machinery.ModuleSpec(name, _PackageLoader(), is_package=True)
-            spec.submodule_search_locations = [str(place)]
-            return spec
+        is_folder = self.owns(name) and place.is_dir()
         if not self.owns(name) and not {top, name} & HEAVY and _is_installed(top):
             return None
-        return importlib.machinery.ModuleSpec(name, _StandInLoader(), is_package=True)
+        spec = importlib.machinery.ModuleSpec(name, _PackageLoader(), is_package=True)
+        spec.submodule_search_locations = [str(place)] if is_folder else []
+        return spec
 
 
 def _is_installed(top: str) -> bool:
     return top in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(top) is not None
-
-
-class _AnyBase:
-    def __init_subclass__(cls, **settings: Any) -> None:
-        pass
 
 
 @contextmanager
@@ -152,7 +126,7 @@ def _importing_from(source: Path) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name, module in list(sys.modules.items()):
-            if finder.owns(name) or isinstance(module, _StandInModule):
+            if finder.owns(name) or isinstance(module, _Package):
                 del sys.modules[name]
         sys.modules.update(before)
 

@@ -1,12 +1,14 @@
 """Run the doctor on the entries, and describe in a line what each computes."""
 
+import math
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -16,53 +18,54 @@ from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.worlds import Worlds
 from tools.gallery_measurement import Row as Described
 from tools.gallery_measurement import measure
-from tools.wild.adapters import Adapter
+from tools.wild import adapters
 from tools.wild.loading import InFloat64OnCPU, load
 from tools.wild.projects import Entry
 
 EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6), d=4))
 UNEVEN = GlobalBatch((3, 9), d=4)
+LEARNABLE = {"scale": math.log(3.0), "bias": -2.0}
+"""First values; a scale is the exponential of what is learnt."""
 
 
-class _OnCPU(nn.Module):
-    """A project's loss, which sees no GPU and float64 where it would compute in float32."""
+class Called(nn.Module):
+    """A project's loss, with what its trainer does before; it sees no GPU, and float64 in place of float32."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Any, entry: Entry) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss, self.entry = loss, entry
+        self.learnt = nn.ParameterDict({name: torch.tensor(LEARNABLE[name]) for name in entry.learnable})
 
     def forward(self, first: Tensor, second: Tensor) -> Any:
+        rows = [first, second]
+        if self.entry.normalize:
+            rows = [adapters.unit(x) if x.is_floating_point() else x for x in rows]
         with InFloat64OnCPU():
-            return self.loss(first, second)
+            return self.loss(*rows, *(x.exp() if name == "scale" else x for name, x in self.learnt.items()))
 
 
-def make_loss(source: Path, module: str, adapter: Adapter) -> nn.Module:
+def make_loss(folder: Path, entry: Entry) -> nn.Module:
     """Return a project's loss; runs on every rank."""
     with InFloat64OnCPU():
-        return _OnCPU(adapter(load(source, module)))
+        module = load(entry.clone(folder) / entry.source, entry.module)
+        return Called(getattr(adapters, entry.adapter)(module, **entry.settings), entry)
 
 
 @dataclass(frozen=True)
 class Row:
     """What an entry computes, or why it did not run."""
 
-    project: str
+    entry: Entry
     commit: str  # of the clone; that of the entry if there is no clone
-    file: str
-    line: int
-    about: str
+    line_number: int
     value: str = ""
     encoder: str = ""
     parameters: str = ""
     uneven: str = ""
-    verdict: str = ""  # the doctor's name for the mistake, or "none needed"
+    verdict: str = ""  # the doctor's name for the mistake, or RIGHT
     fix: str = ""
     why_not: str = ""
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the row in plain types, for JSON."""
-        return asdict(self)
 
 
 RIGHT = "the same on any number of processes"
@@ -70,40 +73,28 @@ RIGHT = "the same on any number of processes"
 
 
 def measured(
-    entry: Entry,
-    folder: Path,
-    worlds: Worlds,
-    max_examples: int = 12,
-    world_sizes: Sequence[int] = (1, 2, 3),
+    entry: Entry, folder: Path, worlds: Worlds, max_examples: int = 12, world_sizes: Sequence[int] = (1, 2, 3)
 ) -> Row:
     """Run the doctor on one entry."""
     clone = entry.clone(folder)
-    at = (entry.project, _commit(clone) or entry.commit, entry.file, entry.line(folder), entry.about)
-    if entry.adapter is None:
-        return Row(*at, why_not=entry.why_not)
+    row = partial(Row, entry, _commit(clone) or entry.commit, entry.line_number(folder))
+    if not entry.adapter:
+        return row(why_not=entry.why_not)
     if not (clone / entry.file).is_file():
-        return Row(*at, why_not=f"no such file in the folder: {clone.name}/{entry.file}")
-    make = partial(make_loss, clone / entry.source, entry.module, entry.adapter)
+        return row(why_not=f"no such file in the folder: {clone.name}/{entry.file}")
+    make = partial(make_loss, folder, entry)
+    options = {"world_sizes": world_sizes, "call": entry.call, "max_examples": max_examples, "name": entry.name}
     try:
-        report = examine(
-            make, world_sizes=world_sizes, call=entry.call, max_examples=max_examples, worlds=worlds, name=entry.name
-        )
+        report = examine(make, worlds=worlds, **options)
     except ValueError as error:  # it cannot be constructed, or raises on one process
-        return Row(*at, why_not=" ".join(str(error).split())[-300:])
-    recipe = Recipe(entry.name, make, None, entry.call, "mean", entry.about)
+        return row(why_not=" ".join(str(error).split())[-300:])
     case = Case(make, entry.call, "mean", name=entry.name)
-    even, uneven = _described(recipe, case, worlds, report, [x for x in EVEN if len(x.shards) in world_sizes])
+    even = tuple(measure(case, x, worlds) for x in EVEN if len(x.shards) in world_sizes)
+    recipe = Recipe(entry.name, make, None, entry.call, "mean", entry.about)
+    described = Described(recipe, even, measure(case, UNEVEN, worlds), report)
     diagnosis = report.diagnosis
-    names = (diagnosis.mistake, diagnosis.fix) if diagnosis else (RIGHT, "")
-    value, encoder, parameters = even
-    return Row(*at, value, encoder, parameters, uneven, *names, seconds=round(report.seconds, 1))
-
-
-def _described(
-    recipe: Recipe, case: Case, worlds: Worlds, report: Any, even: Sequence[GlobalBatch]
-) -> tuple[Sequence[str], str]:
-    described = Described(recipe, tuple(measure(case, x, worlds) for x in even), measure(case, UNEVEN, worlds), report)
-    return described.on_even, described.on_uneven
+    verdict = (diagnosis.mistake, diagnosis.fix) if diagnosis else (RIGHT, "")
+    return row(*described.on_even, described.on_uneven, *verdict, seconds=round(report.seconds, 1))
 
 
 def _commit(clone: Path) -> str:

@@ -34,6 +34,8 @@ COLUMNS = (
     losses.MultiSimilarityLoss, losses.TupletMarginLoss,
 )  # fmt: skip
 """Losses that hand a reducer a column ``[n, 1]``, which spreads against a reducer's row of numbers."""
+COLUMNS_OF_PAIRS = (losses.AngularLoss, losses.LiftedStructureLoss, losses.TupletMarginLoss)
+"""Those among them whose numbers are of pairs; PerAnchorReducer takes them if there is a single pair, and otherwise raises."""
 TRIPLET_LOSSES = (losses.TripletMarginLoss, losses.MarginLoss)
 CLASSIFIERS = (
     losses.ArcFaceLoss, losses.CosFaceLoss, losses.LargeMarginSoftmaxLoss, losses.NormalizedSoftmaxLoss,
@@ -134,6 +136,8 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
         return None
     if kind in TRIPLET_LOSSES:
         return "PerAnchorReducer takes no triplets."
+    if kind in COLUMNS_OF_PAIRS:
+        return "PerAnchorReducer takes a number of each pair, and this loss gives it a column."
     if reducer.aggregation_func is not reducers.per_anchor_reducer.aggregation_func:
         return "PerAnchorReducer has an aggregation_func of its own, which may depend on several anchors at once."
     if type(reducer.reducer) is reducers.DivisorReducer:
