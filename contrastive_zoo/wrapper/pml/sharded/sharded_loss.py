@@ -35,7 +35,7 @@ COLUMNS = (
 )  # fmt: skip
 """Losses that hand a reducer a column ``[n, 1]``, which spreads against a reducer's row of numbers."""
 COLUMNS_OF_PAIRS = (losses.AngularLoss, losses.LiftedStructureLoss, losses.TupletMarginLoss)
-"""Those among them whose numbers are of pairs; PerAnchorReducer takes them if there is a single pair, and otherwise raises."""
+"""Those among them whose numbers are of pairs: PerAnchorReducer raises unless there is a single pair."""
 TRIPLET_LOSSES = (losses.TripletMarginLoss, losses.MarginLoss)
 CLASSIFIERS = (
     losses.ArcFaceLoss, losses.CosFaceLoss, losses.LargeMarginSoftmaxLoss, losses.NormalizedSoftmaxLoss,
