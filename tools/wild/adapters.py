@@ -178,7 +178,7 @@ def gist(m: Any, margin: float) -> Loss:
 
 def sim_cse(m: Any) -> Loss:
     """Adapt cl_forward in training, with a pooler that returns embeddings."""
-    model = SimpleNamespace(device=torch.device("cpu"), pooler_type="avg", sim=m.Similarity(TEMPERATURE))
+    model = SimpleNamespace(training=True, device=torch.device("cpu"), pooler_type="avg", sim=m.Similarity(TEMPERATURE))
     model.model_args = SimpleNamespace(pooler_type="avg", do_mlm=False)
     model.config = SimpleNamespace(use_return_dict=True)
     m.SequenceClassifierOutput = lambda **outputs: outputs["loss"]

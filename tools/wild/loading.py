@@ -5,7 +5,7 @@ import importlib.machinery
 import re
 import sys
 import types
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -61,8 +61,6 @@ class _Package(types.ModuleType):
     It is a folder of the clone, or a package that the loss does not need, which has no files.
     """
 
-    __path__: MutableSequence[str] = []  # noqa: RUF012 - as a package
-    __all__: Sequence[str] = ()
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:
