@@ -199,7 +199,7 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
     "uneven": {
         "mean of means": _averages_means,
         "local loss": _returns_local_means,
-        "local count × W": _counts_local_samples,
+        "scaled by local count": _counts_local_samples,
     },
     "other": {name: lambda e, x=x: x in e.broken for name, x in _INVARIANTS.items()},  # type: ignore[misc]  # a default
 }

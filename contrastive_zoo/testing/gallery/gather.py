@@ -279,7 +279,7 @@ def _normalised_locally(view1: Tensor, view2: Tensor) -> Tensor:
     return _correlations(a, b, all_reduce)
 
 
-@loss_recipe("local count × W", mistake="local count × W", call="labels")
+@loss_recipe("scaled by local count", mistake="scaled by local count", call="labels")
 def _as_if_shards_were_equal(embeddings: Tensor, labels: Tensor) -> Tensor:
     mean = all_reduce(embeddings.cos().sum(0)) / World.of().shards(len(embeddings)).total
     return world_size() * len(embeddings) * mean.square().sum()
