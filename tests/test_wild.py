@@ -61,6 +61,7 @@ def test_a_right_and_a_wrong_loss_are_told_apart(folder: Path, worlds: Worlds) -
     assert "https://github.com/someone/tiny/blob/0123456/src/tiny/loss.py#L14" in text
     assert counts([right, local]).splitlines() == [
         "2 losses of 1 projects ran; 0 entries did not.",
+        "",
         "- wrong on equal shards: 1 losses of 1 projects",
         "- raise, hang or end a process on uneven shards: 0 losses of 0 projects",
         "- right: 1 losses of 1 projects",

@@ -19,6 +19,7 @@ def counts(rows: Sequence[Row]) -> str:
     mistakes = Counter(row.verdict for row in ran if row.verdict != RIGHT)
     lines = [
         f"{_number(ran)} ran; {len(rows) - len(ran)} entries did not.",
+        "",
         f"- wrong on equal shards: {_number(equal)}",
         f"- raise, hang or end a process on uneven shards: {_number(ended)}",
         f"- right: {_number(right)}",
