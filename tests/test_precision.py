@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -49,31 +48,6 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ rounding
-
-NARROWED = {
-    "NTXent", "NTXent, three views", "InfoNCE", "CLIP", "Clip", "SupCon", "MNRL", "MNRL, symmetric", "WeightedSum",
-    "SigLIP", "SupSigmoid", "MaxSim", "MaxSim, negatives", "MaxSim, symmetric", "MaxSimPairwise",
-    "MaxSimPairwise, negatives",
-}  # fmt: skip
-"""Losses that round unit embeddings that came in 16 bits to these, and multiply them as such."""
-
-
-def is_narrowed(entry: Entry, dtype: torch.dtype) -> bool:
-    return entry.name in NARROWED and dtype.itemsize == 2
-
-
-@contextlib.contextmanager
-def narrowed(entry: Entry, dtype: torch.dtype) -> Iterator[None]:
-    """Formulas round unit embeddings to a dtype, whatever they compute in, if the loss does."""
-    normalize = F.normalize
-
-    def then_rounded(x: Tensor, dim: int = 1) -> Tensor:
-        unit, found = normalize(x, dim=dim), normalize(x.detach().float(), dim=dim).to(dtype).to(x.dtype)
-        return unit + (found - unit).detach()
-
-    with patch.object(F, "normalize", then_rounded) if is_narrowed(entry, dtype) else contextlib.nullcontext():
-        yield
-
 
 INPUTS = {
     "float32": (torch.float32, False),
@@ -137,8 +111,7 @@ class Bound:
 
     Where that formula happens to be exact, four times what embeddings off in their last bit would change: nobody who
     normalises them in 32 bits knows them better. The value is rounded once more to 32 bits, the gradient to the dtype
-    of the rows. Losses that take unit embeddings in 16 bits are measured by the formula of these, and their gradients may be
-    as far off as the formula's in 16 bits.
+    of the rows.
     """
 
     value: Tensor
@@ -150,20 +123,16 @@ class Bound:
     @functools.cache
     def of(cls, entry: Entry, dtype: torch.dtype, shape: Shape = (12, 7), t: float = 0.1) -> "Bound":
         rows, last = short_rows(entry, dtype, shape), torch.finfo(dtype)
-        plain, plain_gradients = formula(entry, rows, torch.float64, t)
+        exact, gradients = formula(entry, rows, torch.float64, t)
         near, near_gradients = formula(entry, nudged(like(rows, torch.float64), torch.float32), torch.float64, t)
-        with narrowed(entry, dtype):
-            exact, gradients = formula(entry, rows, torch.float64, t)
-            dense, dense_gradients = formula(entry, rows, torch.float32, t)
-        of_16_bits = error(formula(entry, rows, dtype, t)[1], plain_gradients) if is_narrowed(entry, dtype) else 0.0
+        dense, dense_gradients = formula(entry, rows, torch.float32, t)
         largest = max(x.abs().max().item() for x in gradients)
         return cls(
             exact,
             gradients,
-            2 * error([dense], [exact]) + 4 * (error([near], [plain]) + EPS * exact.abs().item()),
+            2 * error([dense], [exact]) + 4 * (error([near], [exact]) + EPS * exact.abs().item()),
             2 * error(dense_gradients, gradients)
-            + 4 * error(near_gradients, plain_gradients)
-            + of_16_bits
+            + 4 * error(near_gradients, gradients)
             + last.eps * (largest + last.smallest_normal),
         )
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, is_dense, is_small_batch
-from contrastive_zoo.engine.precision import at_least_float32, rounded, sum_dtype, unit_rows
+from contrastive_zoo.engine.precision import at_least_float32, exact_factors, is_16_bit, sum_dtype, unit_rows
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.session import Session
@@ -112,9 +112,14 @@ class Batch:
         """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
         return derived(_unit_rows if normalize else at_least_float32, rows, world=self.world)
 
-    def rounded(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return prepared embeddings, rounded to the dtype of ``like`` if it has 16 bits: such matmuls then lose nothing."""
-        return rows if is_dense() else derived(lambda x: rounded(x, like.dtype), rows, world=self.world)
+    def factors(self, rows: Sequence[Tensor], *, normalize: bool) -> list[Tensor] | None:
+        """Return 16-bit embeddings as matmuls take them and ranks send them, without gradient; None of others.
+
+        Those that are normalised are multiplied as they came, but for powers of two: their unit rows would be rounded.
+        """
+        if is_dense() or not is_16_bit(self.first.dtype):
+            return None
+        return [derived(exact_factors, x, world=self.world) for x in rows] if normalize else [*rows]
 
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
         return derived(lambda *x: torch.cat(x), *rows, world=self.world)

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.engine.precision import is_16_bit
+from contrastive_zoo.engine.precision import multiplied
 from contrastive_zoo.ranks.session import Session
-from contrastive_zoo.ranks.transport import derived, exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
+from contrastive_zoo.ranks.transport import exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.ranks.world import Machines, Shards, World
 
 
@@ -84,12 +84,12 @@ class GatherExchange:
         blocks: Sequence[RankBlock],
         shards: Shards,
         world: World,
-        dtype: torch.dtype | None = None,
+        sent: Tensor | None = None,
         gathered: Tensor | None = None,
     ) -> None:
         self.columns, self.blocks, self.shards, self.world, self.gathered = columns, blocks, shards, world, gathered
         if gathered is None:
-            self.wait = start_gather(wire_rows(columns, dtype, world), shards, world)
+            self.wait = start_gather(columns if sent is None else sent, shards, world)
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.columns
@@ -109,11 +109,6 @@ class GatherExchange:
         by_rank = {block.ahead: part for block, part in zip(self.blocks, [total, *parts], strict=True)}
         gradients = torch.cat([by_rank[rank] for rank in range(self.world.size)])
         return total.copy_(reduce_scatter_rows(gradients, self.shards, self.world))
-
-
-def wire_rows(columns: Tensor, dtype: torch.dtype | None, world: World) -> Tensor:
-    """Return columns as they are sent: in 16 bits if the user passed 16 bits."""
-    return derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns
 
 
 class SendReceive:
@@ -167,11 +162,11 @@ class Ring:
         by_machine: Sequence[Sequence[RankBlock]],
         layout: Machines,
         world: World,
-        dtype: torch.dtype | None = None,
+        sent: Tensor | None = None,
     ) -> None:
         self.columns, self.by_machine, self.world = columns, by_machine, world
         self.blocks = [block for blocks in by_machine for block in blocks]
-        self.message = wire_rows(columns, dtype, world)
+        self.message = columns if sent is None else sent
         machine, place = position(world.rank, layout)
         ranks = layout[machine]
         self.neighbours = [(ranks[(place + i) % len(ranks)], ranks[place - i]) for i in range(len(ranks))]
@@ -239,7 +234,7 @@ def start_exchange(
     columns: Tensor,
     shards: Shards,
     world: World,
-    dtype: torch.dtype | None = None,
+    sent: Tensor | None = None,
     *,
     rows: Shards | None = None,
     half: bool = False,
@@ -249,12 +244,14 @@ def start_exchange(
 
     ``shards`` are of the columns; ``rows`` of the rows that they are compared with, if these are other ones. ``half``
     says that rows and columns are the same, so that one rank of a pair computes their block. ``gathered`` are the
-    columns of all ranks, if an earlier exchange gathered them. Messages have ``dtype`` if it has 16 bits.
+    columns of all ranks, if an earlier exchange gathered them. ``sent`` are
+    the factors of columns of 16 bits, which are brought here in place of them.
     """
     ring = world.options.ring if isinstance(world, Session) and world.size > 1 else ()
     one_machine = (tuple(range(len(shards.sizes))),)
     layout = one_machine if ring is True else ring or ()
     by_machine = schedule(rows or shards, shards, layout or one_machine, half=half)
+    columns = multiplied(columns, sent)
     if layout:
-        return Ring(columns, by_machine, layout, world, dtype)
-    return GatherExchange(columns, by_machine[0], shards, world, dtype, gathered)
+        return Ring(columns, by_machine, layout, world, sent)
+    return GatherExchange(columns, by_machine[0], shards, world, sent, gathered)

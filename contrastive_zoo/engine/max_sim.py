@@ -32,7 +32,7 @@ from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.engine.pairwise import first_of_equals
-from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
+from contrastive_zoo.engine.precision import inverse_norms, matmul_rounding, multiplied, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
@@ -53,6 +53,7 @@ class TokenSets:
     shards: Shards
     token_shards: Shards
     read: Sequence[int]
+    factors: Tensor | None = None  # of an input of 16 bits, what is sent and multiplied in place of tokens
 
     def all_lengths(self, world: World) -> tuple[Tensor, Sequence[int]]:
         """Return the numbers of tokens of the sets of all ranks, and the same on the host, which waits for no device."""
@@ -74,34 +75,38 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
     sets = []
     for name, read in batch.host.items():
         tokens, shards = batch.rows[f"tokens of {name}"], batch.shards[f"tokens of {name}"]
-        prepared = batch.rounded(batch.prepared(tokens, normalize=normalize), tokens)
-        sets.append(TokenSets(prepared, batch.rows[name], batch.shards[name], shards, read))
+        prepared, factors = batch.prepared(tokens, normalize=normalize), batch.factors([tokens], normalize=normalize)
+        of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0]
+        sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets
     others = [_with_first_of_equals(x) for x in others]
-    dtype = batch.rows["tokens of queries"].dtype
-    parts = [max_sim_scores(queries, documents, dtype=dtype, world=batch.world) for documents in others]
+    parts = [max_sim_scores(queries, documents, unit_norm=normalize, world=batch.world) for documents in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def _with_first_of_equals(sets: TokenSets) -> TokenSets:
     of_token = set_of_token(sets.lengths, len(sets.tokens)).to(sets.tokens)
     first = first_of_equals(torch.cat([sets.tokens.detach(), of_token[:, None]], 1))
-    return sets if first is None else replace(sets, tokens=sets.tokens[first])
+    if first is None:
+        return sets
+    return replace(sets, tokens=sets.tokens[first], factors=None if sets.factors is None else sets.factors[first])
 
 
 @without_autocast
 def max_sim_scores(
-    queries: TokenSets, documents: TokenSets, *, dtype: torch.dtype | None = None, world: World
+    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World
 ) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
-    Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid. If the input's
-    ``dtype`` has 16 bits, matmuls round their factors to it, and it is what ranks send.
+    Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
+    ``unit_norm``: products of factors of tokens are divided by their norms.
     """
     lengths, read = documents.all_lengths(world)
     if is_dense():
         return _dense_scores(queries, documents, read, world)
-    sweep = MaxSimSweep(queries.lengths, lengths, read, documents.shards, documents.token_shards, world, dtype)
+    factors = None if queries.factors is None else (queries.factors, documents.factors)
+    known = documents.shards, documents.token_shards, world, factors, unit_norm and factors is not None
+    sweep = MaxSimSweep(queries.lengths, lengths, read, *known)
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
     return scores
 
@@ -123,11 +128,23 @@ class MaxSimSweep:
     document_shards: Shards
     token_shards: Shards
     world: World
-    dtype: torch.dtype | None
+    factors: Any  # of queries and documents
+    normalizes: bool
     learns: bool = field(default_factory=torch.is_grad_enabled)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.factors is None else self.factors[0].dtype
+
+    def query_factors(self, queries: Tensor) -> Tensor:
+        return multiplied(queries, None if self.factors is None else self.factors[0])
+
     def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        return start_exchange(documents, self.token_shards, self.world, self.dtype, gathered=gathered)
+        sent = None if self.factors is None else self.factors[1]
+        return start_exchange(documents, self.token_shards, self.world, sent, gathered=gathered)
+
+    def _unit(self, factors: Tensor) -> Tensor:
+        return factors * inverse_norms(factors)[:, None] if self.normalizes else factors
 
     def _visits(
         self, exchange: GatherExchange | Ring, queries: Tensor
@@ -143,16 +160,22 @@ class MaxSimSweep:
     def _best(self, queries: Tensor, tokens: Tensor, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
         """Return the largest similarity of each query token to the tokens of each document, [t, b], and its position."""
         candidates = tokens[index.flatten()].T
+        norms = inverse_norms(tokens)[index.flatten()] if self.normalizes else None
         best = queries.new_empty(len(queries), len(index))
         position = torch.empty_like(best, dtype=_small_integer(index.shape[1])) if select else None
         height = max(1, tiling.tile_bytes(queries) // (index.numel() * queries.dtype.itemsize))
         for top in range(0, len(queries), height):
             rows = slice(top, top + height)
-            similarity = (queries[rows] @ candidates).view(-1, *index.shape)
+            similarity = queries[rows] @ candidates
+            if norms is not None:
+                similarity *= norms
+            similarity = similarity.view(-1, *index.shape)
             if position is None:
                 torch.amax(similarity, 2, out=best[rows])
             else:
                 best[rows], position[rows] = similarity.max(2)
+        if self.normalizes:
+            best *= inverse_norms(queries)[:, None]
         return best, position
 
     def scores(
@@ -176,7 +199,9 @@ class MaxSimSweep:
         """Add the gradients of the queries and of the local documents to their totals; yield those of other documents."""
         stored, (dqueries, ddocuments) = iter(positions), totals
         of_token = set_of_token(self.query_lengths, len(queries))
+        unit_queries = self._unit(queries)
         for visit, (tokens, blocks) in enumerate(self._visits(exchange, queries)):
+            unit_tokens = self._unit(tokens)
             total = ddocuments if visit == 0 or ddocuments is None else torch.zeros_like(tokens)
             for columns, index in blocks:
                 position = next(stored)
@@ -186,9 +211,9 @@ class MaxSimSweep:
                 weights, position = dscores[:, columns][of_token], position.long()
                 if dqueries is not None and len(queries):
                     selected = index[torch.arange(len(index), device=index.device), position]
-                    dqueries += F.embedding_bag(selected, tokens, mode="sum", per_sample_weights=weights)
+                    dqueries += F.embedding_bag(selected, unit_tokens, mode="sum", per_sample_weights=weights)
                 if total is not None and len(queries):
-                    total.index_add_(0, index.flatten(), sum_selected(queries, weights, position, index.shape[1]))
+                    total.index_add_(0, index.flatten(), sum_selected(unit_queries, weights, position, index.shape[1]))
             if visit > 0 and total is not None:
                 yield total
 
@@ -201,7 +226,7 @@ class _MaxSim(Function):
         ctx.sweep, exchange = sweep, sweep.exchange(documents)
         ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
         with matmul_rounding(sweep.dtype, queries.device.type):
-            scores, positions = sweep.scores(queries, exchange, ctx.cached)
+            scores, positions = sweep.scores(sweep.query_factors(queries), exchange, ctx.cached)
         ctx.save_for_backward(queries, documents, exchange.gathered, *positions)
         return scores
 
@@ -216,7 +241,9 @@ class _MaxSim(Function):
                 for x, needed in zip((queries, documents), ctx.needs_input_grad[1:], strict=True)
             )
             exchange = sweep.exchange(documents, gathered)
-            parts = sweep.gradients(queries, exchange, dscores.contiguous(), positions, dqueries, ddocuments)
+            parts = sweep.gradients(
+                sweep.query_factors(queries), exchange, dscores.contiguous(), positions, dqueries, ddocuments
+            )
             if ddocuments is None:
                 for _ in parts:  # it yields nothing, but fills dqueries
                     pass

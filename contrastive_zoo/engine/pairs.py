@@ -34,9 +34,17 @@ class _Pairs:
 
     @cached_property
     def rows(self) -> list[Tensor]:
-        """The embeddings of the batch, prepared for matmuls."""
-        arguments = [x for x in self.batch.rows.values() if is_embedding(x)]
-        return [self.batch.rounded(self.batch.prepared(x, normalize=self.normalize), x) for x in arguments]
+        """The embeddings of the batch in at least float32, normalised if asked."""
+        return [self.batch.prepared(x, normalize=self.normalize) for x in self._arguments]
+
+    @cached_property
+    def factors(self) -> list[Tensor] | None:
+        """What matmuls and messages take in place of embeddings of 16 bits; None of others."""
+        return self.batch.factors(self._arguments, normalize=self.normalize)
+
+    @property
+    def _arguments(self) -> list[Tensor]:
+        return [x for x in self.batch.rows.values() if is_embedding(x)]
 
     @cached_property
     def scale(self) -> float | Tensor:
@@ -47,7 +55,6 @@ class _Pairs:
         return {
             "scale": self.scale,
             "unit_norm": self.normalize,
-            "dtype": self.batch.first.dtype,
             "world": self.batch.world,
             "on_kernel": on_kernel,
         }
@@ -81,6 +88,7 @@ class ViewPairs(_Pairs):
         n, count = len(self.rows[0]), len(self.rows)
         others, logits = self_log_sum_exp(
             self.batch.concatenated(self.rows), partner_offsets=[n * step for step in range(1, count)],
+            factors=None if self.factors is None else self.batch.concatenated(self.factors),
             shards=self.batch.samples.times(count), **self._settings(on_kernel),
         )  # fmt: skip
         # each pair counts for both of its views; logits[step - 1] are those of a view and the one ``step`` later
@@ -135,8 +143,8 @@ class TowerPairs(_Pairs):
         samples, (q, k, *_) = self.batch.samples, self.rows
         count = k.shape[1] if k.ndim == 3 else 1
         return cross_log_sum_exp(
-            q, k.flatten(0, -2), row_shards=samples, column_shards=samples.times(count), columnwise=symmetric,
-            partner_offsets=range(count), stride=count, **self._settings(on_kernel),
+            q, k.flatten(0, -2), factors=self._factors(0, 1), row_shards=samples, column_shards=samples.times(count),
+            columnwise=symmetric, partner_offsets=range(count), stride=count, **self._settings(on_kernel),
         )  # fmt: skip
 
     def sums_by_direction(
@@ -147,29 +155,35 @@ class TowerPairs(_Pairs):
         Directions are ``"query_to_doc"`` and any others. Further negatives, [m, d], are candidates of queries only.
         ``unsupported`` says why Triton kernels cannot compute them, for who has chosen them.
         """
-        batch, samples, (q, k, *extra) = self.batch, self.batch.samples, self.rows
+        batch = self.batch
         columns = batch.total + sum(shards.total for shards in self.negative_shards)
         on_kernel = batch.kernels.compute(batch.name, batch.total, columns, unsupported=unsupported)
         over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions, on_kernel=on_kernel)
-        for x, shards in zip(extra, self.negative_shards, strict=True):
+        for index, shards in enumerate(self.negative_shards, 2):
             if shards.total:  # otherwise messages of no rows
-                further = self.sum_over(x, shards, on_kernel=on_kernel)
+                further = self.sum_over(index, on_kernel=on_kernel)
                 over_keys = log_sum_exp(torch.stack([over_keys, further]), 0)
         sums: dict[Direction, Tensor] = {"query_to_doc": over_keys}
         if over_queries is not None:
             sums["doc_to_query"] = over_queries
-        towers: dict[Direction, Tensor] = {"query_to_query": q, "doc_to_doc": k}
+        towers: dict[Direction, int] = {"query_to_query": 0, "doc_to_doc": 1}
         for direction, tower in towers.items():
             if direction in directions:
-                sums[direction], _ = self_log_sum_exp(tower, shards=samples, **self._settings(on_kernel))
+                factors = None if self.factors is None else self.factors[tower]
+                sums[direction], _ = self_log_sum_exp(
+                    self.rows[tower], factors=factors, shards=batch.samples, **self._settings(on_kernel)
+                )
         return sums, positive
 
-    def sum_over(self, candidates: Tensor, shards: Shards, *, on_kernel: bool) -> Float[Tensor, " n"]:
-        """Return the queries' log-sum-exps over further candidates of all ranks."""
+    def sum_over(self, index: int, *, on_kernel: bool) -> Float[Tensor, " n"]:
+        """Return the queries' log-sum-exps over further candidates of all ranks, [m, d], the embeddings of this index."""
         return cross_log_sum_exp(
-            self.rows[0], candidates, row_shards=self.batch.samples, column_shards=shards, columnwise=False,
-            **self._settings(on_kernel),
+            self.rows[0], self.rows[index], factors=self._factors(0, index), row_shards=self.batch.samples,
+            column_shards=self.negative_shards[index - 2], columnwise=False, **self._settings(on_kernel),
         )[0]  # fmt: skip
+
+    def _factors(self, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
+        return None if self.factors is None else (self.factors[rows], self.factors[columns].flatten(0, -2))
 
     def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
         """Reduce ``-logsigmoid(±(q_i·k_j / t + bias)).sum(1)`` over all queries: + for the own key, − for others."""
@@ -180,8 +194,7 @@ class TowerPairs(_Pairs):
             return small_batch_siglip(
                 batch, queries, keys, temperature=self.temperature, bias=bias, reduction=reduction
             )
-        x, y = (batch.prepared(rows, normalize=self.normalize) for rows in (queries, keys))
-        scale = 1 / self.temperature
+        (x, y), scale = self.rows, 1 / self.temperature
         if on_kernel and is_one_call(reduction, batch.world):
             from contrastive_zoo.engine.kernels import sigmoid  # imported here: Triton is optional
 
@@ -190,8 +203,8 @@ class TowerPairs(_Pairs):
         if is_dense():
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
             return sum_over_anchors(loss, x, ids, candidates=y, candidate_ids=ids, **where)
-        x, y = batch.rounded(x, queries), batch.rounded(y, keys)
-        return sum_over_sigmoid_pairs(x, y, scale=scale, bias=bias, dtype=queries.dtype, on_kernel=on_kernel, **where)
+        of_pairs: dict[str, Any] = {"factors": self.factors, "unit_norm": self.normalize, "on_kernel": on_kernel}
+        return sum_over_sigmoid_pairs(x, y, scale=scale, bias=bias, **of_pairs, **where)
 
     def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
         q, k, *extra = self.rows
@@ -202,11 +215,11 @@ class TowerPairs(_Pairs):
         else:
             positive = self.scale * (q * k).sum(-1)
             others = [torch.full_like(positive, -torch.inf)]
-        for x, shards in zip(extra, self.negative_shards, strict=True):
+        for index, (x, shards) in enumerate(zip(extra, self.negative_shards, strict=True), 2):
             if x.ndim == 3:
                 others.append(torch.logsumexp(self.scale * (q[:, None] * x).sum(-1), 1))
             elif shards.total:
-                others.append(self.sum_over(x, shards, on_kernel=on_kernel))
+                others.append(self.sum_over(index, on_kernel=on_kernel))
         losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
         return losses if other_queries is None else (losses + cross_entropy(positive, other_queries)) / 2
 
@@ -269,10 +282,14 @@ class LabelledPairs(_Pairs):
         prepared = self.batch.prepared(self.batch.first, normalize=self.normalize)
         return prepared.flatten(0, 1) if prepared.ndim == 3 else prepared
 
+    @property
+    def _anchor_factors(self) -> Tensor | None:
+        return None if self.factors is None else self.factors[0].flatten(0, -2)
+
     def cross_entropies(self) -> tuple[Float[Tensor, " a"], Int[Tensor, " a"]]:
         """Return ``logsumexp(all others) - mean(positives)`` of the local anchors, and their numbers of positives."""
         batch, shards = self.batch, self.batch.samples.times(self.views)
-        z, scale = batch.rounded(self.embeddings, batch.first), self.scale
+        z, scale = self.embeddings, self.scale
         class_index, counts = class_numbers(batch.gathered(self.ids, shards))
         local = class_index[shards.local]
         sums = batch.sum(z.new_zeros(len(counts), z.shape[1]).index_add(0, local, z), gradient="partial")
@@ -282,8 +299,9 @@ class LabelledPairs(_Pairs):
         only = only_positives(class_index, counts)
         on_kernel = batch.kernels.compute(batch.name, shards.total, shards.total)
         others, _ = self_log_sum_exp(
-            z, shards=shards, excluded=None if only is None else only[shards.local], **self._settings(on_kernel)
-        )
+            z, factors=self._anchor_factors, shards=shards, excluded=None if only is None else only[shards.local],
+            **self._settings(on_kernel),
+        )  # fmt: skip
         losses = others - mean
         if only is not None:
             losses = cross_entropy(mean, others).where(positives == 1, losses)
@@ -322,6 +340,6 @@ class LabelledPairs(_Pairs):
         if is_dense():
             return reduce_rows(batch, sigmoid_block_loss(self.temperature, bias), z, self.ids, reduction=reduction)
         return sum_over_sigmoid_pairs(
-            batch.rounded(z, batch.first), None, self.ids, scale=1 / self.temperature, bias=bias, dtype=batch.first.dtype,
+            z, None, self.ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
             shards=batch.samples, reduction=reduction, world=batch.world,
         )  # fmt: skip

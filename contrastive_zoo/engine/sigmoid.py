@@ -21,7 +21,7 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
-from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
+from contrastive_zoo.engine.precision import inverse_norms, matmul_rounding, multiplied, sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import keep_freed_memory, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
@@ -39,7 +39,8 @@ def sum_over_sigmoid_pairs(
     *,
     scale: float | Tensor,
     bias: float | Tensor,
-    dtype: torch.dtype | None = None,
+    unit_norm: bool = False,
+    factors: Sequence[Tensor] | None = None,
     reduction: Reduction = "mean",
     shards: Shards,
     world: World,
@@ -48,12 +49,12 @@ def sum_over_sigmoid_pairs(
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
     Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal
-    id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. If ``dtype`` has 16
-    bits, anchors and candidates are rounded to it, and are sent in it. ``on_kernel`` says whether a Triton kernel
-    computes it, which all ranks have agreed on; without ids, not for ``"none"``.
+    id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. ``unit_norm`` and
+    ``factors``, of anchors and candidates, are those of :func:`contrastive_zoo.engine.softmax.cross_log_sum_exp`.
+    ``on_kernel`` says whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
     """
     all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
-    sweep = _Sweep(shards, world, dtype, all_ids, on_kernel, reduction)
+    sweep = _Sweep(shards, world, factors, unit_norm, all_ids, on_kernel, reduction)
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
     return _SigmoidPairs.apply(sweep, anchors, candidates, *numbers)
 
@@ -97,7 +98,8 @@ class _Sweep:
 
     shards: Shards
     world: World
-    dtype: torch.dtype | None
+    factors: Sequence[Tensor] | None
+    unit_norm: bool
     all_ids: Sequence[Tensor] | None  # by rank, renumbered so that floats represent them exactly
     on_kernel: bool
     reduction: Reduction
@@ -109,15 +111,17 @@ class _Sweep:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
         columns, (scale, bias) = anchors if candidates is None else candidates, numbers
         dcandidates = torch.zeros_like(columns) if learns else columns[:0]
-        exchange = start_exchange(columns, self.shards, self.world, self.dtype)
-        with matmul_rounding(self.dtype, anchors.device.type):
+        rows, sent = (None, None) if self.factors is None else (self.factors[0], self.factors[-1])
+        left, exchange = multiplied(anchors, rows), start_exchange(columns, self.shards, self.world, sent)
+        normalizes, dtype = self.unit_norm and sent is not None, None if sent is None else sent.dtype
+        with matmul_rounding(dtype, anchors.device.type):
             block: Any
             if self.on_kernel:
                 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
 
-                block = KernelBlock(anchors, scale, bias, learns, self.dtype)
+                block = KernelBlock(left, scale, bias, learns, normalizes, dtype)
             else:
-                block = _Block(anchors, scale, bias, learns, weights)
+                block = _Block(left, scale, bias, learns, normalizes, weights)
             parts = self._parts(block, exchange, dcandidates)
             if not learns:
                 for _ in parts:
@@ -147,20 +151,26 @@ class _Block:
     scale: Tensor
     bias: Tensor
     learns: bool  # whether gradients are computed
+    normalizes: bool  # whether products of anchors and candidates are divided by their norms
     weights: Tensor | None
 
     def __post_init__(self) -> None:
         self.losses, self.dbias = self.anchors.new_zeros(len(self.anchors)), self.anchors.new_zeros(())
         self.danchors = torch.zeros_like(self.anchors) if self.learns else self.anchors[:0]
-        self.scaled = self.scale * self.anchors
+        self.norms = inverse_norms(self.anchors)[:, None] if self.normalizes else None
+        self.scaled = self.anchors if self.normalizes else self.scale * self.anchors
         height, width = tile_shape(self.anchors)
         self.scratch = self.anchors.new_empty(2, min(height, len(self.anchors)) * width)
 
     def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
         """Add pairs with candidates; ``ids`` of both, or None: positives are candidates of the anchors' own index."""
+        norms = inverse_norms(candidates) if self.normalizes else None
         for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
             x, other = (tile_of(scratch, i, j) for scratch in self.scratch)
-            torch.mm(self.scaled[i], candidates[j].t(), out=x).add_(self.bias)
+            torch.mm(self.scaled[i], candidates[j].t(), out=x)
+            if self.norms is not None and norms is not None:
+                x.mul_(self.scale * self.norms[i]).mul_(norms[j])
+            x.add_(self.bias)
             diagonal = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
             if ids is None:  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive
                 diagonal.neg_()
@@ -179,5 +189,9 @@ class _Block:
             if self.weights is not None:
                 g.mul_(self.weights[i, None])
             self.dbias += g.sum()
-            self.danchors[i].addmm_(g, candidates[j])
+            if self.norms is not None and norms is not None:
+                self.danchors[i].addmm_(torch.mul(g, norms[j], out=other), candidates[j])
+                g.mul_(self.norms[i])
+            else:
+                self.danchors[i].addmm_(g, candidates[j])
             dcandidates[j].addmm_(g.t(), self.anchors[i])

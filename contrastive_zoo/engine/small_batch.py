@@ -19,8 +19,10 @@ from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
     at_least_float32,
+    exact_factors,
+    inverse_norms,
+    is_16_bit,
     matmul_rounding,
-    rounded,
     sum_dtype,
     without_autocast,
 )
@@ -134,14 +136,14 @@ class _SmallBatch(Function):
     ) -> Tensor:
         terms, scale, slope, views, sides, mean, local_slice, learns = settings
         rows = at_least_float32(torch.cat([a, b]))
+        exact = exact_factors(torch.cat([a, b])) if is_16_bit(a.dtype) and not devices.on_cpu(a) else None
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         # or may have: an accelerator is not read
         has_zero_row = not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
         divisor = norm.clamp(min=MIN_NORM) if has_zero_row else norm
         z = rows.div_(divisor)
-        factors = rounded(z, a.dtype)
-        q, k = (factors, factors) if views else factors.chunk(2)
-        logits = _scaled_products(q, k, scale)
+        q, k = (z, z) if views else z.chunk(2)
+        logits = _scaled_products(q, k, scale) if exact is None else _exact_products(exact, views, scale)
         losses, weights = terms(logits if bias is None else logits + bias)
         drows = None
         if learns and any(ctx.needs_input_grad):
@@ -150,8 +152,7 @@ class _SmallBatch(Function):
             radial = (z * dz).sum(1, keepdim=True)
             if ctx.needs_input_grad[2] and local_slice is None:
                 # the rows of a side have each pair once, those of two views twice
-                of_pairs = radial if factors is z else factors * dz
-                of_pairs = (of_pairs if views else of_pairs[: len(a)]).sum()
+                of_pairs = (radial if views else radial[: len(a)]).sum()
                 ctx.dparameter = _read_on_cpu(of_pairs) * (slope / 2 if views else slope)
             elif ctx.needs_input_grad[2]:
                 ctx.dparameter = _read_on_cpu((w * logits).sum()) * (slope / scale / (count * (2 if views else 1)))
@@ -176,8 +177,16 @@ class _SmallBatch(Function):
         return *gradients, None
 
 
+def _exact_products(factors: Tensor, views: bool, scale: float | Tensor) -> Tensor:
+    """Return the products of unit rows from their exact factors: a matmul of 16 bits would round unit rows."""
+    rows = factors.float()
+    norms = inverse_norms(rows)
+    (q, k), (of_q, of_k) = ((rows, rows), (norms, norms)) if views else (rows.chunk(2), norms.chunk(2))
+    return _scaled_products(q, k, scale).mul_(of_q[:, None]).mul_(of_k)
+
+
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
-    """Return ``scale * q @ k.T``. Rows of 16 bits are not scaled: their products would no longer be exact."""
+    """Return ``scale * q @ k.T``."""
     if isinstance(scale, Tensor):
         return torch.mm(q, k.T).mul_(scale)
     return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)

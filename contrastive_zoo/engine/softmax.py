@@ -46,7 +46,7 @@ def self_log_sum_exp(
     *,
     scale: Scale,
     unit_norm: bool = False,
-    dtype: torch.dtype | None = None,
+    factors: Float[Tensor, "n d"] | None = None,
     partner_offsets: Sequence[int] = (),
     excluded: Int[Tensor, " n"] | None = None,
     shards: Shards,
@@ -61,7 +61,8 @@ def self_log_sum_exp(
     Rows i and i + o of the same rank are partners of each other, for each offset o. ``excluded`` is the index, among all
     ranks' rows, of one more row that a row's sum leaves out, and the reverse; or its own. It is None on every rank, or on
     none. Each rank's gradient of the scale is that of its local rows. ``unit_norm``: all rows are known to have norms of
-    at most 1. If the input's ``dtype`` has 16 bits, z is rounded to it, and matmuls round their factors to it.
+    at most 1. If the input has 16 bits, matmuls multiply ``factors`` in place of z: the input itself, or its
+    :func:`~contrastive_zoo.engine.precision.exact_factors` with ``unit_norm``, whose products are divided by the norms.
     ``on_kernel``: Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
     """
     if _by_plain_formula(len(z) ** 2, world, on_kernel):
@@ -71,7 +72,7 @@ def self_log_sum_exp(
             partners = partners | partners.T
         r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
         return r, _diagonals(s[:, shards.local], partner_offsets)
-    known = unit_norm, isinstance(scale, Tensor), dtype
+    known = unit_norm, isinstance(scale, Tensor), None if factors is None else (factors, factors)
     sweep = _sweep(on_kernel)(
         shards, shards, world, *known, Partners(partner_offsets), one_tower=True, excluded=excluded
     )
@@ -89,7 +90,7 @@ def cross_log_sum_exp(
     column_shards: Shards,
     columnwise: bool = True,
     unit_norm: bool = False,
-    dtype: torch.dtype | None = None,
+    factors: tuple[Float[Tensor, "n d"], Float[Tensor, "m d"]] | None = None,
     partner_offsets: Sequence[int] = (),
     stride: int = 1,
     world: World,
@@ -110,7 +111,7 @@ def cross_log_sum_exp(
             c = _log_sum_exp_without(left_out.T, transposed, row_shards)
         r = _log_sum_exp_without(left_out, s, column_shards)
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    known, partners = (unit_norm, isinstance(scale, Tensor), dtype), Partners(partner_offsets, stride)
+    known, partners = (unit_norm, isinstance(scale, Tensor), factors), Partners(partner_offsets, stride)
     sweep = _sweep(on_kernel)(row_shards, column_shards, world, *known, partners, columnwise=columnwise)
     r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale))
     return r, c, positives
@@ -165,11 +166,12 @@ class _LogSumExp(Function):
         ctx: Any, sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale
     ) -> tuple[Tensor | None, ...]:
         keep_freed_memory(rows)
-        ctx.sweep = sweep
+        ctx.sweep, inputs = sweep, (rows, columns)
         # a number is a factor of the matmul; reading it from an accelerator would wait for all that is queued there
         ctx.scale = scale.item() if isinstance(scale, Tensor) and devices.on_cpu(scale) else scale
         exchange = sweep.exchange(columns)
         largest = sweep.largest_logit(rows, columns, ctx.scale)
+        rows = sweep.row_factors(rows)
         # neither a logit up to the largest nor a sum of many overflows
         shifted = [] if largest is None else [ShiftedSums(max(0.0, largest - shift_window(rows.dtype)[1]))]
         for ctx.arithmetic in (*shifted, sweep.exact_sums):
@@ -179,9 +181,7 @@ class _LogSumExp(Function):
                 r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
             if largest is not None and not sweep.lost_precision(r, c, largest):
                 break
-        ctx.save_for_backward(
-            rows, columns, scale if isinstance(scale, Tensor) else None, r, c, exchange.gathered, *tiles
-        )
+        ctx.save_for_backward(*inputs, scale if isinstance(scale, Tensor) else None, r, c, exchange.gathered, *tiles)
         return ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c), *positives
 
     @staticmethod
@@ -200,8 +200,8 @@ class _LogSumExp(Function):
             if ctx.needs_input_grad[2] and not sweep.one_tower:
                 dcolumns = gradient_buffer(columns, local)
             parts = sweep.gradients(
-                ctx.arithmetic, rows, exchange, ctx.scale, row_statistics, column_statistics, dpositives, drows,
-                dcolumns, tiles,
+                ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale, row_statistics, column_statistics,
+                dpositives, drows, dcolumns, tiles,
             )  # fmt: skip
             if dcolumns is None:
                 for _ in parts:  # it yields nothing, but fills drows

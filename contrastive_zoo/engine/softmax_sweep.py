@@ -12,6 +12,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, merge_at_owners, start_exchange
+from contrastive_zoo.engine.precision import inverse_norms, multiplied
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
 from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks import devices
@@ -80,8 +81,8 @@ class SoftmaxSweep:
     world: World
     unit_norm: bool  # whether rows and columns have norms of at most 1
     learnable_scale: bool  # whether the scale is a tensor; its value may then differ between ranks by rounding
-    dtype: torch.dtype | None
-    """The dtype of the input; embeddings of 16 bits are sent, and multiplied where that is faster, in 16 bits."""
+    factors: tuple[Tensor, Tensor] | None
+    """Of an input of 16 bits, what is sent and multiplied in place of rows and columns; None of others."""
     partners: Partners  # the columns that are left out of a row's sum, and whose logits are returned
     one_tower: bool = False
     columnwise: bool = True
@@ -89,9 +90,21 @@ class SoftmaxSweep:
     """With one tower [n], the row of all ranks that each row's sum also leaves out, and the reverse; or the row itself."""
     learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.factors is None else self.factors[0].dtype
+
+    def row_factors(self, rows: Tensor) -> Tensor:
+        return multiplied(rows, None if self.factors is None else self.factors[0])
+
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        settings = self.column_shards, self.world, self.dtype
+        sent = None if self.factors is None else self.factors[1]
+        settings = self.column_shards, self.world, sent
         return start_exchange(columns, *settings, rows=self.row_shards, half=self.one_tower, gathered=gathered)
+
+    def inverse_norms(self, factors: Tensor) -> Tensor | None:
+        """Return by what products of factors are multiplied to be those of unit vectors; None if they are not."""
+        return inverse_norms(factors) if self.unit_norm and self.factors is not None else None
 
     def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> float | None:
         """Return an upper bound of all ranks' logits; None where it would have to be read from an accelerator.
@@ -154,6 +167,7 @@ class SoftmaxSweep:
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
             block_rows, row_total, excluded = rows[block.rows], total[block.rows], self._excluded_columns(block)
+            norms = self.inverse_norms(block_rows), self.inverse_norms(columns)
             column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
             for i, strip in groupby(cut, itemgetter(0)):
                 a, strip_total = block_rows[i], row_total[i]
@@ -161,7 +175,7 @@ class SoftmaxSweep:
                     tile = tile_of(scratch, i, j)
                     keep = cached.reserve(tile.nbytes)
                     out = torch.empty_like(tile) if keep else tile
-                    s = _logits(a, columns[j], scale, out, diagonal, _in_tile(excluded, i, j))
+                    s = _logits(a, columns[j], scale, out, diagonal, _in_tile(excluded, i, j), _of_tile(norms, i, j))
                     if index == 0:
                         self.partners.take(s, i, j, positives, mirrored=diagonal)
                     arithmetic.transform(s)
@@ -201,24 +215,31 @@ class SoftmaxSweep:
         out, cached = self._scratch(rows), iter(stored)
         for index, block, columns, cut in self._tiles(rows, exchange):
             block_rows, block_weights, block_drows = rows[block.rows], row_weights[block.rows], drows[block.rows]
-            excluded = self._excluded_columns(block)
+            excluded, norms = (
+                self._excluded_columns(block),
+                (self.inverse_norms(block_rows), self.inverse_norms(columns)),
+            )
             by_column = None if column_weights is None else column_weights[block.ahead][block.columns]
             part = dcolumns if index == 0 or dcolumns is None else gradient_buffer(columns, block)
             for i, strip in groupby(cut, itemgetter(0)):
                 a, da, strip_weights = block_rows[i], block_drows[i], block_weights[i]
                 for _, j, diagonal in strip:
-                    b, s = columns[j], next(cached)
+                    b, s, of_tile = columns[j], next(cached), _of_tile(norms, i, j)
                     if s is None:
-                        s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j))
+                        s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j), of_tile)
                         arithmetic.transform(s)
                     weights = arithmetic.weights(
                         s, strip_weights, None if by_column is None else by_column[j], tile_of(out, i, j)
                     )
                     if index == 0:
                         self.partners.put(weights, i, j, dpositives, mirrored=diagonal)
+                    if of_tile is not None:
+                        weights.mul_(of_tile[1])
                     # the first matmul into a buffer overwrites its content
                     da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=alpha)
                     if part is not None and not diagonal:
+                        if of_tile is not None:
+                            weights.mul_(of_tile[0]).div_(of_tile[1])
                         part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part
@@ -234,14 +255,27 @@ def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
     return None if excluded is None else excluded[i] - j.start
 
 
+def _of_tile(norms: tuple[Tensor | None, Tensor | None], i: slice, j: slice) -> tuple[Tensor, Tensor] | None:
+    of_rows, of_columns = norms
+    return None if of_rows is None or of_columns is None else (of_rows[i, None], of_columns[j])
+
+
 def _logits(
-    rows: Tensor, columns: Tensor, scale: float | Tensor, out: Tensor, diagonal: bool, excluded: Tensor | None
+    rows: Tensor,
+    columns: Tensor,
+    scale: float | Tensor,
+    out: Tensor,
+    diagonal: bool,
+    excluded: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Write scaled products into ``out``; −inf at ``excluded`` columns and, on a diagonal tile, of a row and itself."""
     if isinstance(scale, Tensor):
         torch.mm(rows, columns.T, out=out).mul_(scale)
     else:
         torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+    if norms is not None:
+        out.mul_(norms[0]).mul_(norms[1])
     if excluded is not None:
         clear_excluded(out, excluded, -torch.inf)
     return out.fill_diagonal_(-torch.inf) if diagonal else out

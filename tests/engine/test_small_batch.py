@@ -121,13 +121,13 @@ def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = cz.NTXent()(a, b)
     assert found.dtype == torch.float32
-    unit = [torch.nn.functional.normalize(x.float(), dim=1).bfloat16().double() for x in (a, b)]
+    unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (a, b)]
     close(found.double(), cz.NTXent(normalize=False)(*unit), 1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.05])
 @pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_rows_of_16_bits_are_rounded_on_either_path(name: str, temperature: float, monkeypatch) -> None:
+def test_rows_of_16_bits_are_the_same_on_either_path(name: str, temperature: float, monkeypatch) -> None:
     def found(elements: int) -> list[Tensor]:
         monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
         monkeypatch.setattr(softmax, "matmul_rounding", lambda *_: contextlib.nullcontext())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine import exchange, softmax, tiling
 from contrastive_zoo.engine.exchange import RankBlock
-from contrastive_zoo.engine.precision import rounded
+from contrastive_zoo.engine.precision import exact_factors
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
@@ -52,8 +52,16 @@ class Options:
         return [step for step in self.partner_offsets if step]
 
     def rows(self, n: int, seed: int) -> Tensor:
-        z = rounded(numbers(n, D, seed=seed), self.dtype)
+        z = numbers(n, D, seed=seed)
+        z = z if self.dtype is None else z.to(self.dtype).double()
         return torch.nn.functional.normalize(z, dim=1) if self.unit_norm else z
+
+    def factors(self, n: int, seed: int, sizes: tuple[int, ...]) -> Tensor | None:
+        """What is multiplied in place of a rank's rows."""
+        if self.dtype is None:
+            return None
+        rows = local_shard(numbers(n, D, seed=seed).to(self.dtype), sizes)
+        return exact_factors(rows) if self.unit_norm else rows
 
 
 OPTIONS = [
@@ -74,10 +82,13 @@ OPTIONS = [
     Options(partner_offsets=(0, 1, 3), stride=2),
     Options(partner_offsets=(4, 1), stride=3, tile_bytes=64),
     Options(scale=900.0, partner_offsets=(0, 2, 3), tile_bytes=64, keep=2**20),
-    # rows that came in 16 bits; in 64 nothing is rounded
+    # rows that came in 16 bits
     Options(dtype=torch.bfloat16, partner_offsets=(0, 1)),
     Options(dtype=torch.float16, partner_offsets=(2, 1), tile_bytes=64, keep=2**20),
     Options(dtype=torch.bfloat16, partner_offsets=(0, 3), tile_bytes=64, ring=True),
+    Options(dtype=torch.bfloat16, unit_norm=True, partner_offsets=(0, 1), tile_bytes=64),
+    Options(dtype=torch.float16, unit_norm=True, scale=900.0, partner_offsets=(2, 1), tile_bytes=64),
+    Options(dtype=torch.bfloat16, unit_norm=True, partner_offsets=(1,), tile_bytes=64, ring=True, keep=2**20),
 ]
 
 
@@ -133,18 +144,20 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
     w, v = local_shard(numbers(sum(sizes), seed=3), sizes), local_shard(numbers(sum(columns), seed=4), columns)
     scale = torch.tensor(options.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
-    settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "dtype": options.dtype, "world": world}
+    settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "world": world}
+    of_rows, of_columns = options.factors(sum(sizes), 1, sizes), options.factors(sum(columns), 2, columns)
     with patch.object(tiling, "TILE_BYTES", options.tile_bytes), tiling.memory_budget(options.keep):
         if kind == "one tower":
             excluded = options.excluded(sum(sizes))
             excluded = None if excluded is None else local_shard(excluded, sizes)
             r, p = softmax.self_log_sum_exp(
-                a, partner_offsets=options.nonzero_offsets, excluded=excluded, shards=rows, **settings
+                a, factors=of_rows, partner_offsets=options.nonzero_offsets, excluded=excluded, shards=rows, **settings
             )
             value = finite(w * r) + weighed(p)
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
         r, c, p = softmax.cross_log_sum_exp(
-            a, b, row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
+            a, b, factors=None if of_rows is None or of_columns is None else (of_rows, of_columns),
+            row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
             partner_offsets=options.partner_offsets, stride=options.stride, **settings,
         )  # fmt: skip
         value = finite(w * r) + (0 if c is None else finite(v * c)) + weighed(p)

@@ -25,7 +25,7 @@ from contrastive_zoo.engine.kernels.blocks import (
     write_scaled,
 )
 from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
-from contrastive_zoo.engine.precision import is_16_bit, without_autocast
+from contrastive_zoo.engine.precision import inverse_norms, without_autocast
 from contrastive_zoo.ranks.compiling import Function
 
 UNWEIGHTED_SIDE = 2**16  # height and width of a block without weights
@@ -111,8 +111,10 @@ class _Sigmoid(Function):
 class KernelBlock:
     """Hold the local anchors and the totals of their pairs with candidates seen so far, as the torch engine does."""
 
-    def __init__(self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype if is_16_bit(dtype) else anchors.dtype
+    def __init__(
+        self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, normalizes: bool, dtype: torch.dtype | None
+    ) -> None:
+        self.normalizes, self.dtype = normalizes, dtype or anchors.dtype
         self.anchors, self.learns = self._operand(anchors), learns
         self.scale, self.bias = as_scalar(scale, anchors), as_scalar(bias, anchors)
         self.totals = anchors.new_zeros(2)
@@ -120,7 +122,7 @@ class KernelBlock:
         self.danchors = torch.zeros_like(anchors) if learns else anchors[:0]
 
     def _operand(self, rows: Tensor) -> Operand:
-        rows = rows.to(self.dtype)
+        rows = (rows * inverse_norms(rows)[:, None] if self.normalizes else rows).to(self.dtype)
         return Operand.of(rows, precision_of(rows))
 
     def add(self, candidates: Tensor, ids: object, dcandidates: Tensor, *, local: bool) -> None:

@@ -36,7 +36,7 @@ from contrastive_zoo.engine.kernels.blocks import (
     write_scaled,
 )  # fmt: skip
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING, finish, log_sum_exps, merge, softmax_weights
-from contrastive_zoo.engine.precision import is_16_bit, without_autocast
+from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import Sums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.ranks.compiling import Function
@@ -347,12 +347,15 @@ class KernelSweep(SoftmaxSweep):
         if not len(rows) or not len(columns):
             return None
         partner = self.partners.offsets[0] if index == 0 and self.partners.offsets else NO_PARTNER
-        precision = "tf32" if is_16_bit(self.dtype) else precision_of(rows)
+        precision = "tf32" if self.dtype else precision_of(rows)
         excluded = self._excluded_columns(block)
         excluded = None if excluded is None else excluded.int()
-        arguments = [x.to(self.dtype) if is_16_bit(self.dtype) else x for x in (rows, columns)]
-        a, b = (Operand.of(x, precision_of(x)) for x in arguments)
+        a, b = (Operand.of(x, precision_of(x)) for x in map(self._operand, (rows, columns)))
         return SoftmaxPairs(a, b, scale, precision, symmetric, self.one_tower and index == 0, partner, excluded)
+
+    def _operand(self, factors: Tensor) -> Tensor:
+        norms = self.inverse_norms(factors)
+        return (factors if norms is None else factors * norms[:, None]).to(self.dtype or factors.dtype)
 
     def _positive_weights(self, dpositives: Sequence[Tensor], rows: Tensor) -> Tensor:
         """Return the negated weight of each row's positive; with one tower both rows of a pair have it."""
