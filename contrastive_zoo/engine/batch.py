@@ -10,7 +10,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, is_dense, is_small_batch
-from contrastive_zoo.engine.precision import at_least_float32, exact_factors, is_16_bit, sum_dtype, unit_rows
+from contrastive_zoo.engine.precision import (
+    at_least_float32,
+    exact_factors,
+    is_16_bit,
+    sum_dtype,
+    unit_rows,
+    without_autocast,
+)
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.session import Session
@@ -122,7 +129,7 @@ class Batch:
         return [derived(exact_factors, x, world=self.world) for x in rows] if normalize else [*rows]
 
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
-        return derived(lambda *x: torch.cat(x), *rows, world=self.world)
+        return derived(without_autocast(lambda *x: torch.cat(x)), *rows, world=self.world)
 
     def prefix(self, width: int) -> "Batch":
         """Return the batch with the first features of each embedding only."""

@@ -109,6 +109,7 @@ SMALLEST_EXPONENT = -38
 
 
 @torch.no_grad()
+@without_autocast
 def exact_factors(x: Tensor) -> Tensor:
     """Return 16-bit rows times powers of two, with norms from 1/2 to 1: no digit is lost, unlike in unit rows.
 
