@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -312,8 +313,8 @@ DISAGREEING: dict[str, Callable[[], Callable[..., Any]]] = {
     "NumPy's generator": lambda: of_own_chance(np.random.default_rng(rank()).random),
     "Python's generator": lambda: of_own_chance(random.Random(rank()).random),
     "torch's generator": lambda: of_own_chance(torchs_own()),
-    "a millionth": lambda: of_own_chance(lambda: 1 + 1e-6 * rank()),
-    "NaN on one rank": lambda: of_own_chance(lambda: torch.nan if rank() else 1.0),
+    "a millionth": lambda: of_own_chance(itertools.repeat(1 + 1e-6 * rank()).__next__),
+    "NaN on one rank": lambda: of_own_chance(itertools.repeat(torch.nan if rank() else 1.0).__next__),
 }
 
 
@@ -338,10 +339,12 @@ def test_a_value_that_differs_between_ranks_is_noticed(name: str, world_size: in
 
 
 def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> None:
-    def nearly(embeddings: Tensor, labels: Tensor) -> Tensor:
-        return embeddings.exp().sum() * (1 + 1e-9 * rank())  # as non-deterministic sums are
-
     def job() -> None:
+        shares = itertools.repeat(1 + 1e-9 * rank())
+
+        def nearly(embeddings: Tensor, labels: Tensor) -> Tensor:
+            return embeddings.exp().sum() * next(shares)  # as non-deterministic sums are
+
         off = cz.DistributedLoss(DISAGREEING["torch's generator"](), check_equal=False)
         shared = cz.DistributedLoss(of_own_chance(lambda: torch.rand(()).item() + np.random.rand() + random.random()))
         nan = cz.DistributedLoss(of_own_chance(lambda: torch.nan))
@@ -355,8 +358,8 @@ def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> N
 def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     def job() -> list[int]:
         wrong = {3, 9, EVERY_NTH_CALL}
-        calls = iter(range(10**6))
-        loss = cz.DistributedLoss(of_own_chance(lambda: float(rank() * (next(calls) in wrong))))
+        values = (float(here * (call in wrong)) for here in [rank()] for call in range(10**6))
+        loss = cz.DistributedLoss(of_own_chance(values.__next__))
         heard, done = [], 0
         while done < EVERY_NTH_CALL + 3:
             if error_message(lambda: loss(z(), y())) is None:

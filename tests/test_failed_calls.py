@@ -121,13 +121,11 @@ class RaisingReferences(nn.Module):
     """A third-party loss that fails at some calls."""
 
     fails = False
-    on_rank: int | None = None
-    """The rank that fails; None for all."""
 
     def forward(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
     ) -> Tensor:
-        if self.fails and (self.on_rank is None or dist.get_rank() == self.on_rank):
+        if self.fails:
             raise RuntimeError("the third-party loss failed.")
         return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
 
@@ -166,10 +164,9 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(split: bool, worlds: Worlds)
         loss = memory(RaisingReferences)()
         loss_fn: Any = cz.DistributedLoss(loss).double()
         arguments = OwnLoss(lambda: loss, LABELLED).arguments(dist.get_rank(), 2).values()
-        loss.loss.on_rank = 1
         found: list[Any] = []
         with splitting(always=split):
-            for loss.loss.fails in (False, True, False):
+            for loss.loss.fails in (False, dist.get_rank() == 1, False):
                 found.append(error_message(lambda: loss_fn(*arguments)) or len(loss.memory))
         return found
 

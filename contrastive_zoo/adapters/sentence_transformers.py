@@ -2,7 +2,8 @@
 
 Such a loss holds its encoder and calls it on tokens. Tokens are not gathered: during the call the encoder returns all
 ranks' embeddings of a column, gathered in rank order. Every rank then computes the same loss from them, and so holds the
-complete gradient.
+complete gradient. Other than in DistributedLoss, the loss does not see one process: the encoder in it sends messages of its
+own (SyncBatchNorm, FSDP), and a loss that gathers is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

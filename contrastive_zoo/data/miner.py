@@ -10,6 +10,7 @@ from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.ranks.messages import reported
+from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, tolerance
 from contrastive_zoo.ranks.session import Session, refuse
@@ -88,8 +89,8 @@ class DistributedMiner(nn.Module):
             arguments = Arguments.of(rows)
             device = arguments.device
             rows = arguments.gathered(self._agreed(name, arguments, session), session)
-        with reported(session), one_stream(session, device):
-            result = self.miner(*rows.values())
+        with reported(session), one_stream(session, device):  # every rank mines the same rows
+            result = in_one_process(lambda: self.miner(*rows.values()), name, session)
         if not isinstance(result, (tuple, list)):
             refuse(
                 name,

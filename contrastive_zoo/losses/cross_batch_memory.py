@@ -21,6 +21,7 @@ from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.differences import failing_together
+from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, instance_problem, labelled_problem, rows_problem
 
@@ -242,8 +243,7 @@ class CrossBatchMemory(Loss):
         split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
         gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
-        with one_stream(batch.world, queries.device):
-            return failing_together(batch.name, compute, batch.world)
+        return self._alike(compute, batch, queries.device)
 
     def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
@@ -290,8 +290,13 @@ class CrossBatchMemory(Loss):
             value: Tensor = self.loss(rows, labels, _without_own_copies(indices, slots), references, ref_labels)
             return value
 
-        with one_stream(batch.world, rows.device):
-            return failing_together(batch.name, compute, batch.world)
+        return self._alike(compute, batch, rows.device)
+
+    def _alike(self, compute: Callable[[], Tensor], batch: Batch, device: torch.device) -> Tensor:
+        """Compute on every rank from the rows of all, with the same random numbers, as in one process."""
+        alone = partial(in_one_process, compute, loss_name(self.loss), batch.world, self.loss)
+        with one_stream(batch.world, device):
+            return failing_together(batch.name, alone, batch.world)
 
 
 def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,10 @@
 """What differs from version to version of torch, and every private name of it, in one place."""
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,3 +83,73 @@ def recording() -> AbstractContextManager[Any]:
 
 softplus: Any = torch._C._nn.softplus
 """``torch.nn.functional.softplus``, whose stub lacks ``out=``."""
+
+next_node: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # torch's stub lacks it
+"""The number that the next node of this thread's graphs gets."""
+
+_c10d: Any = dist.distributed_c10d
+
+
+def messages_of(group: dist.ProcessGroup) -> int:
+    """How many collectives this process has begun in a group; 0 with a backend that does not count them."""
+    try:
+        begun: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stub lacks it
+    except RuntimeError:
+        begun = 0
+    return begun
+
+
+def group_of_one(of: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a new process group of this process alone, with the backends of another; nothing is sent."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stub lacks it
+    named = {"group_name": "one process", "timeout": _c10d.default_pg_timeout}
+    backends = dist.get_backend_config(of)
+    # beside a default group NCCL would split its communicator, which all ranks do together
+    with default_group(None):
+        group, _ = _c10d._new_process_group_helper(1, 0, [], backends, store, **named)
+    _c10d._world.pg_group_ranks[group] = {0: 0}
+    # torch derives names of groups from the number of these, which must be equal on all ranks
+    del _c10d._world.pg_names[group]
+    return cast("dist.ProcessGroup", group)
+
+
+_seen: ContextVar[dist.ProcessGroup | None] = ContextVar("default_group")
+_of_all = _c10d._World.default_pg
+_of_thread = _of_all.getter(lambda world: _seen.get(_of_all.fget(world)))
+_lock, _entered = Lock(), 0
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Within it ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
+    global _entered
+    token = _seen.set(group)
+    with _lock:
+        _entered += 1
+        _c10d._World.default_pg = _of_thread
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                _c10d._World.default_pg = _of_all
+        _seen.reset(token)
+
+
+def unpacking_in(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """Within it tensors are saved such that hooks of now unpack them where ``group`` is the default group.
+
+    A checkpoint does so by calling what it surrounds anew. Torch cannot tell hooks before 2.8.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def unpack_in(packed: Any) -> torch.Tensor:
+        with default_group(group):
+            tensor: torch.Tensor = unpack(packed)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack_in)

@@ -43,6 +43,8 @@ class GroupState:
     # the same ranks in a group that sends from the CPU; None if there is none
     host_group: dist.ProcessGroup | None = None
     has_looked_for_host_group: bool = False  # whether it is known if there is one
+    # this process alone, which is the default group in third-party losses; None until the first one runs
+    alone: dist.ProcessGroup | None = None
 
 
 _states: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()

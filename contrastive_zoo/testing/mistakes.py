@@ -157,6 +157,7 @@ _INVARIANTS = {
 SIGNATURES: dict[Stage, dict[str, Signature]] = {
     "start": {"unequal parameters": lambda e: True},
     "failure": {
+        "gathers by itself": lambda e: e.failure == "gathers by itself",
         "hang": lambda e: e.failure == "hang",
         "raises": lambda e: e.failure == "raises",
         "uneven shards": lambda e: e.failure == "uneven shards",
@@ -179,6 +180,7 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
         ),
         "mask without offset": lambda e: e.confirms("mask without offset"),
         "labels by position": lambda e: e.confirms("labels by position"),
+        "gathers by itself": lambda e: e.confirms("gathers by itself"),
     },
     "gradient": {
         "gathered first": _is_gathered_first,
@@ -195,11 +197,13 @@ SIGNATURES: dict[Stage, dict[str, Signature]] = {
         "parameters scaled": lambda e: _has_scaled_parameters(e, "W") or _has_scaled_parameters(e, "1/W"),
         "local parameters": lambda e: _has_scaled_parameters(e, "1"),
         "wrong direction": lambda e: e.calls_in_backward and not e.has_direction,
+        "gathers by itself": lambda e: e.confirms("gathers by itself"),
     },
     "uneven": {
         "mean of means": _averages_means,
         "local loss": _returns_local_means,
         "scaled by local count": _counts_local_samples,
+        "gathers by itself": lambda e: e.confirms("gathers by itself"),
     },
     "other": {name: lambda e, x=x: x in e.broken for name, x in _INVARIANTS.items()},  # type: ignore[misc]  # a default
 }

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from contrastive_zoo.testing.measurement import Call, Case, Edit, Measurement, P
 from contrastive_zoo.testing.measurement import Gradients as Tensors
 from contrastive_zoo.testing.trial import Trial, value_of
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 Selection = Callable[[list[Tensor], list[int], int], list[Tensor]]
 """A function of the samples of all ranks (one tensor per view, or samples and labels), the shard sizes and a rank."""
@@ -147,6 +150,8 @@ class LossEvidence(Evidence):
     def _kind(self, error: RankError) -> str:
         if isinstance(error, WorldTimeout):
             return "hang"
+        if "by a process group that it holds" in str(error):  # refused by DistributedLoss
+            return "gathers by itself"
         return "uneven shards" if self.comparisons else "raises"
 
     def _starts_unequal(self) -> bool:
@@ -166,6 +171,8 @@ class LossEvidence(Evidence):
         selections = SELECTIONS[self.case.call].get(mistake, ())
         if selections and all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
             return True
+        if mistake == "gathers by itself":  # whatever it does, DistributedLoss makes it right
+            return self.option is None and not self.is_step and self.calls("") and self._is_right_when_wrapped
         if mistake == "labels not gathered":
             is_labelled = self.case.call == "labels"
             return is_labelled and self._changes("other samples") is True and self._changes("other labels") is False
@@ -187,6 +194,11 @@ class LossEvidence(Evidence):
             and self._changes("all shards reversed") is False
             and not self._right_on_equal_samples
         )
+
+    @property
+    def _is_right_when_wrapped(self) -> bool:
+        wrapped = replace(self.case, make=partial(_wrapped, self.case.make))
+        return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
 
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
         batch = self._trial(comparison.shards).batch
@@ -225,6 +237,10 @@ class LossEvidence(Evidence):
         except RankError:
             return False
         return True
+
+
+def _wrapped(make: Callable[[], Any]) -> DistributedLoss:
+    return DistributedLoss(make())
 
 
 def compare(gradients: Tensors, expected: Tensors) -> Ratio:

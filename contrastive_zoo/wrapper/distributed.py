@@ -104,8 +104,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
     - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
 
     With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
-    the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. On one process the wrapper is
-    transparent: a third-party loss receives its arguments unchanged, and errors are its own.
+    the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. If it communicates by itself, it
+    sees one process: collectives of the default group, also in its backward pass, are those of one. On one process the
+    wrapper is transparent: a third-party loss receives its arguments unchanged, and errors are its own.
 
     Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
     that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
@@ -165,7 +166,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             differs between ranks; ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has
             not; shared arguments that differ; an argument of a third-party loss without a role that looks like none of rows:
             embeddings that are equal on every rank while other arguments differ, equal weights that count otherwise than all
-            other arguments, a stack of views beside one label a sample; a call inside of DDP's ``join()``.
+            other arguments, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
+            group that it holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
@@ -372,7 +374,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             loss: Any = self.loss
             value = bare.compute(batch) if loss is bare else loss(batch)
         else:
-            value = call.mine_and_compute()
+            value = call.mine_and_compute(session)
         if session.findings.later:
             self._history.look_later(session.findings.later)
         if observer is not None:

@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
+from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import GlobalIndices
@@ -22,14 +24,20 @@ class LossCall(NamedTuple):
     miner: Any
     bound: inspect.BoundArguments
 
-    def mine_and_compute(self) -> Any:
-        """What the loss returns, given the miner's indices if there is a miner."""
+    def mine_and_compute(self, world: World) -> Any:
+        """What the loss returns, given the miner's indices if there is a miner; both see one process.
+
+        Raises:
+            ValueError: on every rank alike, the loss or the miner sends messages by a process group that it holds.
+        """
         if self.miner is not None:
             named = self.bound.arguments
             references = [named[name] for name in ("ref_emb", "ref_labels") if named.get(name) is not None]
             others = [x for name, x in named.items() if name not in ("indices_tuple", "ref_emb", "ref_labels")]
-            named["indices_tuple"] = self.miner(*others[:2], *references)
-        return self.loss(*self.bound.args, **self.bound.kwargs)
+            mine = partial(self.miner, *others[:2], *references)
+            named["indices_tuple"] = in_one_process(mine, loss_name(self.miner), world)
+        compute = partial(self.loss, *self.bound.args, **self.bound.kwargs)
+        return in_one_process(compute, loss_name(without_ddp(self.loss)), world, self.loss)
 
     def problem(self, world: World, roles: Roles = NO_ROLES) -> str | None:
         arguments = roles.of_rows(self.bound.arguments)

@@ -23,6 +23,7 @@ from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.ranks.messages import report
+from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import UNCHECKED, Session, refuse
@@ -225,7 +226,8 @@ class OwnStep(DistributedStep):
         batch = self.stated.batch(gathered, shards, alone, agreed.shards[0].local)
         if not self.modules.runs_third_party_code:
             return self.compute_batch(batch)
-        return self.all_or_none(functools.partial(self.compute_batch, batch))
+        compute = functools.partial(self.compute_batch, batch)
+        return self.all_or_none(lambda: in_one_process(compute, self.name, session, self.modules.loss))
 
 
 @dataclass
@@ -304,9 +306,9 @@ class ThirdPartyStep(DistributedStep):
             return sharded(call.loss, call.miner, arguments, shards, session)
         call.bound.arguments = self.arguments.gathered(agreed, session, call.row_indices())
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
-            return self.all_or_none(call.mine_and_compute)
+            return self.all_or_none(functools.partial(call.mine_and_compute, session))
         with one_stream(session, self.arguments.device):
-            return call.mine_and_compute()
+            return call.mine_and_compute(session)
 
 
 def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> dict[str, Tensor]:

@@ -68,8 +68,9 @@ def test_local_anchors_whose_labels_are_not_gathered(impatient: Worlds) -> None:
 # --- planted mistakes that are in no table ----------------------------------------------------------------------------
 
 
-def larger_on_several_processes(view1, view2):
-    return cz.DistributedLoss(DenseInfoNCE())(view1, view2) * (1.0 if size() == 1 else 1.3)
+def larger_on_several_processes():
+    factor = 1.0 if size() == 1 else 1.3
+    return lambda view1, view2: factor * cz.DistributedLoss(DenseInfoNCE())(view1, view2)
 
 
 def without_the_last_sample(view1, view2):
@@ -89,15 +90,21 @@ def one_detached_coordinate(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-def with_a_bonus_of_rank(view1, view2):
-    return cz.DistributedLoss(DenseInfoNCE())(view1, view2) + 0.1 * rank() * view1.square().sum()
+def with_a_bonus_of_rank():
+    bonus = 0.1 * rank()
+    return lambda view1, view2: cz.DistributedLoss(DenseInfoNCE())(view1, view2) + bonus * view1.square().sum()
 
 
-@pytest.mark.parametrize(
-    "loss", [larger_on_several_processes, without_the_last_sample, sharper_on_several_processes, with_a_bonus_of_rank]
-)
-def test_a_mistake_in_no_table_is_not_recognised(loss: Callable[..., Any], impatient: Worlds) -> None:
-    found = diagnosed(Case(lambda: loss, "views"), impatient)
+@pytest.mark.parametrize("loss", [without_the_last_sample, sharper_on_several_processes])
+def test_a_loss_that_is_right_when_wrapped_gathers_by_itself(loss: Callable[..., Any], impatient: Worlds) -> None:
+    assert mistake(lambda: loss, impatient) == "gathers by itself"
+    wrapped = LossEvidence(Case(lambda: cz.DistributedLoss(loss), "views"), CONTRACT_NAMES, impatient)
+    assert wrapped.stages == []
+
+
+@pytest.mark.parametrize("make", [larger_on_several_processes, with_a_bonus_of_rank])
+def test_a_mistake_in_no_table_is_not_recognised(make: Callable[[], Any], impatient: Worlds) -> None:
+    found = diagnosed(Case(make, "views"), impatient)
     assert found.mistake == NOT_RECOGNISED, str(found)
     assert "on W=2, shards [3, 3]: values ×" in found.measured
     assert "encoder gradient ×" in found.measured

@@ -26,6 +26,7 @@ from tools.peer_losses.arguments import (
     probabilities,
     prototypes,
     queries_and_documents,
+    regions,
     rows,
     scale,
     scores,
@@ -129,17 +130,23 @@ def _of(package: str, folder: str, table: Iterable[Row]) -> Iterator[PeerLoss]:
 
 _TWO = {"out0": rows, "out1": rows}
 _Z = {"z_a": rows, "z_b": rows}
+_REGIONS = dict.fromkeys(("pred_view0", "pred_view1", "target_view0", "target_view1"), tokens)
+_MASKS = {"mask_view0": regions, "mask_view1": regions}
 _ANCHORS = {"anchors": rows, "targets": rows, "prototypes": prototypes}
 _STACKED = {"local_proj": stack(2), "global_proj": stack(3)}
 _DIM = {"output_dim": WIDTH}
 _LIGHTLY: tuple[Row, ...] = (
     ("ntx_ent_loss", "NTXentLoss", _TWO, {}),
     ("ntx_ent_loss", "NTXentLoss", _TWO, {"memory_bank_size": (16, WIDTH)}),
+    ("ntx_ent_loss", "NTXentLoss", _TWO, {"gather_distributed": True}),
     ("directclr_loss", "DirectCLRLoss", _TWO, {"loss_dim": 4}),
     ("dcl_loss", "DCLLoss", _TWO, {}),
     ("dcl_loss", "DCLWLoss", _TWO, {}),
+    ("dcl_loss", "DCLLoss", _TWO, {"gather_distributed": True}),
     ("barlow_twins_loss", "BarlowTwinsLoss", _Z, {}),
+    ("barlow_twins_loss", "BarlowTwinsLoss", _Z, {"gather_distributed": True}),
     ("vicreg_loss", "VICRegLoss", _Z, {}),
+    ("vicreg_loss", "VICRegLoss", _Z, {"gather_distributed": True}),
     ("tico_loss", "TiCoLoss", _Z, {}),
     ("hypersphere_loss", "HypersphereLoss", _Z, {}),
     ("macl_loss", "MACLLoss", {"z0": rows, "z1": rows}, {}),
@@ -148,6 +155,8 @@ _LIGHTLY: tuple[Row, ...] = (
     ("emp_ssl_loss", "EMPSSLLoss", {"z_views": listed(3)}, {}),
     ("frossl_loss", "FroSSLLoss", {"z_views": listed(2)}, {}),
     ("mmcr_loss", "MMCRLoss", {"online": tokens, "momentum": tokens}, {}),
+    ("detcon_loss", "DetConSLoss", {"view0": tokens, "view1": tokens, **_MASKS}, {}),
+    ("detcon_loss", "DetConBLoss", {**_REGIONS, **_MASKS}, {}),
     ("dino_loss", "DINOLoss", {"teacher_out": listed(2), "student_out": listed(3)}, {"output_dim": WIDTH}),
     (*("ibot_loss", "IBOTPatchLoss"), {"teacher_out": patches, "student_out": patches, "mask": mask}, _DIM),
     (
@@ -171,6 +180,7 @@ _LIGHTLY: tuple[Row, ...] = (
 
 _SCHEDULE = {"warmup_teacher_temp": 0.04, "teacher_temp": 0.07, "warmup_teacher_temp_epochs": 0, "num_epochs": 2}
 _SOLO: tuple[Row, ...] = (
+    ("barlow", "barlow_loss_func", {"z1": rows, "z2": rows}, {}),
     ("byol", "byol_loss_func", {"p": rows, "z": rows}, {}),
     ("dino", "DINOLoss", {"student_output": rows, "teacher_output": targets}, {"num_prototypes": WIDTH, **_SCHEDULE}),
     ("moco", "moco_loss_func", {"query": unit_rows, "key": unit_rows, "queue": shared(WIDTH, 16)}, {}),
@@ -186,6 +196,11 @@ _SOLO: tuple[Row, ...] = (
 _STABLE: tuple[Row, ...] = (
     ("joint_embedding", "BYOLLoss", {"online_pred": rows, "target_proj": targets}, {}),
     ("joint_embedding", "BarlowTwinsLoss", {"z_i": rows, "z_j": rows}, {}),
+    ("joint_embedding", "NTXEntLoss", {"z_i": rows, "z_j": rows}, {}),
+    ("joint_embedding", "VICRegLoss", {"z_i": rows, "z_j": rows}, {}),
+    ("multimodal", "CLIPLoss", {"feats_i": rows, "feats_j": rows}, {}),
+    ("multimodal", "CLIPLoss", {"feats_i": rows, "feats_j": rows, "logit_scale": scale}, {}),
+    ("utils", "VCRegLoss", {"z_i": rows}, {}),
     ("utils", "NegativeCosineSimilarity", {"z_i": rows, "z_j": targets}, {}),
     ("dino", "DINOv1Loss", {"student_logits": stack(3), "teacher_probs": stack_of_probabilities}, {}),
     ("dino", "iBOTPatchLoss", {"student_patch_logits": rows, "teacher_patch_probs": probabilities}, {}),
@@ -232,6 +247,7 @@ _MODEL = {"model": Reading()}
 _DISTILLED = {"sentence_features": queries_and_documents, "labels": several_scores}
 _PYLATE: tuple[Row, ...] = (
     ("contrastive", "Contrastive", {"sentence_features": triples}, _MODEL),
+    ("contrastive", "Contrastive", {"sentence_features": triples}, {**_MODEL, "gather_across_devices": True}),
     ("distillation", "Distillation", _DISTILLED, _MODEL),
 )
 
@@ -251,6 +267,7 @@ def _sentences(name: str, count: int, of: Argument, **settings: Any) -> Row:
 
 _SENTENCES: tuple[Row, ...] = (
     _sentences("MultipleNegativesRankingLoss", 3, labels),
+    _sentences("MultipleNegativesRankingLoss", 3, labels, gather_across_devices=True),
     _sentences("CosineSimilarityLoss", 2, scores),
     _sentences("CoSENTLoss", 2, scores),
     _sentences("AnglELoss", 2, scores),
@@ -277,10 +294,7 @@ def table() -> list[PeerLoss]:
     ]
 
 
-_GATHERS = "it communicates by itself"
 LEFT_OUT: dict[str, str] = {
-    **dict.fromkeys(("lightly DetConSLoss", "lightly DetConBLoss", "solo-learn barlow_loss_func"), _GATHERS),
-    **{f"stable-pretraining {x}Loss": _GATHERS for x in ("VICReg", "NTXEnt", "CLIP", "VCReg")},
     "lightly PatchKernelAlignmentLoss": "its file imports torchvision",
     "lightly VICRegLLoss": "its file imports torchvision",
     "lightly WMSELoss": "its sub-batches have a size that divides the batch",

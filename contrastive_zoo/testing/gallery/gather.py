@@ -273,6 +273,11 @@ def _reduced_for_nothing(view1: Tensor, view2: Tensor) -> Tensor:
     return _correlations(view1, view2, total)
 
 
+@recipe("its own process group, wrapped", mistake="gathers by itself")
+def _holds_a_group() -> DistributedLoss:
+    return DistributedLoss(DenseInfoNCE(partial(all_gather, process_group=dist.group.WORLD)))
+
+
 @loss_recipe("local normalisation", mistake="local normalisation")
 def _normalised_locally(view1: Tensor, view2: Tensor) -> Tensor:
     a, b = (view - view.mean(0) if len(view) else view for view in (view1, view2))

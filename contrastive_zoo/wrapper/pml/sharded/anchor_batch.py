@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.engine.masks import block_masks
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
+from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
@@ -127,7 +129,9 @@ def mined(miner: Any, batch: AnchorBatch) -> Indices | None:
         anchors = batch.all_anchors()
         with one_stream(batch.world, batch.anchors.device):
             references = (batch.candidates, batch.candidate_labels) if batch.has_references else ()
-            chosen = batch.run_on_all_ranks(miner, lambda: miner(*anchors, *references))
+            mine = partial(miner, *anchors, *references)
+            alone = partial(in_one_process, mine, type(miner).__name__, batch.world)
+            chosen = batch.run_on_all_ranks(miner, alone)
     return local_indices(chosen, batch)
 
 

@@ -1,0 +1,471 @@
+"""Losses that communicate by themselves: inside of DistributedLoss they see one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as dist_nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import contrastive_zoo as cz
+from contrastive_zoo.data.miner import DistributedMiner
+from contrastive_zoo.ranks import one_process
+from contrastive_zoo.ranks.one_process import in_one_process
+from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper import loss_call
+from tests.helpers import close, error_message, numbers
+
+N, D, STEPS = 7, 3, 3
+SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' rows; its backward pass sums gradients over ranks and keeps this rank's, as in SimCLR's code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rows = [torch.zeros_like(x) for _ in range(world_size())]
+        dist.all_gather(rows, x)
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        local = len(gradient) // dist.get_world_size()
+        return gradient[dist.get_rank() * local : (dist.get_rank() + 1) * local]
+
+
+class SumsInBackward(torch.autograd.Function):
+    """The identity, whose backward pass sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Loss(nn.Module):
+    """A loss of all ranks' rows, with a parameter and a running mean; ``rows_of`` gathers them."""
+
+    def __init__(self, rows_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rows_of = rows_of
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(D, dtype=torch.float64))
+
+    def forward(self, z: Tensor, w: Tensor) -> Tensor:
+        z, w = (self.rows_of(x) if world_size() >= 1 and dist.is_initialized() else x for x in (z, w))
+        self.mean = 0.9 * self.mean + 0.1 * z.detach().mean(0)
+        logits = self.scale * (z - self.mean) @ w.T
+        return F.cross_entropy(logits, torch.arange(len(z))) * world_size()
+
+
+def with_dist_nn(x: Tensor) -> Tensor:
+    return torch.cat(dist_nn.all_gather(x))
+
+
+def with_a_sum(x: Tensor) -> Tensor:
+    """Rows less the mean of all ranks."""
+    return x - dist_nn.all_reduce(x.sum(0)) / (world_size() * len(x))
+
+
+def with_functional_collectives(x: Tensor) -> Tensor:
+    return funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+
+
+def with_objects(x: Tensor) -> Tensor:
+    sizes: list[Any] = [None] * world_size()
+    dist.all_gather_object(sizes, len(x))
+    dist.barrier()
+    return x / sum(sizes)
+
+
+@torch.no_grad()
+def sinkhorn(x: Tensor) -> Tensor:
+    q = torch.exp(x / 2).T
+    total = q.sum()
+    dist.all_reduce(total)
+    q /= total
+    for _ in range(3):
+        of_prototypes = q.sum(1, keepdim=True)
+        dist.all_reduce(of_prototypes)
+        q = q / of_prototypes
+        q = q / q.sum(0, keepdim=True)
+    return q.T
+
+
+def with_sinkhorn(x: Tensor) -> Tensor:
+    return x + sinkhorn(x)
+
+
+def rank_s_slice(x: Tensor) -> Tensor:
+    """All rows with this rank's in the place of the gathered ones, which have no gradient."""
+    rows = [torch.zeros_like(x) for _ in range(world_size())]
+    dist.all_gather(rows, x)
+    rows[dist.get_rank()] = x
+    return torch.cat(rows)
+
+
+GATHERS = {
+    "a layer": Gather.apply,
+    "torch.distributed.nn, all_gather": with_dist_nn,
+    "torch.distributed.nn, all_reduce": with_a_sum,
+    "functional collectives": with_functional_collectives,
+    "objects and a barrier": with_objects,
+    "sinkhorn": with_sinkhorn,
+    "its own slice": rank_s_slice,
+    "in the backward pass only": SumsInBackward.apply,
+}
+
+
+def train(gather: Callable[[Tensor], Tensor], reduction: Any, shards: Sequence[int]) -> list[Tensor]:
+    """Values, and encoder and parameter gradients of a few steps with this rank's rows."""
+    rank = dist.get_rank()
+    group = dist.group.WORLD
+    loss_fn = cz.DistributedLoss(Loss(gather), grad_reduction=reduction)
+    encoder = nn.Linear(D, D, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        encoder.weight.copy_(numbers(D, D, seed=5))
+    found = []
+    for step in range(STEPS):
+        x, w = (numbers(N, D, seed=20 * step + i).split([*shards])[rank] for i in range(2))
+        value = loss_fn(encoder(x), w.clone())
+        assert dist.group.WORLD is group
+        assert dist.get_world_size() == len(shards)
+        of_encoder, of_scale = torch.autograd.grad(value, [encoder.weight, loss_fn.loss.scale])
+        assert dist.group.WORLD is group
+        dist.all_reduce(of_encoder)
+        found += [value.detach(), of_encoder / (len(shards) if reduction == "mean" else 1)]
+        found += [of_scale * (1 if reduction == "mean" else len(shards)), loss_fn.loss.mean.clone()]
+    return found
+
+
+def alone(worlds: Worlds, gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return worlds.run(1, train, gather, "mean", (N,))[0]
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_a_loss_that_communicates_is_that_of_one_process(name: str, worlds: Worlds) -> None:
+    expected = alone(worlds, GATHERS[name])
+    for shards in SPLITS:
+        for reduction in ("mean", "sum"):
+            for found in worlds.run(len(shards), train, GATHERS[name], reduction, shards):
+                for x, y in zip(found, expected, strict=True):
+                    close(x, y)
+
+
+def bare(compute: Callable[[], Any], *_: Any) -> Any:
+    return compute()
+
+
+def train_bare(*args: Any) -> list[Tensor]:
+    with patch.object(loss_call, "in_one_process", bare):
+        return train(*args)
+
+
+def train_with_bare_backward(*args: Any) -> list[Tensor]:
+    with patch.object(one_process, "_python_functions", lambda *_: []):
+        return train(*args)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "name"),
+    [
+        (train_bare, "a layer"),
+        (train_bare, "sinkhorn"),
+        (train_with_bare_backward, "in the backward pass only"),
+    ],
+)
+def test_without_the_guard_they_are_wrong(mutant: Any, name: str, worlds: Worlds) -> None:
+    found, expected = worlds.run(2, mutant, GATHERS[name], "mean", (3, 4))[0], alone(worlds, GATHERS[name])
+    assert any(x.shape != y.shape or not torch.allclose(x, y) for x, y in zip(found, expected, strict=True))
+
+
+class HoldsTheGroup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = dist.group.WORLD
+
+    def forward(self, z: Tensor) -> Tensor:
+        total = z.detach().sum(0)
+        dist.all_reduce(total, group=self.group)
+        dist.barrier(self.group)
+        return (z - total).square().mean()
+
+
+class SumsHeldInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Raises(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        raise KeyError(f"in a world of {dist.get_world_size()}")
+
+
+def refusals() -> list[Any]:
+    """Messages of losses and miners that hold a group, and the state of torch.distributed afterwards."""
+    group, names, z = dist.group.WORLD, len(dist.distributed_c10d._world.pg_names), numbers(3, D, seed=dist.get_rank())
+    z.requires_grad_()
+
+    def held_in_backward(z: Tensor, of: Any = dist.group.WORLD) -> Tensor:
+        return SumsHeldInBackward.apply(z, of).sum()
+
+    def miner(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        dist.barrier(group)
+        return (labels,)
+
+    def mined(z: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
+        return z.sum()
+
+    labels = torch.zeros(3, dtype=torch.int64)
+    jobs = [
+        lambda: cz.DistributedLoss(HoldsTheGroup())(z),
+        lambda: cz.DistributedLoss(held_in_backward)(z).backward(),
+        lambda: cz.DistributedLoss(mined, miner=miner)(z, labels),
+        lambda: DistributedMiner(miner)(z, labels),
+    ]
+    messages: list[Any] = [error_message(job) for job in jobs]
+    messages.append(error_message(lambda: cz.DistributedLoss(Raises())(z), KeyError))
+    assert dist.group.WORLD is group
+    assert len(dist.distributed_c10d._world.pg_names) == names
+    assert dist.get_world_size() == 2
+    return messages
+
+
+def test_a_loss_that_holds_a_group_is_refused_on_every_rank(worlds: Worlds) -> None:
+    first, second = worlds.run(2, refusals)
+    assert first == second
+    assert "HoldsTheGroup: it sends 2 messages by a process group that it holds" in first[0]
+    assert "held_in_backward: it sends 1 message by" in first[1]
+    assert "miner: it sends 1 message by" in first[2]
+    assert "miner: it sends 1 message by" in first[3]
+    assert "in a world of 1" in first[-1]
+
+
+def in_ddp(compiled: bool) -> list[Tensor]:
+    """A loss in DDP, whose buffers DDP sends before each call; compiled, or not."""
+    rank, loss = dist.get_rank(), Loss(Gather.apply)
+    module = torch.compile(loss, backend="eager") if compiled else nn.parallel.DistributedDataParallel(loss)
+    loss_fn = cz.DistributedLoss(module)
+    z = numbers(N, D, seed=1).split([3, 4])[rank].requires_grad_()
+    found = []
+    for _ in range(2):
+        value = loss_fn(z, numbers(N, D, seed=2).split([3, 4])[rank])
+        value.backward()
+        found += [value.detach(), loss.scale.grad.clone()]
+    return found
+
+
+def remembered(shards: Sequence[int]) -> list[Tensor]:
+    """A loss that gathers, and a miner that does, with a memory of earlier batches."""
+
+    def miner(z: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
+        total = torch.tensor(len(z))
+        dist.all_reduce(total)
+        return tuple(torch.arange(int(total) // 2) for _ in range(3))
+
+    def loss(z: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
+        rows = Gather.apply(z), ref_emb, ref_emb
+        anchors, *others = (x.index_select(0, i) for x, i in zip(rows, indices_tuple, strict=True))
+        return torch.stack([(anchors * x).sum() for x in others]).sum() / dist.get_world_size()
+
+    rank, found = dist.get_rank(), []
+    loss_fn = cz.DistributedLoss(cz.CrossBatchMemory(loss, 8, D, miner=miner).double())
+    for step in range(STEPS):
+        z = numbers(N, D, seed=step).split([*shards])[rank].requires_grad_()
+        value = loss_fn(z, torch.zeros(len(z), dtype=torch.int64))
+        value.backward()
+        gathered: list[Any] = [None] * len(shards)
+        dist.all_gather_object(gathered, z.grad / len(shards))
+        found += [value.detach(), torch.cat(gathered)]
+    return found
+
+
+def test_with_a_memory(worlds: Worlds) -> None:
+    expected = worlds.run(1, remembered, (N,))[0]
+    for found in worlds.run(2, remembered, (3, 4)):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
+
+
+def whole() -> list[Tensor]:
+    loss, z, found = Loss(Gather.apply), numbers(N, D, seed=1).requires_grad_(), []
+    for _ in range(2):
+        value = loss(z, numbers(N, D, seed=2))
+        value.backward()
+        found += [value.detach(), loss.scale.grad.clone()]
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_ddp_and_compiled(compiled: bool, worlds: Worlds) -> None:
+    expected = worlds.run(1, whole)[0]
+    for found in worlds.run(2, in_ddp, compiled):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
+
+
+def held_graph() -> list[float]:
+    """The gradient of a number that is summed over ranks outside of the loss, which holds it."""
+    offset = torch.ones((), dtype=torch.float64, requires_grad=True)
+    held = SumsInBackward.apply(offset)
+    loss_fn = cz.DistributedLoss(lambda embeddings: embeddings.sum() * 0 + held, check_equal=False)
+    (gradient,) = torch.autograd.grad(loss_fn(numbers(3, D, seed=dist.get_rank())), offset)
+    return [float(gradient)]
+
+
+def test_what_a_loss_holds_communicates_between_all_ranks(worlds: Worlds) -> None:
+    assert worlds.run(2, held_graph) == [[2.0]] * 2
+
+
+class Squared(torch.autograd.Function):
+    """x², whose backward pass reads x, which a checkpoint computes anew then, and sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return 2 * x * gradient
+
+
+def of_gathered(embeddings: Tensor, weights: Tensor) -> Tensor:
+    return Squared.apply(Gather.apply(embeddings) * weights.sum()).sum()
+
+
+def checkpointed(reentrant: bool | None) -> list[Tensor]:
+    rank = dist.get_rank()
+    loss_fn = cz.DistributedLoss(of_gathered)
+    x, w = (numbers(3 + rank, D, seed=10 * i + rank).requires_grad_() for i in range(2))
+    value = loss_fn(x, w) if reentrant is None else checkpoint(loss_fn, x, w, use_reentrant=reentrant)
+    value.backward()
+    assert dist.get_world_size() == 2
+    return [value.detach(), x.grad, w.grad]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_calls_the_wrapper_anew_for_all_ranks(reentrant: bool, worlds: Worlds) -> None:
+    for found, expected in zip(worlds.run(2, checkpointed, reentrant), worlds.run(2, checkpointed, None), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
+
+
+class EncodedInOne(torch.autograd.Function):
+    """x less the mean over ranks in a group of all: an encoder that communicates, as SyncBatchNorm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = torch.cat([x.sum(0), torch.tensor([float(len(x))])])
+        dist.all_reduce(total)
+        return x - total[:-1] / total[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def with_encoder(is_checkpointed: bool) -> list[Tensor]:
+    rank = dist.get_rank()
+    loss_fn = cz.DistributedLoss(of_gathered)
+    x, w = (numbers(3 + rank, D, seed=10 * i + rank).requires_grad_() for i in range(2))
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return loss_fn(EncodedInOne.apply(x), w)
+
+    value = checkpoint(step, x, w, use_reentrant=False) if is_checkpointed else step(x, w)
+    value.backward()
+    return [value.detach(), x.grad, w.grad]
+
+
+def test_a_checkpoint_calls_the_encoder_anew_for_all_ranks(worlds: Worlds) -> None:
+    for found, expected in zip(worlds.run(2, with_encoder, True), worlds.run(2, with_encoder, False), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise KeyError(f"in a world of {dist.get_world_size()}")
+
+
+def after_an_error() -> tuple[str | None, int]:
+    value = cz.DistributedLoss(lambda z: RaisesInBackward.apply(z))(
+        numbers(3, D, seed=dist.get_rank()).requires_grad_()
+    )
+    return error_message(value.backward, KeyError), dist.get_world_size()
+
+
+def test_an_error_in_the_backward_pass_leaves_the_group_as_it_was(worlds: Worlds) -> None:
+    assert worlds.run(2, after_an_error) == [("'in a world of 1'", 2)] * 2
+
+
+def nested() -> float:
+    def loss(z: Tensor) -> Tensor:
+        return cz.DistributedLoss(torch.sum)(z)
+
+    return float(cz.DistributedLoss(loss)(numbers(3 + dist.get_rank(), D, seed=dist.get_rank())))
+
+
+def test_a_wrapper_within_a_loss_sees_one_process(worlds: Worlds) -> None:
+    total = sum(float(numbers(3 + rank, D, seed=rank).sum()) for rank in range(2))
+    assert worlds.run(2, nested) == [pytest.approx(total, abs=1e-12)] * 2
+
+
+def world_sizes_of_threads() -> list[int]:
+    """The world size in the call, in another thread during it, in a second call there, and afterwards."""
+    group, sizes = dist.group.WORLD, []
+
+    def during(z: Tensor) -> Tensor:
+        sizes.append(dist.get_world_size())
+        with ThreadPoolExecutor(1) as other:
+            sizes.append(other.submit(dist.get_world_size).result())
+            sizes.append(other.submit(in_one_process, dist.get_world_size, "another", World.of()).result())
+        sizes.append(dist.get_world_size())
+        return z.sum()
+
+    cz.DistributedLoss(during)(numbers(3, D, seed=dist.get_rank()))
+    assert dist.group.WORLD is group
+    return [*sizes, dist.get_world_size()]
+
+
+def test_other_threads_see_all_ranks(worlds: Worlds) -> None:
+    assert worlds.run(2, world_sizes_of_threads) == [[1, 2, 1, 1, 2]] * 2
