@@ -25,8 +25,8 @@ MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_qu
 GALLERY = "testing.gallery"
 """The package of testing whose subject is particular losses."""
 
-OF_LOSSES = ("testing.auditing", "testing.catalogue", "testing.check_target", "testing.cli", "testing.console")
-"""Modules of testing that show, list and find losses."""
+OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check_target", "cli", "console", "probes"))
+"""Modules of testing that show, list and find losses; a probe tries whether the wrapper repairs one."""
 
 
 @functools.cache
