@@ -317,10 +317,12 @@ def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
     if plan.shuffle_samples:
         order = torch.randperm(batch.total, generator=torch.Generator().manual_seed(2))
         whole = [x[order] for x in whole]
-    rank = World.of().rank
-    shard = plan.rank_order[rank] if plan.rank_order else rank
+    rank, shards = World.of().rank, batch.shards
+    if plan.rank_order:
+        shards = tuple(batch.shards[other] for other in plan.rank_order)
+        whole = [torch.cat([x.split(list(batch.shards))[other] for other in plan.rank_order]) for x in whole]
     whole = [edited(x, batch.shards, plan.edit) for x in whole] if plan.edit else whole
-    return [x.split(list(plan.shards or batch.shards))[shard] for x in whole]
+    return [x.split(list(plan.shards or shards))[rank] for x in whole]
 
 
 def scalar(value: Any) -> Tensor:

@@ -195,7 +195,7 @@ class Trial:
 
     def on_one_process(self, plan: Plan = UNCHANGED) -> Measurement:
         """Measure on one process that holds all samples."""
-        whole = Plan(plan.scale, (self.batch.total,), None, plan.shuffle_samples, plan.second_seed, edit=plan.edit)
+        whole = replace(plan, shards=(self.batch.total,), record_collectives=False)
         return self._run(1, measure, self.batch, whole)[0]
 
     def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
