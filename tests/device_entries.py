@@ -215,6 +215,13 @@ def sampled(put: Put) -> Any:
     return [[list(map(int, batch)) for batch in of] for of in (sampler, classes)]
 
 
+def by_group(put: Put) -> Any:
+    x, labels = samples()
+    values = cz.metrics.evaluate_queries(put(x), labels=put(labels), metrics=["map"])["map"].float()
+    means = cz.metrics.mean_by_group(put(values), put(labels))
+    return values, means, cz.metrics.paired_bootstrap(put(values), values / 2, resamples=20)
+
+
 def by_torchmetrics(put: Put) -> Any:
     from contrastive_zoo.adapters.torchmetrics import RetrievalMetric
 
@@ -274,6 +281,7 @@ ENTRIES: dict[str, Callable[[Put], Any]] = {
     "index_recall": lambda put: cz.metrics.index_recall(
         put(samples()[0]), put(samples(seed=1)[0]), k=2, index=cz.metrics.ApproximateIndex("IVF2,Flat")
     ),
+    "evaluate_queries, by group": by_group,
     "RetrievalMetrics": collected,
     "mine_hard_negatives": mined,
     "DistributedMiner": mined_by_pml,

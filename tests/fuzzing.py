@@ -238,6 +238,7 @@ def _sampler(cls: Any) -> Callable[..., Any]:
     return run
 
 
+SHARES = torch.tensor([0.0, 0.5, 1.0, 0.25])
 Z, LABELS = torch.randn(4, 3, generator=torch.Generator().manual_seed(5)), torch.arange(4) % 2
 POSITIVES = torch.arange(4)
 
@@ -339,6 +340,11 @@ def by_hand() -> dict[str, Target]:
         "cross_modal_recall": of_function(
             cz.metrics.cross_modal_recall, {"first": Z, "second": Z, "k": [1], "labels": None}
         ),
+        "mean_by_group": of_function(cz.metrics.mean_by_group, {"values": SHARES, "groups": LABELS}),
+        "paired_bootstrap": of_function(
+            cz.metrics.paired_bootstrap,
+            {"first": SHARES, "second": SHARES, "confidence": 0.9, "resamples": 9, "seed": 0},
+        ),
         "top_k": of_function(cz.metrics.top_k, {"queries": Z, "gallery": None, "k": 1, "excluded": None}),
         "mine_hard_negatives": of_function(
             cz.data.mine_hard_negatives, {"queries": Z, "corpus": Z, "positives": POSITIVES, "num_negatives": 1}
@@ -351,9 +357,9 @@ def by_hand() -> dict[str, Target]:
 def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
-    left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors",
+    left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "Difference",
                 "RefreshedNegatives", "RowLoss", "use_implementation",
-                "__version__", "plain_formulas", "index_recall", "memory_budget"}  # fmt: skip
+                "__version__", "plain_formulas", "index_recall", "evaluate_queries", "memory_budget"}  # fmt: skip
     rooms = (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
     public = {name: getattr(room, name) for room in rooms for name in room.__all__}
     for name, x in public.items():

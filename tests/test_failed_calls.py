@@ -245,6 +245,7 @@ def test_a_refused_first_batch_does_not_fix_the_shapes(worlds: Worlds) -> None:
 def test_judgements_are_collected_together_or_not_at_all() -> None:
     """Complex grades are no numbers: their conversion warns, and a warning may be an error."""
     metrics = cz.metrics.RetrievalMetrics("ndcg@2")
+    judgements = torch.arange(2), torch.arange(2), torch.ones(2, dtype=torch.complex64)
     with pytest.raises(UserWarning, match="imaginary"):
-        metrics.update_judgements(torch.arange(2), torch.arange(2), torch.ones(2, dtype=torch.complex64))
+        metrics.update(torch.eye(2), judgements=judgements)
     assert metrics.batches == {}

@@ -143,10 +143,10 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """Move to the beginning of an epoch; in the current epoch, keep the step that was loaded.
 
         Raises:
-            ValueError: ``epoch`` is no integer of at least 0.
+            ValueError: ``epoch`` is no integer in 0 … 2**62.
         """
-        if not is_integer(epoch, at_least=0):
-            raise ValueError(f"{type(self).__name__}: an epoch is an integer of at least 0, got {epoch!r}.")
+        if not is_integer(epoch, at_least=0, at_most=2**62):
+            raise ValueError(f"{type(self).__name__}: an epoch is an integer in 0 … 2**62, got {epoch!r}.")
         if epoch != self.epoch:
             self.epoch, self.step = int(epoch), 0
 
@@ -198,6 +198,23 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
                 f"{type(self).__name__}: a step is an integer in 0 … {len(self)}, the number of batches of epoch "
                 f"{self.epoch}, got {step!r}."
             )
+
+    @property
+    def drop_last(self) -> bool:
+        """What only trainers ask for that are about to split this rank's parts over the ranks again: they are refused.
+
+        Raises:
+            ValueError: there are several ranks.
+            AttributeError: there is one, and nothing to split.
+        """
+        if World.of(self.process_group).size == 1:
+            raise AttributeError(f"{type(self).__name__} has no drop_last: the last batch may be smaller.")
+        raise ValueError(
+            f"{type(self).__name__}: each rank has its part of every batch, which must not be split over the ranks again, "
+            "got a trainer that asks for drop_last to do so. Accelerate, Hugging Face: do not prepare the loader, or pass "
+            "it through accelerate.data_loader.prepare_data_loader(loader, accelerator.device, num_processes=1, "
+            "process_index=0, put_on_device=True). Lightning: use_distributed_sampler=False."
+        )
 
     @property
     def sampler(self) -> "BaseBatchSampler":

@@ -1,6 +1,7 @@
 """Batch samplers by columns of a dataset: m samples of each of several classes, or no value twice."""
 
 import heapq
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Literal, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
-from contrastive_zoo.ranks.world import Processes
+from contrastive_zoo.ranks.world import Processes, World
 
 Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
 """One value per sample: a tensor, an array or a sequence, of integers or strings."""
@@ -52,7 +53,8 @@ class MPerClassBatchSampler(BaseBatchSampler):
 
     A batch holds groups of p different classes; only the last batch has fewer. If one class has more groups than that
     leaves batches, an epoch has as many batches as that class has groups, and the groups are spread evenly over them: fewer
-    than p classes each. Batches of large classes do not all come first: their order is random.
+    than p classes each; a warning on rank 0 says how many. Batches of large classes do not all come first: their order is
+    random.
 
     Args:
         labels: the class of each sample: integers or strings.
@@ -101,11 +103,27 @@ class MPerClassBatchSampler(BaseBatchSampler):
         )
         settings = {"labels": self._classes, "m": m, "classes_per_batch": classes_per_batch, "singletons": singletons}
         super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
-        self._counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
+        counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
+        self._groups = np.maximum(counts // m + (counts % m >= 2), counts > 0)
+        if World.of(process_group).rank == 0 and (problem := self._long_tail(values)):
+            warnings.warn(f"MPerClassBatchSampler: {problem}", stacklevel=2)
+
+    def _long_tail(self, values: Sequence[object]) -> str | None:
+        """Return how many batches have fewer classes than asked for, in words; None if that is the last one only."""
+        total, largest = int(self._groups.sum()), int(self._groups.argmax())
+        if (most := self._groups[largest]) <= -(-total // self.classes_per_batch):
+            return None
+        classes = np.bincount(_distinct(self._groups, self.classes_per_batch, random_keys(0, np.arange(total))))
+        fewer = int((classes < self.classes_per_batch).sum())
+        return (
+            f"{fewer} of {len(classes)} batches have fewer than classes_per_batch={self.classes_per_batch} classes, as "
+            f"class {values[largest]!r} has {most} of {total} groups of m={self.m}, one in a batch. Leave a part of this "
+            "class out, or raise m."
+        )
 
     def global_batches(self, epoch: int) -> Batches:
         keys = random_keys(self.seed, epoch, np.arange(len(self._classes)))
-        groups = np.maximum(self._counts // self.m + (self._counts % self.m >= 2), self._counts > 0)
+        groups = self._groups
         batches = _distinct(groups, self.classes_per_batch, random_keys(self.seed, epoch, np.arange(groups.sum()), 1))
         order = np.lexsort((keys, self._classes))  # class after class, shuffled
         classes = self._classes[order]

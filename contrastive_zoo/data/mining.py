@@ -16,6 +16,7 @@ from torch import Tensor
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
+from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
@@ -203,16 +204,17 @@ def mine(task: Task) -> tuple[int, Mined]:
     settings = {"selection": task.selection, "normalize": task.normalize, "guide": task.guide is not None}
     settings["output"] = task.output
     queries, corpus, *_ = agree_on_shards(_NAME, task.rows, world=session, problem=task.problem, settings=settings)
-    search = _Search(task, queries, corpus, world)
-    outside = (search.positives < -1) | (search.positives >= corpus.total)
-    problem = None
-    if corpus.total == 0:
-        problem = "the corpus is empty on every rank."
-    elif outside.any():
-        first = search.positives[outside][0].item()
-        problem = f"positives are indices into the {corpus.total} rows of the corpus, or -1, got {first}."
-    agree_on_shards(_NAME, {}, world=world, problem=problem)
-    blocks = [search.mined(part) for part in _steps(queries, task.progress, world)]
+    with reported(world):
+        search = _Search(task, queries, corpus, world)
+        outside = (search.positives < -1) | (search.positives >= corpus.total)
+        problem = None
+        if corpus.total == 0:
+            problem = "the corpus is empty on every rank."
+        elif outside.any():
+            first = search.positives[outside][0].item()
+            problem = f"positives are indices into the {corpus.total} rows of the corpus, or -1, got {first}."
+        agree_on_shards(_NAME, {}, world=world, problem=problem)
+        blocks = [search.mined(part) for part in _steps(queries, task.progress, world)]
     return queries.start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from contrastive_zoo.data.mining import Guide, Selection, Task, called_on_every_rank, mine
 from contrastive_zoo.loss_base.state import loading_problem
+from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import agree_on_shards
+from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -102,10 +103,20 @@ class RefreshedNegatives:
 
         Args:
             step: steps trained since the beginning of the training.
+
+        Raises:
+            ValueError: on every rank alike, a step that is no integer in 0 … 2**62, or what the class says.
         """
-        if self.mined_at is not None and step // self.every == self.mined_at // self.every:
-            return False
         world = World.of(self.process_group, "RefreshedNegatives")
+        with reported(world):
+            if not is_integer(step, at_least=0, at_most=2**62):
+                refuse("RefreshedNegatives", f"step is an integer in 0 … 2**62, got {described(step)}.", world=world)
+            is_due = self.mined_at is None or step // self.every != self.mined_at // self.every
+            if is_due:
+                self._mine(step, world)
+        return is_due
+
+    def _mine(self, step: int, world: World) -> None:
         agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
         agree_on_shards("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
@@ -121,7 +132,6 @@ class RefreshedNegatives:
         _, mined = mine(Task(*rows, replace(self.selection, seed=seed), **options))
         self.negatives = gather_rows(mined.negatives, world.shards(stop - start), world).clone()
         self.mined_at = step
-        return True
 
     def _part(self, size: int, world: World) -> tuple[int, int]:
         """Return the first sample of this rank and the end: whole chunks, so that no chunk depends on W."""

@@ -7,9 +7,9 @@ any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,27 +22,23 @@ from contrastive_zoo.ranks.world import World
 _UNIT = 2**52
 _HALF = 2**26
 
+K = TypeVar("K")
 
-class ExactMean:
-    """Sums and counts of numbers from 0 to 1, by name: integers, as a number is rounded to a multiple of 2^-52."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.sums = dict.fromkeys(names, (0, 0, 0))
+def means_over_ranks(values: Mapping[K, Floats], world: World) -> dict[K, float]:
+    """Return the mean of all ranks' numbers of each name, the same on all ranks; the mean of none is NaN.
 
-    def add(self, name: str, values: Floats) -> None:
-        units = np.rint(values * _UNIT).astype(np.int64)
-        high, low, count = self.sums[name]
-        self.sums[name] = high + int((units // _HALF).sum()), low + int((units % _HALF).sum()), count + len(units)
-
-    def over_ranks(self, world: World) -> dict[str, float]:
-        """Return the means over the numbers of all ranks; NaN where there are none."""
-        by_rank = world.exchange([x for sums in self.sums.values() for x in sums])
-        totals = [sum(x) for x in zip(*by_rank, strict=True)]
-        columns = zip(self.sums, totals[0::3], totals[1::3], totals[2::3], strict=True)
-        return {
-            name: float(Fraction(high * _HALF + low, count * _UNIT)) if count else math.nan
-            for name, high, low, count in columns
-        }
+    Numbers are 0 to 1, or NaN, which does not count. They are rounded to multiples of 2^-52, so that sums are integers.
+    """
+    sums: list[int] = []
+    for x in values.values():
+        units = np.rint(x[~np.isnan(x)] * _UNIT).astype(np.int64)
+        sums += int((units // _HALF).sum()), int((units % _HALF).sum()), len(units)
+    totals = [sum(of_ranks) for of_ranks in zip(*world.exchange(sums), strict=True)]
+    return {
+        name: float(Fraction(high * _HALF + low, count * _UNIT)) if count else math.nan
+        for name, high, low, count in zip(values, totals[0::3], totals[1::3], totals[2::3], strict=True)
+    }
 
 
 class Slices(NamedTuple):
@@ -58,13 +54,13 @@ class Slices(NamedTuple):
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
         exponent = torch.frexp(largest.double()).exponent.clamp(-1000, 1022)
         scaled = rows * _power_of_two(-exponent)
-        high = _rounded(scaled, bits)
-        low = _rounded(scaled.sub_(high), 2 * bits)
+        high = rounded(scaled, bits)
+        low = rounded(scaled.sub_(high), 2 * bits)
         return cls(high, low, _power_of_two(exponent))
 
 
-def _rounded(x: Tensor, bits: int) -> Tensor:
-    """Return x, from −1 to 1, to a multiple of 2^−bits: a number whose last bit that is leaves nothing smaller of x."""
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Return x, from −2 to 2, to a multiple of 2^−bits: a number whose last bit that is leaves nothing smaller of x."""
     ruler = 1.5 * 2.0 ** (52 - bits)
     return (x + ruler).sub_(ruler)
 

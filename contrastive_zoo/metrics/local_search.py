@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from contrastive_zoo.metrics.exact import norms, prepared, similarities
+from contrastive_zoo.metrics.exact import norms, prepared, rounded, similarities
 from contrastive_zoo.metrics.rounds import Round
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
@@ -29,6 +29,12 @@ _PAIR_ELEMENTS = 2**19
 """Elements of the candidates that are held at once: they stay in the cache (three times as fast as 2^22)."""
 
 _UNCERTAIN = 256  # queries that are compared with all embeddings at once
+
+_TIE_BITS, _TIE_BITS_OF_FLOAT64 = 21, 40
+"""Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
+
+Of float64 it is the rounding of :func:`contrastive_zoo.metrics.exact.similarities`.
+"""
 
 _MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
 
@@ -110,14 +116,17 @@ class Gallery:
     """The embeddings [m, d] of one rank to search in. They are normalised block by block: a memory map stays on the disk.
 
     Every rank makes its own at the same time. If faiss cannot build the index of some rank's items, all ranks raise.
+    With ``ties``, cosines are rounded, so that those are equal which differ by the rounding of the normalisation only.
     """
 
     index: Any = None  # faiss' approximate index of the items; None for an exact search
 
     def __init__(
-        self, caller: str, rows: Tensor, *, normalize: bool, index: ApproximateIndex | None, world: World
+        self, caller: str, rows: Tensor, normalize: bool, index: ApproximateIndex | None, world: World, *, ties: bool
     ) -> None:
         self.rows, self.normalize = rows, normalize
+        bits = _TIE_BITS_OF_FLOAT64 if rows.dtype == torch.float64 else _TIE_BITS
+        self.tie_bits = bits if ties and normalize else None
         step = max(1, _ELEMENTS // max(1, rows.shape[1]))
         self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
         if index is None:
@@ -199,7 +208,8 @@ class Gallery:
         longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.amax().item() if len(self) else 0.0
         lengths = norms(queries)
         flushed = width**0.5 * (lengths + longest) + width  # float32 has no elements below 2^-126
-        return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126
+        of_ties = 0.0 if self.tie_bits is None else 2.0 ** -(self.tie_bits + 1)
+        return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126 + of_ties
 
     def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
         """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
@@ -226,7 +236,7 @@ class Gallery:
             width = needed.shape[1] - int(needed[some].any(0).flip(0).int().argmax())
             kept = positions[some, :width].clamp(min=0)
             rows = self.take(kept.flatten()).view(*kept.shape, queries.shape[1])
-            scores[some, :width] = similarities(queries[some, None], rows)[:, 0]
+            scores[some, :width] = self._similarities(queries[some, None], rows)[:, 0]
         return scores.masked_fill_(~needed, -torch.inf)
 
     def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, " p"]) -> Float[Tensor, " p"]:
@@ -235,8 +245,13 @@ class Gallery:
         step = max(1, _PAIR_ELEMENTS // max(1, queries.shape[1]))
         for start in range(0, len(which), step):
             some = slice(start, start + step)
-            scores[some] = similarities(queries[which[some], None], self.take(positions[some])[:, None])[:, 0, 0]
+            scores[some] = self._similarities(queries[which[some], None], self.take(positions[some])[:, None])[:, 0, 0]
         return scores
+
+    def _similarities(self, queries: Tensor, rows: Tensor) -> Tensor:
+        """Return the exact scores of queries and rows, rounded where equal ones are to be found."""
+        scores = similarities(queries, rows)
+        return scores if self.tie_bits is None else rounded(scores, self.tie_bits)
 
     def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and positions of the k best of all items, where candidates were not certain."""
@@ -251,7 +266,7 @@ class Gallery:
         """Yield the exact scores of all items in blocks; −∞ for excluded ones."""
         for start, rows in self.blocks(_ELEMENTS):
             for first in range(0, len(rows), step := max(1, _ELEMENTS // max(1, len(queries)))):
-                scores = similarities(queries, rows[first : first + step])
+                scores = self._similarities(queries, rows[first : first + step])
                 begin = start + first
                 which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
                 scores[which, excluded[which, column] - begin] = -torch.inf

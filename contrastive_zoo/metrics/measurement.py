@@ -1,19 +1,24 @@
 """Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities, of an index."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.exact import ExactMean, prepared
+from contrastive_zoo.metrics.comparison import mean_by_group
+from contrastive_zoo.metrics.exact import means_over_ranks, prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery
 from contrastive_zoo.metrics.passes import Labels, nearest_ranking, totals_of, whole_ranking
-from contrastive_zoo.metrics.ranking_metrics import KNN, Ties, knn_accuracy
+from contrastive_zoo.metrics.ranking import Floats
+from contrastive_zoo.metrics.ranking_metrics import KNN, Ties, bounded, knn_accuracy
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.metrics.task import EvaluationInputs, Settings, agreed_task
 from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.session import refuse
 from contrastive_zoo.ranks.world import Processes, World
@@ -49,7 +54,8 @@ def evaluate(
     - ``evaluate(queries, gallery)``: item i of the gallery of all ranks, its partner.
     - ``labels`` and ``gallery_labels``: every item of the gallery with its label. Grades are 1.
     - ``labels`` without a gallery: every other query with its label (leave one out).
-    - ``judgements``: items of the gallery by id, with a grade.
+    - ``judgements``: items of the gallery by id, with a grade. Without a gallery, a judgement of a query about itself
+      does not count.
 
     A query without a relevant item does not count, except for ``knn_accuracy``.
 
@@ -79,7 +85,9 @@ def evaluate(
         gallery_ids: one integer per item of the gallery, of which repetitions are dropped, too.
         ignore_label: samples with this label are neither queries nor in the gallery.
         ties: ``"pessimistic"``: of equal scores irrelevant items come first; ``"optimistic"``: relevant ones come first;
-            ``"expected"``: the mean over all orders of equal scores.
+            ``"expected"``: the mean over all orders of equal scores. Cosines are equal if they round to the same multiple
+            of 2^-21, or of 2^-40 for float64: embeddings of one direction and several lengths differ by the rounding of
+            their normalisation, by which a collapsed encoder must not be ranked. Dot products are equal in every bit.
         normalize: compare cosines; otherwise dot products.
         index: search approximately, for metrics with a k.
         process_group: who holds embeddings.
@@ -88,9 +96,9 @@ def evaluate(
         The metrics by name, from 0 to 1; NaN if no query counts.
 
     Raises:
-        ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite, a k
-            beyond the gallery, judgements whose ids are unknown, ranks that disagree on settings, or faiss is not
-            installed or cannot build the index of some rank's embeddings.
+        ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite or whose
+            dot products overflow float64, a k beyond the gallery, judgements whose ids are unknown, ranks that disagree on
+            settings, or faiss is not installed or cannot build the index of some rank's embeddings.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
@@ -102,34 +110,84 @@ def evaluate(
     return measured("evaluate", arguments, metrics, settings, World.of(process_group, "evaluate"))
 
 
+@uncompiled
+@torch.no_grad()
+def evaluate_queries(
+    queries: Float[Tensor, "n d"],
+    gallery: Float[Tensor, "m d"] | None = None,
+    *,
+    metrics: Sequence[str] = ("precision@1", "r_precision", "map@r"),
+    process_group: Processes = None,
+    **arguments: Any,
+) -> dict[str, Float[Tensor, " n"]]:
+    """Return the metrics of each of this rank's queries, whose means over all ranks are those of :func:`evaluate`.
+
+    To compare two encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`; for a mean of each class or query length,
+    :func:`contrastive_zoo.metrics.mean_by_group`.
+
+    Args:
+        queries: this rank's queries; ranks may hold different numbers, including zero.
+        gallery: this rank's embeddings to search in; None: among the queries themselves.
+        metrics: names.
+        process_group: who holds embeddings.
+        arguments: as in :func:`evaluate`.
+
+    Returns:
+        The values of each metric in float64, on the CPU; NaN for a query that does not count.
+
+    Raises:
+        ValueError: on every rank alike, what :func:`evaluate` raises.
+
+    Examples:
+        >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
+        >>> evaluate_queries(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1"])
+        {'hit_rate@1': tensor([1., 1., 1., 0.], dtype=torch.float64)}
+    """
+    inputs = {name: arguments.pop(name) for name in EvaluationInputs._fields if name in arguments}
+    of_rank = EvaluationInputs(queries, gallery, **inputs)
+    world = World.of(process_group, "evaluate_queries")
+    kept, values = measured_queries("evaluate_queries", of_rank, metrics, Settings(**arguments), world)
+    nothing = torch.full((len(queries),), torch.nan, dtype=torch.float64)
+    return {name: nothing.masked_scatter(kept, torch.from_numpy(x)) for name, x in values.items()}
+
+
 def measured(
     caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
 ) -> dict[str, float]:
     """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
-    task, metrics = agreed_task(caller, inputs, names, settings, world)
-    depth = max(metric.k or 0 for metric in metrics)
-    candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))
-    if depth > candidates:
-        raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
-    means = ExactMean(names)
-    local = Gallery(caller, task.gallery, normalize=settings.normalize, index=settings.index, world=world)
-    rows = prepared(task.queries, normalize=settings.normalize)
-    totals, most = totals_of(task.relevance, task.query_shards, world)
-    if near := [metric for metric in metrics if not metric.whole]:
-        for block in rounds(task.query_shards, world):
-            groups, ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
-            for metric in near:
-                if metric.kind == KNN and isinstance(task.relevance, Labels):
-                    classes = task.relevance.queries[block.local].numpy()
-                    means.add(metric.name, knn_accuracy(groups, classes, metric.k or depth, settings.ties))
-                else:
-                    means.add(metric.name, metric.values(ranking, settings.ties)[ranking.total > 0])
-    if whole := [metric for metric in metrics if metric.whole]:
-        for block in rounds(task.query_shards, world, size=max(1, min(_QUERIES, _PAIRS // max(1, most)))):
-            ranking = whole_ranking(block, local, task.relevance, rows, totals)
-            for metric in whole:
-                means.add(metric.name, metric.values(ranking, settings.ties)[ranking.total > 0])
-    return means.over_ranks(world)
+    return means_over_ranks(measured_queries(caller, inputs, names, settings, world)[1], world)
+
+
+def measured_queries(
+    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
+) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
+    """Return which of this rank's queries are kept, and the metrics of each of these; NaN where a query does not count."""
+    with reported(world):
+        task, metrics = agreed_task(caller, inputs, names, settings, world)
+        depth = max(metric.k or 0 for metric in metrics)
+        candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))
+        if depth > candidates:
+            raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
+        local = Gallery(caller, task.gallery, settings.normalize, settings.index, world, ties=True)
+        rows = prepared(task.queries, normalize=settings.normalize)
+        totals, most = totals_of(task.relevance, task.query_shards, world)
+        values = {metric.name: np.empty(len(rows)) for metric in metrics}
+        if near := [metric for metric in metrics if not metric.whole]:
+            for block in rounds(task.query_shards, world):
+                groups, ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
+                for metric in near:
+                    if metric.kind == KNN and isinstance(task.relevance, Labels):
+                        classes = task.relevance.queries[block.local].numpy()
+                        right = knn_accuracy(groups, classes, metric.k or depth, settings.ties)
+                        values[metric.name][block.local] = bounded(metric.name, right)
+                    else:
+                        values[metric.name][block.local] = metric.values(ranking, settings.ties)
+        if whole := [metric for metric in metrics if metric.whole]:
+            for block in rounds(task.query_shards, world, size=max(1, min(_QUERIES, _PAIRS // max(1, most)))):
+                ranking = whole_ranking(block, local, task.relevance, rows, totals)
+                for metric in whole:
+                    values[metric.name][block.local] = metric.values(ranking, settings.ties)
+    return task.kept, values
 
 
 @uncompiled
@@ -236,21 +294,23 @@ def index_recall(
     *,
     k: int,
     index: ApproximateIndex,
+    groups: Int[Tensor, " n"] | None = None,
     normalize: bool = True,
     process_group: Processes = None,
-) -> float:
-    """Return the share of the k exact nearest neighbours that an approximate index finds.
+) -> float | dict[int, float]:
+    """Return the share of the k exact nearest neighbours that an approximate index finds; with groups, that of each group.
 
     Args:
         queries: this rank's queries; a sample of them is enough.
         gallery: this rank's embeddings to search in.
         k: number of neighbours.
         index: the index.
+        groups: one integer per query, such as its class or its length, in steps; an index may miss much of a rare class.
         normalize: compare cosines; otherwise dot products.
         process_group: who holds embeddings.
 
     Raises:
-        ValueError: as :func:`top_k`.
+        ValueError: as :func:`top_k` and :func:`mean_by_group`.
 
     Examples:
         >>> rows = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
@@ -262,7 +322,7 @@ def index_recall(
         top_k(queries, gallery, k=k, normalize=normalize, index=how, process_group=world).indices
         for how in (None, index)
     )
-    shares = [torch.isin(x, y).double().mean() for x, y in zip(exact, result, strict=True)]
-    means = ExactMean(["recall"])
-    means.add("recall", torch.tensor(shares, dtype=torch.float64).numpy())
-    return means.over_ranks(world)["recall"]
+    found = (exact[:, :, None] == result[:, None]).any(2).double().mean(1)
+    if groups is not None:
+        return mean_by_group(found, groups, process_group=world)
+    return means_over_ranks({"recall": found.numpy()}, world)["recall"]

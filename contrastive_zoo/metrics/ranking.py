@@ -58,14 +58,23 @@ class Ranking:
 
     @classmethod
     def of(cls, levels: Levels, relevant: Groups, ideal: tuple[Ints, Floats, Ints], queries: int) -> Ranking:
-        """Return the ranking of n queries; levels and groups are ordered by query and falling score."""
+        """Return the ranking of n queries; levels and groups are ordered by query and falling score.
+
+        Raises:
+            AssertionError: more relevant items than items at a level, or than the query has: they were counted wrongly.
+        """
         first = changes(relevant.query, relevant.score)
         begins = np.zeros(len(relevant.query), dtype=np.int64)
         begins[first] = 1
         at = _places_of(levels, relevant.query[first], relevant.score[first])
         of_levels = levels.query[at], levels.higher[at], levels.tied[at]
         total = whole_sums(ideal[0], ideal[2], queries)
-        return cls(total, *of_levels, begins.cumsum() - 1, relevant.value, relevant.size, *ideal)
+        ranking = cls(total, *of_levels, begins.cumsum() - 1, relevant.value, relevant.size, *ideal)
+        if (ranking.relevant > ranking.tied).any() or (
+            whole_sums(relevant.query, relevant.size, queries) > total
+        ).any():
+            raise AssertionError("a query ranks more relevant items than there are. Please report this.")
+        return ranking
 
     @classmethod
     def of_items(cls, scores: ArrayLike, grades: ArrayLike) -> Ranking:

@@ -279,11 +279,24 @@ class Metric:
         return not self.k
 
     def values(self, ranking: Ranking, ties: Ties) -> Floats:
+        """Return the value for each query of a ranking; NaN for a query without a relevant item."""
         if self.k is None:
             cutoff = np.full(ranking.queries, np.iinfo(np.int64).max // 2)
         else:
             cutoff = np.full(ranking.queries, self.k) if self.k else ranking.total
-        return _AT_CUTOFF[self.kind](ranking, cutoff, ties)
+        values, counts = _AT_CUTOFF[self.kind](ranking, cutoff, ties), ranking.total > 0
+        return np.where(counts, bounded(self.name, np.where(counts, values, 0.0)), np.nan)
+
+
+def bounded(name: str, values: Floats) -> Floats:
+    """Return values of a metric from 0 to 1, of which rounding may have moved some outside.
+
+    Raises:
+        AssertionError: a value is further outside, or NaN: the library has computed it wrongly.
+    """
+    if not (inside := np.abs(values - 0.5) <= 0.5 + 1e-9).all():
+        raise AssertionError(f"{name} of a query must be 0 to 1, got {values[~inside][0]}. Please report this.")
+    return values.clip(0.0, 1.0)
 
 
 def names_problem(names: Sequence[str]) -> str | None:

@@ -1,6 +1,7 @@
 """Retrieval metrics that collect embeddings batch by batch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +16,11 @@ from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_p
 from contrastive_zoo.ranks.world import Processes, World
 
 _ROWS = ("queries", "gallery")
-_NUMBERS = ("labels", "gallery_labels", "ids", "gallery_ids", "judged_queries", "judged_items")
+_NUMBERS = ("labels", "gallery_labels", "ids", "gallery_ids")
+_JUDGED = ("judged_queries", "judged_items", "grades")
+STATES = (*_ROWS, *_NUMBERS, *_JUDGED)
+"""What is collected, by name; an attribute each."""
+
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -23,8 +28,8 @@ class RetrievalMetrics(nn.Module):
     """Collect embeddings with ``update``, and return the metrics of all ranks' embeddings with ``compute``.
 
     The methods are those of a torchmetrics metric. ``compute`` communicates by itself, so the embeddings of all ranks are
-    never gathered; every rank must call it, also one without embeddings. For ``self.log`` of Lightning see
-    :class:`contrastive_zoo.adapters.torchmetrics.RetrievalMetric`.
+    never gathered; every rank must call it, also one without embeddings. The same as a torchmetrics metric, for ``self.log``
+    of Lightning and ``MetricCollection``: :class:`contrastive_zoo.adapters.torchmetrics.RetrievalMetric`.
 
     Args:
         metrics: names as in :func:`contrastive_zoo.metrics.evaluate`; ``compute`` returns a number if it is one
@@ -69,7 +74,13 @@ class RetrievalMetrics(nn.Module):
 
     def reset(self) -> None:
         """Forget all embeddings."""
-        self.batches: dict[str, list[Tensor]] = {}
+        for name in STATES:
+            setattr(self, name, [])
+
+    @property
+    def batches(self) -> dict[str, list[Tensor]]:
+        """What has been collected, batch by batch."""
+        return {name: of_name for name in STATES if (of_name := getattr(self, name))}
 
     def update(
         self,
@@ -80,6 +91,7 @@ class RetrievalMetrics(nn.Module):
         gallery_labels: Int[Tensor, " m"] | None = None,
         ids: Int[Tensor, " n"] | None = None,
         gallery_ids: Int[Tensor, " m"] | None = None,
+        judgements: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         """Collect a batch of queries, of embeddings to search in, or of both; they are copied to the CPU.
 
@@ -92,37 +104,34 @@ class RetrievalMetrics(nn.Module):
             gallery_labels: one integer per item of the gallery.
             ids: one integer per query; repeated ones count once.
             gallery_ids: one integer per item of the gallery.
+            judgements: ids of queries of this rank, ids of the gallery, and grades, [j] each.
 
         Raises:
             ValueError: on this rank: embeddings that are not [n, d] or of another width than those of earlier batches,
-                or numbers that are not one integer per embedding.
+                numbers that are not one integer per embedding, or judgements that are not three tensors of one length.
         """
         arguments = {"queries": queries, "labels": labels, "gallery": gallery, "gallery_labels": gallery_labels}
         arguments |= {"ids": ids, "gallery_ids": gallery_ids}
+        if judgements is not None and not (isinstance(judgements, (list, tuple)) and len(judgements) == 3):
+            raise ValueError(f"RetrievalMetrics: judgements are three tensors, got {described(judgements)}.")
+        arguments |= zip(_JUDGED, judgements or (), strict=judgements is not None)
         self._collect({name: x for name, x in arguments.items() if x is not None})
 
-    def update_judgements(self, queries: Tensor, items: Tensor, grades: Tensor) -> None:
-        """Collect judgements: ids of queries of this rank, ids of the gallery, and grades, [j] each.
-
-        Raises:
-            ValueError: on this rank: ids that are no integers, or three tensors that are not of one length.
-        """
-        self._collect({"judged_queries": queries, "judged_items": items, "grades": grades})
-
     @uncompiled
-    def forward(self, queries: Tensor, labels: Tensor | None = None, **more: Tensor) -> None:
+    def forward(self, queries: Tensor, labels: Tensor | None = None, **more: Any) -> None:
         """Call :meth:`update`."""
         self.update(queries, labels, **more)
 
-    def merge_state(self, other: "RetrievalMetrics") -> None:
-        """Add what another object of this process has collected.
+    def merge_state(self, other: "RetrievalMetrics | dict[str, list[Tensor]]") -> None:
+        """Add what another object of this process has collected, or its ``batches``.
 
         Raises:
-            ValueError: the other one has collected embeddings of another width.
+            ValueError: the other one has collected embeddings of another width, or is something else.
         """
-        self._refuse_other_widths({name: batches[0] for name, batches in other.batches.items()})
-        for name, batches in other.batches.items():
-            self.batches[name] = self.batches.get(name, []) + batches
+        batches = other.batches if isinstance(other, RetrievalMetrics) else other
+        if not (isinstance(batches, dict) and batches.keys() <= {*STATES}):
+            raise ValueError(f"RetrievalMetrics: metrics of the same kind are merged, got {described(other)}.")
+        self._store(batches)
 
     def compute(self) -> Tensor | dict[str, Tensor]:
         """Return the metrics of what all ranks have collected since the last reset, in float64 on the CPU.
@@ -132,7 +141,7 @@ class RetrievalMetrics(nn.Module):
         """
         world = World.of(self.process_group, "RetrievalMetrics")
         tensors = self._collected(world)
-        judged, items, grades = (tensors.pop(name, None) for name in ("judged_queries", "judged_items", "grades"))
+        judged, items, grades = (tensors.pop(name, None) for name in _JUDGED)
         judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
         arguments = EvaluationInputs(**tensors, judgements=judgements, ignore_label=self.ignore_label)
         result = measured("RetrievalMetrics", arguments, self.names, self.settings, world)
@@ -143,31 +152,32 @@ class RetrievalMetrics(nn.Module):
         """Store a batch; all of it is checked before any of it is stored."""
         if problem := next(filter(None, (_problem(name, x, batch) for name, x in batch.items())), None):
             raise ValueError(f"RetrievalMetrics: {problem}")
-        self._refuse_other_widths(batch)
         # of one dtype on every rank, also on one that has collected nothing
         dtypes = {**{name: x.dtype for name, x in batch.items() if name in _ROWS}, "grades": torch.float64}
         copies = {name: x.detach().to("cpu", dtypes.get(name, torch.int64), copy=True) for name, x in batch.items()}
-        for name, copied in copies.items():
-            self.batches.setdefault(name, []).append(copied)
+        self._store({name: [copied] for name, copied in copies.items()})
 
-    def _refuse_other_widths(self, batch: Mapping[str, Tensor]) -> None:
-        for name, x in batch.items():
-            if name in self.batches and (before := self.batches[name][0]).shape[1:] != x.shape[1:]:
+    def _store(self, batches: Mapping[str, list[Tensor]]) -> None:
+        """Store batches; their widths are checked before any of them is stored."""
+        for name, before in self.batches.items():
+            different = [x for x in batches.get(name, ()) if x.shape[1:] != before[0].shape[1:]]
+            if different:
                 raise ValueError(
-                    f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before)}, got "
-                    f"{described(x)}. Call reset() between evaluations."
+                    f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before[0])}, got "
+                    f"{described(different[0])}. Call reset() between evaluations."
                 )
+        for name, of_name in batches.items():
+            getattr(self, name).extend(of_name)
 
     def _collected(self, world: World) -> dict[str, Tensor]:
         """Return the collected embeddings, and empty ones for what only other ranks have collected."""
-        names = [*_ROWS, *_NUMBERS, "grades"]
-        tensors = {name: torch.cat(self.batches[name]) for name in names if name in self.batches}
+        tensors = {name: torch.cat([x.cpu() for x in of_name]) for name, of_name in self.batches.items()}
         rows = tensors.get("queries", tensors.get("gallery"))
         like = [rows.shape[-1], 1 + _DTYPES.index(rows.dtype)] if rows is not None and rows.dtype in _DTYPES else [0, 0]
-        by_rank = world.exchange([*like, *(name in tensors for name in names)])
+        by_rank = world.exchange([*like, *(name in tensors for name in STATES)])
         width, dtype = max(x[:2] for x in by_rank)
         empty = torch.empty(0, width, dtype=_DTYPES[max(0, dtype - 1)])
-        for name, *known in zip(names, *(x[2:] for x in by_rank), strict=True):
+        for name, *known in zip(STATES, *(x[2:] for x in by_rank), strict=True):
             if name not in tensors and (any(known) or name == "queries"):
                 numbers = torch.empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
                 tensors[name] = empty if name in _ROWS else numbers

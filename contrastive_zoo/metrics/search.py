@@ -10,6 +10,7 @@ from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery, faiss_problem, ordered
 from contrastive_zoo.metrics.rounds import local_positions, rounds
 from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
@@ -64,8 +65,8 @@ def top_k(
 
     Raises:
         ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, embeddings that are not
-            finite, or k outside of 1 … number of embeddings to search in; faiss is not installed, or cannot build the index
-            of some rank.
+            finite or whose dot products overflow float64, or k outside of 1 … number of embeddings to search in; faiss is
+            not installed, or cannot build the index of some rank.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)
@@ -77,6 +78,7 @@ def top_k(
     arguments = {"queries": queries, "gallery": rows} | ({} if excluded is None else {"excluded": excluded})
     problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
     problem = problem or settings_problem(k=k, normalize=normalize, index=index)
+    problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
     detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     shards = agree_on_shards("top_k", detached, world=world, problem=problem, settings=settings)
@@ -87,17 +89,18 @@ def top_k(
     if gallery is None:
         self_indices = torch.arange(shards[0].start, shards[0].start + shards[0].size)
         excluded = torch.cat([excluded, self_indices[:, None]], 1)
-    prepared_queries = prepared(queries, normalize=normalize)
-    local = Gallery("top_k", rows.detach(), normalize=normalize, index=index, world=world)
     shape, start = (len(queries), k), shards[1].start
     result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))
-    for block in rounds(shards[0], world):
-        outside = local_positions(block.gathered(excluded), start, len(local))
-        scores, positions, _ = local.nearest(block, block.gathered(prepared_queries), k, outside)
-        scores, positions = ordered(scores, positions, k)
-        indices = positions + start * (positions >= 0)
-        scores, indices = (torch.cat(block.answered(x), 1) for x in (scores, indices))
-        result.scores[block.local], result.indices[block.local] = ordered(scores, indices, k)
+    with reported(world):
+        prepared_queries = prepared(queries, normalize=normalize)
+        local = Gallery("top_k", rows.detach(), normalize, index, world, ties=False)
+        for block in rounds(shards[0], world):
+            outside = local_positions(block.gathered(excluded), start, len(local))
+            scores, positions, _ = local.nearest(block, block.gathered(prepared_queries), k, outside)
+            scores, positions = ordered(scores, positions, k)
+            indices = positions + start * (positions >= 0)
+            scores, indices = (torch.cat(block.answered(x), 1) for x in (scores, indices))
+            result.scores[block.local], result.indices[block.local] = ordered(scores, indices, k)
     return result
 
 
@@ -111,6 +114,18 @@ def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | 
         f"queries [n, d] and {name} [m, d] are floating-point rows of one width and dtype, got {described(queries)} and "
         f"{described(rows)}."
     )
+
+
+def overflow_problem(normalize: bool, **rows: Tensor) -> str | None:
+    """Return which embeddings may have dot products, or norms, that float64 does not hold, in words; None if none have."""
+    for name, x in rows.items():
+        limit = 2.0 ** (1022 if normalize else 511) / max(1, x.shape[1]) ** 0.5
+        if x.dtype == torch.float64 and x.numel():
+            largest = max(abs(bound.item()) for bound in x.detach().aminmax())
+            if limit < largest < torch.inf:
+                what = "norms" if normalize else "dot products"
+                return f"{name} must be below {limit:.3g}, as their {what} overflow, got {largest:.3g}. Scale them."
+    return None
 
 
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:

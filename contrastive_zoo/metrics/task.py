@@ -12,10 +12,13 @@ from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.passes import Judgements, Labels
 from contrastive_zoo.metrics.ranking_metrics import KNN, Metric, Ties, names_problem
 from contrastive_zoo.metrics.rounds import exchanged
-from contrastive_zoo.metrics.search import rows_problem, settings_problem
+from contrastive_zoo.metrics.search import overflow_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
+
+_GRADES = 1e300
+"""The largest grade: a query has fewer than 1e8 judged items."""
 
 _JUDGED = ("judged queries", "judged items", "grades")
 
@@ -85,6 +88,8 @@ class EvaluationInputs(NamedTuple):
         if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
             shapes = ", ".join(described(x) for x in self.judgements)
             return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
+        if _GRADES < (largest := float(grade.max()) if len(grade) else 0.0) < torch.inf:
+            return f"grades must be at most {_GRADES:g}, as gains are added, got {largest:g}."
         if query.is_floating_point() or item.is_floating_point():
             return f"judgements name integer ids, got {described(query)} and {described(item)}."
         query, item = query.cpu(), item.cpu()  # they may come from the data set, and ids from the model
@@ -114,13 +119,14 @@ class Settings:
 
 
 class Task(NamedTuple):
-    """This rank's queries and gallery that count, their split over the ranks, and what is relevant to a query."""
+    """This rank's queries and gallery that count, their split over the ranks, what is relevant, and which queries count."""
 
     queries: Tensor
     gallery: Tensor
     query_shards: Shards
     gallery_shards: Shards
     relevance: Labels | Judgements
+    kept: Bool[Tensor, " n"]
 
 
 def agreed_task(
@@ -132,6 +138,7 @@ def agreed_task(
     if problem is None:
         metrics = [metric for name in names if (metric := Metric.of(name))]
         problem = settings.problem(metrics)
+        problem = problem or overflow_problem(settings.normalize, queries=inputs.queries, gallery=inputs.rows)
         if inputs.judgements is not None and any(x.kind == KNN for x in metrics):
             problem = "knn_accuracy needs labels, got judgements."
     leave_one_out = inputs.gallery is None
@@ -162,16 +169,20 @@ def agreed_task(
         gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
         ids_that_count = inputs.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
         relevance = _judgements(caller, inputs, *ids_that_count, world)
-    return Task(rows, gallery_rows, query_shards, gallery_shards, relevance), metrics
+    return Task(rows, gallery_rows, query_shards, gallery_shards, relevance, kept), metrics
 
 
 def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
-    """Return the judgements of the queries that count, ordered by query; of leave-one-out, each query ignores itself."""
+    """Return the judgements of the queries that count, ordered by query.
+
+    Of leave-one-out, each query ignores itself, also where it is judged to be relevant to itself.
+    """
     assert inputs.judgements is not None
     query, item, grade = (x.detach().cpu() for x in inputs.judgements)
     if inputs.gallery is None:
-        query, item = torch.cat([query, ids]), torch.cat([item, ids])
-        grade = torch.cat([grade.double(), torch.full((len(ids),), -1.0, dtype=torch.float64)])
+        others = query != item
+        query, item = torch.cat([query[others], ids]), torch.cat([item[others], ids])
+        grade = torch.cat([grade[others].double(), torch.full((len(ids),), -1.0, dtype=torch.float64)])
     by_id, order = ids.sort()
     counts = torch.isin(query, ids)
     query, item, grade = query[counts], item[counts].long(), grade[counts].double()

@@ -6,6 +6,7 @@ Two common hand-written gathers do not.
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich import box
 from rich.console import Console
@@ -25,13 +26,14 @@ def demo(output: Path, console: Console | None = None) -> bool:
 
     Return whether every right job ended with the same parameters on one process and on two.
     """
+    output.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=output).close()  # a folder that is not writable is found before the training
     console = console or Console()
     digits = Digits.load()
     right, wrong = compare(digits, console)
     console.print()
     console.print(_table(right, wrong, digits))
     console.print()
-    output.mkdir(parents=True, exist_ok=True)
     by_title = {comparison.job.title: comparison for comparison in right}
     pictures.training_curves(by_title[CROSS_VIEW.title], wrong, output / "training_curves.png")
     pictures.embeddings(by_title[SUP_CON.title], digits, output / "embeddings.png")

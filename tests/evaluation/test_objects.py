@@ -33,7 +33,7 @@ def test_a_gallery_ids_and_judgements_are_collected():
     for start in (10, 20):
         some = slice(start, start + 20)
         metric.update(ROWS[:0], gallery=ROWS[some], ids=ids[:0], gallery_ids=torch.arange(40)[some])
-    metric.update_judgements(ids, ids + 15, grades)
+    metric.update(ROWS[:0], ids=ids[:0], judgements=(ids, ids + 15, grades))
     expected = cz.metrics.evaluate(ROWS[:10], ROWS[10:], ids=ids, gallery_ids=torch.arange(10, 40), metrics=["ndcg"],
                            judgements=(ids, ids + 15, grades))  # fmt: skip
     assert metric.compute().item() == expected["ndcg"]
@@ -75,7 +75,9 @@ def test_a_batch_that_is_refused_leaves_nothing_behind():
         "queries are as wide": lambda: metric.merge_state(other),
         "gallery_labels belong to gallery": lambda: metric.update(ROWS[20:], LABELS[20:], gallery_labels=LABELS[20:]),
         r"queries are rows [n, d], got float32 [8]": lambda: metric.update(ROWS[0], LABELS[20:]),
-        "grades are [3]": lambda: metric.update_judgements(LABELS[:3], LABELS[:3], torch.ones(2)),
+        "grades are [3]": lambda: metric.update(ROWS[20:], judgements=(LABELS[:3], LABELS[:3], torch.ones(2))),
+        "judgements are three tensors, got 3": lambda: metric.update(ROWS[20:], judgements=3),
+        "metrics of the same kind are merged": lambda: metric.merge_state({"rows": [ROWS]}),
     }
     for says, update in refusals.items():
         assert says in str(error_message(update)), says
@@ -91,13 +93,70 @@ def test_numbers_have_one_dtype_also_on_a_rank_that_has_collected_none(worlds):
     def job(rank):
         judged, labelled = cz.metrics.RetrievalMetrics("ndcg"), cz.metrics.RetrievalMetrics("map")
         if rank == 1:
-            judged.update(ROWS, ids=torch.arange(40))
-            judged.update_judgements(torch.arange(40), torch.arange(40).roll(1), LABELS + 1)
+            ids = torch.arange(40)
+            judged.update(ROWS, ids=ids, judgements=(ids, ids.roll(1), LABELS + 1))
             labelled.update(ROWS, LABELS.to(torch.int32))
         return judged.compute().item(), labelled.compute().item()
 
     ((expected,), *found) = worlds.run(1, job, each=[(1,)]), *worlds.run(3, job, each=[(0,), (1,), (2,)])
     assert found == [expected] * 3
+
+
+def test_a_collection_collects_once_and_merges_as_torchmetrics_does():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    from contrastive_zoo.adapters.torchmetrics import RetrievalMetric
+
+    ids, labels = torch.arange(40), {"labels": LABELS, "metrics": NAMES}
+    expected = cz.metrics.evaluate(ROWS, **labels)
+    kinds = {
+        "first": RetrievalMetric("map@r"),
+        "second": RetrievalMetric("mrr"),
+        "third": RetrievalMetric("precision@1"),
+    }
+    collection = torchmetrics.MetricCollection(kinds)
+    for _ in range(2):  # the second time after a reset
+        for some in (slice(0, 15), slice(15, 40)):
+            collection.update(ROWS[some], LABELS[some])
+            found = collection.compute()
+        assert collection.compute_groups == {0: ["first", "second", "third"]}
+        assert {name: found[x].item() for name, x in zip(NAMES[1:] + NAMES[:1], kinds, strict=True)} == expected
+        collection.reset()
+    whole = RetrievalMetric(NAMES)
+    assert whole.metric_state.keys() >= {"queries", "labels", "grades"}
+    whole.update(ROWS[:10], LABELS[:10])
+    before = whole.compute()
+    parts = RetrievalMetric(NAMES), RetrievalMetric(NAMES)
+    for part, some in zip(parts, (slice(10, 25), slice(25, 40)), strict=True):
+        part.update(ROWS[some], LABELS[some])
+    whole.merge_state(pickle.loads(pickle.dumps(parts[0])))
+    whole.merge_state(parts[1].metric_state)
+    assert {name: x.item() for name, x in whole.compute().items()} == expected != before
+    assert whole.clone().compute() == whole.compute()
+    judged = RetrievalMetric("ndcg")
+    judged.update(ROWS, ids=ids, judgements=(ids, ids.roll(1), LABELS + 1.0))
+    of_judgements = {"ids": ids, "judgements": (ids, ids.roll(1), LABELS + 1.0), "metrics": ["ndcg"]}
+    assert judged.compute().item() == cz.metrics.evaluate(ROWS, **of_judgements)["ndcg"]
+
+
+def test_torchmetrics_agrees_but_where_it_is_said():
+    retrieval = pytest.importorskip("torchmetrics.retrieval")
+    draw = torch.Generator().manual_seed(0)
+    scores, grades = torch.rand(6, 12, generator=draw), (torch.rand(6, 12, generator=draw) < 0.3).long()
+    grades[:, 0], ids = 1, torch.arange(12)
+    query, item = grades.nonzero(as_tuple=True)
+    rows = torch.cat([scores, torch.ones(6, 1)], 1), torch.cat([torch.eye(12), torch.zeros(12, 1)], 1)
+    theirs = {
+        "precision@4": retrieval.RetrievalPrecision(top_k=4), "recall@4": retrieval.RetrievalRecall(top_k=4),
+        "hit_rate@2": retrieval.RetrievalHitRate(top_k=2), "map": retrieval.RetrievalMAP(), "mrr": retrieval.RetrievalMRR(),
+        "ndcg@4": retrieval.RetrievalNormalizedDCG(top_k=4), "r_precision": retrieval.RetrievalRPrecision(),
+        "map@4": retrieval.RetrievalMAP(top_k=4),
+    }  # fmt: skip
+    found = cz.metrics.evaluate(*rows, ids=ids[:6], gallery_ids=ids, judgements=(query, item, torch.ones(len(query))),
+                                metrics=list(theirs), normalize=False)  # fmt: skip
+    which = torch.arange(6).repeat_interleave(12)
+    expected = {name: x(scores.flatten(), grades.flatten(), indexes=which).item() for name, x in theirs.items()}
+    assert found.pop("map@4") < expected.pop("map@4")  # a mean over those among the first 4 only
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_an_unknown_metric_is_refused_at_once():

@@ -221,7 +221,7 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
 def test_a_rank_compares_its_share_of_the_candidates():
     draw = torch.Generator().manual_seed(0)
     rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
-    halves = [Gallery("top_k", half, normalize=True, index=None, world=World()) for half in rows.split(1000)]
+    halves = [Gallery("top_k", half, True, None, World(), ties=False) for half in rows.split(1000)]
     unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
     proposals = [half.proposals(unit, 30, nothing) for half in halves]
     floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]
@@ -333,6 +333,20 @@ MISTAKES = {
     ),
     "a pair twice": (lambda: evaluate(ONES, **JUDGED), ("a pair twice",)),
     "excluded of another length": (lambda: top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
+    "dot products that overflow": (
+        lambda: evaluate(torch.ones(3, 2).double() * 1e154, labels=IDS, normalize=False),
+        ("queries must be below", "got 1e+154"),
+    ),
+    "dot products of a search": (
+        lambda: top_k(ONES.double(), ONES.double() * 10.0 ** (160 * rank()), k=1, normalize=False),
+        ("rank 1", "gallery must be below", "dot products overflow"),
+    ),
+    "norms that overflow": (lambda: evaluate(ONES.double() * 1.5e308, labels=IDS), ("norms overflow",)),
+    "grades that overflow": (
+        lambda: evaluate(ONES, ids=IDS, judgements=(IDS, IDS, IDS.double() * 5e307)),
+        ("grades must be at most 1e+300",),
+    ),
+    "k is a list": (lambda: recall_at_k(ONES, ONES, k=[1, 2]), ("k is between 1", "got [1, 2]")),
     "an empty gallery": (lambda: top_k(ONES, ONES[:0], k=1), ("0 rows",)),
 }
 

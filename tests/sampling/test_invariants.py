@@ -13,6 +13,8 @@ from contrastive_zoo.testing.invariant import Broken, Invariant
 from tests.sampling.cases import KINDS, random_trial
 from tests.sampling.invariants import SAMPLER_INVARIANTS, SamplerTrial
 
+pytestmark = pytest.mark.filterwarnings("ignore:MPerClassBatchSampler")  # labels are skewed
+
 CASES = 25
 """Cases of each sampler; ``benchmarks/samplers.py --search`` runs as many as one asks for."""
 

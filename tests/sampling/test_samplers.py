@@ -66,6 +66,17 @@ def test_singletons_are_kept_or_dropped(singletons: Any, expected: int) -> None:
     assert len({x for batch in sampler for x in batch}) == expected
 
 
+def test_a_long_tail_is_warned_of() -> None:
+    labels = [0] * 40 + [1, 2, 3] * 4
+    with pytest.warns(
+        UserWarning, match="10 of 10 batches have fewer than classes_per_batch=3 .* class 0 has 10 of 13"
+    ):
+        sampler = MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=ONE_PROCESS)
+    assert sum(len({labels[x] for x in batch}) < 3 for batch in sampler) == 10
+    MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=cz.World(1, 2))  # rank 0 says it
+    MPerClassBatchSampler(LABELS, m=2, classes_per_batch=3, process_group=ONE_PROCESS)  # the last batch has fewer
+
+
 def test_duplicates_do_not_leave_small_batches() -> None:
     values = [0] * 10 + list(range(1, 51))
     sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ONE_PROCESS)]
@@ -142,7 +153,8 @@ def test_bad_arguments(make: Callable[..., Any], says: str) -> None:
         ([], "GlobalBatchSampler: "),
         ("x", "GlobalBatchSampler: "),
         ({"epoch": 1}, r"a position has an epoch and a step, got \['epoch'\]"),
-        ({"epoch": -1, "step": 0}, "an epoch is an integer of at least 0, got -1"),
+        ({"epoch": -1, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got -1"),
+        ({"epoch": 2**65, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got 36893488147419103232"),
         ({"epoch": 1, "step": 4}, r"0 … 3, the number of batches of epoch 1, got 4"),
         ({"epoch": 1, "step": 0, "digest": "?"}, "other data, another seed or other settings"),
     ],

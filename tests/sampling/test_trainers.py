@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import contrastive_zoo as cz
-from contrastive_zoo.data import CollateEmptyBatches, GlobalBatchSampler
+from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.testing.worlds import Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
@@ -80,17 +80,17 @@ def with_trainer(folder: str, resume: bool) -> list[list[int]]:
 
 
 def with_accelerate() -> list[list[int]]:
-    """Accelerate: prepare the model and the optimizer, not the loader."""
+    """Accelerate: the loader of one process is prepared, which sets the epochs."""
     from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
 
     torchrun_variables()
     accelerator, model = Accelerator(cpu=True), Recorder()
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batches = loader()
-    for epoch in range(EPOCHS):
-        batches.batch_sampler.set_epoch(epoch)
+    batches = prepare_data_loader(loader(), accelerator.device, num_processes=1, process_index=0, put_on_device=True)
+    for _ in range(EPOCHS):
         for batch in batches:
-            accelerator.backward(wrapped(batch["x"].to(accelerator.device))["loss"])
+            accelerator.backward(wrapped(batch["x"])["loss"])
             optimizer.step()
             optimizer.zero_grad()
     return model.seen
@@ -148,6 +148,25 @@ def test_hugging_face(own: Worlds, tmp_path: Any) -> None:
     assert merged(own.run(2, quietly, with_trainer, str(tmp_path), False)) == expected()
     assert merged(own.run(2, quietly, with_trainer, str(tmp_path), True)) == expected()[4:]
     assert merged(own.run(2, quietly, with_accelerate)) == expected()
+
+
+def split_again(rank: int) -> list[int]:
+    """Return the samples of this rank's loader after Accelerate has prepared it for two processes."""
+    from accelerate.data_loader import prepare_data_loader
+
+    sampler = GlobalBatchSampler(24, batch_size=6, process_group=cz.World(rank, 2))
+    loader = DataLoader(torch.arange(24), batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
+    return [int(x) for batch in prepare_data_loader(loader, num_processes=2, process_index=rank) for x in batch]
+
+
+def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"GlobalBatchSampler: each rank has its part .* num_processes=1"):
+            split_again(rank)
+    assert not hasattr(GlobalBatchSampler(24, batch_size=6, process_group=cz.World()), "drop_last")
+    monkeypatch.setattr(BaseBatchSampler, "drop_last", False)
+    assert len(split_again(0) + split_again(1)) < 24
 
 
 def test_lightning(own: Worlds) -> None:

@@ -1,12 +1,27 @@
 """Write conformance vectors: ``python -m tools.vectors [FOLDER]``."""
 
-import sys
+import argparse
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from tools.vectors import write_vectors
 
+
+def writable(name: str) -> Path:
+    """Return the folder, which is created; the program ends in words if nothing can be written into it."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write into {name}: {error.strerror}") from None
+    return folder
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "vectors")
+    parser = argparse.ArgumentParser(prog="python -m tools.vectors", description="Write conformance vectors.")
+    parser.add_argument("folder", nargs="?", type=writable, default="vectors", help="where they are written")
+    folder = parser.parse_args().folder
     summary = write_vectors(folder)
     print(
         f"{summary.cases} cases in {folder}. NumPy formulas repeat {summary.repeated} of them; "

@@ -1,0 +1,141 @@
+"""Means of groups of queries, and how far two encoders differ beyond the choice of queries."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.metrics.exact import means_over_ranks
+from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
+from contrastive_zoo.ranks.session import Session, agree_on_shards
+from contrastive_zoo.ranks.transport import gather_rows
+from contrastive_zoo.ranks.world import Processes, World
+
+
+@uncompiled
+def mean_by_group(
+    values: Float[Tensor, " n"], groups: Int[Tensor, " n"], *, process_group: Processes = None
+) -> dict[int, float]:
+    """Return the mean over all ranks' queries of each group, the same bits for every split and every order of them.
+
+    Args:
+        values: of this rank's queries, from 0 to 1, as of :func:`contrastive_zoo.metrics.evaluate_queries`; NaN does not
+            count.
+        groups: one integer per query, such as its class, or its length in steps: ``torch.bucketize(length, bounds)``.
+        process_group: who holds queries.
+
+    Returns:
+        The means of all groups of all ranks, in ascending order of groups; NaN if no query counts.
+
+    Raises:
+        ValueError: on every rank alike: values outside of 0 … 1, or groups that are not one integer per value.
+
+    Examples:
+        >>> mean_by_group(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([5, 5, 2]))
+        {2: 1.0, 5: 0.5}
+    """
+    world = Session.of(World.of(process_group, "mean_by_group"), check_finite=False)
+    problem = _values_problem("values", values) or labels_problem("groups", groups, len(values))
+    agree_on_shards("mean_by_group", {"values": values, "groups": groups}, world=world, problem=problem)
+    groups, order = groups.cpu().long().sort()
+    names, sizes = groups.unique_consecutive(return_counts=True)
+    parts = values.detach().cpu().double()[order].split(sizes.tolist())
+    of_rank = {name: x.numpy() for name, x in zip(names.tolist(), parts, strict=True)}
+    everywhere = gather_rows(names.to(world.device), world.shards(names), world).unique().tolist()
+    return means_over_ranks({name: of_rank.get(name, np.empty(0)) for name in everywhere}, world)
+
+
+class Difference(NamedTuple):
+    """The difference of two means over queries, and an interval for it.
+
+    Examples:
+        >>> Difference(0.02, 0.005, 0.036).low > 0   # the second encoder is better
+        True
+    """
+
+    mean: float
+    """Mean of ``second − first`` over the queries of all ranks."""
+    low: float
+    high: float
+    """What the mean is between in the stated share of the resamples."""
+
+
+@uncompiled
+def paired_bootstrap(
+    first: Float[Tensor, " n"],
+    second: Float[Tensor, " n"],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+    process_group: Processes = None,
+) -> Difference:
+    """Return how much better the second of two encoders is on the same queries, with a confidence interval.
+
+    The queries of all ranks are drawn with replacement, ``resamples`` times; each draw has a mean of ``second − first``, and
+    the interval is between quantiles of these. It tells what other queries of the same kind would have shown, not what
+    another training would: repeat that with several seeds. Differences are paired, as two encoders find the same queries
+    difficult. Each rank computes a part of the resamples; the result is the same bits for every split of the queries.
+
+    Args:
+        first: the values of this rank's queries, as of :func:`contrastive_zoo.metrics.evaluate_queries`; NaN does not count.
+        second: those of the other encoder, of the same queries in the same order.
+        confidence: the share of the resamples whose means are in the interval.
+        resamples: how often queries are drawn.
+        seed: draws are a function of the seed and the number of queries.
+        process_group: who holds queries.
+
+    Raises:
+        ValueError: on every rank alike: values outside of 0 … 1, different numbers of them, queries that count in one of
+            both only, no query that counts, or settings outside of their bounds or different between ranks.
+
+    Examples:
+        >>> first, second = torch.zeros(200), torch.arange(200) % 4 / 4.0
+        >>> found = paired_bootstrap(first, second)
+        >>> round(found.mean, 3), found.low < 0.375 < found.high
+        (0.375, True)
+
+    Source: Efron & Tibshirani 1993, An introduction to the bootstrap, chapter 13; for retrieval: Sakai 2006,
+    https://doi.org/10.1145/1148170.1148261
+    """
+    name = "paired_bootstrap"
+    world = Session.of(World.of(process_group, name), check_finite=False)
+    problem = _values_problem("first", first) or _values_problem("second", second)
+    if problem is None and not torch.equal(first.isnan().cpu(), second.isnan().cpu()):
+        problem = (
+            f"first and second are values of the same queries, NaN where these do not count, got {described(first)} and "
+            f"{described(second)}."
+        )
+    if not is_integer(resamples, at_least=1, at_most=10**6):
+        problem = f"resamples is an integer in 1 … 1000000, got {described(resamples)}."
+    if not is_integer(seed, at_least=0):
+        problem = f"seed is an integer of at least 0, got {described(seed)}."
+    if not (isinstance(confidence, float) and 0 < confidence < 1):
+        problem = f"confidence is a number between 0 and 1, got {described(confidence)}."
+    settings = {"confidence": confidence, "resamples": resamples, "seed": seed}
+    shards, _ = agree_on_shards(
+        name, {"first": first, "second": second}, world=world, problem=problem, settings=settings
+    )
+    local = second.detach().cpu().double() - first.detach().cpu().double()
+    differences = gather_rows(local.to(world.device), shards, world).cpu().numpy()
+    differences = differences[~np.isnan(differences)]
+    if not len(differences):
+        raise ValueError(f"{name}: no query counts, on any rank.")
+    generators = (np.random.default_rng([seed, i]) for i in range(world.rank, resamples, world.size))
+    drawn = [differences[x.integers(len(differences), size=len(differences))].mean() for x in generators]
+    means = torch.tensor(drawn, dtype=torch.float64, device=world.device)
+    bounds = (1 - confidence) / 2, (1 + confidence) / 2
+    low, high = np.quantile(gather_rows(means, world.shards(means), world).cpu().numpy(), bounds).tolist()
+    return Difference(float(differences.mean()), low, high)
+
+
+def _values_problem(name: str, values: Tensor) -> str | None:
+    """Return why these are not values of queries, in words; None if they are."""
+    if problem := tensor_problem(name, values):
+        return problem
+    if values.ndim != 1 or not values.is_floating_point() or bool((values.detach() - 0.5).abs().gt(0.5).any()):
+        return f"{name} are one number from 0 to 1 per query, or NaN, got {described(values)}."
+    return None
