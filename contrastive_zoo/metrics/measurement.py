@@ -322,7 +322,7 @@ def index_recall(
         top_k(queries, gallery, k=k, normalize=normalize, index=how, process_group=world).indices
         for how in (None, index)
     )
-    found = (exact[:, :, None] == result[:, None]).any(2).double().mean(1)
+    shares = (exact[:, :, None] == result[:, None]).any(2).double().mean(1)
     if groups is not None:
-        return mean_by_group(found, groups, process_group=world)
-    return means_over_ranks({"recall": found.numpy()}, world)["recall"]
+        return mean_by_group(shares, groups, process_group=world)
+    return means_over_ranks({"recall": shares.numpy()}, world)["recall"]
