@@ -19,7 +19,8 @@ class RetrievalMetric(RetrievalMetrics, torchmetrics.Metric):  # type: ignore[mi
     returns None.
 
     Where torchmetrics' own metrics differ: ``RetrievalMAP(top_k=k)`` divides by the relevant items among the first k, and
-    ``map@k`` by all of them; a query without a relevant item counts as 0 there (``empty_target_action="neg"``), and not here.
+    ``map@k`` by all of them; a query without a relevant item counts as 0 there (``empty_target_action="neg"``), and does
+    not count here.
 
     Args:
         metrics: one name, for which ``compute`` returns a number, or a list, for which it returns numbers by name.

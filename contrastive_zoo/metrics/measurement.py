@@ -322,7 +322,8 @@ def index_recall(
         top_k(queries, gallery, k=k, normalize=normalize, index=how, process_group=world).indices
         for how in (None, index)
     )
-    shares = (exact[:, :, None] == result[:, None]).any(2).double().mean(1)
+    of_queries = [torch.isin(x, y).double().mean() for x, y in zip(exact, result, strict=True)]
+    shares = torch.tensor(of_queries, dtype=torch.float64)
     if groups is not None:
         return mean_by_group(shares, groups, process_group=world)
     return means_over_ranks({"recall": shares.numpy()}, world)["recall"]
