@@ -96,12 +96,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "2 → 3",
     ): _FILL,
     ("ranks/handshake.py", "", "8 → 9"): _TUNING,
-    (
-        "engine/exchange.py",
-        "wire_rows",
-        "derived(lambda x: x.to(dtype), columns, world=world) if is_16_bit(dtype) else columns → "
-        "derived(lambda x: x.to(dtype), columns, world=world) if True else columns",
-    ): "A wider dtype of the input is that of the columns, which nothing converts.",
     ("ranks/group_state.py", "ReservedBytes.learn", "0 → 1 (3)"): _TUNING,
     (
         "wrapper/step.py",
