@@ -8,12 +8,26 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine import row_statistics
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
-Compares = Literal["views", "three views", "labels", "teachers", "ids", "texts", "tokens", "mined"]
-"""Two or three views; embeddings with labels; two towers with those of a teacher; two towers with ids; videos with two texts
+Compares = Literal[
+    "views",
+    "three views",
+    "stacked views",
+    "labels",
+    "whole numbers",
+    "mask",
+    "teachers",
+    "ids",
+    "texts",
+    "tokens",
+    "mined",
+]
+"""Two or three views; three in one tensor; embeddings with labels, also of whole numbers, many of whose dot products are
+equal; embeddings with a mask of positives; two towers with those of a teacher; two towers with ids; videos with two texts
 each; queries and documents of tokens, with a mask each; or queries, documents, hard negatives and the queries that these
 were mined for."""
 
@@ -36,6 +50,17 @@ class Loss:
     def in_shards(self) -> bool:
         """Whether each rank evaluates its own anchors of another library's loss, which then takes no hooks."""
         return self.wrapper().get("mode") == "sharded"
+
+
+class YieldingHard(cz.RowLoss):
+    """The example of the docs."""
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> row_statistics.Rows:
+        farthest, nearest = yield (
+            row_statistics.Minimum(similarity, positive),
+            row_statistics.Maximum(similarity, negative),
+        )
+        return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
 
 
 def learnt() -> cz.LearnableTemperature:
@@ -73,6 +98,23 @@ def mined() -> dict[str, Any]:
 
 MARGIN, ARC, NORMALIZE = ("margin", (0.2, 0.3)), ("margin", (0.5, 0.3)), ("normalize", (True, False))
 IN_A_RING = {
+    "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum"), setting=NORMALIZE),
+    "the user's own": Loss(YieldingHard, "labels", NORMALIZE),
+    "Triplet, soft": Loss(
+        lambda: cz.Triplet(mining="hard", metric="similarity", soft=True), "labels", ("margin", (0.05, 0.3))
+    ),
+    "Triplet, ties": Loss(
+        lambda: cz.Triplet(mining="hard", metric="squared distance", soft=True, normalize=False),
+        "whole numbers",
+        ("margin", (0.05, 0.3)),
+    ),
+    "SupCon, first views": Loss(lambda: cz.SupCon(temperature=0.5, contrast_mode="one"), "stacked views"),
+    "SupCon, mask": Loss(lambda: cz.SupCon(temperature=0.5), "mask"),
+    "MNRL with negatives": Loss(
+        lambda: cz.MNRL(temperature=0.5, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
+        "three views",
+        NORMALIZE,
+    ),
     "SupCon, in": Loss(lambda: cz.SupCon(temperature=0.5, variant="in"), "labels"),
     "NCA": Loss(lambda: cz.NCA(temperature=learnt()), "labels", NORMALIZE),
     "TupletMargin": Loss(lambda: cz.TupletMargin(temperature=0.5), "labels"),
@@ -195,8 +237,13 @@ def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -
         towers = [torch.stack([embeddings() for _ in range(length)], 1) for length in (2, 3)]
         valid = [torch.randint(2, x.shape[:2], generator=generator) for x in towers]
         return [*towers, *(x.index_fill(1, torch.tensor(0), 1) for x in valid)]  # one token is always there
-    if compares in ("labels", "ids"):
+    if compares == "stacked views":
+        return [torch.stack([embeddings() for _ in range(3)], 1)]
+    if compares == "mask":
+        return [embeddings(), torch.rand(total, total, generator=generator) < 0.3]
+    if compares in ("labels", "ids", "whole numbers"):
         towers = [embeddings() for _ in range(2 if compares == "ids" else 1)]
+        towers = [x.round() for x in towers] if compares == "whole numbers" else towers
         return [*towers, torch.randint(CLASSES, (total,), generator=generator)]
     owners = torch.arange(total).where(torch.rand(total, generator=generator) < 0.7, -1)
     return [embeddings(), embeddings(), embeddings(), owners]
@@ -208,3 +255,9 @@ def local_rows(compares: Compares, rows: list[Tensor], start: int, size: int) ->
     if compares == "mined":
         mine[3] = torch.where(mine[3] < 0, -1, mine[3] - start)
     return mine
+
+
+def called(loss: Callable[..., Tensor], compares: Compares, *rows: Tensor) -> Tensor:
+    """Call a loss with its rows; a mask goes by name."""
+    names = ("mask",) if compares == "mask" else ()
+    return loss(*rows[: 1 if names else None], **dict(zip(names, rows[1:], strict=False)))

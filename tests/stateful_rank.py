@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import pickle
 import warnings
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from tests.helpers import EXACT
-from tests.stateful_losses import LOSSES, Loss, global_rows, local_rows
+from tests.stateful_losses import LOSSES, Loss, called, global_rows, local_rows
 
 Action = tuple[str, Mapping[str, Any]]
 """A method of :class:`Rank`, and what it is called with."""
@@ -254,7 +255,8 @@ class Rank:
     def _called(self, call: Callable[..., Tensor], rows: list[Tensor], reentrant: bool | None = None) -> Tensor:
         budget = contextlib.nullcontext() if self.budget is None else cz.engine.memory_budget(self.budget)
         with budget, torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
-            value = call(*rows) if reentrant is None else checkpoint(call, *rows, use_reentrant=reentrant)
+            run = functools.partial(called, call, self.kind.compares)
+            value = run(*rows) if reentrant is None else checkpoint(run, *rows, use_reentrant=reentrant)
         self.called |= call is self.wrapper
         assert isinstance(value, Tensor)
         return value
@@ -294,7 +296,7 @@ class Rank:
             rows = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in rows]
             with cz.engine.plain_formulas(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 miner = self.kind.wrapper().get("miner")
-                values.append(loss(*rows, *([miner(*rows)] if miner else [])))
+                values.append(called(loss, self.kind.compares, *rows, *([miner(*rows)] if miner else [])))
             leaves.append([x for x in rows if x.is_floating_point()])
         if backward != "none":
             together = backward != "each"

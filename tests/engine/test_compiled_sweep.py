@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import contrastive_zoo as cz
 from contrastive_zoo.engine import anchor_block, compiled_sweep
 from contrastive_zoo.testing.worlds import Worlds
-from tests.engine.test_ring import GENERAL_PATH, Call, batch, called
-from tests.engine.test_ring import LOSSES as RINGS
+from tests.engine.test_ring import GENERAL_PATH
 from tests.helpers import EVERY_CASE, EXACT, distance, local_shard
+from tests.stateful_losses import LOSSES as RINGS
+from tests.stateful_losses import Compares, D, called, global_rows
 from tests.stateful_rank import limits
 from tests.zoo import BatchHard, Tempered
 
@@ -50,13 +51,13 @@ class Drawing(cz.RowLoss):
 
 
 def memory() -> nn.Module:
-    return cz.CrossBatchMemory(cz.Triplet(mining="hard"), 6, 5, dtype=torch.float64)
+    return cz.CrossBatchMemory(cz.Triplet(mining="hard"), 6, D, dtype=torch.float64)
 
 
-LOSSES: dict[str, tuple[Make, Call]] = {
-    **{name: RINGS[name] for name in (
-        "Circle", "MultiSimilarity, mined", "Triplet, hard", "Margin", "NCA", "SINCERE", "SupCon, mask", "DCLW", "HCL",
-        "ClipDistillation", "MultiPositive", "MNRL, both",
+LOSSES: dict[str, tuple[Make, Compares]] = {
+    **{name: (RINGS[name].make, RINGS[name].compares) for name in (
+        "Circle", "MultiSimilarity", "Triplet", "Margin", "NCA", "SINCERE", "SupCon, mask", "DCLW", "HCL",
+        "ClipDistillation", "MultiPositive", "MNRL with negatives",
     )},
     "a parameter": (BatchHard, "labels"),
     "a submodule": (Tempered, "labels"),
@@ -65,6 +66,7 @@ LOSSES: dict[str, tuple[Make, Call]] = {
     "SmoothAP": (partial(cz.SmoothAP, temperature=0.3), "labels"),
     "memory": (memory, "labels"),
 }  # fmt: skip
+batch = partial(global_rows, dtype=torch.float64)
 STEPS = [(5, 3), (0, 6), (5, 3), (7, 2)]
 """Shard sizes of the steps on two ranks."""
 
@@ -86,11 +88,11 @@ def compiling(backend: Any = "eager") -> Iterator[None]:
         yield
 
 
-def outcome(loss: Any, call: Call, rows: Sequence[Tensor], weight: float = 1.0) -> list[Tensor]:
+def outcome(loss: Any, call: Compares, rows: Sequence[Tensor], weight: float = 1.0) -> list[Tensor]:
     """Return the value, and the gradients of embeddings and parameters."""
     rows = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in rows]
     learnt = [x for x in [*rows, *loss.parameters()] if x.requires_grad]
-    value = called(loss, call, rows)
+    value = called(loss, call, *rows)
     weights = weight * torch.arange(1.0, 1 + value.numel(), dtype=value.dtype).reshape(value.shape)
     return [value.detach(), *torch.autograd.grad(value, learnt, weights, allow_unused=True, materialize_grads=True)]
 
@@ -105,7 +107,7 @@ def steps_of(name: str, reduction: str | None, **options: Any) -> float:
     worst = 0.0
     for number, shards in enumerate(STEPS):
         shards = shards if dist.get_world_size() == 2 else (sum(shards),)
-        rows = [local_shard(x, shards) for x in batch(call, sum(shards), seed=number)]
+        rows = [local_shard(x, shards) for x in batch(call, sum(shards), number)]
         for loss in losses:
             if isinstance(loss, cz.Circle):  # a setting that changes
                 loss.m = 0.1 + 0.1 * number
@@ -153,8 +155,8 @@ def graphs(sizes: Sequence[int]) -> list[int]:
     counter, loss, found = CompileCounterWithBackend("eager"), cz.Circle(), []
     with compiling(counter):
         for number, size in enumerate(sizes):
-            outcome(loss, "labels", batch("labels", size, seed=number))
-            cz.Circle(m=0.1 * number)(*batch("labels", size, seed=number))  # a loss of its own, with a graph
+            outcome(loss, "labels", batch("labels", size, number))
+            cz.Circle(m=0.1 * number)(*batch("labels", size, number))  # a loss of its own, with a graph
             found.append(counter.frame_count)
     return found
 
@@ -169,7 +171,7 @@ def test_the_number_of_graphs_is_bounded(worlds: Worlds) -> None:
 
 def copies_and_pickles() -> tuple[bool, list[float]]:
     """Whether a compiled loss has the attributes of another, and the errors of its copies."""
-    loss, rows = BatchHard().double(), batch("labels", 7, seed=0)
+    loss, rows = BatchHard().double(), batch("labels", 7, 0)
     before = list(vars(loss)), list(loss.state_dict())
     with compiling():
         expected = outcome(loss, "labels", rows)
@@ -204,7 +206,7 @@ def broken(graph: Any, inputs: Any) -> Any:
 def one_rank_compiles() -> tuple[float, list[str]]:
     """Compile on rank 0 alone, twice; return the error and the warnings."""
     loss = cz.DistributedLoss(cz.Circle())
-    rows = [local_shard(x, (5, 4)) for x in batch("labels", 9, seed=0)]
+    rows = [local_shard(x, (5, 4)) for x in batch("labels", 9, 0)]
     with cz.engine.use_implementation("auto"):
         expected = outcome(loss, "labels", rows)
     with compiling("eager" if dist.get_rank() == 0 else broken), warnings.catch_warnings(record=True) as caught:
@@ -227,7 +229,7 @@ def error_of_a_loss() -> tuple[str, bool]:
     with compiling(), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            Refusing()(*batch("labels", 5, seed=0))
+            Refusing()(*batch("labels", 5, 0))
         except ValueError as error:
             return str(error), compiled_sweep._compiled[Refusing] is not None
     raise AssertionError("no error")
@@ -242,7 +244,7 @@ def test_errors_of_a_loss_are_no_failures_of_the_compiler(worlds: Worlds) -> Non
 
 def in_contexts() -> dict[str, float]:
     """Return the error of a compiled loss within other contexts."""
-    loss, rows = BatchHard().double(), batch("labels", 8, seed=0)
+    loss, rows = BatchHard().double(), batch("labels", 8, 0)
     expected = outcome(loss, "labels", rows)
     found: dict[str, list[Tensor]] = {}
     with compiling("aot_eager"):
@@ -275,7 +277,7 @@ def test_a_compiled_loss_within_other_contexts(worlds: Worlds) -> None:
 
 
 def drawn_numbers(backend: str) -> tuple[Tensor, Tensor]:
-    loss, rows = Drawing(), batch("labels", 6, seed=0)
+    loss, rows = Drawing(), batch("labels", 6, 0)
     results = []
     for name in ("auto", "compiled"):
         torch.manual_seed(0)
