@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_zoo.metrics.monitor.monitor import Monitor
-from contrastive_zoo.ranks.collectives import mean_over_ranks
+from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 from contrastive_zoo.testing.invariant import TOLERANCE, Broken, invariant
 from contrastive_zoo.testing.worlds import Worlds
@@ -135,7 +135,7 @@ class MeanOfRanks(LocalBatch):
 
     def observe(self, loss: Any, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World) -> None:
         super().observe(loss, rows, shards, world)
-        means = mean_over_ranks(torch.tensor([*super().latest.values()]), world)
+        means = reduced_everywhere(torch.tensor([*super().latest.values()]), "mean", world)
         self.mean = dict(zip(super().latest, means, strict=True))
 
     @property

@@ -21,7 +21,7 @@ from contrastive_zoo.engine.precision import (
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.session import Session
-from contrastive_zoo.ranks.transport import derived, extreme_over_ranks, gather_rows
+from contrastive_zoo.ranks.transport import derived, gather_rows, reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
 Reduction = Literal["mean", "sum", "none"]
@@ -162,7 +162,7 @@ class Batch:
 
     def maximum(self, x: Tensor) -> Tensor:
         """Return the largest ``x`` of all ranks, element by element, without gradient."""
-        return extreme_over_ranks(x, "max", self.world)
+        return reduced_everywhere(x, "max", self.world)
 
     def log_sum_exp(self, x: Tensor, *, gradient: Gradient) -> Tensor:
         """Return the elementwise ``logsumexp`` of ``x`` over ranks; it may be −inf on some of them, but not on all."""

@@ -19,6 +19,7 @@ A rank holds four shards of columns at a time: its own, the one that it passes o
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -105,49 +106,56 @@ class GatherExchange:
         whole = slice(0, self.shards.size)
         takes_all = len(self.blocks) == self.world.size and all(x.columns == x.sent == whole for x in self.blocks)
         if not (scatters_sums(self.shards, self.world) and takes_all):
-            return merge_at_owners(total, list(parts), self.blocks[1:], self.world)
-        by_rank = {block.ahead: part for block, part in zip(self.blocks, [total, *parts], strict=True)}
-        gradients = torch.cat([by_rank[rank] for rank in range(self.world.size)])
+            return merge_at_owners(total, parts, self.blocks[1:], self.world)
+        gradients = total.new_empty(self.shards.total, *total.shape[1:])
+        by_rank = gradients.split(self.shards.sizes)
+        for block, part in zip(self.blocks[1:], parts, strict=True):
+            by_rank[block.ahead].copy_(part)
+        gradients[self.shards.local] = total
         return total.copy_(reduce_scatter_rows(gradients, self.shards, self.world))
 
 
 class SendReceive:
-    """Start to send rows to one rank and to receive rows from another."""
+    """Start to send rows to one rank and to receive rows from another; in place of no rows, one of zeros.
+
+    Every rank sends: NCCL demands it of the first transfers of a group.
+    """
 
     def __init__(self, rows: Tensor, to: int, count: int, source: int, world: World) -> None:
-        self.sent, self.received = rows.contiguous(), rows.new_empty(count, *rows.shape[1:])
-        messages = [dist.P2POp(dist.isend, self.sent, group=world.group, group_peer=to)] if len(rows) else []
-        if count:
-            messages.append(dist.P2POp(dist.irecv, self.received, group=world.group, group_peer=source))
-        self.arrived = world.start(
-            "a transfer to the next rank of the ring",
-            lambda: dist.batch_isend_irecv(messages) if messages else None,
-            polled=False,
-        )
+        self.sent = rows.contiguous() if len(rows) else rows.new_zeros(1, *rows.shape[1:])
+        self.received, self.count = rows.new_empty(max(1, count), *rows.shape[1:]), count
+        messages = [
+            dist.P2POp(dist.isend, self.sent, group=world.group, group_peer=to),
+            dist.P2POp(dist.irecv, self.received, group=world.group, group_peer=source),
+        ]
+        begin = partial(dist.batch_isend_irecv, messages)
+        self.arrived = world.start("a transfer to the next rank of the ring", begin, polled=False)
 
     def wait(self) -> Tensor:
         self.arrived()
-        return self.received
+        return self.received[: self.count]
 
 
 def merge_at_owners(
     total: Tensor,
-    parts: Sequence[Tensor],
+    parts: Iterable[Tensor],
     blocks: Sequence[RankBlock],
     world: World,
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
 ) -> Tensor:
     """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs."""
+    send, receive = [0] * world.size, [0] * world.size
+    for block in blocks:
+        send[block.ahead], receive[block.behind] = _length(block.columns), _length(block.sent)
+    outgoing = total.new_empty(sum(send), *total.shape[1:])
+    by_owner = outgoing.split(send)
+    for block, part in zip(blocks, parts, strict=True):  # one part is held at a time, if they come one by one
+        by_owner[block.ahead].copy_(part)
     if world.size == 1:
         return total
-    by_owner = {block.ahead: part for block, part in zip(blocks, parts, strict=True)}
-    by_source = {block.behind: block.sent for block in blocks}
-    send = [len(by_owner[rank]) if rank in by_owner else 0 for rank in range(world.size)]
-    receive = [by_source[rank].stop - by_source[rank].start if rank in by_source else 0 for rank in range(world.size)]
-    outgoing = torch.cat([total[:0], *(by_owner[rank] for rank in sorted(by_owner))])
     received = exchange_rows(outgoing, send, receive, world).split(receive)
-    for rank in sorted(by_source):
-        total[by_source[rank]] = merge(total[by_source[rank]], received[rank])
+    for block in sorted(blocks, key=lambda x: x.behind):
+        total[block.sent] = merge(total[block.sent], received[block.behind])
     return total
 
 

@@ -16,7 +16,7 @@ from contrastive_zoo.engine.precision import inverse_norms, multiplied
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
 from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.transport import extreme_over_ranks, gather_rows
+from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 from contrastive_zoo.ranks.world import Shards, World
 
 
@@ -119,7 +119,7 @@ class SoftmaxSweep:
         if not devices.on_cpu(rows):
             return None
         norms = [torch.linalg.vector_norm(x, dim=1).max() if len(x) else x.new_zeros(()) for x in (rows, columns)]
-        return scale * extreme_over_ranks(torch.stack(norms), "max", self.world).prod().item()
+        return scale * reduced_everywhere(torch.stack(norms), "max", self.world).prod().item()
 
     def lost_precision(self, r: Tensor, c: Tensor | None, largest: float) -> bool:
         """Return whether a sum of shifted exponentials is so small that its terms may have underflowed, on any rank."""
@@ -128,7 +128,7 @@ class SoftmaxSweep:
             return False
         lowest = min(x.min().item() if len(x) else math.inf for x in (r, r if c is None else c))
         precise = r.new_tensor(lowest >= math.exp(-window), dtype=torch.float32)
-        return not extreme_over_ranks(precise, "min", self.world).item()
+        return not reduced_everywhere(precise, "min", self.world).item()
 
     def _excluded_columns(self, block: RankBlock) -> Tensor | None:
         """Return the excluded rows of a block's rows, as indices of its columns; outside of them where it has none."""

@@ -39,7 +39,7 @@ from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
-from contrastive_zoo.ranks.transport import OPS, Reduction, reduced_everywhere
+from contrastive_zoo.ranks.transport import OPS, Reduction
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "reduce_scatter", "replicated", "scatter"]
@@ -76,11 +76,6 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
         problem = NO_ROWS
     unchecked = Session.of(world, check_finite=False)
     return agree_on_shards(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
-
-
-def mean_over_ranks(x: Tensor, world: World) -> Tensor:
-    """Return the mean of all ranks' x without gradient, checks or handshake; the division has at least 32 bits."""
-    return x if world.size == 1 else reduced_everywhere(x, "mean", world)
 
 
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:

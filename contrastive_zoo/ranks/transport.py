@@ -127,11 +127,6 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
     return (total if over == 1 else total / over).to(rows)
 
 
-def extreme_over_ranks(x: Tensor, op: Literal["max", "min"], world: World) -> Tensor:
-    """Return the elementwise extreme over all ranks, without gradient."""
-    return x if world.size == 1 else reduced_everywhere(x, op, world)
-
-
 def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
     """Send ``send[r]`` of these rows to rank r, and return ``receive[r]`` rows from each rank r, in rank order."""
     local = as_bytes(sendable(rows, world))
@@ -160,7 +155,12 @@ def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]
 
 
 def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
-    """Return the all-reduced x; a small x is gathered and reduced in rank order, so every rank has the same bits."""
+    """Return the all-reduced x, without gradient; a mean is divided in at least 32 bits.
+
+    A small x is gathered and reduced in rank order, so every rank has the same bits.
+    """
+    if world.size == 1:
+        return x
 
     def run(y: Tensor) -> None:
         if world.sends_directly(y):

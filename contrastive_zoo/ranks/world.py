@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single, backward_pass
+from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import lost, started
 
@@ -167,9 +168,11 @@ class World:
         return self.start_gather(x, message, group or self.group, opens=opens)
 
     def sends_directly(self, x: Tensor) -> bool:
-        """Whether each rank sends x to each other rank directly: a small tensor arrives sooner than through gloo's ring."""
-        small = x.nbytes * self.size <= _SMALL
-        return small and self.size > 1 and x.device.type == "cpu" and not self.on_accelerators
+        """Whether a gather of x takes fewer rounds than gloo's ring, because x is small."""
+        return self._is_small(x) and self.size > 1 and not self.on_accelerators
+
+    def _is_small(self, x: Tensor) -> bool:
+        return x.is_cpu and x.nbytes * self.size <= (_SMALL if self.size <= _FEW_RANKS else _SMALL_OF_MANY)
 
     def start_gather(
         self,
@@ -182,12 +185,14 @@ class World:
         """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x]."""
         if self.size == 1:
             return lambda: x[None]
-        gathered, group = x.new_empty(self.size, *x.shape), group or self.group
-        if x.is_cpu and x.nbytes * self.size <= _SMALL:
+        gathered, group = x.new_empty(self.size, *x.shape), group or self.process_group
+        begin: Callable[[], Any]
+        if (is_small := self._is_small(x)) and self.size > _FEW_RANKS:
+            state_of(group).gathers += 1
+            begin = functools.partial(Doubling, x, gathered, group, state_of(group).gathers)
+        elif is_small:
             copies = torch.stack([x] * self.size)
-            begin: Callable[[], Any] = functools.partial(
-                dist.all_to_all_single, gathered, copies, group=group, async_op=True
-            )
+            begin = functools.partial(dist.all_to_all_single, gathered, copies, group=group, async_op=True)
         else:
             flat = x.reshape(-1)
             begin = functools.partial(all_gather_single, gathered.view(-1), flat, group=group, async_op=True)
@@ -235,7 +240,8 @@ class World:
         lengths = [length for (length,) in self.exchange([len(local)])]
         if max(lengths) == 0:
             return [""] * self.size
-        rows = self.exchange([*local, *bytes(max(lengths) - len(local))])
+        padded = torch.frombuffer(bytearray(local.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        rows = self.start_host_gather(padded.to(self.host_device))().tolist()
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def shards(self, rows: int | Tensor) -> Shards:
@@ -251,6 +257,10 @@ class World:
 
 _SMALL = 2**18
 """Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
+
+_FEW_RANKS, _SMALL_OF_MANY = 64, 2**23
+"""Up to so many ranks a rank sends to each other one directly. Otherwise gathers of so many bytes take log₂ W rounds: the
+direct messages take longer, at 5 µs each, and gloo's ring, where more ranks have more than :data:`_SMALL`, W − 1 rounds."""
 
 ONE_PROCESS = World()  # the world of one process
 

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.ranks.collectives import mean_over_ranks, sum_over_ranks
+from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
+from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import Processes, World
 
 BUCKET_BYTES = 25 * 2**20  # gradients are sent together in messages of about this size, DDP's default
@@ -54,7 +55,7 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         for bucket in _buckets(touched):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            parts = mean_over_ranks(flat, world).split([p.numel() for p in bucket])
+            parts = reduced_everywhere(flat, "mean", world).split([p.numel() for p in bucket])
             for parameter, mean in zip(bucket, parts, strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)

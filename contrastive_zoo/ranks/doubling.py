@@ -1,0 +1,56 @@
+"""A gather in ⌈log₂ W⌉ rounds: between many ranks, latency and not bandwidth is what a small message takes.
+
+gloo gathers in W − 1 rounds, one after the other, or by W − 1 messages of each rank. Here a rank holds twice as many ranks'
+tensors after each round.
+
+Source: Bruck et al. 1997, §3, https://doi.org/10.1109/71.642949
+"""
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Doubling(threading.Thread):
+    """Writes the tensors of all ranks into ``gathered``, [W, …]; waited for as a work of torch.distributed is.
+
+    The rounds run in a thread: a transfer between two ranks cannot be waited for in parts. Gathers of one group that are
+    under way at a time have different tags.
+    """
+
+    error: RuntimeError | None = None
+
+    def __init__(self, x: Tensor, gathered: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        super().__init__(daemon=True, name="contrastive_zoo gather")
+        self.gathered, self.group, self.tag = gathered, group, tag
+        gathered[group.rank()] = x
+        self.start()
+
+    def run(self) -> None:
+        rank, size, held = self.group.rank(), self.group.size(), 1
+        try:
+            while held < size:  # the tensors of this rank and of those that follow it
+                block = rank + torch.arange(min(held, size - held))
+                sent = self.gathered[block % size]
+                received = torch.empty_like(sent)
+                pairs = (dist.isend, sent, (rank - held) % size), (dist.irecv, received, (rank + held) % size)
+                messages = [dist.P2POp(op, x, None, self.group, self.tag, peer) for op, x, peer in pairs]
+                for work in dist.batch_isend_irecv(messages):
+                    work.wait()
+                self.gathered[(block + held) % size] = received
+                held *= 2
+        except RuntimeError as error:
+            self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raise a RuntimeError if the message has failed, or has not arrived in time."""
+        self.join(None if timeout is None else timeout.total_seconds())
+        if self.error is not None or self.is_alive():
+            raise self.error or RuntimeError("the gather is under way")
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived or failed."""
+        return not self.is_alive()

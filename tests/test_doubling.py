@@ -1,0 +1,100 @@
+"""The gather of many ranks in ⌈log₂ W⌉ rounds: the same rows and losses, several at a time, failures that are told."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.ranks import world as world_module
+from contrastive_zoo.ranks.doubling import Doubling
+from contrastive_zoo.ranks.messages import CommunicationError
+from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
+from tests.helpers import distance, numbers
+from tests.simulated import value_and_gradients
+
+
+@contextmanager
+def of_many_ranks() -> Iterator[None]:
+    """Within it this rank's group, however small, gathers as a group of many ranks does."""
+    with patch.object(world_module, "_FEW_RANKS", 0):
+        yield
+
+
+def all_of(rank: int, count: int) -> Tensor:
+    return torch.arange(count * 3.0).view(count, 3) + 100 * rank
+
+
+def gathered(*, one_tag: bool) -> bool:
+    """Whether two gathers that are under way at a time bring the rows of all ranks; the last rank starts late."""
+    world = World.of()
+    messages = [all_of(world.rank, 1), all_of(world.rank, 1) + 50]
+    first_last = reversed if one_tag and world.rank == 0 else list  # a rank's threads may send in any order
+    with of_many_ranks():
+        if one_tag:
+            found = [torch.empty(world.size, *x.shape) for x in messages]
+            pairs = first_last([*zip(messages, found, strict=True)])
+            for work in [Doubling(x, into, world.process_group, 1) for x, into in pairs]:
+                time.sleep(0.05)
+                work.wait()
+        else:
+            found = [wait() for wait in [world.start_gather(x) for x in messages]]
+    expected = torch.stack([all_of(rank, 1) for rank in range(world.size)])
+    return bool((found[0] == expected).all() and (found[1] == expected + 50).all())
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_two_gathers_at_a_time_bring_the_rows_of_all_ranks(size: int, worlds: Worlds) -> None:
+    assert all(worlds.run(size, gathered, one_tag=False))
+
+
+def test_gathers_with_one_tag_would_be_mixed_up(worlds: Worlds) -> None:
+    """The mutant."""
+    assert not all(worlds.run(2, gathered, one_tag=True))
+
+
+def step(*, many: bool) -> list[Tensor]:
+    rank = dist.get_rank()
+    rows = [numbers((3, 0, 2)[rank], 4, seed=10 * rank + side) for side in (0, 1)]
+    with of_many_ranks() if many else nullcontext(), splitting(always=True):
+        found = value_and_gradients(
+            cz.DistributedLoss(cz.Clip(temperature=cz.LearnableTemperature(0.2))).double(), rows
+        )
+    return [x.detach() for x in found]
+
+
+def test_a_loss_is_the_same(worlds: Worlds) -> None:
+    for x, expected in zip(*(worlds.run(3, step, many=many) for many in (True, False)), strict=True):
+        assert all(distance(a, b) < 1e-14 for a, b in zip(x, expected, strict=True))
+
+
+def waits_for_a_failed_rank() -> str:
+    """What rank 0 learns while it waits in the rounds of a group whose rank 1 has failed."""
+
+    def fails(z: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise KeyError("a column is missing")
+        return z.square().sum()
+
+    loss_fn = cz.DistributedLoss(fails, process_group=dist.new_group([0, 1]))
+    with of_many_ranks():
+        for _ in range(2):
+            try:
+                loss_fn(numbers(2, 3, seed=dist.get_rank()))
+            except (CommunicationError, KeyError) as error:
+                return str(error)
+    return ""
+
+
+def test_a_failure_is_told_within_the_rounds(worlds: Worlds) -> None:
+    found, _ = worlds.run(2, waits_for_a_failed_rank)
+    assert (
+        "rank 0 waited in the handshake for a rank that has failed. Rank 1 failed in fails, call 1: KeyError" in found
+    )
