@@ -1,9 +1,9 @@
-"""A model of one step on W ranks: FLOP, memory traffic, elements sent and latency, at rates fitted to measurements.
+"""A model of one step on W ranks: FLOP, memory traffic, bytes sent, latency and launches, at rates fitted to measurements.
 
 python benchmarks/scaling.py
 
-Reads benchmarks/results/cpu.json, fits five rates to its cases of the group "scaling", and writes the parts of
-docs/pages/scaling.md with the same formulas at the rates of :data:`GPUS`, which are assumptions.
+Reads benchmarks/results/cpu.json, fits six rates to its cases of the group "scaling", and writes the parts of
+docs/pages/scaling.md with the same formulas at the rates of :data:`GPUS`: measured kernels of one GPU, and assumed networks.
 """
 
 import itertools
@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from one_rank import HEADER
 from scipy.optimize import nnls
 from suite.cases import CASES
 from suite.harness import quartiles
 from suite.report import number, picture
 
+from contrastive_zoo.ranks.world import _FEW_RANKS, _SMALL
 from tools.pages import PAGES, fill, table
 
 FLOAT = 4  # bytes of an element
@@ -44,27 +46,44 @@ class Amounts(NamedTuple):
     flop: float
     touched: float
     sent: float
-    messages: float
+    rounds: float
+    """Messages that are waited for one after the other."""
+    blocks: float
+    """Of other ranks' candidates: a few operations each, and a message to each rank."""
     steps: float = 1.0
 
 
 Rates = Amounts
 
 
-def amounts(option: Option, b: int, d: int, ranks: int, row_element: int = FLOAT) -> Amounts:
-    """Return the amounts of a softmax loss with b anchors of width d on each rank, sent in elements of so many bytes."""
+def amounts(
+    option: Option, b: int, d: int, ranks: int, row_element: int = FLOAT, collective: int | None = None
+) -> Amounts:
+    """Return the amounts of a softmax loss with b anchors of width d on each rank, sent in elements of so many bytes.
+
+    ``collective`` are the rounds in which rows are gathered, and gradients are returned; by default those of gloo.
+    """
     half = 0.5 if option.towers == 1 else 1.0
     cells, others = half * b * b * ranks, b * (ranks - 1)
     products = 3 if option.kept else 4
     touches = 8 if option.kept else 10  # exp 2, two sums 2, exp again 2 unless kept, two coefficients added 1, times 3
     columns = 2 * half if option.ring else 1  # a ring sends them twice, but only half of the way with one tower
-    of_rows = 3 * half if option.ring else 2  # and two of statistics
+    scalars = 3 if option.towers == 2 else 1
+    small = 1 if ranks <= _FEW_RANKS else doublings(ranks)
+    gather = collective or (small if FLOAT * b * d * ranks <= _SMALL else ranks - 1)
+    of_rows = 2 * half * ranks if option.ring else gather + (collective or 1)
     return Amounts(
         flop=cells * products * 2 * d,
         touched=cells * touches * FLOAT,
-        sent=others * (d * (row_element * columns + FLOAT * half) + 3 * FLOAT),
-        messages=(of_rows + 2) * (ranks - 1) + 4 * math.ceil(math.log2(ranks)),
+        sent=others * (d * (row_element * columns + FLOAT * half) + 3 * FLOAT)
+        + (ranks - 1) * (2 * HEADER + 8 * scalars),
+        rounds=((3 + scalars) * small + 1 + of_rows) * (ranks > 1),  # two headers, statistics, and sums to their owners
+        blocks=half * (ranks - 1),
     )
+
+
+def doublings(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))
 
 
 def bytes_held(option: Option, b: int, d: int, ranks: int) -> float:
@@ -122,15 +141,16 @@ class Gpu:
     touched: float  # bytes a second, of what passes over tiles
     inside: float  # bytes a second to a rank of the same machine
     outside: float  # to one of another
-    latency: float  # seconds a message
-    step: float  # seconds a step for launching what is small
+    latency: float  # seconds a round of messages
+    block: float  # seconds of the host to launch a block
+    step: float  # and what each step launches
     memory: float  # bytes, of which the loss may have half
     row_element: int = FLOAT  # bytes of an element of an embedding on the wire
     machine: int = 8  # ranks
 
     def rates(self, ranks: int) -> Rates:
         link = self.inside if ranks <= self.machine else self.outside
-        return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.step)
+        return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.block, self.step)
 
     def seconds_a_byte(self, ranks: int) -> float:
         """Return the seconds that a byte takes in a ring of two levels: (M − 1) of W − 1 shards come from outside."""
@@ -138,12 +158,15 @@ class Gpu:
         return from_outside / self.outside + (1 - from_outside) / self.inside
 
 
-_TF32 = Gpu(flop=2.5e14, touched=2.5e12, inside=3e11, outside=4e10, latency=1e-5, step=2e-3, memory=8e10)
-GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), "flop": 5e14, "row_element": 2})}
+KERNEL = 65_536, 768, 46.1e-3  # rows, width and seconds of CLIP on an H100: benchmarks/gpu.md, bfloat16
+_BLOCK, _STEP = 9 * 80e-6, 1.5e-3  # as measured there: launches of 50 to 110 µs, nine a block; a small step
+_TF32 = Gpu(2.5e14, 2.5e12, inside=3e11, outside=4e10, latency=1e-5, block=_BLOCK, step=_STEP, memory=8e10)
+_OF_KERNEL = {"flop": 8 * KERNEL[0] ** 2 * KERNEL[1] / KERNEL[2], "touched": math.inf}  # its tiles stay on the chip
+GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), **_OF_KERNEL, "row_element": 2})}
 WIDTH = 768
 ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024, 4096)
 MESH_EXAMPLE = 2**22, 2**10  # rows and ranks of the example of a ring of two levels
-LIMITS = ("matrix products", "passes over tiles", "network", "network", "fixed cost")
+LIMITS = ("matrix products", "passes over tiles", "network", "latency", "launches", "fixed cost")
 
 
 class Forecast(NamedTuple):
@@ -158,20 +181,30 @@ class Forecast(NamedTuple):
 
 
 def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
-    """Predict one step. Ring transfers overlap the previous block's compute; a gather does not."""
-    work = amounts(option, rows // ranks, WIDTH, ranks, gpu.row_element)
-    parts = [x * rate for x, rate in zip(work, gpu.rates(ranks), strict=True)]
-    if option.mesh:
-        parts[2] = work.sent * gpu.seconds_a_byte(ranks)
-    if option.ring:
-        parts[2] = max(0.0, parts[2] - (parts[0] + parts[1]) * (1 - 1 / ranks))
-    return Forecast(sum(parts), [x / sum(parts) for x in parts], bytes_held(option, rows // ranks, WIDTH, ranks))
+    """Predict one step. Ring transfers overlap the previous block's compute, launches the work of blocks; a gather does not.
+
+    A collective doubles what it sends in each of log₂ W rounds, which use half of a link, or takes the W − 1 rounds of a
+    ring: what is quicker.
+    """
+    b, found = rows // ranks, []
+    for collective, share in ((doublings(ranks), 0.5), (ranks - 1, 1.0)):
+        work = amounts(option, b, WIDTH, ranks, gpu.row_element, collective)
+        parts = [x * rate for x, rate in zip(work, gpu.rates(ranks), strict=True)]
+        computing = parts[0] + parts[1]
+        parts[2] = work.sent * gpu.seconds_a_byte(ranks) if option.mesh else parts[2] / (1 if option.ring else share)
+        if option.ring:
+            waiting = max(0.0, parts[2] + parts[3] - computing * (1 - 1 / ranks))
+            parts[2], parts[3] = (waiting * x / (parts[2] + parts[3]) for x in parts[2:4])
+        parts[4] = max(0.0, parts[4] - computing)
+        found.append(Forecast(sum(parts), [x / sum(parts) for x in parts], bytes_held(option, b, WIDTH, ranks)))
+    return min(found, key=lambda x: x.seconds)
 
 
 def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
-    options = [Option(towers, kept, ring) for kept in (True, False) for ring in (False, True)]
+    caching = (False,) if gpu.touched == math.inf else (True, False)  # kernels keep no logits
+    options = [Option(towers, kept, ring) for kept in caching for ring in (False, True)]
     if ranks > gpu.machine:
-        options += [Option(towers, kept, ring=True, mesh=True) for kept in (True, False)]
+        options += [Option(towers, kept, ring=True, mesh=True) for kept in caching]
     able = [(x, forecast(x, rows, ranks, gpu)) for x in options]
     return min((x for x in able if x[1].held <= gpu.memory / 2), key=lambda x: x[1].seconds, default=None)
 
@@ -195,10 +228,13 @@ the network limits ranks with few anchors: with the GPUs assumed below, fewer th
 gather the candidates if they fit, otherwise use the ring; between machines use a ring of two levels."""
 
 LIMITS_IN_WORDS = """\
-- **Passes over tiles.** Element-wise operations read or write each similarity ten times, {tile_bytes} bytes, against
-  {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger than the cache, so these
-  passes take {touch_share:.0%} of a tiled step in bf16 with 2²⁰ samples on 8 ranks. A kernel that keeps a tile in on-chip
-  memory would avoid this cost; faster matmuls would not.
+- **Launches.** A rank computes one block for each other rank, by nine launches of about 80 µs. So a step takes at least
+  {block_ms:.1f} ms for each rank, however few rows it has: {launched:.1f} s on 4,096 ranks, where messages take
+  {messages_ms:.0f} ms with 65,536 rows. Gathered candidates could be one block, or two; they are not yet.
+- **Latency.** Handshakes and other small messages take log₂ W rounds, collectives of rows log₂ W or W − 1, a ring 2 W.
+- **Passes over tiles.** Without kernels, element-wise operations read or write each similarity ten times, {tile_bytes}
+  bytes, against {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger, so these
+  passes take {touch_share:.0%} of a tiled step in TF32 with 2²⁰ samples on 8 ranks. Kernels keep a tile on the chip.
 - **Matmuls** are the rest of the compute. Both costs decrease with W, as the number of similarities per rank does.
 - **Network.** The traffic of a rank does not decrease with W. At F FLOP/s and B bytes/s matmuls take 8 b N d / F seconds
   and the messages of embeddings and gradients 8 N d / B seconds. Both are equal at b = F / B, in bf16
@@ -226,7 +262,8 @@ def write_scaling(results: dict[str, Any]) -> None:
     rates = fitted(measured)
     errors = [abs(x.seconds(rates) / x.measured - 1) for x in measured]
     fit = FIT.format(machine=results["machine"]["device"], count=len(measured), typical=float(np.median(errors)))
-    gpu, plain = GPUS["bf16"], forecast(Option(towers=2), 2**20, 8, GPUS["bf16"])
+    gpu, plain = GPUS["bf16"], forecast(Option(towers=2), 2**20, 8, GPUS["TF32"])
+    many = forecast(Option(towers=2), 2**16, 2**12, gpu)
     links = {"inside a machine": gpu.inside, "between machines": gpu.outside}
     balance = " and ".join(f"{round(gpu.flop / link, -2):,.0f} rows {name}" for name, link in links.items())
     budget = 8
@@ -246,6 +283,9 @@ def write_scaling(results: dict[str, Any]) -> None:
             tile_bytes=10 * FLOAT,
             flop_cell=8 * WIDTH,
             touch_share=plain.shares[1],
+            block_ms=1e3 * gpu.block,
+            launched=gpu.block * 2**12,
+            messages_ms=1e3 * many.seconds * sum(many.shares[2:4]),
             machine_ranks=gpu.machine,
             mesh_balance=f"{round(gpu.flop / gpu.outside / gpu.machine, -2):,.0f}",
             gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
@@ -270,7 +310,8 @@ def rate_table(rates: Rates) -> str:
         ["matrix products, a thread", per_second(rates.flop, "GFLOP/s")],
         ["element-wise passes, a thread", per_second(rates.touched, "GB/s")],
         ["what is sent, a rank", per_second(rates.sent, "GB/s")],
-        ["a message", f"{1e6 * rates.messages:,.0f} µs"],
+        ["a round of messages", f"{1e6 * rates.rounds:,.0f} µs"],
+        ["a block of another rank", f"{1e6 * rates.blocks:,.0f} µs"],
         ["fixed, a step", f"{1e6 * rates.steps:,.0f} µs"],
     ]
     return table(["what", "fitted"], lines)
@@ -287,14 +328,19 @@ def fit_table(measured: Sequence[Point], rates: Rates) -> str:
 
 
 def assumption_table() -> str:
-    gpu = GPUS["TF32"]
+    gpu, rows, kernel = GPUS["TF32"], KERNEL[0], GPUS["bf16"]
     lines = [
-        ["matrix products, sustained", ", ".join(f"{x.flop / 1e12:.0f} TFLOP/s {name}" for name, x in GPUS.items())],
-        ["element-wise passes over its memory", f"{gpu.touched / 1e12:.1f} TB/s"],
+        ["matrix products in TF32, sustained", f"{gpu.flop / 1e12:.0f} TFLOP/s"],
+        ["element-wise passes over its memory, TF32", f"{gpu.touched / 1e12:.1f} TB/s"],
+        [
+            "kernels in bf16",
+            f"{kernel.flop / 1e12:.0f} TFLOP/s: {1e3 * KERNEL[2]:.1f} ms measured at {rows:,} rows",
+        ],
+        ["launches of a block, of each other rank", f"{1e3 * gpu.block:.2f} ms: 9 of 50 to 110 µs, measured"],
         [f"link to the {gpu.machine} of one machine", f"{gpu.inside / 1e9:.0f} GB/s"],
         ["link beyond", f"{gpu.outside / 1e9:.0f} GB/s"],
-        ["a message", f"{1e6 * gpu.latency:.0f} µs"],
-        ["fixed, a step", f"{1e3 * gpu.step:.0f} ms"],
+        ["a round of messages", f"{1e6 * gpu.latency:.0f} µs"],
+        ["fixed, a step", f"{1e3 * gpu.step:.1f} ms, measured"],
         ["memory", f"{gpu.memory / 1e9:.0f} GB"],
     ]
     return table(["what", "assumed"], lines)

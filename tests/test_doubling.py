@@ -33,18 +33,21 @@ def all_of(rank: int, count: int) -> Tensor:
 
 
 def gathered(*, one_tag: bool) -> bool:
-    """Whether two gathers that are under way at a time bring the rows of all ranks; the last rank starts late."""
+    """Whether two gathers that are under way at a time bring the rows of all ranks.
+
+    A rank's threads may send in any order. With one tag rank 0's do so in the other one.
+    """
     world = World.of()
     messages = [all_of(world.rank, 1), all_of(world.rank, 1) + 50]
-    first_last = reversed if one_tag and world.rank == 0 else list  # a rank's threads may send in any order
-    with of_many_ranks():
-        if one_tag:
-            found = [torch.empty(world.size, *x.shape) for x in messages]
-            pairs = first_last([*zip(messages, found, strict=True)])
-            for work in [Doubling(x, into, world.process_group, 1) for x, into in pairs]:
-                time.sleep(0.05)
-                work.wait()
-        else:
+    if one_tag:
+        found, works = [torch.empty(world.size, *x.shape) for x in messages], []
+        for index in (1, 0) if world.rank == 0 else (0, 1):
+            works.append(Doubling(messages[index], found[index], world.process_group, 1))
+            time.sleep(0.2)
+        for work in works:
+            work.wait()
+    else:
+        with of_many_ranks():
             found = [wait() for wait in [world.start_gather(x) for x in messages]]
     expected = torch.stack([all_of(rank, 1) for rank in range(world.size)])
     return bool((found[0] == expected).all() and (found[1] == expected + 50).all())

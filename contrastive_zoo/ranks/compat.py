@@ -67,8 +67,8 @@ def in_backward() -> bool:
 def waiting_time(group: dist.ProcessGroup) -> float:
     """The seconds that a message of a process group may take."""
     try:
-        seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (RuntimeError, AttributeError):  # no backend of the CPU, or one without this option
+        seconds: float = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):  # a backend without this option
         seconds = 600.0
     return seconds
 

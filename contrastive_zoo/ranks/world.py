@@ -6,6 +6,7 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.ranks.compat import all_gather_single, backward_pass
+from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import lost, started
@@ -149,14 +150,22 @@ class World:
 
     @property
     def _host_group(self) -> dist.ProcessGroup | None:
-        """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend."""
+        """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend.
+
+        Raises:
+            CommunicationError: the backend cannot connect the ranks.
+        """
         group = self.process_group
         if not self.on_accelerators:
             return group
         state = state_of(group)
         if not state.has_looked_for_host_group:
             ranks = dist.get_process_group_ranks(group)
-            made = dist.is_gloo_available() and dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            timeout, exists = timedelta(seconds=waiting_time(group)), dist.is_gloo_available()
+            try:
+                made = exists and dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+            except RuntimeError as error:
+                raise lost(f"{self.caller}: rank {self.rank}: {_NO_GLOO} The error of gloo: {error}", self) from error
             state.host_group, state.has_looked_for_host_group = made or None, True
         return state.host_group
 
@@ -303,6 +312,11 @@ FIELDS = (
 SIZES = 16  # sizes that fit into a header; further ones take a message of their own
 
 _HEADER = struct.Struct(f"{len(FIELDS) + SIZES}q")
+
+_NO_GLOO = (
+    "ranks that compute on accelerators agree through gloo, which cannot connect them. Set GLOO_SOCKET_IFNAME to a network "
+    "interface by which each rank reaches the others, such as eth0; `ip address` lists them."
+)
 
 _OUT_OF_STEP = (
     "Every rank calls the same losses, and runs their backward passes, in the same order. Usually a rank has left out a "

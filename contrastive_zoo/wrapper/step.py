@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.precision import float32_matmuls
 from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
@@ -124,6 +125,8 @@ class DistributedStep:
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         compared["gradients are computed"] = gradients_are_computed()
+        if not all(map(on_cpu, self.rows.values())):
+            compared["float32 matmuls"] = float32_matmuls()
         if self.observer is not None:
             compared["the monitor"] = self.observer.compared()
         # errors name the first difference: another loss, then other arguments, then other options

@@ -13,6 +13,8 @@ from torch import Tensor
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastive_zoo.engine.precision import float32_matmuls
+
 # mypy: ignore-errors
 
 
@@ -238,13 +240,8 @@ def as_scalar(x: float | Tensor, like: Tensor) -> Tensor:
 
 
 def precision_of(x: Tensor) -> str:
-    """Return the precision of matmuls of x: of float32 as torch's settings say, the older one or the newer."""
-    matmuls: Any = torch.backends.cuda.matmul
-    if x.dtype != torch.float32:
-        return "tf32"
-    if hasattr(matmuls, "fp32_precision"):  # torch 2.9; reading the older setting after the newer was made is an error
-        return "tf32" if matmuls.fp32_precision == "tf32" else "ieee"
-    return "tf32" if matmuls.allow_tf32 else "ieee"
+    """Return the precision of matmuls of x."""
+    return "tf32" if x.dtype != torch.float32 else float32_matmuls()
 
 
 def tiles_for(x: Tensor, precision: str) -> tuple[Tile, Tile]:

@@ -1,0 +1,58 @@
+"""The group by which ranks with accelerators agree: its time-out, an interface that is not there, and what is compared."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import contrastive_zoo as cz
+from contrastive_zoo.ranks.compat import waiting_time
+from contrastive_zoo.ranks.messages import CommunicationError
+from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import error_message, numbers
+from tests.simulated import device
+
+
+def test_it_has_the_time_out_of_the_users_group(worlds: Worlds) -> None:
+    def job() -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(World, "on_accelerators", True)
+            group = World.of(dist.new_group(timeout=timedelta(seconds=7)))._host_group
+            assert group is not None
+            return waiting_time(group)
+
+    assert worlds.run(2, job) == [7.0, 7.0]
+
+
+def test_an_error_names_the_variable_where_gloo_cannot_connect(worlds: Worlds) -> None:
+    def job() -> str | None:
+        world = World.of(dist.new_group(), "NTXent, call 1")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(World, "on_accelerators", True)
+            patch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "nowhere0")
+            with pytest.raises(CommunicationError) as error:
+                world.exchange([1])
+        return str(error.value)
+
+    for rank, found in enumerate(worlds.run(2, job)):
+        assert found.startswith(f"NTXent, call 1: rank {rank}: ranks that compute on accelerators agree through gloo")
+        assert "Set GLOO_SOCKET_IFNAME to a network interface" in found
+        assert "nowhere0" in found
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_ranks_that_multiply_float32_in_other_ways_are_refused(differs: bool, device_worlds: Worlds) -> None:
+    def job() -> str | None:
+        with device() as mode, pytest.MonkeyPatch.context() as patch:
+            if differs and dist.get_rank() == 1:
+                patch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+            rows = [mode.put(numbers(2, 3, seed=2 * dist.get_rank() + side, dtype=torch.float32)) for side in (0, 1)]
+            return error_message(lambda: cz.DistributedLoss(cz.NTXent())(*rows))
+
+    for found in device_worlds.run(2, job):
+        assert (found is not None and "float32 matmuls" in found and "tf32" in found) if differs else found is None, (
+            found
+        )
