@@ -43,16 +43,20 @@ def test_an_error_names_the_variable_where_gloo_cannot_connect(worlds: Worlds) -
         assert "nowhere0" in found
 
 
-@pytest.mark.parametrize("differs", [True, False])
-def test_ranks_that_multiply_float32_in_other_ways_are_refused(differs: bool, device_worlds: Worlds) -> None:
-    def job() -> str | None:
-        with device() as mode, pytest.MonkeyPatch.context() as patch:
-            if differs and dist.get_rank() == 1:
-                patch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+def refused(*, differs: bool) -> str | None:
+    """What a rank is told where its float32 matmuls are those of the others, or on rank 1 other ones."""
+    torch.set_float32_matmul_precision("high" if differs and dist.get_rank() == 1 else "highest")
+    try:
+        with device() as mode:
             rows = [mode.put(numbers(2, 3, seed=2 * dist.get_rank() + side, dtype=torch.float32)) for side in (0, 1)]
             return error_message(lambda: cz.DistributedLoss(cz.NTXent())(*rows))
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
-    for found in device_worlds.run(2, job):
-        assert (found is not None and "float32 matmuls" in found and "tf32" in found) if differs else found is None, (
-            found
-        )
+
+def test_ranks_that_multiply_float32_in_other_ways_are_refused(device_worlds: Worlds) -> None:
+    for found in device_worlds.run(2, refused, differs=True):
+        assert found is not None
+        assert "float32 matmuls" in found
+        assert "tf32" in found
+    assert device_worlds.run(2, refused, differs=False) == [None, None]
