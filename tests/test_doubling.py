@@ -81,8 +81,10 @@ def test_a_loss_is_the_same(worlds: Worlds) -> None:
 def waits_for_a_failed_rank() -> str:
     """What rank 0 learns while it waits in the rounds of a group whose rank 1 has failed."""
 
+    rank = dist.get_rank()
+
     def fails(z: Tensor) -> Tensor:
-        if dist.get_rank() == 1:
+        if rank == 1:
             raise KeyError("a column is missing")
         return z.square().sum()
 
@@ -90,7 +92,7 @@ def waits_for_a_failed_rank() -> str:
     with of_many_ranks():
         for _ in range(2):
             try:
-                loss_fn(numbers(2, 3, seed=dist.get_rank()))
+                loss_fn(numbers(2, 3, seed=rank))
             except (CommunicationError, KeyError) as error:
                 return str(error)
     return ""

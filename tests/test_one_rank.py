@@ -29,7 +29,8 @@ def test_a_rank_sends_what_the_page_says(path: str, ranks: int, rows: int) -> No
 def test_a_rank_that_sends_more_would_be_noticed() -> None:
     """The mutant: candidates are sent in float64."""
     sizes = split_of(8, 16)
-    with patch.object(exchange, "wire_rows", lambda columns, *_: columns.double()):
+    gather = exchange.start_gather
+    with patch.object(exchange, "start_gather", lambda columns, *where: gather(columns.double(), *where)):
         found, formula = counted("gathered", sizes), expected("gathered", sizes)
     assert found[:2] == formula[:2]
     assert found.sent > formula.sent
