@@ -5,12 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import pytest
 
 import contrastive_zoo
 from contrastive_zoo.testing import check, cli, console
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.check import Finding, Report
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.mistakes import Diagnosis
@@ -95,6 +98,12 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "contrastive_zoo:ArcFace"], "needs a value of 'num_classes'"),
         (["check", "builtins:print", *QUICK], "returns a loss, which is callable, got NoneType."),
         (["check", "contrastive_zoo:NTXent", "--set", "temp=0.1"], "has no setting 'temp'"),
+        (["check", "NTXnt"], "Did you mean nt-xent?"),
+        (["check", "contrastive_zoo:NTXent", "--set", "temprature=0.1"], "Did you mean temperature?"),
+        (["check", "nt-xent", "--set", "temprature=0.1"], "Did you mean temperature?"),
+        (["check", "nt-xent", "--call", "view", *QUICK], "Did you mean views?"),
+        (["check", "train.py"], "contrastive-zoo audit train.py"),
+        (["list", "tripel"], "no loss contains 'tripel'"),
         (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "cannot be written"),
     ],
 )
@@ -102,6 +111,43 @@ def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, h
     code, _, error = here(*arguments)
     assert code == 2
     assert words in error
+
+
+def test_settings_of_a_loss_of_the_zoo(here: Here) -> None:
+    code, out, error = here("check", "nt-xent", "--set", "temperature=0.5", *QUICK, "--json", "-")
+    assert code == 0, out + error
+    assert json.loads(out)["loss"] == "nt-xent(temperature=0.5)"
+
+
+def test_the_list_fits_80_columns_and_is_searched(monkeypatch: pytest.MonkeyPatch, here: Here, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    console.show_catalogue(CATALOGUE.values())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > len(CATALOGUE)
+    assert max(map(len, lines)) <= 80
+    _, out, _ = here("list", "hard", "embeddings", "--json", "-")
+    found = json.loads(out)["losses"]
+    assert {"triplet-hard"} <= {x["name"] for x in found} < set(CATALOGUE)
+    assert found[0].keys() >= {"class", "call", "family", "settings", "arguments", "summary", "source", "peers"}
+
+
+def test_a_first_call_may_take_longer_than_the_timeout(here: Here, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(check, "SHORT_CALL", 0.0)
+    source = """
+        import time
+        done = []
+        def slow(view1, view2):
+            if not done:
+                time.sleep(1)
+                done.append(1)
+            return (view1 - view2).square().sum()
+        def make_it():
+            return slow
+    """
+    (tmp_path / "own_slow.py").write_text(dedent(source), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code, out, error = here("check", "own_slow:make_it", "-W", "2", "--examples", "2", "--timeout", "0.5", "--wrap")
+    assert code == 0, out + error
 
 
 BROKEN_MODULES = {

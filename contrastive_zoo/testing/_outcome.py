@@ -144,7 +144,7 @@ def parse_stack(text: str) -> Where:
     ]
     for frames in stacks:
         # The outermost collective below the user's code: all_gather_object, not the all_gather that it calls.
-        calls = itertools.takewhile(lambda frame: not _is_user_code(frame[0]), frames)
+        calls = itertools.takewhile(lambda frame: not is_user_code(frame[0]), frames)
         names = [name for file, _, name in calls if file.endswith(_COLLECTIVES) and not name.startswith(("_", "<"))]
         if names:
             return Where(names[-1], _place(frames))
@@ -152,11 +152,12 @@ def parse_stack(text: str) -> Where:
 
 
 def _place(frames: list[tuple[str, str, str]]) -> str:
-    file, line, function = next((frame for frame in frames if _is_user_code(frame[0])), frames[0])
+    file, line, function = next((frame for frame in frames if is_user_code(frame[0])), frames[0])
     return f"{os.path.basename(file)}:{line} in {function}"
 
 
-def _is_user_code(file: str) -> bool:
+def is_user_code(file: str) -> bool:
+    """Return whether a file is neither torch's, nor the standard library's, nor one of this package's worlds."""
     # typing_extensions.py wraps functions that are deprecated
     if file.startswith((*_LIBRARY_FOLDERS, "<frozen")) or file.endswith("typing_extensions.py"):
         return False

@@ -47,6 +47,28 @@ class Entry:
         return [inspect.cleandoc(vars(cls).get("__doc__") or "") for cls in self.loss.__mro__]
 
     @property
+    def text(self) -> str:
+        """Return what a search for a word looks at."""
+        return " ".join([self.name, self.cls, self.family, self.called_with, self.summary, self.peers])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry in plain types, for JSON."""
+        names = (
+            "name",
+            "cls",
+            "call",
+            "family",
+            "engine",
+            "settings",
+            "kinds",
+            "summary",
+            "parameters",
+            "source",
+            "peers",
+        )
+        return {{"cls": "class", "kinds": "arguments"}.get(x, x): getattr(self, x) for x in names}
+
+    @property
     def called_with(self) -> str:
         return self.inputs or ", ".join(self.kinds)
 

@@ -17,13 +17,14 @@ from contrastive_zoo.testing._rank import dump_job, imported_by
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariant import Broken, Invariant, first_line
 from contrastive_zoo.testing.invariants import (
+    CONTRACT,
     INVARIANTS,
     STEP_INVARIANTS,
     TRAINING_INVARIANTS,
     finite_at_extremes,
     runs_on_every_split,
 )
-from contrastive_zoo.testing.measurement import Call, Case, GradReduction, call_form
+from contrastive_zoo.testing.measurement import UNCHANGED, Call, Case, GradReduction, call_form, measure
 from contrastive_zoo.testing.mistakes import diagnose
 from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report
@@ -33,14 +34,20 @@ from contrastive_zoo.testing.worlds import RankError, Worlds
 
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
 
-CONSTRUCTION_TIMEOUT = 120.0
-"""Seconds for the first construction of the loss, which imports its modules on every rank."""
+FIRST_CALL_TIMEOUT = 120.0
+"""Seconds for the construction of the loss, which imports its modules, and for its first call, which may compile."""
+
+SHORT_CALL = 2.0
+"""Seconds of a first call that need no longer timeout."""
 
 SHRINKING = 4.0
 """Time limit in seconds for shrinking all counterexamples of a check."""
 
 MOST_FAILURES = 3
 """The search stops after so many batches on which a rank raises or hangs: each may cost a timeout."""
+
+MOST_AVERAGED = 2
+"""Batches on which many calls of a loss with random numbers are compared, where a single one differs."""
 
 SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 """The settings of every search: the same batches in every run."""
@@ -58,6 +65,7 @@ def check_world_size_invariance(
     max_examples: int = 30,
     level: Literal["loss", "training_step"] = "loss",
     width: int | None = None,
+    timeout: float = 4.0,
     worlds: Worlds | None = None,
     name: str | None = None,
     on_example: Callable[[int], None] = lambda count: None,
@@ -81,7 +89,9 @@ def check_world_size_invariance(
         max_examples: number of global batches to draw.
         level: ``"loss"`` or ``"training_step"``.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
-        worlds: a pool of process groups to use; None starts one.
+        timeout: seconds for one global batch. A first call that takes longer, as compilation does, is waited for, and lets
+            later ones take as long.
+        worlds: a pool of process groups to use, with its own timeout; None starts one.
         name: name of the loss in the report.
         on_example: called with the number of batches tested so far.
 
@@ -104,18 +114,25 @@ def check_world_size_invariance(
     world_sizes = tuple(sorted(set(world_sizes)))
     start = time.monotonic()
     with ExitStack() as stack:
-        pool = worlds or stack.enter_context(Worlds(timeout=4.0, grace=0.3))
+        pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3))
         pool.start(1, *world_sizes, imports=_imports(make_loss))
-        call_forms = _call_forms(make_loss, level, pool, world_sizes)
-        form = call_forms[0] if call == "auto" else call
+        first_call = time.monotonic()
+        inferred = _call_form(make_loss, level, pool)
+        form = inferred if call == "auto" else call
         name = name or str(getattr(make_loss, "__name__", "loss"))
         case = Case(make_loss, form, grad_reduction, step=level == "training_step", name=name)
+        with suppress(RankError):  # a loss that fails is reported below
+            batch = GlobalBatch((4,), d=width or DEFAULT_WIDTH)
+            pool.run(1, measure, case, batch, UNCHANGED, timeout=FIRST_CALL_TIMEOUT)
+        stack.callback(setattr, pool, "timeout", pool.timeout)
+        slow = max(0.0, time.monotonic() - first_call - SHORT_CALL)
+        pool.timeout += 2 * max(world_sizes) * slow  # all ranks may compile at the same time
         examination = Examination(case, pool, world_sizes, width, on_example)
         examination.survey(max_examples)
         examination.train()
         findings = [examination.shrunk(invariant) for invariant in INVARIANTS if invariant.name in examination.broken]
         report = Report(case.name, world_sizes, grad_reduction, examination.examples, findings)
-        report.tried = frozenset(examination.tried)
+        report.tried, report.notes = frozenset(examination.tried), sorted(examination.notes)
         if findings:
             failing = next((finding.batch for finding in findings if finding.invariant is runs_on_every_split), None)
             broken = [finding.invariant.name for finding in findings]
@@ -143,18 +160,15 @@ def _imports(make_loss: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _call_forms(make_loss: Callable[[], Any], level: str, pool: Worlds, world_sizes: Sequence[int]) -> list[Call]:
-    """Construct the loss in every world and return its call forms; raise a ValueError if it is not a loss."""
-    forms: list[Call] = []
-    for size in dict.fromkeys([1, *world_sizes]):
-        try:
-            form, problem = pool.run(size, _constructed_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
-        except RankError as error:
-            raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
-        if form is None:
-            raise ValueError(problem)
-        forms.append(form)
-    return forms
+def _call_form(make_loss: Callable[[], Any], level: str, pool: Worlds) -> Call:
+    """Construct the loss on one process and return its call form; raise a ValueError if it is not a loss."""
+    try:
+        form, problem = pool.run(1, _constructed_form, make_loss, level, timeout=FIRST_CALL_TIMEOUT)[0]
+    except RankError as error:
+        raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
+    if form is None:
+        raise ValueError(problem)
+    return form
 
 
 def _constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
@@ -200,6 +214,8 @@ class Examination:
         self.failures = 0  # number of batches on which a rank raised or hung
         self.examples = 0  # number of global batches tested
         self.broken: dict[str, Finding] = {}  # the first finding of each broken invariant
+        self.averaged: set[GlobalBatch] = set()  # those on which the mean of many calls was compared
+        self.notes: set[str] = set()  # how a loss computes that is not exact
         self.tried: set[str] = set()  # the invariants that applied to at least one batch
 
     def survey(self, max_examples: int) -> None:
@@ -273,10 +289,27 @@ class Examination:
             if invariant(trial) and _is_evidence(invariant, trial.batch):
                 self.tried.add(invariant.name)
         except Broken as broken:
+            if trial.draws and len(self.averaged | {trial.batch}) > MOST_AVERAGED:
+                return None
+            noisy = trial.with_noise
+            self.averaged |= {trial.batch} if trial.draws else set()
+            if noisy is not None and self._holds(invariant, noisy):
+                self.notes.add(noisy.note)
+                return None
             return Finding(invariant, str(broken), trial.batch)
         except RankError as error:
             return Finding(runs_on_every_split, first_line(error), trial.batch)
         return None
+
+    def _holds(self, invariant: Invariant, noisy: Trial) -> bool:
+        """Return whether an invariant holds within the noise; of the training of a loss that draws, the contract."""
+        averaged = noisy.case.repetitions and invariant in TRAINING_INVARIANTS
+        try:
+            for each in CONTRACT if averaged else (invariant,):
+                each(noisy)
+        except Broken:
+            return False
+        return True
 
 
 def _fixed_batches(world_sizes: tuple[int, ...], width: int) -> list[GlobalBatch]:

@@ -25,41 +25,43 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
         >>> name, type(make()).__name__
         ("DistributedLoss(SoftMarginLoss(reduction='sum'))", 'DistributedLoss')
     """
-    if target in CATALOGUE:
-        entry = CATALOGUE[target]
-        if entry.call == "other":
-            raise TargetError(
-                f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
-                "views, that calls it, and check that function."
-            )
-        return lambda: DistributedLoss(entry.make()), target, entry.call
-    factory = _factory(target)
-    _require_factory(target, factory, settings)
+    shown = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    name = f"{target.rpartition(':')[2]}({shown})" if settings else target.rpartition(":")[2]
+    entry = CATALOGUE.get(target)
+    factory, arguments = (_factory(target), settings) if entry is None else (entry.loss, entry.settings | settings)
+    if entry is not None and entry.call == "other":
+        raise TargetError(
+            f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
+            "views, that calls it, and check that function."
+        )
+    _require_factory(target, factory, arguments)
 
     def make() -> Any:
-        loss = factory(**settings)
-        return DistributedLoss(loss) if wrap else loss
+        loss = factory(**arguments)
+        return DistributedLoss(loss) if wrap or entry is not None else loss
 
-    name = attribute = target.partition(":")[2]
-    if settings:
-        name = f"{attribute}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
-    return make, f"DistributedLoss({name})" if wrap else name, None
+    return make, f"DistributedLoss({name})" if wrap and entry is None else name, None if entry is None else entry.call
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a question with the closest name, or nothing."""
-    closest = get_close_matches(name, list(names), n=1)
-    return f" Did you mean {closest[0]}?" if closest else ""
+    by_letters = {x.lower().replace("-", "").replace("_", ""): x for x in names}
+    closest = get_close_matches(name.lower().replace("-", "").replace("_", ""), by_letters, n=1)
+    return f" Did you mean {by_letters[closest[0]]}?" if closest else ""
 
 
 def _factory(target: str) -> Any:
     """Return the object of ``"module:name"``."""
     module_name, separator, attribute = target.partition(":")
+    if target.endswith(".py"):
+        raise TargetError(
+            f"{target} is a script. A training is compared with one process by: contrastive-zoo audit {target}. "
+            f"To check a loss in it: contrastive-zoo check {target.removesuffix('.py').replace('/', '.')}:make_loss."
+        )
     if not separator:
-        names = ", ".join(CATALOGUE)
         raise TargetError(
             f"{target!r} is neither module:function nor a loss of the catalogue.{did_you_mean(target, CATALOGUE)} "
-            f"The losses are: {names}."
+            "contrastive-zoo list shows the losses."
         )
     try:
         result: Any = importlib.import_module(module_name)
@@ -94,6 +96,14 @@ def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> Non
     except TypeError as error:
         hint = "If it is a loss, pass a function that returns it."
         hint = "Give them with --set name=value." if isinstance(factory, type) else hint
+        unknown = next((x for x in settings if repr(x) in str(error)), "")
+        hint = did_you_mean(unknown, _names_of_settings(factory)).strip() or hint
         raise TargetError(f"{target}: {str(error).removesuffix('.')}. {hint}") from None
     except ValueError:  # a built-in without a signature, or a value that the loss refuses where it is checked
         return
+
+
+def _names_of_settings(factory: Any) -> list[str]:
+    if isinstance(factory, type) and issubclass(factory, Settings):
+        return [name for name, field in factory.fields.items() if field.init]
+    return list(inspect.signature(factory).parameters)

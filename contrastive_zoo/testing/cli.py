@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Iterable
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
@@ -43,7 +44,9 @@ class Trainer(str, Enum):
     sum = "sum"
 
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report here.", dir_okay=False)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file as JSON; - for the output.", dir_okay=False)
+]
 
 
 class Level(str, Enum):
@@ -68,6 +71,9 @@ def check(
     level: Annotated[
         Level, typer.Option(help="What the function returns: a loss, or (model, step), a whole training step.")
     ] = Level.loss,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one global batch, besides those of the first call.", min=0.1)
+    ] = 4.0,
     width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
@@ -105,11 +111,13 @@ def check(
                 max_examples=examples,
                 level=level.name,
                 width=width,
+                timeout=timeout,
                 name=name,
                 on_example=advance,
             )
     except Exception as error:  # exit status 1 is for a verdict
-        typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}", err=True)
+        hint = _did_you_mean(call, ("auto", "labels", "views"))
+        typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}{hint}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(_shown(report, json_file))
 
@@ -153,18 +161,35 @@ def audit(
 
 
 @app.command("list")
-def list_losses() -> None:
-    """Show the losses of the zoo."""
+def list_losses(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Show only losses that contain each of these words.", metavar="WORDS ...")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Show the losses of the zoo, or those whose name, family, call, summary or peers contain some words."""
     _require("cli", "rich")
     from contrastive_zoo.testing import console
     from contrastive_zoo.testing.catalogue import CATALOGUE
 
-    console.show_catalogue(CATALOGUE.values())
+    _require_writable(json_file)
+    entries = [x for x in CATALOGUE.values() if all(word.lower() in x.text.lower() for word in words or ())]
+    if not entries:
+        asked = " ".join(words or ())
+        raise typer.BadParameter(f"no loss contains {asked!r}.{_did_you_mean(asked, CATALOGUE)}")
+    if json_file is None:
+        console.show_catalogue(entries)
+    else:
+        raise typer.Exit(_written({"losses": [x.as_dict() for x in entries]}, json_file))
 
 
 def _require_writable(file: Path | None) -> None:
     """Exit, before the check, if a file cannot be written."""
-    if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+    if (
+        file is not None
+        and str(file) != "-"
+        and not os.access(file if file.exists() else file.absolute().parent, os.W_OK)
+    ):
         raise typer.BadParameter(f"--json: {file} cannot be written; does its folder exist?")
 
 
@@ -172,14 +197,30 @@ def _shown(report: Any, json_file: Path | None) -> int:
     """Print a report, write it as JSON if a file is given, and return the exit status."""
     from contrastive_zoo.testing import console
 
-    console.show(report)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-        except OSError as error:
-            typer.echo(f"--json: {error}", err=True)
-            return 2
-    return int(report.status)
+    if str(json_file) != "-":
+        console.show(report)
+    failed = 0 if json_file is None else _written(report.as_dict(), json_file)
+    return failed or int(report.status)
+
+
+def _written(result: dict[str, Any], file: Path) -> int:
+    """Write a result as JSON to a file, or to the output; return the exit status."""
+    text = json.dumps(result, indent=2)
+    try:
+        if str(file) == "-":
+            typer.echo(text)
+        else:
+            file.write_text(text + "\n")
+    except OSError as error:
+        typer.echo(f"--json: {error}", err=True)
+        return 2
+    return 0
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    from contrastive_zoo.testing.check_target import did_you_mean
+
+    return "" if name in names else did_you_mean(name, names)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -195,13 +236,12 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _explain(name: str) -> None:
     """Print the meaning of an invariant and exit."""
-    from contrastive_zoo.testing.check_target import did_you_mean
     from contrastive_zoo.testing.invariants import INVARIANTS
 
     invariants = {invariant.name: invariant for invariant in INVARIANTS}
     if name not in invariants:
         raise typer.BadParameter(
-            f"no invariant {name!r}.{did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
+            f"no invariant {name!r}.{_did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
         )
     typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)

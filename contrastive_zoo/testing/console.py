@@ -25,7 +25,7 @@ _STYLES = {True: "green", False: "bold red", None: "yellow"}
 def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar; yield a function that sets the number of completed items."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as bar:
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
 
@@ -43,8 +43,8 @@ def show(report: Report | AuditReport, console: Console | None = None) -> None:
         for problem in section.problems:
             console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
         for x in section.diagnoses:
-            numbers = Text.assemble("\n", ("Measured: ", "bold"), x.measured) if x.measured else ""
-            text = Text.assemble(x.why, numbers, "\n", ("Fix: ", "bold"), x.fix)
+            titled = [("\n", (f"{title}: ", "bold"), text) for title, text in (x.details() | {"Fix": x.fix}).items()]
+            text = Text.assemble(x.why, *(part for parts in titled for part in parts))
             console.print(Panel(text, title=x.mistake, title_align="left"))
         for note in section.notes:
             console.print(Padding(Text(f"Note: {note}.", "dim"), (0, 0, 0, 2)))
@@ -52,11 +52,16 @@ def show(report: Report | AuditReport, console: Console | None = None) -> None:
 
 
 def show_catalogue(entries: Iterable[Entry]) -> None:
-    """Print the catalogue as a table."""
-    table = _table(("name", "class", "called with", "family", "engine", "source"))
+    """Print losses by family, one on a line that fits the terminal."""
+    console, family = Console(), ""
     for entry in entries:
-        table.add_row(entry.name, entry.cls, entry.called_with, entry.family, entry.engine, entry.source)
-    Console().print(table)
+        if entry.family != family:
+            family = entry.family
+            console.print(Text(family, "bold"))
+        arguments = Text(entry.called_with)
+        arguments.truncate(20, overflow="ellipsis", pad=True)
+        line = Text.assemble(f"  {entry.name:<28} ", arguments, f" {entry.summary}")
+        console.print(line, no_wrap=True, overflow="ellipsis")
 
 
 def _table(headings: Iterable[str]) -> Table:

@@ -73,6 +73,10 @@ class Gradients(NamedTuple):
         return all(x.is_scaled(factor, self.tolerance) for x in self.ranks)
 
     @property
+    def has_direction(self) -> bool:
+        return all(abs(x.cosine - 1) <= self.tolerance for x in self.ranks)
+
+    @property
     def lack_reduction(self) -> bool:
         """Whether the ranks' gradients are not right, and their mean is."""
         return not self.is_scaled(1.0) and self.mean.is_scaled(1.0, self.tolerance)
@@ -142,11 +146,26 @@ class Evidence:
     is_training = False  # whether the evidence is of a training that was audited
     broken: frozenset[str] = frozenset()  # names of the broken invariants
     failure: str | None = None  # "hang", "raises" or "uneven shards" if a rank fails on some batch
+    draws = False  # whether random numbers are drawn, from any generator
+    right_with_same_draws = False  # whether the value is right where all ranks draw the same numbers
+    remembers = False  # whether the value of a step on one process depends on the samples of the step before
     calls_in_backward = False  # whether a collective of embeddings or gradients is called in the loss's backward pass
 
     def confirms(self, mistake: str) -> bool:
         """Return whether a change of the samples of some ranks shows that a mistake is made."""
         return False
+
+    def changes(self, edit: str) -> bool | None:
+        """Return whether a change of the samples changes the value of a rank that keeps its own; None if not known."""
+        return None
+
+    def right_after(self, edit: str) -> bool:
+        """Return whether ranks return the value of one process after a change of the samples."""
+        return False
+
+    def place(self) -> str:
+        """Return where ranks and one process part; empty if not known."""
+        return ""
 
     def calls(self, name: str) -> bool:
         """Return whether a collective of such a name is called in the forward pass."""
@@ -179,12 +198,14 @@ class Evidence:
     @property
     def has_direction(self) -> bool:
         """Whether the gradient of the encoder has the right direction."""
-        return self.every(lambda x: x.encoder is not None and all(abs(y.cosine - 1) <= CLOSE for y in x.encoder.ranks))
+        return self.every(
+            lambda x: x.encoder is not None and all(abs(y.cosine - 1) <= x.encoder.tolerance for y in x.encoder.ranks)
+        )
 
     def __str__(self) -> str:
         probes = [x for x in (self.uneven, self.one_sided) if x and not x.has_values(1.0)]
         return ". ".join(map(str, [*self.comparisons, *probes])) or "no probe returned a value on several processes"
 
 
-def is_near(x: float, y: float) -> bool:
-    return abs(x - y) <= CLOSE * max(1.0, abs(y))
+def is_near(x: float, y: float, tolerance: float = CLOSE) -> bool:
+    return abs(x - y) <= tolerance * max(1.0, abs(y))

@@ -9,11 +9,8 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from contrastive_zoo.testing.measurement import Gradients
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.trial import TOLERANCE, Trial
 from contrastive_zoo.testing.worlds import RankError
-
-TOLERANCE = 1e-10
-"""Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
 
 T = TypeVar("T", default=Trial)
 """What an invariant is tested on: a loss on a global batch, unless another kind of trial is named."""
@@ -71,19 +68,23 @@ def first_line(error: RankError) -> str:
     return str(error).partition("\n")[0]
 
 
-def same_gradients(actual: Gradients, expected: Gradients, what: str, source: str = "one process's") -> None:
+def same_gradients(
+    actual: Gradients, expected: Gradients, what: str, source: str = "one process's", tolerance: float = TOLERANCE
+) -> None:
     """Raise Broken if a gradient differs; ``source`` says where the expected ones come from."""
     for name, gradient in expected.items():
-        close(actual[name], gradient, f"{what} ({name}) is", source)
+        close(actual[name], gradient, f"{what} ({name}) is", source, tolerance)
 
 
-def close(actual: Tensor | float, expected: Tensor | float, what: str, source: str) -> None:
+def close(
+    actual: Tensor | float, expected: Tensor | float, what: str, source: str, tolerance: float = TOLERANCE
+) -> None:
     """Raise Broken if a result differs from the expected one, which ``source`` names, by more than the tolerance."""
     x, y = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
     if x.shape != y.shape:
         raise Broken(f"{what} of shape {list(x.shape)}; {source}: {list(y.shape)}")
     error = (x - y).abs().max().item() if x.numel() else 0.0
-    if not error <= TOLERANCE * max(1.0, y.abs().max().item() if y.numel() else 0.0):
+    if not error <= tolerance * max(1.0, y.abs().max().item() if y.numel() else 0.0):
         raise Broken(f"{what} {_short(x)}; {source}: {_short(y)} (difference {error:.2g}{_ratio(x, y)})")
 
 

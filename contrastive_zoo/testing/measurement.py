@@ -17,37 +17,10 @@ from torch.utils._pytree import tree_leaves
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
-from contrastive_zoo.testing.messages import Messages
+from contrastive_zoo.testing.interventions import EDITS
+from contrastive_zoo.testing.messages import Draws, Messages
+from contrastive_zoo.testing.noise import noisy
 from contrastive_zoo.wrapper.step import splitting
-
-Edit = Literal[
-    "",
-    "other labels",
-    "other samples",
-    "other samples shifted",
-    "equal shards",
-    "last shard reversed",
-    "all shards reversed",
-]
-"""Nothing; other labels, other samples, or samples plus a constant, on all ranks but the first; the samples of the first
-rank on every rank; another order of the samples of the last rank, or of every rank."""
-
-
-def edited(x: Tensor, shards: Sequence[int], edit: Edit) -> Tensor:
-    """Return the samples of all ranks, of one view or input, after an edit."""
-    parts = list(x.split(list(shards)))
-    if edit == "equal shards":
-        parts = parts[:1] * len(parts)
-    elif edit == ("other samples" if x.is_floating_point() else "other labels"):
-        parts[1:] = [(1 + part).square() if x.is_floating_point() else 1 + part for part in parts[1:]]
-    elif edit == "other samples shifted":
-        parts[1:] = [1 + part for part in parts[1:]]
-    elif edit == "last shard reversed":
-        parts[-1] = parts[-1].flip(0)
-    elif edit == "all shards reversed":
-        parts = [part.flip(0) for part in parts]
-    return torch.cat(parts)
-
 
 Call = Literal["labels", "views"]
 GradReduction = Literal["mean", "sum"]
@@ -70,6 +43,7 @@ class Case:
     step: bool = False  # whether a whole training step is under test
     name: str = "loss"  # in reports
     shared: bool = True  # whether to force the general path, in which ranks split the work, for small batches too
+    repetitions: int = 0  # calls that are averaged, with other random numbers on each rank; 0 for one call
 
     def __str__(self) -> str:
         return self.name
@@ -99,10 +73,19 @@ class Measurement:
     state: Gradients = field(default_factory=dict)  # the loss's buffers after the step
     collectives: frozenset[str] = frozenset()  # those of the forward pass by the dispatcher's names, if recorded
     backward_collectives: frozenset[str] = frozenset()  # those of a loss; a training step reduces gradients there
-    drew_random_numbers: bool = False
+    drew_random_numbers: bool = False  # from a global generator
+    random_operations: bool = False  # whether any generator is drawn from, if recorded
     start: Gradients = field(default_factory=dict)  # the loss's own parameters before the step
     embeddings: list[Tensor] = field(default_factory=list)  # of a step, the gradients at the inputs of its loss
     grad_reduction: str | None = None  # the option of this name, if the loss has one
+    precision: torch.dtype = torch.float64  # the narrowest dtype in which the loss computes, if recorded
+    noise: float = 0.0  # the standard error of an average, as a difference of two measurements is counted
+
+    def tensors(self) -> Gradients:
+        """Return all numbers that are compared, by name."""
+        groups = {"encoder": self.encoder, "parameters": self.parameters, "sharded": self.sharded, "state": self.state}
+        named = {f"{group}.{name}": x for group, tensors in groups.items() for name, x in tensors.items()}
+        return {"value": torch.tensor(self.value, dtype=torch.float64), **named}
 
 
 @dataclass(frozen=True)
@@ -110,12 +93,13 @@ class Plan:
     """Variations of a measurement."""
 
     scale: float = 1.0  # of the loss
-    shards: tuple[int, ...] | None = None
-    rank_order: tuple[int, ...] | None = None
-    shuffle_samples: bool = False
-    second_seed: int | None = None  # of a second batch; backward runs after both forward passes, of their mean
-    record_collectives: bool = False  # whether to record their names, which slows every operation down
-    edit: Edit = ""
+    whole: bool = False  # whether this process holds the samples of all ranks
+    second_seed: int | None = None  # of a second batch; the mean of both is the loss
+    one_by_one: bool = False  # whether the first backward pass runs before the second forward pass
+    record: bool = False  # whether to record collectives and the precision, which slows every operation down
+    edit: str = ""  # a key of interventions.EDITS
+    same_draws: bool = False  # whether all random numbers are the same on every rank, whatever their seed
+    rounding: tuple[int, torch.dtype] | None = None  # a seed, and the dtype by half a unit of which embeddings change
 
 
 UNCHANGED = Plan()
@@ -124,10 +108,48 @@ UNCHANGED = Plan()
 def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     """Construct the loss, call it on the local shard, run backward, and return the measurement; runs on every rank."""
     batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
-    with splitting(always=case.shared):
-        subject = Subject(case, batch.d)
-        shards = [local_shard(case, x, plan) for x in batches]
-        return subject.measure(shards, plan.scale, record_collectives=plan.record_collectives)
+    shards = [local_shard(case, x, plan) for x in batches]
+    world = World.of()
+
+    def measured(seed: int | None) -> Measurement:
+        draws = Draws(same=plan.same_draws)
+        with splitting(always=case.shared), draws if plan.record or plan.same_draws else nullcontext():
+            subject = Subject(case, batch.d, plan.rounding)
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+            result = subject.measure(shards, plan.scale, record=plan.record, one_by_one=plan.one_by_one)
+        return replace(result, random_operations=draws.count > 0)
+
+    if not case.repetitions:
+        return measured(None)
+    # no rank ever has the random numbers of another rank, or of one process
+    seeds = [10**6 * world.size + world.size * draw + world.rank for draw in range(case.repetitions)]
+    return average([measured(seed) for seed in seeds])
+
+
+def average(results: Sequence[Measurement]) -> Measurement:
+    """Return the mean of several measurements; its noise is the largest standard error of a number."""
+    first, drawn = results[0], [x.tensors() for x in results]
+    noise, means = 0.0, {}
+    for name in first.tensors():
+        stacked = torch.stack([x[name] for x in drawn]).double()
+        means[name] = stacked.mean(0)
+        if stacked.numel():
+            error = float(stacked.std(0).max()) / len(results) ** 0.5
+            noise = max(noise, error / max(1.0, float(means[name].abs().max())))
+
+    def mean_of(group: str) -> Gradients:
+        return {name: means[f"{group}.{name}"] for name in getattr(first, group)}
+
+    return replace(
+        first,
+        value=float(means["value"]),
+        encoder=mean_of("encoder"),
+        parameters=mean_of("parameters"),
+        sharded=mean_of("sharded"),
+        state=mean_of("state"),
+        noise=noise,
+    )
 
 
 def set_float64_and_seed() -> None:
@@ -142,10 +164,11 @@ def set_float64_and_seed() -> None:
 class Subject:
     """A loss and an encoder, or a training step and its model, in float64, with the same seed on every rank."""
 
-    def __init__(self, case: Case, d: int) -> None:
+    def __init__(self, case: Case, d: int, rounding: tuple[int, torch.dtype] | None = None) -> None:
         set_float64_and_seed()
         loss = case.make()
         allow_repeated_samples(loss)
+        self.rounding = rounding
         self.loss: Any = None if case.step else loss
         model, step = loss if case.step else (Encoder(d), None)
         self.model, self.step = model.double(), step
@@ -158,16 +181,19 @@ class Subject:
         return {**dict(self.module.named_parameters()), **self.recorder.parameters}
 
     def measure(
-        self, shards: Sequence[Sequence[Tensor]], scale: float = 1.0, *, record_collectives: bool = False
+        self, shards: Sequence[Sequence[Tensor]], scale: float = 1.0, *, record: bool = False, one_by_one: bool = False
     ) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
         forward, backward, states = Messages(), Messages(), random_states()
         self.recorder = LossRecorder(count=lambda: len(forward.sent))
-        with forward if record_collectives else nullcontext():
-            values = [self.value(x) for x in shards]
-        with backward if record_collectives else nullcontext():
-            for value in values if self.step is None else ():
-                (scale * value / len(values)).backward()
+        values: list[Tensor] = []
+        for batches in [[x] for x in shards] if one_by_one else [shards]:
+            with forward if record else nullcontext():
+                called = [self.value(x) for x in batches]
+            with backward if record else nullcontext():
+                for value in called if self.step is None else ():
+                    (scale * value / len(shards)).backward()
+            values += called
         calls, known = self.recorder.calls, set(self.recorder.parameters.values())
         encoder = self.model.named_parameters()  # with those of a loss; names are the same with and without DDP
         first = calls[0].loss if calls else self.loss
@@ -181,17 +207,26 @@ class Subject:
             forward.names_of_floats(None if self.step is None else calls[-1].position if calls else 0),
             backward.names_of_floats(),
             random_states() != states,
+            False,
             self.start(),
             [gradient for call in calls for gradient in call.embedding_gradients],
             getattr(first, "grad_reduction", None),
+            forward.precision,
         )
 
     def value(self, samples: Sequence[Tensor]) -> Tensor:
         """Return the loss of these samples; a training step also runs backward."""
         if self.step is None:
-            return scalar(self.loss(*self.model.embed(samples)))
+            return scalar(self.loss(*self._rounded(self.model.embed(samples))))
         with self.recorder:
             return scalar(self.step(self.model, *samples))
+
+    def _rounded(self, embeddings: list[Tensor]) -> list[Tensor]:
+        if self.rounding is None:
+            return embeddings
+        seed, dtype = self.rounding
+        generator = torch.Generator().manual_seed(seed)
+        return [noisy(x, generator, dtype) for x in embeddings]
 
     def start(self) -> Gradients:
         return split_parameters(self.module, copies(self.parameters.items()))[0]
@@ -290,6 +325,13 @@ def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
     return subject.start()
 
 
+def value_after(case: Case, batch: GlobalBatch, seed: int) -> float:
+    """Return the value of a batch after a call with another one, of this seed; runs on one process."""
+    subject, plan = Subject(case, batch.d), Plan(whole=True)
+    subject.value(local_shard(case, replace(batch, seed=seed), plan))
+    return float(subject.value(local_shard(case, batch, plan)).detach())
+
+
 class Encoder(nn.Module):
     """A linear encoder in which no embedding depends on the other samples, not even in the last bit, unlike in a matmul."""
 
@@ -313,16 +355,8 @@ def whole_batch(case: Case, batch: GlobalBatch) -> list[Tensor]:
 
 def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
     """Return the samples of this rank, before the encoder."""
-    whole = whole_batch(case, batch)
-    if plan.shuffle_samples:
-        order = torch.randperm(batch.total, generator=torch.Generator().manual_seed(2))
-        whole = [x[order] for x in whole]
-    rank, shards = World.of().rank, batch.shards
-    if plan.rank_order:
-        shards = tuple(batch.shards[other] for other in plan.rank_order)
-        whole = [torch.cat([x.split(list(batch.shards))[other] for other in plan.rank_order]) for x in whole]
-    whole = [edited(x, batch.shards, plan.edit) for x in whole] if plan.edit else whole
-    return [x.split(list(plan.shards or shards))[rank] for x in whole]
+    parts = [EDITS[plan.edit](list(x.split(list(batch.shards)))) for x in whole_batch(case, batch)]
+    return [torch.cat(x) if plan.whole else x[World.of().rank] for x in parts]
 
 
 def scalar(value: Any) -> Tensor:

@@ -1,7 +1,8 @@
-"""A recorder of the collectives that a rank calls: names, order, number of elements and dtypes."""
+"""What a rank does in a call: its collectives, the precision of its operations, and the random numbers that it draws."""
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,11 +25,12 @@ class Message(NamedTuple):
 
 
 class Messages(TorchDispatchMode):
-    """Records all collectives called inside the context, by any function; it slows every operation down."""
+    """Records the collectives called inside the context, by any function; it slows every operation down."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[Message] = []
+        self.precision = torch.float64  # the narrowest dtype to which floating numbers were converted
 
     def names_of_floats(self, count: int | None = None) -> frozenset[str]:
         """Return the names of the first ``count`` collectives of embeddings or statistics, without int64 counts."""
@@ -38,7 +40,32 @@ class Messages(TorchDispatchMode):
         name: str = getattr(func, "_opname", "")
         if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor" and name not in _PAIRED:
             self.sent.append(_message(name, args))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point() and result.numel() > 1:
+            self.precision = max(self.precision, result.dtype, key=lambda x: torch.finfo(x).eps)
+        return result
+
+
+class Draws(TorchDispatchMode):
+    """Counts the operations that draw random numbers; with ``same`` they draw the same ones on every rank."""
+
+    def __init__(self, *, same: bool) -> None:
+        super().__init__()
+        self.same, self.count = same, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.count += 1
+        if not self.same:
+            return func(*args, **kwargs)
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(self.count)
+        try:
+            return func(*args, **{name: None if name == "generator" else x for name, x in kwargs.items()})
+        finally:
+            torch.set_rng_state(state)
 
 
 def _message(name: str, args: Any) -> Message:

@@ -1,22 +1,23 @@
-"""The diagnosis: a table of known mistakes, and the signature of each in the evidence of a check or of an audit.
+"""The diagnosis: a table of known mistakes, and what each predicts of the evidence of a check or of an audit.
 
-A mistake is a row of ``mistakes.md``: its name, what it does wrong, its fix, and what can find it. Its signatures say what
+A mistake is a row of ``mistakes.md``: its name, what it does wrong, its fix, and what can find it. Its predictions say what
 the evidence of it is: the factor and the direction of the error in the gradients of the encoder and of the loss's own
-parameters; whether ranks return the same value; what happens when the samples of some ranks change. Evidence that fits none
-is not recognised, and the diagnosis says what was measured.
+parameters; whether ranks return the same value; what happens when the samples of some ranks change. The first mistake all of
+whose predictions hold is named. Where none is, the diagnosis says what was measured, and what speaks against the closest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from contrastive_zoo.testing.evidence import Comparison, Evidence, Factor, Stage
-
-Signature = Callable[[Evidence], bool]
+from contrastive_zoo.testing.evidence import Comparison, Evidence, Factor, Stage, factor_of
 
 NOT_RECOGNISED = "not recognised"
 """Name of the diagnosis of evidence that fits no known mistake."""
+
+FALLBACK = "gathers by itself"
+"""The mistake that is tried where no other one fits."""
 
 
 class Mistake(NamedTuple):
@@ -43,6 +44,9 @@ class Diagnosis:
 
     mistake: str
     measured: str = ""
+    confirmed: tuple[str, ...] = ()  # what the mistake predicts, and is so
+    competing: tuple[str, ...] = ()  # the other mistakes that come closest, each with what speaks against it
+    place: str = ""  # where the ranks and one process part, if no mistake is recognised
 
     @property
     def why(self) -> str:
@@ -52,20 +56,67 @@ class Diagnosis:
     def fix(self) -> str:
         return MISTAKES[self.mistake].fix
 
-    def as_dict(self) -> dict[str, str]:
-        return {"mistake": self.mistake, "why": self.why, "measured": self.measured, "fix": self.fix}
+    def details(self) -> dict[str, str]:
+        """Return what supports the diagnosis, by title, without what is empty."""
+        named = {"Measured": self.measured, "Parts": self.place}
+        named |= {"Because": "; ".join(self.confirmed), "Instead of": "; ".join(self.competing)}
+        return {title: text for title, text in named.items() if text}
+
+    def as_dict(self) -> dict[str, Any]:
+        lists = {"confirmed": list(self.confirmed), "competing": list(self.competing), "place": self.place}
+        return {"mistake": self.mistake, "why": self.why, "measured": self.measured, "fix": self.fix, **lists}
 
     def __str__(self) -> str:
-        measured = f"Measured: {self.measured}. " if self.measured else ""
-        return f"{self.mistake}: {self.why} {measured}Fix: {self.fix}"
+        details = "".join(f"{title}: {text}. " for title, text in self.details().items())
+        return f"{self.mistake}: {self.why} {details}Fix: {self.fix}"
+
+
+class Prediction(NamedTuple):
+    """What a mistake predicts of the evidence, in words, and whether it is so."""
+
+    says: str
+    holds: Callable[[Evidence], bool]
+
+
+class Explanation(NamedTuple):
+    """How far the predictions of a mistake hold: those before the first that does not, and that one."""
+
+    mistake: str
+    held: tuple[str, ...]
+    against: str  # empty if all hold
+    share: float  # of the predictions that hold
+
+
+def explanations(evidence: Evidence) -> Iterator[Explanation]:
+    """Yield an explanation for every mistake of the stages of the evidence, in the order of the table."""
+    fits = False
+    for stage in evidence.stages:
+        for name, predictions in SIGNATURES[stage].items():
+            if MISTAKES[name].of_training >= evidence.is_training and not (fits and name == FALLBACK):
+                held: list[str] = []
+                against = ""
+                for x in predictions:
+                    if not x.holds(evidence):
+                        against = x.says
+                        break
+                    held.append(x.says)
+                fits = fits or not against
+                yield Explanation(name, tuple(held), against, len(held) / len(predictions))
+
+
+COMPETING = 2
+"""Explanations that are shown besides the best one."""
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    for stage in evidence.stages:
-        for name, fits in SIGNATURES[stage].items():
-            if MISTAKES[name].of_training >= evidence.is_training and fits(evidence):
-                return Diagnosis(name, str(evidence) if evidence.is_training else "")
-    return Diagnosis(NOT_RECOGNISED, str(evidence))
+    """Return the first mistake all of whose predictions hold, and the ones that come closest."""
+    best, *others = sorted(explanations(evidence), key=lambda x: -x.share) or [Explanation("", (), "no evidence", 0)]
+    fits = not best.against
+    close = [x for x in (others if fits else [best, *others]) if x.held][:COMPETING]
+    competing = tuple(f"{x.mistake} (not so: {x.against})" if x.against else x.mistake for x in close)
+    if not fits:
+        return Diagnosis(NOT_RECOGNISED, str(evidence), (), competing, evidence.place())
+    return Diagnosis(best.mistake, str(evidence) if evidence.is_training else "", best.held, competing)
 
 
 def table() -> str:
@@ -74,7 +125,7 @@ def table() -> str:
     return "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows])
 
 
-# --- signatures of more than a line ---------------------------------------------------------------------------------
+# --- predictions of more than a line ---------------------------------------------------------------------------------
 
 
 def _is_gathered_first(e: Evidence) -> bool:
@@ -95,10 +146,6 @@ def _is_averaged(e: Evidence) -> bool:
     return is_known and e.is_scaled("1/W", "1/W") and e.passes_on("1")
 
 
-def _keeps_own_slice(e: Evidence) -> bool:
-    return e.has_encoder and e.is_scaled("1/W", "1") and e.passes_on("1")
-
-
 def _lacks_parameter_reduction(e: Evidence) -> bool:
     """Return whether a step reduces the encoder's gradient but not that of the loss's parameters."""
 
@@ -112,6 +159,15 @@ def _lacks_parameter_reduction(e: Evidence) -> bool:
 
 def _has_scaled_parameters(e: Evidence, factor: Factor) -> bool:
     return e.has_parameters and e.is_scaled("1", factor)
+
+
+def _counts_local_samples(e: Evidence) -> bool:
+    """Return whether the ranks' values, divided or multiplied by their numbers of samples, are the same."""
+    x = e.uneven
+    assert x is not None
+    counts = x.values.new_tensor(x.shards)[:, None]
+    candidates = (x.values / counts, x.values * counts)
+    return not x.equal_values and any(x.near(y, y[0]) for y in candidates)
 
 
 def _averages_means(e: Evidence) -> bool:
@@ -129,81 +185,196 @@ def _returns_local_means(e: Evidence) -> bool:
     return x.near(weights @ x.values, x.expected)
 
 
-def _counts_local_samples(e: Evidence) -> bool:
-    """Return whether the ranks' values are proportional to their numbers of samples."""
-    x = e.uneven
-    assert x is not None
-    per_sample = x.values / x.values.new_tensor(x.shards)[:, None]
-    return not x.equal_values and x.near(per_sample, per_sample[0])
+# --- the words of a prediction -----------------------------------------------------------------------------------------
 
 
-# --- the signatures of each stage, in the order in which they are tried ----------------------------------------------
+def _values(factor: Factor) -> Prediction:
+    says = f"every rank returns {_times(factor)} the value of one process"
+    return Prediction(says, lambda e: e.every(lambda x: x.has_values(factor_of(factor, x.world_size))))
 
-_INVARIANTS = {
-    "ignored grad_output": "scales_with_grad_output",
-    "overwritten tensors": "gradients_accumulate",
-    "state": "same_state",
-    "overflow": "finite_at_extremes",
-    "different random numbers": "same_random_numbers",
-    "sharded parameters": "same_sharded_gradient",
-    "later steps": "same_at_later_steps",
-    "settings": "settings_agree",
-    "unequal parameters": "parameters_agree",
-    "missing argument": "arguments_agree",
-    "messages differ": "same_messages",
-}
-"""Mistakes against a promise outside of the contract: the invariant that each breaks."""
 
-SIGNATURES: dict[Stage, dict[str, Signature]] = {
-    "start": {"unequal parameters": lambda e: True},
-    "failure": {
-        "gathers by itself": lambda e: e.failure == "gathers by itself",
-        "hang": lambda e: e.failure == "hang",
-        "raises": lambda e: e.failure == "raises",
-        "uneven shards": lambda e: e.failure == "uneven shards",
-    },
+def _mean(factor: Factor) -> Prediction:
+    return Prediction(
+        f"the mean of the ranks' values is {_times(factor)} the value of one process", lambda e: e.has_mean(factor)
+    )
+
+
+def _gradients(encoder: Factor, parameters: Factor) -> Prediction:
+    says = f"the encoder's gradient is {_times(encoder)} the right one"
+    says += f", that of the loss's own parameters {_times(parameters)}" if parameters != encoder else ""
+    return Prediction(says, lambda e: e.is_scaled(encoder, parameters))
+
+
+def _times(factor: Factor) -> str:
+    return "exactly" if factor == "1" else f"{factor} times"
+
+
+def _changes(edit: str, says: str) -> Prediction:
+    return Prediction(f"{says} changes the value", lambda e: e.changes(edit) is True)
+
+
+def _ignores(edit: str, says: str) -> Prediction:
+    return Prediction(f"{says} changes nothing", lambda e: e.changes(edit) is False)
+
+
+def _confirmed(mistake: str, says: str) -> Prediction:
+    return Prediction(says, lambda e: e.confirms(mistake))
+
+
+def _broken(name: str) -> Prediction:
+    return Prediction(f"{name} is broken", lambda e: name in e.broken)
+
+
+_OTHER_SAMPLES = _changes("other samples", "a change of other ranks' samples")
+_OWN_SAMPLES = _ignores("other samples", "a change of other ranks' samples")
+_BY_POSITION = _changes("last shard reversed", "another order of the last rank's samples")
+_EQUAL_SAMPLES = Prediction(
+    "ranks that hold copies of the same samples return the value of one process",
+    lambda e: e.right_after("equal shards"),
+)
+_HAS_ENCODER = Prediction("the encoder has a gradient", lambda e: e.has_encoder)
+_GATHERS = Prediction("ranks gather", lambda e: e.calls("gather"))
+_REDUCES = Prediction("ranks reduce", lambda e: e.calls("reduce"))
+_NO_BACKWARD = Prediction("no rank communicates in the backward pass", lambda e: not e.calls_in_backward)
+_BACKWARD = Prediction("ranks communicate in the backward pass", lambda e: e.calls_in_backward)
+_DIRECTION = Prediction("the direction of the encoder's gradient is wrong", lambda e: not e.has_direction)
+_STEP = Prediction("it is a training step", lambda e: e.is_step)
+_PASSES_ON_1 = Prediction("the embeddings get the right gradient", lambda e: e.passes_on("1"))
+_PASSES_ON_W2 = Prediction("the embeddings get W² times the right gradient", lambda e: e.passes_on("W²"))
+_LATER = "same_at_later_steps"
+_RIGHT_WHEN_WRAPPED = _confirmed(FALLBACK, "ranks communicate, and in DistributedLoss the loss is right")
+_UNEQUAL = Prediction("parameters differ between ranks before the first step", lambda e: True)
+_GATHERED_FIRST = Prediction("a loss that gathers receives the samples of all ranks", _is_gathered_first)
+_NOT_REDUCED = Prediction(
+    "the parameters' gradient is right only after a mean over ranks, the encoder's before", _lacks_parameter_reduction
+)
+
+
+def _failure(kind: str) -> tuple[Prediction]:
+    return (Prediction(f"ranks fail: {kind}", lambda e: e.failure == kind),)
+
+
+# --- the predictions of each mistake, by the stage at which it shows, in the order in which they are tried --------------
+
+SIGNATURES: dict[Stage, dict[str, tuple[Prediction, ...]]] = {
+    "start": {"unequal parameters": (_UNEQUAL,)},
+    "failure": {kind: _failure(kind) for kind in ("hang", "raises", "uneven shards", FALLBACK)},
     "value": {
-        "batch statistics": lambda e: e.confirms("batch statistics"),
-        "gathered first": _is_gathered_first,
-        "times W": lambda e: e.every(lambda x: x.has_values(x.world_size)),
-        "result thrown away": lambda e: not e.has_mean("1") and e.confirms("result thrown away"),
-        "local normalisation": lambda e: e.confirms("local normalisation"),
-        "local negatives": lambda e: e.confirms("local negatives"),
-        "own rank first": lambda e: e.confirms("own rank first"),
-        "labels not gathered": lambda e: e.confirms("labels not gathered"),
-        "views split wrongly": lambda e: e.confirms("views split wrongly"),
-        "local loss × W": lambda e: e.has_mean("W") and e.is_scaled("W", "W"),
-        "local loss": lambda e: e.has_mean("1") and e.is_scaled("1", "1"),
-        "parameters not reduced": lambda e: e.has_mean("1") and _lacks_parameter_reduction(e),
-        "detached candidates": lambda e: (
-            e.has_mean("1") and e.calls("gather") and not e.calls_in_backward and not e.has_direction
+        "batch statistics": (
+            _confirmed("batch statistics", "an encoder that computes each shard apart gives the same results"),
         ),
-        "mask without offset": lambda e: e.confirms("mask without offset"),
-        "labels by position": lambda e: e.confirms("labels by position"),
-        "gathers by itself": lambda e: e.confirms("gathers by itself"),
+        "gathered first": (_GATHERED_FIRST,),
+        "times W": (_values("W"),),
+        "divided by W": (_values("1/W"),),
+        "result thrown away": (
+            Prediction("the mean of the ranks' values is not that of one process", lambda e: not e.has_mean("1")),
+            _REDUCES,
+            _OWN_SAMPLES,
+        ),
+        "local negatives": (
+            _confirmed(
+                "local negatives", "a rank returns the loss of its samples alone, or the mean over ranks of these"
+            ),
+        ),
+        "local normalisation": (
+            _OTHER_SAMPLES,
+            _ignores("other samples shifted", "a constant that is added to other ranks' samples"),
+        ),
+        "own rank first": (
+            _confirmed("own rank first", "a rank returns the loss of all samples, its own before those of other ranks"),
+        ),
+        "labels not gathered": (
+            _confirmed("labels not gathered", "a rank returns the loss of all samples with its own labels repeated"),
+        ),
+        "views split wrongly": (
+            _confirmed("views split wrongly", "a rank returns the loss of views that are cut from the ranks' blocks"),
+        ),
+        "different random numbers": (
+            Prediction("ranks draw random numbers", lambda e: e.draws),
+            Prediction(
+                "with the same random numbers on every rank the value is right", lambda e: e.right_with_same_draws
+            ),
+        ),
+        "local loss × W": (_mean("W"), _gradients("W", "W")),
+        "local loss": (_mean("1"), _gradients("1", "1")),
+        "parameters not reduced": (_mean("1"), _NOT_REDUCED),
+        "detached candidates": (_mean("1"), _GATHERS, _NO_BACKWARD, _DIRECTION),
+        "local mining": (
+            _OTHER_SAMPLES,
+            _changes("other labels", "a change of other ranks' labels"),
+            Prediction(
+                "the value is right where positives, or the nearest negatives, are on the anchor's rank",
+                lambda e: e.right_after("classes by rank") or e.right_after("ranks apart"),
+            ),
+        ),
+        "mask without offset": (_EQUAL_SAMPLES, _OTHER_SAMPLES, _BY_POSITION),
+        "labels by position": (
+            _BY_POSITION,
+            _ignores("all shards reversed", "the same other order on every rank"),
+            Prediction(
+                "ranks that hold copies of the same samples are wrong", lambda e: not e.right_after("equal shards")
+            ),
+        ),
     },
     "gradient": {
-        "gathered first": _is_gathered_first,
-        "detached": lambda e: e.has_encoder and e.is_scaled("0", "1"),
-        "not reduced": lambda e: e.every(lambda x: x.encoder is not None and x.encoder.lack_reduction),
-        "trainer sums": _is_summed,
-        "times W": lambda e: e.is_step and e.is_scaled("W", "W") and e.passes_on("W²"),
-        "trainer averages": _is_averaged,
-        "own slice": lambda e: _keeps_own_slice(e) and e.calls("gather") and not e.calls_in_backward,
-        "statistic without gradient": lambda e: _keeps_own_slice(e) and e.calls("reduce") and not e.calls("gather"),
-        "counted W times": lambda e: e.is_scaled("W", "1") and e.passes_on("W²"),
-        "rescaled by batch size": lambda e: e.is_scaled("1/√W", "1"),
-        "parameters not reduced": _lacks_parameter_reduction,
-        "parameters scaled": lambda e: _has_scaled_parameters(e, "W") or _has_scaled_parameters(e, "1/W"),
-        "local parameters": lambda e: _has_scaled_parameters(e, "1"),
-        "wrong direction": lambda e: e.calls_in_backward and not e.has_direction,
-        "gathers by itself": lambda e: e.confirms("gathers by itself"),
+        "gathered first": (_GATHERED_FIRST,),
+        "detached": (_HAS_ENCODER, _gradients("0", "1")),
+        "not reduced": (
+            Prediction(
+                "the encoder's gradient is right only after a mean over ranks",
+                lambda e: e.every(lambda x: x.encoder is not None and x.encoder.lack_reduction),
+            ),
+        ),
+        "trainer sums": (Prediction("the trainer sums the right gradients", _is_summed),),
+        "times W": (_STEP, _gradients("W", "W"), _PASSES_ON_W2),
+        "trainer averages": (Prediction("the trainer averages gradients that should be summed", _is_averaged),),
+        "own slice": (_HAS_ENCODER, _gradients("1/W", "1"), _PASSES_ON_1, _NO_BACKWARD, _GATHERS),
+        "statistic without gradient": (
+            *(_HAS_ENCODER, _gradients("1/W", "1"), _PASSES_ON_1, _REDUCES),
+            Prediction("no rank gathers", lambda e: not e.calls("gather")),
+        ),
+        "counted W times": (_gradients("W", "1"), _PASSES_ON_W2),
+        "rescaled by batch size": (_gradients("1/√W", "1"),),
+        "parameters not reduced": (_NOT_REDUCED,),
+        "parameters scaled": (
+            Prediction("the loss has parameters of its own", lambda e: e.has_parameters),
+            Prediction(
+                "the encoder's gradient is right, that of the loss's own parameters is W or 1/W times the right one",
+                lambda e: e.is_scaled("1", "W") or e.is_scaled("1", "1/W"),
+            ),
+        ),
+        "local parameters": (
+            Prediction("the loss has parameters of its own", lambda e: e.has_parameters),
+            _gradients("1", "1"),
+        ),
+        "wrong direction": (_BACKWARD, _DIRECTION),
+        FALLBACK: (_RIGHT_WHEN_WRAPPED,),
     },
     "uneven": {
-        "mean of means": _averages_means,
-        "local loss": _returns_local_means,
-        "scaled by local count": _counts_local_samples,
-        "gathers by itself": lambda e: e.confirms("gathers by itself"),
+        "mean of means": (Prediction("every rank returns the mean of the ranks' means", _averages_means),),
+        "scaled by local count": (
+            Prediction("the ranks' values are scaled by their numbers of samples", _counts_local_samples),
+        ),
+        "local loss": (
+            Prediction("the ranks' values, weighted by numbers of samples, are right", _returns_local_means),
+        ),
+        "mask without offset": (_BY_POSITION, _OTHER_SAMPLES),
+        FALLBACK: (_RIGHT_WHEN_WRAPPED,),
     },
-    "other": {name: lambda e, x=x: x in e.broken for name, x in _INVARIANTS.items()},  # type: ignore[misc]  # a default
+    "other": {
+        "ignored grad_output": (_broken("scales_with_grad_output"),),
+        "overwritten tensors": (_broken("gradients_accumulate"),),
+        "overflow": (_broken("finite_at_extremes"),),
+        "state": (
+            Prediction(
+                "the state after a step, or a later step, is wrong", lambda e: bool(e.broken & {"same_state", _LATER})
+            ),
+            Prediction("a later value depends on earlier samples", lambda e: "same_state" in e.broken or e.remembers),
+        ),
+        "different random numbers": (_broken("same_random_numbers"),),
+        "sharded parameters": (_broken("same_sharded_gradient"),),
+        "later steps": (_broken(_LATER),),
+        "messages differ": (_broken("same_messages"),),
+    },
 }
+"""By stage, the mistakes and what they predict."""

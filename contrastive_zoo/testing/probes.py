@@ -11,57 +11,15 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio, Stage, is_near
+from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, is_near
+from contrastive_zoo.testing.interventions import SELECTIONS, Selection, local_samples
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
-from contrastive_zoo.testing.measurement import Call, Case, Edit, Measurement, Plan, starting_parameters, whole_batch
+from contrastive_zoo.testing.measurement import Case, Measurement, Plan, starting_parameters, value_after, whole_batch
 from contrastive_zoo.testing.measurement import Gradients as Tensors
-from contrastive_zoo.testing.trial import Trial, value_of
+from contrastive_zoo.testing.parting import parting
+from contrastive_zoo.testing.trial import TOLERANCE, Trial, value_of
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 from contrastive_zoo.wrapper.distributed import DistributedLoss
-
-Selection = Callable[[list[Tensor], list[int], int], list[Tensor]]
-"""A function of the samples of all ranks (one tensor per view, or samples and labels), the shard sizes and a rank."""
-
-
-def local_samples(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
-    return [x.split(shards)[rank] for x in samples]
-
-
-def local_rank_first(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
-    """Return all samples, those of one rank first."""
-    order = [rank, *(other for other in range(len(shards)) if other != rank)]
-    return [torch.cat([x.split(shards)[r] for r in order]) for x in samples]
-
-
-def local_labels(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
-    """Return all samples, with the labels of one rank repeated."""
-    x, labels = samples
-    return [x, labels.split(shards)[rank].repeat(len(shards))]
-
-
-def blocks_as_views(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
-    """Return views that are split from one tensor of the ranks' blocks: P N P N read as P P N N."""
-    by_rank = zip(*(x.split(shards) for x in samples), strict=True)
-    blocks = torch.cat([block for of_rank in by_rank for block in of_rank])
-    return list(blocks.chunk(len(samples)))
-
-
-def interleaved(samples: list[Tensor], shards: list[int], rank: int) -> list[Tensor]:
-    """Return the views with the samples of all but the first interleaved over ranks."""
-    local_index = torch.cat([torch.arange(n) for n in shards])
-    order = local_index.argsort(stable=True)
-    return [samples[0], *(x[order] for x in samples[1:])]
-
-
-_OF_ANY_LOSS: dict[str, tuple[Selection, ...]] = {
-    "local negatives": (local_samples,),
-    "own rank first": (local_rank_first,),
-}
-SELECTIONS: dict[Call, dict[str, tuple[Selection, ...]]] = {
-    "labels": _OF_ANY_LOSS | {"labels not gathered": (local_labels,)},
-    "views": _OF_ANY_LOSS | {"views split wrongly": (blocks_as_views, interleaved)},
-}
-"""By call form: the mistakes that compare the wrong samples, and the selections that they amount to."""
 
 EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
 """Shards of the probes: equal, unequal, and all samples on the last rank."""
@@ -76,11 +34,15 @@ class LossEvidence(Evidence):
     def __init__(
         self, case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
     ) -> None:
-        self.case, self.worlds, self.width = case, worlds, width
+        self.case, self.worlds, self.width, self.tolerance = case, worlds, width, TOLERANCE
         self.is_step, self.trainer = case.step, case.grad_reduction
         self.broken = frozenset(broken) - {runs_on_every_split.name}
         self.ranks: list[list[Measurement]] = []
+        self._trials: dict[tuple[int, ...], Trial] = {}
         try:
+            trial = self._trial(EVEN[0])
+            if not trial.draws and trial.with_noise is not None:
+                self.tolerance = trial.with_noise.tolerance
             self.comparisons = [self._compared(shards) for shards in EVEN]
             self.uneven = self._compared(UNEVEN)
             self.one_sided = self._compared(ONE_SIDED)
@@ -90,15 +52,25 @@ class LossEvidence(Evidence):
         if self.measured is not None:
             self.option = self.measured.grad_reduction
             self.calls_in_backward = bool(self.measured.backward_collectives)
+            self.draws = self.measured.random_operations
         self.stages = self._stages(failing)
 
+    @property
+    def close(self) -> float:
+        """The largest relative error of a number that is as a mistake predicts."""
+        return max(CLOSE, self.tolerance)
+
     def _trial(self, shards: tuple[int, ...]) -> Trial:
-        return Trial(self.case, GlobalBatch(shards, d=self.width, seed=7), self.worlds)
+        """Return the trial of some shards, which keeps its measurements."""
+        if shards not in self._trials:
+            batch = GlobalBatch(shards, d=self.width, seed=7)
+            self._trials[shards] = Trial(self.case, batch, self.worlds)
+        return self._trials[shards]
 
     def _compared(self, shards: tuple[int, ...]) -> Comparison:
         """Compare one batch with one process; a RankError says that a rank raised, died or never answered."""
         trial = self._trial(shards)
-        one, ranks = trial.on_one_process(), trial.on_ranks(Plan(record_collectives=True))
+        one, ranks = trial.on_one_process(), trial.on_ranks(Plan(record=True))
         self.ranks.append(ranks)
 
         def gradients(of: str) -> Gradients | None:
@@ -108,7 +80,7 @@ class LossEvidence(Evidence):
             by_rank = by_rank if self.is_step else [trial.reduce(by_rank)]
             names = set.intersection(*map(set, by_rank))
             mean = {name: torch.stack([x[name] for x in by_rank]).mean(0) for name in expected if name in names}
-            return Gradients(tuple(compare(x, expected) for x in by_rank), compare(mean, expected))
+            return Gradients(tuple(compare(x, expected) for x in by_rank), compare(mean, expected), self.close)
 
         embeddings, lengths = None, [[len(y) for y in x.embeddings] for x in (one, *ranks)]
         if one.embeddings and all(len(x) == len(lengths[0]) for x in lengths):
@@ -122,6 +94,7 @@ class LossEvidence(Evidence):
             embeddings=embeddings,
             equal_parameters=_are_equal([x.parameters for x in ranks]),
             gathered=bool(one.embeddings) and all(x == lengths[0] for x in lengths),
+            tolerance=self.close,
             shards=shards,
         )
 
@@ -167,76 +140,91 @@ class LossEvidence(Evidence):
 
     # --- interventions ------------------------------------------------------------------------------------------------
 
+    @property
+    def _probed(self) -> Sequence[Comparison]:
+        """The batches on which a wrong value shows."""
+        return [self.uneven] if self.stages == ["uneven"] and self.uneven is not None else self.comparisons
+
     def confirms(self, mistake: str) -> bool:
-        selections = SELECTIONS[self.case.call].get(mistake, ())
-        if selections and all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
-            return True
-        if mistake == "gathers by itself":  # whatever it does, DistributedLoss makes it right
+        if mistake == "gathers by itself":
             return self.option is None and not self.is_step and self.calls("") and self._is_right_when_wrapped
-        if mistake == "labels not gathered":
-            is_labelled = self.case.call == "labels"
-            return is_labelled and self._changes("other samples") is True and self._changes("other labels") is False
-        if mistake == "result thrown away":  # ranks communicate, and the value does not depend on other ranks
-            return self.calls("reduce") and self._changes("other samples") is False
-        if mistake == "local normalisation":  # it hides a shift of other ranks' samples, and nothing else
-            return self._changes("other samples") is True and self._changes("other samples shifted") is False
-        if mistake == "mask without offset":  # ranks take their own index for the global one
-            return (
-                not self.every(lambda x: x.equal_values)
-                and self._right_on_equal_samples
-                and self._changes("other samples") is True
-                and self._changes("last shard reversed") is True
-            )
-        return (
-            mistake == "labels by position"
-            and self.case.call == "views"
-            and self._changes("last shard reversed") is True
-            and self._changes("all shards reversed") is False
-            and not self._right_on_equal_samples
-        )
+        if mistake == "local negatives":
+            return all(map(self._is_local, self.comparisons))
+        selections = SELECTIONS[self.case.call].get(mistake, ())
+        if all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
+            return True
+        is_labelled = mistake == "labels not gathered" and self.case.call == "labels"
+        return is_labelled and self.changes("other samples") is True and self.changes("other labels") is False
 
     @property
     def _is_right_when_wrapped(self) -> bool:
         wrapped = replace(self.case, make=partial(_wrapped, self.case.make))
         return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
 
+    def _is_local(self, comparison: Comparison) -> bool:
+        local = [self._selected(comparison, local_samples, rank) for rank in range(comparison.world_size)]
+        mean = sum(local) / len(local)
+        values = [float(x) for x in comparison.values]
+        return all(map(self._near, values, local)) or all(self._near(x, mean) for x in values)
+
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
-        batch = self._trial(comparison.shards).batch
-        samples, shards = whole_batch(self.case, batch), list(batch.shards)
         return all(
-            is_near(value_of(self.case, select(samples, shards, rank), batch.d, self.worlds), float(value))
+            self._near(self._selected(comparison, select, rank), float(value))
             for rank, value in enumerate(comparison.values)
         )
 
-    def _changes(self, edit: Edit) -> bool | None:
+    def _selected(self, comparison: Comparison, select: Selection, rank: int) -> float:
+        batch = self._trial(comparison.shards).batch
+        samples = select(whole_batch(self.case, batch), list(batch.shards), rank)
+        return value_of(self.case, samples, batch.d, self.worlds)
+
+    def _near(self, x: float, y: float) -> bool:
+        return is_near(x, y, self.close)
+
+    def changes(self, edit: str) -> bool | None:
         """Return whether an edit changes the value of rank 0, or of the last rank for an edit of its shard.
 
         None if a rank fails, or if the value of one process does not change although it should.
         """
         plan, rank = Plan(edit=edit), -1 if edit == "last shard reversed" else 0
         try:
-            for x in self.comparisons:
+            for x in self._probed:
                 trial = self._trial(x.shards)
-                if not is_near(trial.on_ranks(plan)[rank].value, float(x.values[rank])):
+                if not self._near(trial.on_ranks(plan)[rank].value, float(x.values[rank])):
                     return True
-                if edit.startswith("other") and is_near(trial.on_one_process(plan).value, float(x.expected)):
+                if edit.startswith("other") and self._near(trial.on_one_process(plan).value, float(x.expected)):
                     return None
         except RankError:
             return None
         return False
 
+    def right_after(self, edit: str) -> bool:
+        return self._is_right(Plan(edit=edit))
+
     @cached_property
-    def _right_on_equal_samples(self) -> bool:
-        plan = Plan(edit="equal shards")
+    def right_with_same_draws(self) -> bool:  # type: ignore[override]  # measured when it is asked for
+        return self._is_right(Plan(same_draws=True))
+
+    def _is_right(self, plan: Plan) -> bool:
         try:
             for x in self.comparisons:
                 trial = self._trial(x.shards)
                 expected = trial.on_one_process(plan).value
-                if not all(is_near(rank.value, expected) for rank in trial.on_ranks(plan)):
+                if not all(self._near(rank.value, expected) for rank in trial.on_ranks(plan)):
                     return False
         except RankError:
             return False
         return True
+
+    @cached_property
+    def remembers(self) -> bool:  # type: ignore[override]  # measured when it is asked for
+        batch = self._trial(EVEN[0]).batch
+        first, second = (self.worlds.run(1, value_after, self.case, batch, seed)[0] for seed in (1, 2))
+        return not self._near(first, second)
+
+    def place(self) -> str:
+        shown = self._probed or self.comparisons
+        return parting(self._trial(shown[0].shards)) if shown else ""
 
 
 def _wrapped(make: Callable[[], Any]) -> DistributedLoss:

@@ -62,6 +62,7 @@ class Report(_Result):
     findings: list[Finding] = field(default_factory=list)  # one for each broken invariant, the most basic first
     diagnosis: Diagnosis | None = None  # None if no invariant is broken
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)  # how the loss computes, where it is not exact
     tried: frozenset[str] = frozenset()  # names of the invariants that applied to at least one batch
 
     def holds(self, invariant: Invariant) -> bool | None:
@@ -92,7 +93,7 @@ class Report(_Result):
     def __str__(self) -> str:
         diagnosis = [] if self.diagnosis is None else [f"Diagnosis: {self.diagnosis}"]
         broken = [f"  {x.invariant}: {x.message}\n      at {x.batch}   # {x.batch!r}" for x in self.findings]
-        return "\n".join([self.verdict, *diagnosis, *broken])
+        return "\n".join([self.verdict, *diagnosis, *broken, *(f"Note: {self.name} {x}." for x in self.notes)])
 
     def sections(self) -> list[Section]:
         rows: list[Row] = [
@@ -100,7 +101,8 @@ class Report(_Result):
             for name, (holds, x) in self._by_invariant().items()
         ]
         headings, title = ("invariant", "holds", "smallest batch that breaks it"), f"{self.name} ({self.seconds:.1f} s)"
-        return [Section(headings, rows, title, [self.diagnosis] if self.diagnosis else [])]
+        notes = [f"{self.name} {note}" for note in self.notes]
+        return [Section(headings, rows, title, [self.diagnosis] if self.diagnosis else [], notes=notes)]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -114,6 +116,7 @@ class Report(_Result):
                 name: {"holds": holds, **({"message": x.message, "batch": repr(x.batch)} if x else {})}
                 for name, (holds, x) in self._by_invariant().items()
             },
+            "notes": self.notes,
             "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
         }
 

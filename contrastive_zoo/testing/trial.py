@@ -1,16 +1,15 @@
 """The measurements of a loss on a global batch and in a training of a few steps, on one process and on W ranks."""
 
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -23,32 +22,25 @@ from contrastive_zoo.testing.measurement import (
     Subject,
     local_shard,
     measure,
-    set_float64_and_seed,
-    split_parameters,
 )
 from contrastive_zoo.testing.messages import Message, Messages
+from contrastive_zoo.testing.noise import REPETITIONS, tolerance
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from contrastive_zoo.wrapper.step import splitting
 
-# --- a training: one loss object, called with different shard sizes, with a fault of one rank at some steps -------------
+# --- a training: one loss object, called with different shard sizes ----------------------------------------------------
 
 PARAMETER_FACTOR = 0.95
 """Factor of every parameter after each step, so that results of the old parameters are wrong at the next step."""
 
-Fault = Literal["option", "setting", "parameter", "argument"]
-"""What differs on the last rank: the wrapper's ``grad_reduction``, a setting of the loss, the value of a parameter of the
-loss, or a missing argument."""
-
 
 @dataclass(frozen=True)
 class Training:
-    """The global batch of each step of a training, and its variations."""
+    """The global batch of each step of a training, and how it runs."""
 
     steps: tuple[GlobalBatch, ...]
-    fault: Fault | None = None
-    fault_steps: tuple[int, ...] = ()  # counted from 0
     seed_per_rank: bool = False  # rank 0 then has the random state of one process
-    record_collectives: bool = False  # slows every operation down
+    record: bool = False  # whether to record collectives, which slows every operation down
 
     @classmethod
     def of(cls, batch: GlobalBatch) -> "Training":
@@ -64,7 +56,7 @@ class Training:
         return cls(tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits)))
 
     def on_one_process(self) -> "Training":
-        """Return the same batches, each on one rank, without a fault."""
+        """Return the same batches, each on one rank."""
         steps = tuple(replace(batch, shards=(batch.total,)) for batch in self.steps)
         return Training(steps, seed_per_rank=self.seed_per_rank)
 
@@ -91,13 +83,11 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
     # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
     expected_errors = Exception if world.size == 1 else ValueError
     for index, batch in enumerate(training.steps):
-        fault = training.fault if index in training.fault_steps and world.rank == world.size - 1 else None
-        arguments = local_shard(case, batch, UNCHANGED)[: -1 if fault == "argument" else None]
         # every second step takes the general path, in which ranks split the work
         path = splitting(always=case.shared and index % 2 == 0)
-        with path, _inject(fault, subject.loss), messages if training.record_collectives else nullcontext():
+        with path, messages if training.record else nullcontext():
             try:
-                outcomes.append(subject.measure([arguments]))
+                outcomes.append(subject.measure([local_shard(case, batch, UNCHANGED)]))
             except expected_errors as error:
                 outcomes.append(StepError(str(error)))
         with torch.no_grad():
@@ -107,70 +97,21 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
     return outcomes, messages.sent
 
 
-@contextmanager
-def _inject(fault: Fault | None, loss: Any) -> Iterator[None]:
-    """Change the loss on this rank inside the context; a missing argument is no change of the loss."""
-    if fault == "parameter":
-        replicated, _ = split_parameters(loss, dict(loss.named_parameters()))
-        parameter = next(iter(replicated.values()))
-        value = parameter.detach().clone()
-        # not a constant, which may cancel out
-        parameter.data += torch.linspace(0.1, 0.2, parameter.numel()).view_as(parameter)
-        yield
-        parameter.data.copy_(value)
-    elif fault in ("option", "setting"):
-        target = (loss, "grad_reduction") if fault == "option" else _float_setting(loss)
-        assert target is not None, "the fault is injected only where Traits.setting is not None"
-        module, name = target
-        before = getattr(module, name)
-        other_option = "sum" if before == "mean" else "mean"
-        setattr(module, name, other_option if fault == "option" else 0.9 * before)
-        yield
-        setattr(module, name, before)
-    else:
-        yield
-
-
-@dataclass(frozen=True)
-class Traits:
-    """Properties of a loss that decide which invariants apply."""
-
-    is_wrapper: bool = False  # with an option grad_reduction
-    setting: str | None = None  # name of a float setting of the wrapped loss
-    parameter: str | None = None  # name of a replicated parameter
-    sharded: bool = False  # whether it has sharded parameters
-
-
-def traits(case: Case) -> Traits:
-    set_float64_and_seed()
-    loss = case.make()
-    if case.step:
-        return Traits()
-    module = loss if isinstance(loss, nn.Module) else nn.Module()
-    replicated, sharded = split_parameters(module, dict(module.named_parameters()))
-    setting = _float_setting(loss)
-    return Traits(_is_wrapper(loss), setting and setting[1], next(iter(replicated), None), bool(sharded))
-
-
-def _is_wrapper(loss: Any) -> bool:
-    return isinstance(loss, nn.Module) and {"grad_reduction", "loss"} <= {*vars(loss), *loss._modules}
-
-
-def _float_setting(loss: Any) -> tuple[nn.Module, str] | None:
-    """Return the first float attribute of the wrapped loss: its module and its name."""
-    for module in loss.loss.modules() if _is_wrapper(loss) and isinstance(loss.loss, nn.Module) else ():
-        for name, x in vars(module).items():
-            if isinstance(x, float) and x != 0 and math.isfinite(x) and not name.startswith("_"):
-                return module, name
-    return None
-
-
 # --- what invariants read ----------------------------------------------------------------------------------------------
 
 R = TypeVar("R")
 
-TRAINING_TIMEOUT = 10.0
-"""Largest timeout in seconds of a training of a few steps."""
+TOLERANCE = 1e-10
+"""Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
+
+DRAWS = 200
+"""Calls of a loss with random numbers whose mean is compared."""
+
+STANDARD_ERRORS = 8.0
+"""Largest difference of two means, in standard errors of one: two right ones differ by less, but once in 10⁷ numbers."""
+
+AVERAGE_TIMEOUT = 60.0
+"""Seconds for these calls, at least."""
 
 
 class Trial:
@@ -179,24 +120,63 @@ class Trial:
     Every method raises a RankError if a rank raises, dies or does not answer.
     """
 
-    def __init__(self, case: Case, batch: GlobalBatch, worlds: Worlds) -> None:
+    def __init__(self, case: Case, batch: GlobalBatch, worlds: Worlds, tolerance: float = TOLERANCE) -> None:
         self.case, self.batch, self.worlds, self.world_size = case, batch, worlds, len(batch.shards)
+        self.tolerance = tolerance  # of a right result, relative to the larger of 1 and the largest expected element
+        self.note = ""  # why the tolerance is not that of float64
         self._results: dict[Any, list[Any]] = {}
 
-    def _run(self, size: int, job: Callable[..., R], *args: Any, timeout: float | None = None) -> list[R]:
+    @cached_property
+    def with_noise(self) -> "Trial | None":
+        """Return the trial with the tolerance that measured noise gives; None if the loss computes exactly.
+
+        Of a loss with random numbers the means of many calls are compared, with other random numbers on every rank: it is
+        right if its expected value is. A loss that computes in float32 is repeated with changes of up to half a unit there.
+        """
+        if self.draws:
+            result = Trial(replace(self.case, repetitions=DRAWS), self.batch, self.worlds)
+            noise = [x.noise for x in (result.on_one_process(), *result.on_ranks())]
+            result.tolerance = STANDARD_ERRORS * max(noise)
+            result.note = f"draws random numbers, and means of {DRAWS} calls are compared"
+            return result
+        if (dtype := self.precision) == torch.float64:
+            return None
+        expected = self.on_one_process().tensors()
+        noise = []
+        for seed in range(REPETITIONS):
+            scale = 1 + seed / 1000  # of the loss, so that the backward pass rounds differently too
+            repeated = self.on_one_process(Plan(scale, rounding=(seed, dtype))).tensors()
+            for name, x in repeated.items():
+                is_gradient = name.startswith(("encoder", "parameters", "sharded"))
+                noise.append(_difference(x / scale if is_gradient else x, expected[name]))
+        result = Trial(self.case, self.batch, self.worlds, tolerance(noise, torch.finfo(torch.float64).eps))
+        result.note = f"computes in {str(dtype).removeprefix('torch.')}"
+        return result
+
+    @property
+    def draws(self) -> bool:
+        """Whether a loss draws random numbers."""
+        return self.on_one_process().drew_random_numbers and not self.case.step
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The narrowest dtype in which the loss computes on one process."""
+        return self.on_one_process(Plan(record=True)).precision
+
+    def _run(self, size: int, job: Callable[..., R], *args: Any) -> list[R]:
         """Run a job of the case on ``size`` ranks, unless it has run with these arguments before."""
         key = (size, job, args)
         if key not in self._results:
+            timeout = max(self.worlds.timeout, AVERAGE_TIMEOUT) if self.case.repetitions else None
             self._results[key] = self.worlds.run(size, job, self.case, *args, timeout=timeout)
         return self._results[key]
 
     def on_ranks(self, plan: Plan = UNCHANGED) -> list[Measurement]:
-        return self._run(len(plan.shards or self.batch.shards), measure, self.batch, plan)
+        return self._run(self.world_size, measure, self.batch, plan)
 
     def on_one_process(self, plan: Plan = UNCHANGED) -> Measurement:
         """Measure on one process that holds all samples."""
-        whole = replace(plan, shards=(self.batch.total,), record_collectives=False)
-        return self._run(1, measure, self.batch, whole)[0]
+        return self._run(1, measure, self.batch, replace(plan, whole=True))[0]
 
     def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
         """Return the gradients after the gradient all-reduce of the trainer."""
@@ -208,10 +188,6 @@ class Trial:
         weight = 1 / len(by_rank) if self.case.grad_reduction == "mean" else 1.0
         return {name: weight * torch.stack([result[name] for result in by_rank]).sum(0) for name in by_rank[0]}
 
-    @property
-    def traits(self) -> Traits:
-        return self._run(1, traits)[0]
-
     @cached_property
     def training(self) -> Training:
         """Return the steps of :meth:`Training.of` at which one process does not raise."""
@@ -221,10 +197,14 @@ class Trial:
 
     def train_on_ranks(self, training: Training) -> list[tuple[list[Outcome], list[Message]]]:
         """Train on W ranks; return the outcomes of all steps and the messages, by rank."""
-        return self._run(self.world_size, train, training, timeout=min(self.worlds.timeout, TRAINING_TIMEOUT))
+        return self._run(self.world_size, train, training)
 
     def train_on_one_process(self, training: Training) -> list[Outcome]:
         return self._run(1, train, training.on_one_process())[0][0]
+
+
+def _difference(x: Tensor, expected: Tensor) -> float:
+    return float((x - expected).abs().max() / max(1.0, float(expected.abs().max()))) if x.numel() else 0.0
 
 
 def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float:

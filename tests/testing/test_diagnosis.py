@@ -102,6 +102,14 @@ def test_a_loss_that_is_right_when_wrapped_gathers_by_itself(loss: Callable[...,
     assert wrapped.stages == []
 
 
+def test_the_line_is_named_where_ranks_and_one_process_part(impatient: Worlds) -> None:
+    found = diagnosed(Case(larger_on_several_processes, "views"), impatient)
+    line = larger_on_several_processes.__code__.co_firstlineno + 2
+    assert f"first on rank 0 at test_diagnosis.py:{line} in <lambda>: mul" in found.place
+    assert all("(not so: " in x for x in found.competing)
+    assert found.place in str(found)
+
+
 @pytest.mark.parametrize("make", [larger_on_several_processes, with_a_bonus_of_rank])
 def test_a_mistake_in_no_table_is_not_recognised(make: Callable[[], Any], impatient: Worlds) -> None:
     found = diagnosed(Case(make, "views"), impatient)

@@ -1,8 +1,7 @@
 """Recipes whose ranks diverge in later steps, random numbers, settings, state or messages; whole training steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from contrastive_zoo.testing.gallery.recipe import (
     rank_and_size,
     recipe,
     scale_gradient,
+    shard_sizes,
     world_size,
 )
 from contrastive_zoo.wrapper.averaging import average_gradients
@@ -41,25 +41,22 @@ class _Counting(nn.Module):
         return world_size() * value if self.calls > 2 else value
 
 
-def _noisy(embeddings: Tensor, labels: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    z = all_gather(embeddings)
-    return dense_sup_con(z + 0.1 * draw(z), all_gather(labels))
+def _projected(embeddings: Tensor, directions: Tensor) -> Tensor:
+    count = sum(shard_sizes(embeddings))
+    return (all_reduce((embeddings @ directions).sum(0)) / count).square().mean()
 
 
 @loss_recipe("own random stream", mistake="different random numbers", call="labels")
-def _local_noise(embeddings: Tensor, labels: Tensor) -> Tensor:
-    return _noisy(embeddings, labels, torch.rand_like)
+def _local_directions(embeddings: Tensor, labels: Tensor) -> Tensor:
+    return _projected(embeddings, torch.randn(embeddings.shape[1], 64))
 
 
 @loss_recipe("shared random stream", call="labels")
-def _shared_noise(embeddings: Tensor, labels: Tensor) -> Tensor:
-    def draw(z: Tensor) -> Tensor:
-        noise = torch.rand_like(z)
-        if world_size() > 1:
-            dist.broadcast(noise, 0)
-        return noise
-
-    return _noisy(embeddings, labels, draw)
+def _shared_directions(embeddings: Tensor, labels: Tensor) -> Tensor:
+    directions = torch.randn(embeddings.shape[1], 64)
+    if world_size() > 1:
+        dist.broadcast(directions, 0)
+    return _projected(embeddings, directions)
 
 
 class _ShardedClasses(nn.Module):
@@ -82,38 +79,6 @@ class _ShardedClasses(nn.Module):
 
 recipe("sharded weights", call="labels")(lambda: _ShardedClasses(1))
 recipe("sharded weights, W×", mistake="sharded parameters", call="labels")(lambda: _ShardedClasses(world_size()))
-
-
-class DistributedByHand(nn.Module):
-    """A hand-written wrapper; ``compares`` names what it compares between ranks: settings, parameters, arguments."""
-
-    def __init__(self, compares: Sequence[str] = ("settings", "parameters", "arguments")) -> None:
-        super().__init__()
-        self.loss, self.compares, self.grad_reduction = DenseInfoNCE(), compares, "mean"
-
-    def forward(self, *rows: Tensor) -> Tensor:
-        if world_size() > 1:
-            self._compare(rows)
-        gathered = [all_gather(x, gradient="complete") for x in rows]
-        value: Tensor = self.loss(*(scale_gradient(world_size(), x) if x.is_floating_point() else x for x in gathered))
-        return value
-
-    def _compare(self, rows: Sequence[Tensor]) -> None:
-        local: dict[str, Any] = {
-            "settings": self.grad_reduction,
-            "parameters": [x.detach().sum().item() for x in self.parameters()],
-            "arguments": len(rows),
-        }
-        gathered: list[Any] = [None] * world_size()
-        dist.all_gather_object(gathered, {name: local[name] for name in self.compares})
-        if any(other != gathered[0] for other in gathered):
-            raise ValueError(f"ranks differ: {gathered}")
-
-
-recipe("compared by hand")(DistributedByHand)
-recipe("settings not compared", mistake="settings")(partial(DistributedByHand, ("parameters", "arguments")))
-recipe("parameters not compared", mistake="unequal parameters")(partial(DistributedByHand, ("settings", "arguments")))
-recipe("arguments not compared", mistake="missing argument")(partial(DistributedByHand, ("settings", "parameters")))
 
 
 @recipe("one message more", mistake="messages differ")

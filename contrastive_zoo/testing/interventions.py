@@ -1,0 +1,98 @@
+"""What a probe changes in the samples of all ranks: edits before ranks compute, and selections that a mistake amounts to."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Samples = list[Tensor]
+"""The samples of all ranks: one tensor per view, or samples and labels."""
+
+Selection = Callable[[Samples, list[int], int], Samples]
+"""A function of the samples of all ranks, the shard sizes and a rank."""
+
+
+def _other_samples(parts: list[Tensor]) -> list[Tensor]:
+    return [*parts[:1], *((1 + part).square() for part in parts[1:])] if parts[0].is_floating_point() else parts
+
+
+def _other_samples_shifted(parts: list[Tensor]) -> list[Tensor]:
+    return [*parts[:1], *(1 + part for part in parts[1:])] if parts[0].is_floating_point() else parts
+
+
+def _other_labels(parts: list[Tensor]) -> list[Tensor]:
+    """Give all samples of other ranks the label of the first one."""
+    is_label = not parts[0].is_floating_point()
+    return [*parts[:1], *(parts[0][:1].expand_as(x) for x in parts[1:])] if is_label else parts
+
+
+def _classes_by_rank(parts: list[Tensor]) -> list[Tensor]:
+    """Let no class be on two ranks."""
+    return parts if parts[0].is_floating_point() else [x + 1000 * rank for rank, x in enumerate(parts)]
+
+
+def _ranks_apart(parts: list[Tensor]) -> list[Tensor]:
+    """Let the nearest samples of another class be on the same rank."""
+    return [x + 100 * rank for rank, x in enumerate(parts)] if parts[0].is_floating_point() else parts
+
+
+EDITS: Mapping[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "": lambda parts: parts,
+    "other samples": _other_samples,
+    "other samples shifted": _other_samples_shifted,
+    "other labels": _other_labels,
+    "classes by rank": _classes_by_rank,
+    "ranks apart": _ranks_apart,
+    "equal shards": lambda parts: parts[:1] * len(parts),
+    "last shard reversed": lambda parts: [*parts[:-1], parts[-1].flip(0)],
+    "all shards reversed": lambda parts: [part.flip(0) for part in parts],
+}
+"""Functions of one input of all ranks, split by rank, by name."""
+
+
+def local_samples(samples: Samples, shards: list[int], rank: int) -> Samples:
+    return [x.split(shards)[rank] for x in samples]
+
+
+def local_rank_first(samples: Samples, shards: list[int], rank: int) -> Samples:
+    """Return all samples, those of one rank first."""
+    order = [rank, *(other for other in range(len(shards)) if other != rank)]
+    return [torch.cat([x.split(shards)[r] for r in order]) for x in samples]
+
+
+def one_input_local_rank_first(samples: Samples, shards: list[int], rank: int) -> Samples:
+    """Return all samples, those of one rank first, with the labels or the other views in the order of ranks."""
+    return [local_rank_first(samples[:1], shards, rank)[0], *samples[1:]]
+
+
+def local_labels(samples: Samples, shards: list[int], rank: int) -> Samples:
+    """Return all samples, with the labels of one rank repeated."""
+    x, labels = samples
+    return [x, labels.split(shards)[rank].repeat(len(shards))]
+
+
+def blocks_as_views(samples: Samples, shards: list[int], rank: int) -> Samples:
+    """Return views that are split from one tensor of the ranks' blocks: P N P N read as P P N N."""
+    by_rank = zip(*(x.split(shards) for x in samples), strict=True)
+    blocks = torch.cat([block for of_rank in by_rank for block in of_rank])
+    return list(blocks.chunk(len(samples)))
+
+
+def interleaved(samples: Samples, shards: list[int], rank: int) -> Samples:
+    """Return the views with the samples of all but the first interleaved over ranks."""
+    local_index = torch.cat([torch.arange(n) for n in shards])
+    order = local_index.argsort(stable=True)
+    return [samples[0], *(x[order] for x in samples[1:])]
+
+
+SELECTIONS: Mapping[str, Mapping[str, tuple[Selection, ...]]] = {
+    "labels": {
+        "own rank first": (local_rank_first, one_input_local_rank_first),
+        "labels not gathered": (local_labels,),
+    },
+    "views": {
+        "own rank first": (local_rank_first, one_input_local_rank_first),
+        "views split wrongly": (blocks_as_views, interleaved),
+    },
+}
+"""By call form: the mistakes that compare the wrong samples, and the selections that they amount to."""

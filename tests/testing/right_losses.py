@@ -1,0 +1,284 @@
+"""Right losses of several processes, as people write them and with their defaults: the doctor has nothing to say of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.ranks.collectives import all_gather, all_reduce
+from contrastive_zoo.testing.gallery.recipe import (
+    dense_sup_con,
+    gather_detached,
+    shard_sizes,
+    symmetric_cross_entropy,
+    world_size,
+)
+from contrastive_zoo.testing.measurement import Call
+from tests.testing.wrong_losses import in_words
+from tools.peer_losses.arguments import WIDTH
+from tools.peer_losses.losses import PeerLoss, table
+
+
+@dataclass(frozen=True)
+class RightLoss:
+    """A right loss, and whether only a search checks it."""
+
+    name: str
+    make: Callable[[], Any]
+    call: Call
+    searched: bool = False
+    width: int | None = None
+    mistake: None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RIGHT_LOSSES: list[RightLoss] = []
+
+
+def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) -> Callable[[Any], Any]:
+    """Register a loss that communicates by itself, or one of one process that DistributedLoss wraps."""
+
+    def register(made: Any) -> Any:
+        make = made if isinstance(made, type) else lambda: made
+        name = in_words(made.__name__)
+        RIGHT_LOSSES.append(RightLoss(name, (lambda: cz.DistributedLoss(make())) if wrap else make, call, searched))
+        return made
+
+    return register
+
+
+def unit(*views: Tensor) -> list[Tensor]:
+    return [F.normalize(view, dim=1) for view in views]
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+@_right(wrap=True)
+def in_float32(view1, view2):
+    a, b = unit(view1.float(), view2.float())
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+@_right("labels", searched=True, wrap=True)
+def classes_in_float32(embeddings, labels):
+    return dense_sup_con(embeddings.float(), labels)
+
+
+@_right()
+def gathered_in_float32(view1, view2):
+    a, b = (all_gather(x.float()) for x in (view1, view2))
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+@_right(searched=True)
+def sharded_anchors_in_float32(view1, view2):
+    a, b = unit(view1.float(), view2.float())
+    targets = torch.arange(len(a)) + sum(shard_sizes(a)[: cz.World.of().rank])
+    total = F.cross_entropy(20.0 * a @ all_gather(b).T, targets, reduction="sum")
+    return all_reduce(total) / sum(shard_sizes(a))
+
+
+@_right(wrap=True)
+def in_bfloat16(view1, view2):
+    a, b = unit(view1.bfloat16(), view2.bfloat16())
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+@_right(searched=True, wrap=True)
+def under_autocast(view1, view2):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = 3.0 * F.normalize(view1.float(), dim=1) @ F.normalize(view2.float(), dim=1).T
+    return symmetric_cross_entropy(logits.float())
+
+
+@_right(searched=True)
+class Compiled(cz.DistributedLoss):
+    def __init__(self) -> None:
+        super().__init__(torch.compile(dense_info_nce, backend="aot_eager"))
+
+
+def dense_info_nce(view1, view2):
+    a, b = unit(view1, view2)
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+@_right(wrap=True)
+def dropout_in_the_loss(view1, view2):
+    return dense_info_nce(F.dropout(view1, 0.2), view2)
+
+
+@_right()
+def dropout_before_a_gather(view1, view2):
+    a, b = (all_gather(F.dropout(x, 0.2)) for x in (view1, view2))
+    return symmetric_cross_entropy(a @ b.T)
+
+
+@_right("labels", searched=True)
+def noise_of_every_rank(embeddings, labels):
+    z = all_gather(embeddings + 0.1 * torch.randn_like(embeddings))
+    return dense_sup_con(z, all_gather(labels))
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+@_right()
+class CenterByAllReduce(nn.Module):
+    """A DINO loss: the centre is a moving average over all ranks, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: Any = 0.0
+
+    def forward(self, student, teacher):
+        target = F.softmax((teacher.detach() - self.center) / 0.5, 1)
+        total = -(target * F.log_softmax(student, 1)).sum()
+        count = sum(shard_sizes(student))
+        with torch.no_grad():
+            self.center = 0.9 * self.center + 0.1 * all_reduce(teacher.detach().sum(0)) / count
+        return all_reduce(total) / count
+
+
+@_right(searched=True)
+class CenterInABuffer(CenterByAllReduce):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.center
+        self.register_buffer("center", torch.zeros(()))
+
+
+@_right()
+class QueueOfAllKeys(nn.Module):
+    """A queue in a plain attribute, filled with the keys of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: Any = None
+
+    def forward(self, view1, view2):
+        a, b = (all_gather(x) for x in unit(view1, view2))
+        queue = b.detach()[:0] if self.queue is None else self.queue
+        logits = 3.0 * a @ torch.cat([b, queue]).T
+        self.queue = torch.cat([b.detach(), queue])[:4]
+        return F.cross_entropy(logits, torch.arange(len(a)))
+
+
+@_right(searched=True)
+def assignments_balanced_over_all_ranks(view1, view2):
+    prototypes = torch.eye(view1.shape[1])
+    with torch.no_grad():
+        q = (F.normalize(torch.cat(gather_detached(view2)), dim=1) @ prototypes / 0.3).exp()
+        for _ in range(3):
+            q = q / q.sum(0, keepdim=True)
+            q = q / q.sum(1, keepdim=True)
+        start = sum(shard_sizes(view1)[: cz.World.of().rank])
+        q = q[start : start + len(view1)]
+    total = -(q * F.log_softmax(F.normalize(view1, dim=1) @ prototypes / 0.3, 1)).sum()
+    return all_reduce(total) / sum(shard_sizes(view1))
+
+
+@_right(searched=True)
+def hardest_negative_of_all_ranks(view1, view2):
+    a, b = (all_gather(x) for x in unit(view1, view2))
+    similarity = a @ b.T
+    return F.softplus(similarity.fill_diagonal_(-9.0).amax(1) - (a * b).sum(1)).mean()
+
+
+@_right(searched=True)
+def mean_of_a_sum(view1, view2):
+    return all_reduce((view1 - view2).square().sum()) / (sum(shard_sizes(view1)) if world_size() > 1 else len(view1))
+
+
+# --- pytorch-metric-learning --------------------------------------------------------------------------------------------
+
+
+def _of_pml(name: str, **settings: Any) -> Any:
+    from pytorch_metric_learning import losses
+
+    return cz.DistributedLoss(getattr(losses, name)(**settings))
+
+
+PML_LOSSES = """
+TripletMarginLoss NTXentLoss SupConLoss MultiSimilarityLoss CircleLoss ContrastiveLoss AngularLoss FastAPLoss
+LiftedStructureLoss GeneralizedLiftedStructureLoss SignalToNoiseRatioContrastiveLoss IntraPairVarianceLoss MarginLoss
+NCALoss NPairsLoss TupletMarginLoss RankedListLoss
+"""
+
+for _name in PML_LOSSES.split():
+    _settings = {"margin": 0.4, "Tn": 10} if _name == "RankedListLoss" else {}
+    RIGHT_LOSSES.append(
+        RightLoss(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", searched=_name != "TripletMarginLoss")
+    )
+for _name in ("ProxyAnchorLoss", "ArcFaceLoss", "SoftTripleLoss", "NormalizedSoftmaxLoss", "ProxyNCALoss"):
+    _settings = {"num_classes": 64, "embedding_size": 3}
+    RIGHT_LOSSES.append(RightLoss(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", True, 3))
+
+
+# --- the losses of other libraries ----------------------------------------------------------------------------------------
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "unit rows": lambda x: F.normalize(x, dim=1),
+    "rows without gradient": Tensor.detach,
+    "rows of probabilities": lambda x: x.detach().softmax(1),
+}
+
+
+class OfPeer(nn.Module):
+    """A loss of another library, called with views or with embeddings and labels."""
+
+    def __init__(self, peer: PeerLoss) -> None:
+        super().__init__()
+        self.peer, self.loss = peer, cz.DistributedLoss(peer.construct(), **peer.options)
+
+    def forward(self, first, second):
+        labels = second if not second.is_floating_point() else None
+        other = second if labels is None else 0.5 * first + first.square()
+        views = [first, other, first + other, first - other]
+        arguments: dict[str, Any] = {}
+        for position, (name, of) in enumerate(self.peer.takes.items()):
+            if of.name in _VIEWS:
+                arguments[name] = _VIEWS[of.name](views[position])
+            elif of.name == "labels":
+                arguments[name] = labels
+            elif of.name == "pair labels":
+                arguments[name] = (labels % 2).double()
+            elif of.name == "number":
+                arguments[name] = torch.tensor(2.0)
+            elif "dicts" in of.name:
+                arguments[name] = [{"sentence_embedding": x} for x in views[: int(of.name.split()[2])]]
+            else:
+                arguments[name] = views[: int(of.name.split()[2])]
+        return self.loss(**arguments)
+
+
+def _is_usable(peer: PeerLoss) -> bool:
+    names = [x.name for x in peer.takes.values()]
+    lists = [x for x in names if x.startswith("list of") and x.endswith((" rows", "dicts of rows"))]
+    plain = [x for x in names if x in (*_VIEWS, "labels", "pair labels", "number")]
+    return len(lists) + len(plain) == len(names) and peer.refused is None
+
+
+PEERS = [
+    RightLoss(
+        f"{peer.package} {peer}",
+        partial(OfPeer, peer),
+        "labels" if any("labels" in x.name for x in peer.takes.values()) else "views",
+        searched=True,
+        width=WIDTH,
+    )
+    for peer in table()
+    if _is_usable(peer)
+]
+"""The losses of other libraries; making one needs its package."""

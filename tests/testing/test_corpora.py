@@ -1,0 +1,60 @@
+"""The doctor says nothing of right losses, with their defaults, and names the mistake of wrong ones."""
+
+from typing import Any
+
+import pytest
+
+from contrastive_zoo.testing import check
+from contrastive_zoo.testing.check import Report, examine
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import EVERY_CASE
+from tests.testing.right_losses import PEERS, RIGHT_LOSSES, RightLoss
+from tests.testing.wrong_losses import WRONG_LOSSES, WrongLoss
+from tools.peer_losses.packages import FOLDER, opened
+
+
+@pytest.fixture(autouse=True)
+def shrink_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SHRINKING", 0.0)
+
+
+def report(loss: RightLoss | WrongLoss, worlds: Worlds, **settings: Any) -> Report:
+    settings |= {"call": loss.call, "name": loss.name, "max_examples": 30 if EVERY_CASE else 5}
+    return examine(loss.make, world_sizes=(2, 3) if EVERY_CASE else (2,), worlds=worlds, **settings)
+
+
+@pytest.mark.parametrize("loss", [x for x in RIGHT_LOSSES if EVERY_CASE or not x.searched], ids=str)
+def test_a_right_loss_raises_no_alarm(loss: RightLoss, worlds: Worlds) -> None:
+    found = report(loss, worlds, width=loss.width)
+    assert found.ok, str(found)
+
+
+@pytest.mark.skipif(not EVERY_CASE, reason="a search checks the losses of other libraries")
+@pytest.mark.parametrize("loss", PEERS, ids=str)
+def test_a_loss_of_another_library_raises_no_alarm(loss: RightLoss, worlds: Worlds) -> None:
+    package = loss.make.args[0].module.partition(".")[0]  # type: ignore[attr-defined]  # a partial of the row
+    if package != "sentence_transformers" and not opened(package, FOLDER):
+        pytest.skip(f"{package} is not installed")
+    found = report(loss, worlds, width=loss.width)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("loss", WRONG_LOSSES if EVERY_CASE else WRONG_LOSSES[::6], ids=str)
+def test_the_mistake_of_a_wrong_loss_is_named(loss: WrongLoss, impatient: Worlds) -> None:
+    found = report(loss, impatient)
+    assert not found.ok
+    assert found.diagnosis.mistake == loss.mistake, str(found)
+
+
+def test_a_loss_that_rounds_is_said_to(worlds: Worlds) -> None:
+    (loss,) = (x for x in RIGHT_LOSSES if x.name == "in float32")
+    assert report(loss, worlds).notes == ["computes in float32"]
+
+
+def test_a_wrong_loss_that_rounds_is_found(impatient: Worlds) -> None:
+    def in_float32(view1, view2):
+        return (view1.float() - view2.float()).square().mean()
+
+    found = examine(lambda: in_float32, call="views", world_sizes=(2,), max_examples=3, worlds=impatient)
+    assert found.diagnosis is not None
+    assert found.diagnosis.mistake == "local negatives"

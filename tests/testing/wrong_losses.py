@@ -1,0 +1,471 @@
+"""Wrong losses of several processes, as people write them, and the mistake that the doctor names."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.ranks.collectives import all_gather, all_reduce
+from contrastive_zoo.testing.gallery.recipe import (
+    dense_sup_con,
+    gather_detached,
+    rank_and_size,
+    scale_gradient,
+    shard_sizes,
+    symmetric_cross_entropy,
+    world_size,
+)
+from contrastive_zoo.testing.measurement import Call
+
+
+@dataclass(frozen=True)
+class WrongLoss:
+    """A wrong loss, and the mistake that names it."""
+
+    name: str
+    make: Callable[[], Any]
+    call: Call
+    mistake: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+WRONG_LOSSES: list[WrongLoss] = []
+
+
+def in_words(name: str) -> str:
+    """Return the name of a function or a class in words."""
+    return re.sub(r"_|(?<=.)(?=[A-Z])|(?<=[a-z])(?=\d)", " ", name).strip().lower()
+
+
+def _wrong(mistake: str, call: Call = "views") -> Callable[[Any], Any]:
+    def register(made: Any) -> Any:
+        make = made if isinstance(made, type) else lambda: made
+        WRONG_LOSSES.append(WrongLoss(in_words(made.__name__), make, call, mistake))
+        return made
+
+    return register
+
+
+def own_first(x):
+    gathered = gather_detached(x)
+    local = gathered.pop(rank_and_size()[0])
+    return torch.cat([x if x.requires_grad else local, *gathered])
+
+
+def offset(x):
+    return sum(shard_sizes(x)[: rank_and_size()[0]])
+
+
+def unit(*views):
+    return [F.normalize(view, dim=1) for view in views]
+
+
+def local_anchors(a, b, candidates, start=None):
+    """Return the cross-entropy of the local anchors, summed, in one direction."""
+    targets = torch.arange(len(a)) + (offset(a) if start is None else start)
+    return F.cross_entropy(3.0 * a @ candidates.T, targets, reduction="sum")
+
+
+def global_mean(total, count):
+    """Return a sum over all ranks, divided by the number of samples of all ranks."""
+    return all_reduce(total) / all_reduce(torch.tensor(float(count)))
+
+
+# --- gathers and their gradient --------------------------------------------------------------------------------------
+
+
+def without_gradient(x):
+    """Gather as accelerate does: on one process x itself, on several tensors without gradient."""
+    return torch.cat(gather_detached(x)) if world_size() > 1 else x
+
+
+@_wrong("detached candidates")
+def candidates_from_accelerate(view1, view2):
+    a, b = unit(view1, view2)
+    return local_anchors(a, b, without_gradient(b)) / max(len(a), 1)
+
+
+@_wrong("detached candidates")
+def columns_detached_both_ways(view1, view2):
+    a, b = unit(view1, view2)
+    total = local_anchors(a, b, without_gradient(b)) + local_anchors(b, a, without_gradient(a))
+    return total / 2 / max(len(a), 1)
+
+
+@_wrong("own slice")
+def live_slice_in_a_detached_gather(view1, view2):
+    def gather(x):
+        parts = gather_detached(x)
+        parts[rank_and_size()[0]] = x
+        return torch.cat(parts)
+
+    a, b = unit(view1, view2)
+    return symmetric_cross_entropy(3.0 * gather(a) @ gather(b).T)
+
+
+@_wrong("times W")
+def live_slice_times_world_size(view1, view2):
+    return live_slice_in_a_detached_gather(view1, view2) * world_size()
+
+
+@_wrong("detached")
+def everything_detached(view1, view2):
+    a, b = (without_gradient(x) for x in unit(view1, view2))
+    return symmetric_cross_entropy(3.0 * a @ b.T) + 0 * view1.sum()
+
+
+class _CompleteTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.start, ctx.size = offset(x), len(x)
+        return torch.cat(gather_detached(x))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return world_size() * all_reduce(dy)[ctx.start : ctx.start + ctx.size]
+
+
+@_wrong("counted W times")
+def gradient_reduced_twice(view1, view2):
+    a, b = (_CompleteTwice.apply(x) for x in unit(view1, view2))
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+@_wrong("statistic without gradient")
+def cross_correlation_reduced_in_place(view1, view2):
+    a, b = unit(view1, view2)
+    local = a.T @ b
+    total = local.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    c = (local + total - local.detach()) / sum(shard_sizes(a))
+    return (c - torch.eye(len(c))).square().sum()
+
+
+# --- which samples are compared --------------------------------------------------------------------------------------
+
+
+@_wrong("own rank first", "labels")
+def own_rows_first_with_labels_in_rank_order(embeddings, labels):
+    z = scale_gradient(world_size(), own_first(embeddings))
+    return dense_sup_con(z, torch.cat(gather_detached(labels)))
+
+
+@_wrong("own rank first")
+def own_queries_first_with_documents_in_rank_order(queries, documents):
+    a, b = unit(queries, documents)
+    return symmetric_cross_entropy(3.0 * scale_gradient(world_size(), own_first(a)) @ all_gather(b).T)
+
+
+@_wrong("own rank first", "labels")
+def own_rows_first_and_the_first_positive_of_a_tie(embeddings, labels):
+    z, y = scale_gradient(world_size(), own_first(embeddings)), own_first(labels)
+    positive = (y[:, None] == y) & ~torch.eye(len(y), dtype=torch.bool)
+    first = positive.float().argmax(1)
+    return F.softplus((z - z[first]).square().sum(1)[positive.any(1)]).sum() / len(z)
+
+
+@_wrong("mask without offset")
+def targets_of_the_first_rank(view1, view2):
+    a, b = unit(view1, view2)
+    return global_mean(local_anchors(a, b, all_gather(b), start=0), len(a))
+
+
+@_wrong("mask without offset", "labels")
+def self_mask_without_offset(embeddings, labels):
+    z, y = all_gather(F.normalize(embeddings, dim=1)), all_gather(labels)
+    local = z[offset(labels) : offset(labels) + len(labels)]
+    self_pair = torch.arange(len(local))[:, None] == torch.arange(len(z))
+    positive = (labels[:, None] == y) & ~self_pair
+    log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
+    return global_mean(-(log_p * positive).sum(), len(local))
+
+
+@_wrong("mask without offset", "labels")
+def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
+    z, y = all_gather(F.normalize(embeddings, dim=1)), all_gather(labels)
+    local = z[offset(labels) : offset(labels) + len(labels)]
+    start = rank_and_size()[0] * len(local)
+    self_pair = torch.arange(len(local))[:, None] + start == torch.arange(len(z))
+    positive = (labels[:, None] == y) & ~self_pair
+    log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
+    return global_mean(-(log_p * positive).sum(), len(local))
+
+
+@_wrong("mask without offset")
+def offset_of_the_next_rank(view1, view2):
+    a, b = unit(view1, view2)
+    rank, size = rank_and_size()
+    start = sum(shard_sizes(a)[: (rank + 1) % size])
+    targets = (torch.arange(len(a)) + start) % sum(shard_sizes(a))
+    total = F.cross_entropy(3.0 * a @ all_gather(b).T, targets, reduction="sum")
+    return global_mean(total, len(a))
+
+
+@_wrong("labels not gathered", "labels")
+def labels_of_this_rank_for_all_rows(embeddings, labels):
+    z, count = all_gather(embeddings), max(len(labels), 1)
+    return dense_sup_con(z, labels.repeat(-(-len(z) // count))[: len(z)] if len(labels) else torch.zeros(len(z)))
+
+
+@_wrong("local mining", "labels")
+def hardest_positive_of_this_rank(embeddings, labels):
+    z, y = all_gather(embeddings), all_gather(labels)
+    local = z[offset(labels) : offset(labels) + len(labels)]
+    far = torch.cdist(local, local).where(labels[:, None] == labels, 0).amax(1) if len(local) else local.sum(1)
+    near = torch.cdist(local, z).where(labels[:, None] != y, 1e3).amin(1) if len(local) else local.sum(1)
+    return global_mean(F.softplus(far - near).sum(), len(local))
+
+
+@_wrong("local mining", "labels")
+def hardest_negative_of_this_rank(embeddings, labels):
+    z, y = all_gather(embeddings), all_gather(labels)
+    local = z[offset(labels) : offset(labels) + len(labels)]
+    far = torch.cdist(local, z).where(labels[:, None] == y, 0).amax(1) if len(local) else local.sum(1)
+    near = torch.cdist(local, local).where(labels[:, None] != labels, 9.0).amin(1) if len(local) else local.sum(1)
+    return global_mean(F.softplus(far - near).sum(), len(local))
+
+
+@_wrong("local negatives", "labels")
+def triplets_of_this_rank_averaged(embeddings, labels):
+    distance = torch.cdist(embeddings, embeddings)
+    far = distance.where(labels[:, None] == labels, 0).amax(1) if len(labels) else embeddings.sum(1)
+    near = distance.where(labels[:, None] != labels, 9.0).amin(1) if len(labels) else embeddings.sum(1)
+    return global_mean(F.softplus(far - near).sum(), len(labels))
+
+
+@_wrong("local negatives")
+def assignments_balanced_on_this_rank(view1, view2):
+    a, b = unit(view1, view2)
+    prototypes = torch.eye(a.shape[1])
+    with torch.no_grad():
+        q = (b @ prototypes / 0.3).exp()
+        for _ in range(3):
+            q = q / q.sum(0, keepdim=True)
+            q = q / q.sum(1, keepdim=True)
+    return -(q * F.log_softmax(a @ prototypes / 0.3, 1)).sum() / max(len(a), 1)
+
+
+@_wrong("labels by position")
+def ids_that_begin_anew_on_every_rank(view1, view2):
+    return dense_sup_con(all_gather(torch.cat([view1, view2])), all_gather(torch.arange(len(view1)).repeat(2)))
+
+
+@_wrong("views split wrongly")
+def one_gather_of_both_views(view1, view2):
+    both = all_gather(torch.cat(unit(view1, view2)))
+    a, b = both.chunk(2)
+    return symmetric_cross_entropy(3.0 * a @ b.T)
+
+
+# --- means, sums and factors -----------------------------------------------------------------------------------------
+
+
+@_wrong("mean of means", "labels")
+def means_of_ranks_averaged(embeddings, labels):
+    return all_reduce(embeddings.square().sum() / max(len(labels), 1)) / world_size() * 1.0
+
+
+@_wrong("times W", "labels")
+def means_of_ranks_added(embeddings, labels):
+    return all_reduce(embeddings.square().sum() / max(len(labels), 1))
+
+
+@_wrong("divided by W")
+def divided_as_well_as_the_trainer(view1, view2):
+    a, b = (all_gather(x) for x in unit(view1, view2))
+    return symmetric_cross_entropy(3.0 * a @ b.T) / world_size()
+
+
+@_wrong("scaled by local count")
+def count_of_this_rank_times_world_size(view1, view2):
+    a, b = unit(view1, view2)
+    return all_reduce(local_anchors(a, b, all_gather(b))) / max(len(a) * world_size(), 1)
+
+
+@_wrong("local loss")
+def mean_of_this_ranks_anchors(view1, view2):
+    a, b = unit(view1, view2)
+    return local_anchors(a, b, all_gather(b)) / max(len(a), 1)
+
+
+@_wrong("local loss × W")
+def mean_of_this_ranks_anchors_times_world_size(view1, view2):
+    return mean_of_this_ranks_anchors(view1, view2) * world_size()
+
+
+@_wrong("local normalisation")
+def standardised_by_this_rank(view1, view2):
+    def standardised(x):
+        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 0.1) if len(x) else x
+
+    c = all_reduce(standardised(view1).T @ standardised(view2)) / sum(shard_sizes(view1))
+    return (c - torch.eye(len(c))).square().sum()
+
+
+@_wrong("local parameters")
+class TemperatureOfThisRanksAnchors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, view1, view2):
+        a, b = unit(view1, view2)
+        targets = torch.arange(len(a)) + offset(a)
+        total = F.cross_entropy(self.scale * a @ all_gather(b).T, targets, reduction="sum")
+        return all_reduce(total) / sum(shard_sizes(a))
+
+
+# --- state and random numbers ----------------------------------------------------------------------------------------
+
+
+class _Centred(nn.Module):
+    """A DINO loss whose centre is a moving average, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: Any = 0.0
+
+    def forward(self, student, teacher):
+        a, b = all_gather(student), all_gather(teacher)
+        target = F.softmax((b.detach() - self.center) / 0.5, 1)
+        self.center = 0.9 * self.center + 0.1 * self.batch_center(teacher.detach())
+        return -(target * F.log_softmax(a, 1)).sum(1).mean()
+
+    def batch_center(self, teacher):
+        raise NotImplementedError
+
+
+@_wrong("state")
+class CenterOfThisRank(_Centred):
+    def batch_center(self, teacher):
+        return teacher.sum(0) / max(len(teacher), 1)
+
+
+@_wrong("state")
+class CenterUpdatedOnRank0Only(_Centred):
+    def batch_center(self, teacher):
+        whole = torch.cat(gather_detached(teacher)).mean(0)
+        return whole if rank_and_size()[0] == 0 else 0 * whole
+
+
+class _Queue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: Any = None
+
+    def forward(self, view1, view2):
+        a, b = (all_gather(x) for x in unit(view1, view2))
+        queue = b.detach()[:0] if self.queue is None else self.queue
+        logits = 3.0 * a @ torch.cat([b, queue]).T
+        self.queue = torch.cat([self.keys(unit(view2)[0].detach()), queue])[:4]
+        return F.cross_entropy(logits, torch.arange(len(a)))
+
+
+@_wrong("state")
+class QueueOfThisRanksKeys(_Queue):
+    def keys(self, local):
+        return local
+
+
+@_wrong("state")
+class QueueWithOwnKeysFirst(_Queue):
+    def keys(self, local):
+        return own_first(local)
+
+
+@_wrong("different random numbers")
+class DirectionsFromASeedPerRank(nn.Module):
+    """A statistic of random projections, as SIGReg's, whose directions are others on every rank."""
+
+    def forward(self, view1, view2):
+        generator = torch.Generator().manual_seed(rank_and_size()[0])
+        directions = torch.randn(view1.shape[1], 4, generator=generator)
+        return (all_reduce((view1 @ directions).sum(0)) / sum(shard_sizes(view1))).square().sum()
+
+
+@_wrong("different random numbers", "labels")
+class ProxiesFromASeedPerRank(nn.Module):
+    """Proxies that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proxies = torch.randn(64, 8, generator=torch.Generator().manual_seed(rank_and_size()[0]))
+
+    def forward(self, embeddings, labels):
+        z = all_gather(embeddings)
+        return F.cross_entropy(z @ self.proxies[:, : z.shape[1]].T, all_gather(labels))
+
+
+@_wrong("different random numbers")
+def keys_shuffled_by_every_rank_for_itself(view1, view2):
+    a, b = (all_gather(x) for x in unit(view1, view2))
+    order = torch.randperm(len(b))
+    shuffled = b[order][offset(view2) : offset(view2) + len(view2)]  # as for shuffled BatchNorm
+    back = all_gather(shuffled)[order.argsort()]
+    return symmetric_cross_entropy(3.0 * a @ back.T)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+class _KeepsOnClass(torch.autograd.Function):
+    saved: Any = None
+
+    @staticmethod
+    def forward(ctx, z):
+        _KeepsOnClass.saved = z.detach()
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy * _KeepsOnClass.saved
+
+
+@_wrong("overwritten tensors", "labels")
+def tensors_kept_on_the_class(embeddings, labels):
+    return cz.DistributedLoss(lambda z, y: _KeepsOnClass.apply(z))(embeddings, labels)
+
+
+class _IgnoresFactor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * ctx.saved_tensors[0]
+
+
+@_wrong("ignored grad_output", "labels")
+def gradient_without_grad_output(embeddings, labels):
+    return cz.DistributedLoss(lambda z, y: _IgnoresFactor.apply(z))(embeddings, labels)
+
+
+@_wrong("overflow", "labels")
+def exponentials_added_over_ranks(embeddings, labels):
+    x = embeddings.square().sum(1)
+    return torch.logsumexp(x, 0) if world_size() == 1 else all_reduce(x.exp().sum()).log()
+
+
+@_wrong("hang", "labels")
+def ranks_without_pairs_return_early(embeddings, labels):
+    if len(labels) < 2:
+        return 0 * embeddings.sum()
+    return dense_sup_con(all_gather(embeddings), all_gather(labels))
+
+
+@_wrong("uneven shards", "labels")
+def collective_of_equal_shards(embeddings, labels):
+    parts = [torch.empty_like(embeddings) for _ in range(world_size())]
+    dist.all_gather(parts, embeddings.detach())
+    return scale_gradient(1.0, all_gather(embeddings)).square().sum()
