@@ -184,9 +184,9 @@ def same_sharded_gradient(trial: Trial) -> None:
     When it fails, sharded class weights have another effective learning rate than the encoder. Applies only to losses with
     sharded parameters; such a module has an attribute ``sharded = True``.
     """
-    require(any(result.sharded for result in trial.on_ranks()), "this loss has no sharded parameters")
     for step, reference, outcomes in _steps(trial, trial.training):
         shards = [result.sharded for result in _measured(outcomes, step)]
+        require(any(shards), "this loss has no sharded parameters")
         whole = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
         expected = reference.sharded or {name: reference.parameters[name] for name in whole}
         what = f"at step {step}, the gradient of sharded parameters"

@@ -372,8 +372,8 @@ SIGNATURES: dict[Stage, dict[str, tuple[Prediction, ...]]] = {
             Prediction("a later value depends on earlier samples", lambda e: "same_state" in e.broken or e.remembers),
         ),
         "different random numbers": (_broken("same_random_numbers"),),
-        "sharded parameters": (_broken("same_sharded_gradient"),),
         "later steps": (_broken(_LATER),),
+        "sharded parameters": (_broken("same_sharded_gradient"),),
         "messages differ": (_broken("same_messages"),),
     },
 }

@@ -267,7 +267,8 @@ def _is_usable(peer: PeerLoss) -> bool:
     names = [x.name for x in peer.takes.values()]
     lists = [x for x in names if x.startswith("list of") and x.endswith((" rows", "dicts of rows"))]
     plain = [x for x in names if x in (*_VIEWS, "labels", "pair labels", "number")]
-    return len(lists) + len(plain) == len(names) and peer.refused is None
+    has_gradient = peer.name != "CO2Regularizer"  # it returns a copy of its value
+    return len(lists) + len(plain) == len(names) and peer.refused is None and has_gradient
 
 
 PEERS = [
