@@ -118,7 +118,8 @@ def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
             if seed is not None:
                 torch.default_generator.manual_seed(seed)
             result = subject.measure(shards, plan.scale, record=plan.record, one_by_one=plan.one_by_one)
-        return replace(result, random_operations=draws.count > 0)
+        of_encoder = 0 if case.step else 1  # its weights are drawn too
+        return replace(result, random_operations=draws.count > of_encoder)
 
     if not case.repetitions:
         return measured(None)

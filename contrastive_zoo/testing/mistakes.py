@@ -116,7 +116,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     competing = tuple(f"{x.mistake} (not so: {x.against})" if x.against else x.mistake for x in close)
     if not fits:
         return Diagnosis(NOT_RECOGNISED, str(evidence), (), competing, evidence.place())
-    return Diagnosis(best.mistake, str(evidence) if evidence.is_training else "", best.held, competing)
+    place = evidence.place() if best.mistake == FALLBACK else ""
+    return Diagnosis(best.mistake, str(evidence) if evidence.is_training else "", best.held, competing, place)
 
 
 def table() -> str:
@@ -315,6 +316,7 @@ SIGNATURES: dict[Stage, dict[str, tuple[Prediction, ...]]] = {
                 "ranks that hold copies of the same samples are wrong", lambda e: not e.right_after("equal shards")
             ),
         ),
+        FALLBACK: (_RIGHT_WHEN_WRAPPED,),
     },
     "gradient": {
         "gathered first": (_GATHERED_FIRST,),

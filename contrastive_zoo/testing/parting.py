@@ -21,7 +21,8 @@ DIGITS = 9
 """Significant digits in which a number is the same."""
 
 
-_LIBRARY = tuple(os.path.join(contrastive_zoo.__path__[0], folder) for folder in ("ranks", "engine", "wrapper"))
+_FOLDERS = ("ranks", "engine", "loss_base", "losses", "wrapper")
+_LIBRARY = tuple(os.path.join(contrastive_zoo.__path__[0], folder) for folder in _FOLDERS)
 
 Lines = frozenset[tuple[str, ...]]
 

@@ -42,7 +42,7 @@ WRONG_LOSSES: list[WrongLoss] = []
 
 def in_words(name: str) -> str:
     """Return the name of a function or a class in words."""
-    return re.sub(r"_|(?<=.)(?=[A-Z])|(?<=[a-z])(?=\d)", " ", name).strip().lower()
+    return re.sub(r"_|(?<=.)(?=[A-Z])", " ", name).strip().lower()
 
 
 def _wrong(mistake: str, call: Call = "views") -> Callable[[Any], Any]:
