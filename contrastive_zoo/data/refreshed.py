@@ -108,17 +108,17 @@ class RefreshedNegatives:
             ValueError: on every rank alike, a step that is no integer in 0 … 2**62, or what the class says.
         """
         world = World.of(self.process_group, "RefreshedNegatives")
-        with reported(world):
-            if not is_integer(step, at_least=0, at_most=2**62):
-                refuse("RefreshedNegatives", f"step is an integer in 0 … 2**62, got {described(step)}.", world=world)
-            is_due = self.mined_at is None or step // self.every != self.mined_at // self.every
-            if is_due:
-                self._mine(step, world)
-        return is_due
-
-    def _mine(self, step: int, world: World) -> None:
+        if not is_integer(step, at_least=0, at_most=2**62):
+            refuse("RefreshedNegatives", f"step is an integer in 0 … 2**62, got {described(step)}.", world=world)
+        if self.mined_at is not None and step // self.every == self.mined_at // self.every:
+            return False
         agreed = {"step": step, "positives": array_in_one_line(self.positives.cpu().numpy())}
         agree_on_shards("RefreshedNegatives", {"positives": self.positives}, world=world, settings=agreed)
+        with reported(world):
+            self._mine(step, world)
+        return True
+
+    def _mine(self, step: int, world: World) -> None:
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
         queries, corpus = (
             called_on_every_rank(

@@ -162,12 +162,12 @@ def measured_queries(
     caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
 ) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
     """Return which of this rank's queries are kept, and the metrics of each of these; NaN where a query does not count."""
+    task, metrics = agreed_task(caller, inputs, names, settings, world)
+    depth = max(metric.k or 0 for metric in metrics)
+    candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))
+    if depth > candidates:
+        raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     with reported(world):
-        task, metrics = agreed_task(caller, inputs, names, settings, world)
-        depth = max(metric.k or 0 for metric in metrics)
-        candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))
-        if depth > candidates:
-            raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
         local = Gallery(caller, task.gallery, settings.normalize, settings.index, world, ties=True)
         rows = prepared(task.queries, normalize=settings.normalize)
         totals, most = totals_of(task.relevance, task.query_shards, world)

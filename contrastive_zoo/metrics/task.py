@@ -13,6 +13,7 @@ from contrastive_zoo.metrics.passes import Judgements, Labels
 from contrastive_zoo.metrics.ranking_metrics import KNN, Metric, Ties, names_problem
 from contrastive_zoo.metrics.rounds import exchanged
 from contrastive_zoo.metrics.search import overflow_problem, rows_problem, settings_problem
+from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
@@ -153,22 +154,23 @@ def agreed_task(
         x.cpu().long() if x is not None else torch.arange(of.start, of.start + of.size)
         for x, of in ((inputs.labels, queries), (inputs.labels if leave_one_out else inputs.gallery_labels, gallery))
     )
-    kept = _kept(inputs.ids, labels, inputs.ignore_label, world)
-    gallery_kept = kept if leave_one_out else _kept(inputs.gallery_ids, gallery_labels, inputs.ignore_label, world)
-    rows, gallery_rows = (  # no copy if all count
-        x.detach() if bool(which.all()) else x.detach()[which.to(x.device)]
-        for x, which in ((inputs.queries, kept), (inputs.rows, gallery_kept))
-    )
-    query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
-    relevance: Labels | Judgements
-    if inputs.judgements is None:
-        positions = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
-        relevance = Labels(labels[kept], gallery_labels[gallery_kept], positions, gallery_shards.start)
-    else:
-        assert inputs.ids is not None  # EvaluationInputs.problem has refused it
-        gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
-        ids_that_count = inputs.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
-        relevance = _judgements(caller, inputs, *ids_that_count, world)
+    with reported(world):
+        kept = _kept(inputs.ids, labels, inputs.ignore_label, world)
+        gallery_kept = kept if leave_one_out else _kept(inputs.gallery_ids, gallery_labels, inputs.ignore_label, world)
+        rows, gallery_rows = (  # no copy if all count
+            x.detach() if bool(which.all()) else x.detach()[which.to(x.device)]
+            for x, which in ((inputs.queries, kept), (inputs.rows, gallery_kept))
+        )
+        query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
+        relevance: Labels | Judgements
+        if inputs.judgements is None:
+            positions = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
+            relevance = Labels(labels[kept], gallery_labels[gallery_kept], positions, gallery_shards.start)
+        else:
+            assert inputs.ids is not None  # EvaluationInputs.problem has refused it
+            gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
+            ids_that_count = inputs.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
+            relevance = _judgements(caller, inputs, *ids_that_count, world)
     return Task(rows, gallery_rows, query_shards, gallery_shards, relevance, kept), metrics
 
 

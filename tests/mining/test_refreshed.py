@@ -113,6 +113,16 @@ def test_bad_input(worlds: Worlds) -> None:
         make(num_negatives=2).load_state_dict(make().state_dict())
     text, _ = common_error(worlds, 2, lambda: make().update(dist.get_rank()), lambda: make().update(0))
     assert "step" in text
+
+    def of_another_step(step: Any) -> None:
+        negatives, loss = make(), cz.DistributedLoss(cz.NTXent(), check_distinct=False)
+        negatives.update(0)
+        negatives.update(step if dist.get_rank() == 1 else 1)  # that mines nothing: rank 0 goes on to its loss
+        loss(rows, rows)
+
+    for step in (-1, 0.5, 2**65):
+        text, _ = common_error(worlds, 2, lambda step=step: of_another_step(step), lambda: of_another_step(1))
+        assert text == f"RefreshedNegatives: rank 1: step is an integer in 0 … 2**62, got {step}."
     text, _ = common_error(
         worlds, 2, lambda: make(torch.arange(N) * (1 - dist.get_rank())).update(0), lambda: make().update(0)
     )

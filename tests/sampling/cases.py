@@ -59,7 +59,7 @@ def random_trial(seed: int, kinds: Sequence[type[BaseBatchSampler]] = ()) -> Sam
         Maker(kind, data, settings),
         world_size=world_size,
         other_world_size=int(rng.integers(1, 9)),
-        epoch=int(rng.integers(5)),
+        epoch=int(rng.choice([*range(5), 2**40, 2**62 - 1])),
         step=int(rng.integers(1000)),
         rank_weights=weights.tolist() if weights.any() else None,
         **about,
