@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import ExponentSums, KernelSweep, SoftmaxPairs
 from contrastive_zoo.wrapper.step import splitting
@@ -52,6 +53,19 @@ SIZES = {
     3: [((9, 0, 17), (5, 21, 1), (11, 11, 11)), ((0, 0, 12), (8, 9, 17), (30, 3, 0))],
 }
 
+LARGE_SIZES = {1: [(400,), (300,)], 2: [(400, 120), (0, 270)], 3: [(0, 400, 130), (300, 17, 0)]}
+"""Of batches that are launched as large ones are, with tiles of 256 × 128 pairs; on a GPU they are large."""
+
+
+def launched_as_large(patch: pytest.MonkeyPatch, side: int) -> None:
+    """Launch as a Hopper GPU does above 3,000² pairs, tiles without masks apart, in blocks of ``side``² pairs."""
+    patch.setattr(blocks, "_capability", lambda device: 90)
+    patch.setattr(blocks, "SINGLE_LAUNCH_PAIRS", 0)
+    patch.setattr(blocks, "MIN_PROGRAMS", 8)  # several tiles a program
+    patch.setattr(blocks, "WEIGHT_BYTES", 2 * side**2)
+    patch.setattr(softmax, "PARTIAL_BYTES", 8 * side**2 // 128)
+    patch.setattr(sigmoid, "UNWEIGHTED_SIDE", side)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -64,6 +78,13 @@ class Case:
     reduction: str = "mean"
     ring: bool = False
     width: int = 24
+    large: int = 0  # the side of a block of a batch that is launched as a large one
+
+    def shards(self, world: int, index: int) -> Sequence[Sequence[int]]:
+        """Return the sizes of each step."""
+        if not self.large:
+            return SIZES[world][index % 2]
+        return [[n if DEVICE == "cpu" else 13 * n for n in sizes] for sizes in LARGE_SIZES[world]]
 
     def inputs(self, sizes: Sequence[int], step: int) -> list[Tensor]:
         """Return the embeddings of all ranks."""
@@ -182,6 +203,11 @@ CASES = [
     *(Case(loss, temperature=0.01, width=9, rows="clustered") for loss in ("NTXent", "InfoNCE", "Clip", "SigLIP")),
     *(Case("Clip", width=20, rows=rows) for rows in ("strided", "shifted")),
 ]
+LARGE_CASES = [
+    Case("InfoNCE, negatives", "bfloat16", large=4096),  # of which most are far from the positives
+    *(Case(loss, "float16", ring=True, large=256) for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case(loss, "bfloat16", large=4096) for loss in ("NTXent", "Clip", "SigLIP")),
+]
 
 
 # ----------------------------------------------------------------------------------------------------- mutants, and reads
@@ -270,7 +296,29 @@ def not_transposed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SoftmaxPairs, "_excluded_rows", lambda self: self.excluded)
 
 
+class _Inner:
+    """A kernel whose launches without masks see logits that are half as large again."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.place = kernel, kernel.arg_names.index("scale")
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            given = list(arguments)
+            given[self.place] = given[self.place] * (1.5 if options["EDGE"] == 0 else 1.0)
+            self.kernel[grid](*given, **options)
+
+        return launch
+
+
+def inner_logits_too_large(patch: pytest.MonkeyPatch) -> None:
+    """The mutant whose launches without masks are wrong, which no small batch has."""
+    for module, name in ((softmax, "log_sum_exps"), (softmax, "softmax_weights"), (sigmoid, "sigmoid_pairs")):
+        patch.setattr(module, name, _Inner(getattr(module, name)))
+
+
 MUTANTS = [
+    *((inner_logits_too_large, Case(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
     (partners_on_every_rank, Case("Clip")),
     (partners_on_every_rank, Case("SigLIP")),
     (mantissas_only, Case("Clip")),
@@ -299,10 +347,11 @@ def interpret_bfloat16() -> None:
 
 
 def selected() -> list[tuple[Mutant | None, Case]]:
-    """Return cases that the arguments choose, the first and the step, and then the mutants if a third asks for them."""
+    """Return cases that the arguments choose, the first and the step, a large one, and mutants if a third asks for them."""
     first, step, *mutants = sys.argv[1:]
     every = DEVICE == "cuda" or os.environ.get("ALL_DTYPES")
-    cases = CASES if every else CASES[int(first) :: int(step)]
+    world = int(os.environ["WORLD_SIZE"])
+    cases = [*CASES, *LARGE_CASES] if every else [*CASES[int(first) :: int(step)], LARGE_CASES[world - 1]]
     return [*((None, case) for case in cases), *(MUTANTS if mutants else [])]
 
 
@@ -320,7 +369,11 @@ def main() -> None:
         found: list[Any] = [None] * world
         with pytest.MonkeyPatch.context() as patch:
             (mutant or without_reads)(patch)
-            shards = [SIZES[world][0][0], SIZES[world][1][1]] if mutant else SIZES[world][index % 2]
+            shards = case.shards(world, index)
+            if mutant:
+                shards = shards[:1] if case.large else [SIZES[world][0][0], SIZES[world][1][1]]
+            if case.large and DEVICE == "cpu":
+                launched_as_large(patch, case.large)
             try:
                 errors = case.errors(world, rank, shards)
             except AssertionError:  # of a read
