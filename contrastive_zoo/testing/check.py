@@ -22,7 +22,10 @@ from contrastive_zoo.testing.invariants import (
     STEP_INVARIANTS,
     TRAINING_INVARIANTS,
     finite_at_extremes,
+    gradients_accumulate,
     runs_on_every_split,
+    same_messages,
+    scales_with_grad_output,
 )
 from contrastive_zoo.testing.measurement import UNCHANGED, Call, Case, GradReduction, call_form, measure
 from contrastive_zoo.testing.mistakes import diagnose
@@ -48,6 +51,9 @@ MOST_FAILURES = 3
 
 MOST_AVERAGED = 2
 """Batches on which many calls of a loss with random numbers are compared, where a single one differs."""
+
+OF_SAME_DRAWS = (runs_on_every_split, gradients_accumulate, scales_with_grad_output, finite_at_extremes, same_messages)
+"""Invariants that do not compare the random numbers of ranks with those of one process."""
 
 SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 """The settings of every search: the same batches in every run."""
@@ -289,26 +295,29 @@ class Examination:
             if invariant(trial) and _is_evidence(invariant, trial.batch):
                 self.tried.add(invariant.name)
         except Broken as broken:
-            if trial.draws and len(self.averaged | {trial.batch}) > MOST_AVERAGED:
-                return None
-            noisy = trial.with_noise
-            self.averaged |= {trial.batch} if trial.draws else set()
-            if noisy is not None and self._holds(invariant, noisy):
-                self.notes.add(noisy.note)
+            if self._is_noise(invariant, trial):
                 return None
             return Finding(invariant, str(broken), trial.batch)
         except RankError as error:
             return Finding(runs_on_every_split, first_line(error), trial.batch)
         return None
 
-    def _holds(self, invariant: Invariant, noisy: Trial) -> bool:
-        """Return whether an invariant holds within the noise; of the training of a loss that draws, the contract."""
-        averaged = noisy.case.repetitions and invariant in TRAINING_INVARIANTS
-        try:
-            for each in CONTRACT if averaged else (invariant,):
-                each(noisy)
-        except Broken:
+    def _is_noise(self, invariant: Invariant, trial: Trial) -> bool:
+        """Return whether a broken invariant holds within the noise; of the training of a loss that draws, the contract."""
+        if trial.draws and invariant in OF_SAME_DRAWS:
             return False
+        if trial.draws and len(self.averaged | {trial.batch}) > MOST_AVERAGED:
+            return True
+        self.averaged |= {trial.batch} if trial.draws else set()
+        try:
+            noisy = trial.with_noise
+            if noisy is None:
+                return False
+            for each in CONTRACT if trial.draws and invariant in TRAINING_INVARIANTS else (invariant,):
+                each(noisy)
+        except (Broken, RankError):
+            return False
+        self.notes.add(noisy.note)
         return True
 
 

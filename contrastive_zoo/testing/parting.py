@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -92,15 +92,8 @@ def parting(trial: Trial) -> str:
     except RankError:
         return ""
     lines = Lines().union(*(x.rows | x.columns for x in alone))
-    for rank, made in _in_turn(by_rank):
-        if not made.is_part_of(lines):
-            return f"first on rank {rank} at {made.place}, of which one process computes no part"
+    for of_ranks in zip_longest(*by_rank):
+        for rank, made in enumerate(of_ranks):
+            if made is not None and not made.is_part_of(lines):
+                return f"first on rank {rank} at {made.place}, of which one process computes no part"
     return ""
-
-
-def _in_turn(by_rank: list[list[Made]]) -> Iterator[tuple[int, Made]]:
-    """Yield the tensors of all ranks, one of each in turn."""
-    for position in range(max(map(len, by_rank), default=0)):
-        for rank, made in enumerate(by_rank):
-            if position < len(made):
-                yield rank, made[position]

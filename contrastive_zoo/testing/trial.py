@@ -104,11 +104,11 @@ R = TypeVar("R")
 TOLERANCE = 1e-10
 """Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
 
-DRAWS = 200
+DRAWS = 300
 """Calls of a loss with random numbers whose mean is compared."""
 
-STANDARD_ERRORS = 8.0
-"""Largest difference of two means, in standard errors of one: two right ones differ by less, but once in 10⁷ numbers."""
+STANDARD_ERRORS = 6.0
+"""Largest difference of two means, in standard errors of one: two right ones differ by less, but once in 30,000 numbers."""
 
 AVERAGE_TIMEOUT = 60.0
 """Seconds for these calls, at least."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.check import Report, examine
@@ -49,6 +50,16 @@ def test_the_mistake_of_a_wrong_loss_is_named(loss: WrongLoss, impatient: Worlds
 def test_a_loss_that_rounds_is_said_to(worlds: Worlds) -> None:
     (loss,) = (x for x in RIGHT_LOSSES if x.name == "in float32")
     assert report(loss, worlds).notes == ["computes in float32"]
+
+
+def test_a_wrong_loss_that_draws_is_found(impatient: Worlds) -> None:
+    (ignores,) = (x for x in WRONG_LOSSES if x.name == "gradient without grad output")
+
+    def with_dropout(embeddings, labels):
+        return ignores.make()(F.dropout(embeddings, 0.2), labels)
+
+    found = examine(lambda: with_dropout, call="labels", world_sizes=(2,), max_examples=2, worlds=impatient)
+    assert "scales_with_grad_output" in [str(x.invariant) for x in found.findings]
 
 
 def test_a_wrong_loss_that_rounds_is_found(impatient: Worlds) -> None:
