@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.interventions import EDITS
@@ -204,7 +205,7 @@ class Subject:
             gradients((name.removeprefix("module."), x) for name, x in encoder if x not in known),
             replicated,
             sharded,
-            copies((self.module if self.step is None else self.model).named_buffers()),
+            copies(self._buffers()),
             forward.names_of_floats(None if self.step is None else calls[-1].position if calls else 0),
             backward.names_of_floats(),
             random_states() != states,
@@ -228,6 +229,11 @@ class Subject:
         seed, dtype = self.rounding
         generator = torch.Generator().manual_seed(seed)
         return [noisy(x, generator, dtype) for x in embeddings]
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what ranks share: without a pointer into an empty queue, which nothing sets."""
+        shared = LossModules(self.module if self.step is None else self.model).shared_state()
+        return ((name, x) for name, x in shared if not isinstance(x, nn.Parameter))
 
     def start(self) -> Gradients:
         return split_parameters(self.module, copies(self.parameters.items()))[0]

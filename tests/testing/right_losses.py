@@ -249,7 +249,7 @@ class OfPeer(nn.Module):
         arguments: dict[str, Any] = {}
         for position, (name, of) in enumerate(self.peer.takes.items()):
             if of.name in _VIEWS:
-                arguments[name] = _VIEWS[of.name](views[position])
+                arguments[name] = _VIEWS[of.name](views[position % len(views)])
             elif of.name == "labels":
                 arguments[name] = labels
             elif of.name == "pair labels":
