@@ -44,7 +44,7 @@ def mean_by_group(
     names, sizes = groups.unique_consecutive(return_counts=True)
     parts = values.detach().cpu().double()[order].split(sizes.tolist())
     of_rank = {name: x.numpy() for name, x in zip(names.tolist(), parts, strict=True)}
-    everywhere = gather_rows(names.to(world.device), world.shards(names), world).unique().tolist()
+    everywhere = gather_rows(names, world.shards(names), world).unique().tolist()
     return means_over_ranks({name: of_rank.get(name, np.empty(0)) for name in everywhere}, world)
 
 
@@ -120,15 +120,15 @@ def paired_bootstrap(
         name, {"first": first, "second": second}, world=world, problem=problem, settings=settings
     )
     local = second.detach().cpu().double() - first.detach().cpu().double()
-    differences = gather_rows(local.to(world.device), shards, world).cpu().numpy()
+    differences = gather_rows(local, shards, world).numpy()
     differences = differences[~np.isnan(differences)]
     if not len(differences):
         raise ValueError(f"{name}: no query counts, on any rank.")
     generators = (np.random.default_rng([seed, i]) for i in range(world.rank, resamples, world.size))
     drawn = [differences[x.integers(len(differences), size=len(differences))].mean() for x in generators]
-    means = torch.tensor(drawn, dtype=torch.float64, device=world.device)
+    means = torch.tensor(drawn, dtype=torch.float64)
     bounds = (1 - confidence) / 2, (1 + confidence) / 2
-    low, high = np.quantile(gather_rows(means, world.shards(means), world).cpu().numpy(), bounds).tolist()
+    low, high = np.quantile(gather_rows(means, world.shards(means), world).numpy(), bounds).tolist()
     return Difference(float(differences.mean()), low, high)
 
 
