@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.auditing.context import audit
@@ -73,12 +74,14 @@ def audit_random_training(seed: int, steps: int = 3) -> tuple[str, AuditReport]:
         f"{name}, {dtype}, W = {world_size}, dropout {dropped}, DDP {inside}, {accumulate} micro-batches, clip {clip}"
     )
     drawn += f", scaler {scaler.is_enabled()}, autocast {low}, {type(optimizer).__name__}, weight {weight}"
-    torch.manual_seed(seed + rank)  # dropout differs between ranks
     kind = type(loss_fn.loss) if name == "a function" else None
-    with audit(steps=steps, loss=kind, name=drawn) as report:
-        for _ in range(steps):
+    data = [[list(_batches(draw, form, dtype, accumulate, rank, world_size))] for _ in range(steps)]
+
+    def train() -> None:
+        torch.manual_seed(seed + rank)  # dropout differs between ranks
+        for (batches,) in DataLoader(data, batch_size=None):
             optimizer.zero_grad()
-            for index, (views, labels) in enumerate(_batches(draw, form, dtype, accumulate, rank, world_size)):
+            for index, (views, labels) in enumerate(batches):
                 unsynchronised = inside and index + 1 < accumulate
                 with model.no_sync() if unsynchronised else contextlib.nullcontext():
                     with torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -93,7 +96,8 @@ def audit_random_training(seed: int, steps: int = 3) -> tuple[str, AuditReport]:
                 torch.nn.utils.clip_grad_norm_([*encoder.parameters(), *loss_fn.parameters()], clip)
             scaler.step(optimizer)
             scaler.update()
-    return drawn, report
+
+    return drawn, audit(train, steps=steps, loss=kind, name=drawn)
 
 
 def _batches(

@@ -20,7 +20,7 @@ from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing import diagnosis
 from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.launch import Rank, collected, environment
+from contrastive_zoo.testing.auditing.launch import Process, environment, judged, rank_name
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
@@ -49,11 +49,16 @@ class Runner:
         """Audit the training ``name`` of a module: of an example, or of ``tests.audit_trainings``."""
         start, steps = time.monotonic(), steps or STEPS.get(name, 3)
         with tempfile.TemporaryDirectory() as folder:
-            store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # where torch has distributed
-            self.pipe.send([(folder, module, name, rank, processes, store.port, steps) for rank in range(processes)])
-            assert self.pipe.poll(2 * TIMEOUT), "the server does not answer"
-            self.pipe.recv()
-            report = collected(Path(folder), processes)
+
+            def run(names: list[str]) -> None:
+                store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # where torch has distributed
+                jobs = [(folder, x, rank, len(names), store.port, module, name, steps) for rank, x in enumerate(names)]
+                self.pipe.send(jobs)
+                assert self.pipe.poll(2 * TIMEOUT), "the server does not answer"
+                self.pipe.recv()
+
+            run([rank_name(rank) for rank in range(processes)])
+            report = judged(Path(folder), processes, lambda x: run([x]))
         report.seconds = time.monotonic() - start
         return report
 
@@ -70,19 +75,23 @@ def _serve(pipe: Connection, modules: list[str]) -> None:
             for process in ranks:
                 process.start()
             ranks[0].join(TIMEOUT)
+            for process in ranks[1:]:
+                process.join(0.5)
             for process in ranks:
                 process.kill()
                 process.join()
             pipe.send(None)
 
 
-def _rank(folder: str, module: str, name: str, rank: int, world_size: int, port: int, steps: int) -> None:
-    os.environ |= environment(rank, world_size, port)
-    log = os.open(Path(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
+def _rank(folder: str, file: str, rank: int, world_size: int, port: int, module: str, name: str, steps: int) -> None:
+    for variable in set(os.environ) - set(variables := environment(rank, world_size, port, file.startswith("rank"))):
+        del os.environ[variable]
+    os.environ |= variables
+    log = os.open(Path(folder, f"{file}.log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    Rank(Path(folder), rank, world_size, steps).run(training(module, name))
+    Process(Path(folder), file, steps, world_size=world_size).run(training(module, name))
 
 
 def training(module: str, name: str) -> Callable[[], object]:
@@ -103,7 +112,5 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         patch.object(dist, "init_process_group"),
         patch.object(diagnosis, "PROBES", probes),
         patch.object(mistakes, "SIGNATURES", signatures),
-        audit(name=name) as report,
     ):
-        training(module, name)()
-    return report
+        return audit(training(module, name), name=name)

@@ -135,7 +135,8 @@ class ParametersScaled(Right):
 class Unknown(Right):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         z = self.model(images)
-        z.register_hook(lambda gradient: gradient.roll(1, 1))
+        if self.world_size > 1:
+            z.register_hook(lambda gradient: gradient.roll(1, 1))
         return self.loss_fn(z, labels)
 
 

@@ -265,6 +265,9 @@ SIGNATURES: dict[Stage, dict[str, tuple[Prediction, ...]]] = {
             _confirmed("batch statistics", "an encoder that computes each shard apart gives the same results"),
         ),
         "gathered first": (_GATHERED_FIRST,),
+        "group of the loss": (
+            _confirmed("group of the loss", "a rank returns the loss of the samples of some ranks only"),
+        ),
         "times W": (_values("W"),),
         "divided by W": (_values("1/W"),),
         "result thrown away": (

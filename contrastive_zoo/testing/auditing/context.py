@@ -1,6 +1,6 @@
-"""Audit the training of a notebook or a test, within the processes that run it."""
+"""Audit a training of a notebook or a test, within the processes that run it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,69 +9,111 @@ from torch import nn
 
 from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.records import Inputs, Record
+from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 
-@contextmanager
-def audit(*, loss: Any = None, steps: int = 3, name: str = "the training") -> Iterator[AuditReport]:
-    """Audit the training that runs in the context: is it the same on W processes as on one?
+def audit(
+    train: Callable[[], object], *, loss: Any = None, steps: int = 3, name: str = "the training"
+) -> AuditReport:
+    """Audit a training: is it the same on W processes as on one?
 
-    Record the first steps of the optimizer on every rank. At the end rank 0 repeats them in its process, on copies of the
-    modules, and compares: value, gradients, parameters after the step. Every rank gets the report. Enter and leave the
-    context on every rank. The training itself is not changed, and continues after the recorded steps.
+    Call it on every rank. Every rank calls ``train`` and records its first steps of the optimizer; then rank 0 calls it
+    again, in a process group of its own, with the batches of all ranks, and compares: value, gradients, parameters after
+    the step. Every rank gets the report.
+
+    ``train`` builds model, loss, optimizer and DataLoader, and trains; it may also use those that exist. One process gets
+    the state that they had on rank 0 before the first step, and afterwards they are left as its steps leave them.
 
     The samples are compared by their contents, within a step. The samplers are not listed, as
     ``contrastive-zoo audit`` does, because listing an epoch would draw from them.
 
     Args:
-        loss: a loss, or its class, that is not one of contrastive_zoo, pytorch-metric-learning or sentence-transformers.
+        train: a training of at least ``steps`` steps, without arguments.
+        loss: a loss, or its class, that is not one of contrastive_zoo, pytorch-metric-learning or sentence-transformers:
+            the factor by which the training multiplies it is then checked, too.
         steps: number of steps to compare.
         name: of the training in the report.
 
-    Yields:
-        The report, which is filled when the context ends.
-
     Raises:
-        ValueError: ``loss`` is not a module or a class of modules; ``steps`` is less than 1.
+        ValueError: ``train`` cannot be called; ``loss`` is not a module or a class of modules; ``steps`` is less than 1.
 
     Examples:
         >>> import torch, contrastive_zoo as cz
-        >>> model, loss_fn = nn.Linear(3, 2), cz.DistributedLoss(cz.NTXent())
-        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        >>> with audit(steps=1) as report:
+        >>> def train():
+        ...     model, loss_fn = nn.Linear(3, 2), cz.DistributedLoss(cz.NTXent())
+        ...     optimizer = torch.optim.SGD(model.parameters(), 0.1)
         ...     loss_fn(model(torch.eye(3)), model(-torch.eye(3))).backward()
         ...     optimizer.step()
+        >>> report = audit(train, steps=1)
         >>> report.ok, [x.name for x in report.worlds[0].quantities][:2]
         (True, ['value of the loss', 'gradient of the encoder'])
     """
+    if not callable(train):
+        raise ValueError(f"audit: train is a function that trains, got {train!r}.")
     is_module = isinstance(loss, nn.Module) or (isinstance(loss, type) and issubclass(loss, nn.Module))
     if loss is not None and not is_module:
         raise ValueError(
-            f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by a hook of modules: make a "
-            "module of a function, or leave it out where a loss of contrastive_zoo is called."
+            f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
+            "module of a function, or leave it out: what the training starts its backward pass at is compared anyway."
         )
     if steps < 1:
         raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
-    report, recorder = AuditReport(name), Recorder([] if loss is None else [loss], steps, needs_group=False)
+    losses = [] if loss is None else [loss]
+    record, inputs = _recorded(train, Recorder(losses, steps, needs_group=False))
+    return AuditReport(name, [_on_every_rank(record, inputs, train, losses, steps)])
+
+
+def _recorded(train: Callable[[], object], recorder: Recorder) -> tuple[Record, Inputs]:
     recorder.start()
     try:
-        yield report
+        train()
     finally:
         record = recorder.stop()
-    report.worlds.append(_report_on_every_rank(record, recorder))
+    return record, recorder.inputs
 
 
-def _report_on_every_rank(record: Record, recorder: Recorder) -> WorldReport:
-    """Gather all records on every rank, compare on rank 0, and send its report to all."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+def _on_every_rank(
+    record: Record, inputs: Inputs, train: Callable[[], object], losses: list[Any], steps: int
+) -> WorldReport:
+    """Gather all records on every rank, run the training again on rank 0, and send its report to all."""
+    gathered: list[Any] = [(record, inputs)]
+    rank, world_size, alone = 0, 1, None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        record.rank, gathered = rank, [None] * world_size
+        alone = dist.new_group([0], backend="gloo")
+        dist.all_gather_object(gathered, (record, inputs))
+    else:
         record.initialized = True  # one process needs no group
-        return assemble([record], recorder)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    record.rank = rank
-    records: list[Any] = [None] * world_size
-    dist.all_gather_object(records, record)
-    result = [assemble(records, recorder) if rank == 0 else None]
-    dist.broadcast_object_list(result, src=0)
+
+    def run_again(setting: Setting) -> Record:
+        recorder = Recorder(losses, steps, needs_group=False, rerun=Rerun([x for _, x in gathered], setting))
+        try:
+            with _default_group(alone):
+                return _recorded(train, recorder)[0]
+        except Exception as error:
+            recorder.record.error = f"{type(error).__name__}: {error}"
+            return recorder.record
+
+    result = [assemble([x for x, _ in gathered], run_again) if rank == 0 else None]
+    if world_size > 1:
+        dist.broadcast_object_list(result, src=0)
     assert result[0] is not None
     return result[0]
+
+
+@contextmanager
+def _default_group(group: Any) -> Iterator[None]:
+    """Make a group of this process alone the default one; None leaves things as they are."""
+    if group is None:
+        yield
+        return
+    world = dist.distributed_c10d._world
+    present, count = dist.GroupMember.WORLD, world.group_count
+    dist.GroupMember.WORLD = group
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD, world.group_count = present, count

@@ -1,4 +1,4 @@
-"""The mistakes of a training: its samples, what its ranks did, and its gradients relative to one process."""
+"""Name what is wrong: factors, samples, differences between ranks, and gradients relative to one process."""
 
 import hashlib
 import itertools
@@ -6,7 +6,7 @@ import math
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,85 +15,157 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from contrastive_zoo.testing.auditing.merging import Merge, NotComparable, Outputs
+from contrastive_zoo.testing.auditing.evidence import StepEvidence, flat
 from contrastive_zoo.testing.auditing.records import Record, Step
-from contrastive_zoo.testing.auditing.replay import Repeated, StepEvidence
-from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio
+from contrastive_zoo.testing.auditing.rerun import Setting
+from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients
 from contrastive_zoo.testing.mistakes import Diagnosis, diagnose
 
-Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[tuple[str, str]]]
-"""Yields the mistakes that it finds, each with what was measured."""
+Finding = tuple[str, str]
+"""The name of a mistake, and what was measured."""
+
+Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[Finding]]
+"""Yields the mistakes that it finds."""
+
+FACTOR_TOLERANCE = 1e-3
+"""Relative difference below which a factor equals an expected one; factors of a reduced precision are powers of two."""
 
 
 def mistakes(records: Sequence[Record], steps: Sequence[StepEvidence]) -> list[Diagnosis]:
-    """Return the mistakes of a training, each once, from the records of all ranks and the steps that all ranks finished."""
+    """Return the mistakes of a training, each once, from the records of all ranks and the steps that were compared."""
     result = [Diagnosis(*x) for probe in PROBES for x in probe(records, steps)]
     return list({x.mistake: x for x in reversed(result)}.values())[::-1]
 
 
-def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
-    if not any(x.initialized for x in records):
+def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    if not any(x.initialized or x.error for x in records):
         yield "no process group", "no group was initialised"
     begun = [len(x.steps) for x in records]
     if any(count < max(begun) and not x.error for count, x in zip(begun, records, strict=True)):
         yield "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
 
 
-def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
-    """Compare the parameters of all ranks before the first step."""
+def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Compare the trained parameters of all ranks before the first step."""
     for first in steps[:1]:
         for group in ("loss", "encoder"):
-            if (names := first.names(group)) and not first.is_sharded(names):
-                states = [first.flat(x.state, names) for x in first.ranks]
-                error = max((Ratio.between(x, states[0]).error for x in states[1:]), default=0.0)
-                if error > 100 * first.eps:
-                    yield "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
+            names = [x for x in first.names(group) if all(x in y.start for y in records)]
+            starts = [flat(x.start, names) for x in records]
+            error = first.worst(starts, starts[0]).error
+            if error > 100 * first.eps:
+                yield "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
 
 
-def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
+def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
     for step in steps:
-        optimized = step.ranks[0].optimized
-        if not optimized:
+        first = step.ranks[0]
+        if not first.optimized:
             continue
-        if missing := [x for x in step.names("loss") if x not in optimized and x in step.ranks[0].gradients]:
+        if missing := [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]:
             yield "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
-        if stale := [x for x in step.ranks[0].stale if x in optimized]:
+        if stale := [x for x in first.stale if x in first.optimized]:
             yield "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
 
 
-def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
+def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Compare the factor of the loss with that of one process, and that of one process with one over the micro-batches."""
     for step in steps:
-        first, count = step.ranks[0], len(step.ranks[0].micro_batches)
-        for call in first.losses:
-            if call.factor and (mistake := first.explanation(call, step.world_size)):
-                start = f"the backward pass starts with {first.factor(call) / count:.4g} at the loss"
-                batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
-                unclear = ". Both numbers are equal, so it may also be × W: audit another number of processes"
-                is_unclear = count == step.world_size and mistake == "accumulation not divided"
-                yield mistake, f"{start}, {batches}{unclear if is_unclear else ''}"
+        count, scale = step.ranks[0].micro_batches, _scale(step)
+        alone = step.one.factor if step.one is not None else None
+        # of a mean over micro-batches it is 1, whatever W is
+        accumulated = "" if alone is None or count == 1 else _named(alone, {1.0: "", count: "not", 1 / count: "twice"})
+        by_world = _named(scale, {1.0: "", step.world_size: "times W", 1 / step.world_size: "divided by W"})
+        names = [by_world, f"accumulation {accumulated} divided" if accumulated == "not" else ""]
+        if name := ", ".join(filter(None, names)):
+            batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
+            start = step.ranks[0].factor
+            relative = f", {scale:.4g} times what it is in one process" if by_world else ""
+            yield name, f"the backward pass starts with {(start or scale) / count:.4g} at the loss{relative}, {batches}"
+        if accumulated == "twice":
+            yield "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
 
 
-def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
-    """Look for embeddings of other ranks in the arguments of a loss that gathers by itself; it may have refused them."""
+def _scale(step: StepEvidence) -> float:
+    """Return how much larger the factor of the loss is than in one process."""
+    ranks, one = step.ranks[0].factor, step.one.factor if step.one is not None else None
+    return ranks / one if ranks and one else 1.0
+
+
+def _named(factor: float, names: Mapping[float, str]) -> str:
+    return next((name for x, name in names.items() if math.isclose(factor, x, rel_tol=FACTOR_TOLERANCE)), "")
+
+
+def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Look for a loss that gathers by itself and receives as many samples on each rank as in one process."""
     for step in steps:
-        for micro in zip(*(x.micro_batches for x in step.ranks), strict=False):
-            outputs = Outputs()
-            try:
-                for calls in zip(*(x.encoders for x in micro), strict=True):
-                    outputs.add([x.output for x in calls])
-                for calls in zip(*(x.losses for x in micro), strict=True):
-                    if records[0].options[calls[0].module] and Merge(calls, outputs, Outputs()).is_gathered:
-                        yield "gathered first", "the loss received embeddings of other ranks"
-            except (NotComparable, ValueError):
+        if _is_gathered(step):
+            yield "gathered first", "each rank gives the loss as many samples as there are on all ranks"
+
+
+def _is_gathered(step: StepEvidence) -> bool:
+    one = step.reruns(Setting()).steps
+    if step.index >= len(one) or step.world_size == 1:
+        return False
+    for calls in zip(one[step.index].losses, *(x.losses for x in step.ranks), strict=False):
+        if step.records[0].options[calls[1].module] and calls[0].samples > 1:
+            inputs = [len(x.samples) / x.micro_batches for x in step.ranks]
+            return all(x.samples == calls[0].samples > n for x, n in zip(calls[1:], inputs, strict=True))
+    return False
+
+
+def _of_graph(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Look for a step in which no parameter of the encoder gets a gradient, though the loss is not zero."""
+    for step in steps:
+        names = [x for x in step.names("encoder") if x in step.ranks[0].optimized]
+        has_value = all(x and math.isfinite(x) for rank in step.ranks for x in rank.values)
+        if names and has_value and not any(bool(flat(x.gradients, names).any()) for x in step.ranks):
+            yield "detached", f"the gradients of all {len(names)} parameters of the encoder are zero"
+            return
+
+
+def _of_group(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Look for ranks that share their samples, as those of a tensor-parallel group do, in the group of a loss."""
+    for step in steps if records[0].shares_samples else ():
+        for option, group in zip(records[0].options, records[0].loss_groups, strict=True):
+            samples = [step.ranks[rank].samples for rank in group]
+            if option and any(x == y for x, y in itertools.combinations(samples, 2)):
+                yield "group of the loss", f"ranks {list(group)} form the group of the loss, some of which have equal samples"
                 return
 
 
-def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
+def _of_clipping(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Compare the gradients before clipping, and those after it."""
+    for step in steps:
+        names = sorted({name for x in step.ranks for name in x.clipped})
+        if step.one is None or not names or step.problem:
+            continue
+        vectors = (step.gradient(names), lambda x, names=names: flat(x.clipped, names))
+        errors = [step.worst(map(vector, step.ranks), vector(step.one)).error for vector in vectors]  # type: ignore[arg-type]
+        if errors[0] <= step.tolerance(vectors[0]) and errors[1] > step.tolerance(vectors[1]):  # type: ignore[arg-type]
+            yield "clipped per rank", f"gradients are right before clipping and {errors[1]:.1%} off after it"
+            return
+
+
+def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+    """Compare parameters outside of all optimizers after each step, such as those of a teacher."""
+    for step in steps:
+        names = [x for x in step.other_parameters if all(x in y.after for y in step.ranks)]
+        after = [flat(x.after, names) for x in step.ranks]
+        error = step.worst(after, after[0]).error
+        if error > 100 * step.eps:
+            start = flat(records[0].start, names)
+            moved = [rank for rank, x in enumerate(after) if not torch.equal(x, start)]
+            which = f"; only ranks {moved} changed them" if len(moved) < len(after) else ""
+            yield "unequal state", f"{len(names)} parameters, such as {names[0]}, differ by {error:.1e}{which}"
+            return
+
+
+def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
     """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
-    explained = {name for probe in (_of_gathering, _of_start) for name, _ in probe(records, steps)}
+    explained = {name for probe in (_of_process, _of_gathering, _of_graph, _of_group, _of_start, _of_state) for name, _ in probe(records, steps)}
     for step in () if explained else steps:
-        if step.truth is not None and any(step.ranks[0].gradients):
-            evidence = TrainingEvidence(step, step.truth, records[0].options)
+        if step.one is not None and step.ranks[0].gradients and not step.problem:
+            evidence = TrainingEvidence(step, step.one)
             x = evidence.comparison
             # every value may be that of one process, or only the ranks' mean
             if not (x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))):
@@ -108,42 +180,46 @@ class TrainingEvidence(Evidence):
     is_training = True
     stages = ("value", "gradient")
 
-    def __init__(self, step: StepEvidence, truth: Repeated, options: Sequence[str | None]) -> None:
-        self.step, self.truth, first = step, truth, step.ranks[0]
-        called = sorted({call.module for call in first.losses})
+    def __init__(self, step: StepEvidence, one: Step) -> None:
+        self.step, options = step, step.records[0].options
+        called = sorted({call.module for call in step.ranks[0].losses})
         self.option = next((options[x] for x in called if options[x]), None)
-        explained = (x for x in first.losses if x.factor and first.explanation(x, step.world_size))
-        self.factor = next(map(first.factor, explained), 1.0)
-        self.comparison = self._compared(truth)
+        self.factor = _scale(step)
+        self.comparison = self._compared(one)
         self.comparisons = [self.comparison]
 
-    def _compared(self, truth: Repeated) -> Comparison:
+    def _compared(self, one: Step) -> Comparison:
         return Comparison(
-            values=self.step.values,
-            expected=torch.tensor(truth.values, dtype=torch.float64),
-            encoder=self._gradients("encoder", truth),
-            parameters=self._gradients("loss", truth),
-            tolerance=max(self.step.reference("value")[1], 1e-12),
+            values=torch.stack([self.step.values(x) for x in self.step.ranks]),
+            expected=self.step.values(one),
+            encoder=self._gradients("encoder", one),
+            parameters=self._gradients("loss", one),
+            tolerance=max(self.step.tolerance(self.step.values), 1e-12),
         )
 
-    def _gradients(self, group: str, truth: Repeated) -> Gradients | None:
-        step, names = self.step, self.step.names(group)
-        unlinked = group == "encoder" and self.truth.unlinked
-        if not names or step.is_sharded(names) or step.lacks_terms(names) or unlinked:
+    def _gradients(self, group: str, one: Step) -> Gradients | None:
+        names = [x for x in self.step.names(group) if x in one.gradients or x in self.step.ranks[0].gradients]
+        if not names:
             return None
-        ranks = [(step.flat(x.gradients, names) - step.flat(x.stale, names)) / self.factor for x in step.ranks]
-        return Gradients.between(ranks, step.flat(truth.gradients, names), step.reference(group)[1])
+        of = self.step.gradient(names)
+        ranks = [(of(x) - flat(x.stale, names)) / self.factor for x in self.step.ranks]
+        return Gradients.between(ranks, of(one) - flat(one.stale, names), self.step.tolerance(of))
 
     def confirms(self, mistake: str) -> bool:
-        x = self.comparison
-        if mistake == "local negatives" and not (self.option or self.truth.is_gathered or x.has_values(1.0)):
-            alone = [y.values if y and y.values else [math.nan] * len(x.expected) for y in self.step.alone]
-            local = torch.tensor(alone, dtype=torch.float64)
-            return torch.allclose(x.values, local, x.tolerance, x.tolerance, equal_nan=True)
-        if mistake == "batch statistics" and not self.step.draws and self.step.by_shard is not None:
-            by_shard = self._compared(self.step.by_shard)
-            return by_shard.has_values(1.0) and by_shard.is_scaled(1.0, 1.0)
+        x, step = self.comparison, self.step
+        if mistake == "group of the loss" or (mistake == "local negatives" and not self.option):
+            groups = step.records[0].loss_groups if mistake == "group of the loss" else [(0,)]
+            return step.index == 0 and any(self._has_value_of(y) for y in groups if len(y) < step.world_size)
+        if mistake == "batch statistics":
+            by_shard = step.of(Setting(by_shard=True))
+            result = self._compared(by_shard) if by_shard is not None else x
+            return not x.is_scaled(1.0, 1.0) and result.has_values(1.0) and result.is_scaled(1.0, 1.0)
         return False
+
+    def _has_value_of(self, ranks: Sequence[int]) -> bool:
+        """Return whether rank 0 has the value of a training on the samples of some ranks only."""
+        alone, x = self.step.of(Setting(ranks=tuple(ranks))), self.comparison
+        return alone is not None and not x.has_values(1.0) and x.near(x.values[0], self.step.values(alone))
 
     def calls(self, name: str) -> bool:
         """Return whether the script gathers, which it must where the loss does not."""
@@ -165,6 +241,7 @@ class Epoch(NamedTuple):
     sampler: str
     shuffles: bool  # whether set_epoch chooses the order of the samples
     first: str  # digest of the first sample of the dataset, which is the same for ranks with the same dataset
+    seed: Any = None  # of the sampler
 
 
 def listed(loaders: Sequence[DataLoader[Any]]) -> list[Epoch]:
@@ -190,7 +267,8 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
     while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
         sampler = inner  # the innermost one chooses the order of samples
     size, name = len(loader.dataset), type(sampler).__name__
-    return Epoch(batches, complete, size, name, hasattr(sampler, "set_epoch"), _first_digest(loader.dataset))
+    shuffles, seed = hasattr(sampler, "set_epoch"), getattr(sampler, "seed", None)
+    return Epoch(batches, complete, size, name, shuffles, _first_digest(loader.dataset), seed)
 
 
 def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -217,11 +295,11 @@ def _first_digest(dataset: Any) -> str:
         np.random.set_state(states[1])
 
 
-def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[tuple[str, str]]:
+def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
     """Yield the mistakes in the ranks' samples, each with what was measured."""
-    digests = [[_digests(step) for step in record.steps] for record in records]
+    digests = [[step.samples for step in record.steps] for record in records]
     together = [list(ranks) for ranks in zip(*digests, strict=False)]
-    if len(records) > 1:
+    if len(records) > 1 and not records[0].shares_samples:
         if equal := [i for i, x in enumerate(together) if x[0] and all(y == x[0] for y in x)]:
             yield "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"
             return
@@ -229,7 +307,7 @@ def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Ite
     yield from _same_order(records, together)
 
 
-def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[str]]]) -> Iterator[tuple[str, str]]:
+def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Finding]:
     """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
     loaders = [
         epochs
@@ -239,7 +317,9 @@ def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[str
     for epochs in loaders:
         each = [[i for batch in epoch.batches for i in batch] for epoch in epochs]
         total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
-        if all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
+        if len(seeds := {x.seed for x in epochs if isinstance(x.seed, int)}) > 1 and total > distinct:
+            yield "sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}"
+        elif all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
             yield "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
         elif 0 < total - distinct < total * (1 - 1 / len(records)) / 2:
             repeated = f"{total - distinct} of {total} samples of an epoch are repeated"
@@ -251,7 +331,7 @@ def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[str
                 return
 
 
-def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[str]]]) -> Iterator[tuple[str, str]]:
+def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Finding]:
     """Compare the first step of every later epoch with the first step."""
     if not any(epoch.shuffles for epoch in records[0].samplers):
         return
@@ -263,24 +343,6 @@ def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[str]
         previous = step.epoch
 
 
-def _digests(step: Step) -> list[str]:
-    """Return a digest of every sample of a step: of the inputs of the first encoder, or of a loss that holds its encoder."""
-    digests = []
-    for call in [(x.encoders or x.losses)[0] for x in step.micro_batches if x.encoders or x.losses]:
-        tensors = [x for x in call.arguments.leaves if isinstance(x, Tensor) and x.ndim]
-        by_sample = zip(*(x for x in tensors if len(x) == len(tensors[0])), strict=True)
-        digests += [hashlib.sha256(b"".join(map(_bytes, sample))).hexdigest() for sample in by_sample]
-    return digests
-
-
-def _bytes(x: Tensor) -> bytes:
-    """Return the bytes of a sample; of tokens, without the padding at the end."""
-    if x.ndim == 1 and not x.is_floating_point():
-        filled = x.nonzero()
-        x = x[: int(filled[-1]) + 1] if len(filled) else x[:0]
-    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
-
-
 PROBES: tuple[Probe, ...] = (
     _of_process,
     _of_samples,
@@ -288,6 +350,10 @@ PROBES: tuple[Probe, ...] = (
     _of_optimizer,
     _of_factor,
     _of_gathering,
+    _of_graph,
+    _of_group,
+    _of_clipping,
+    _of_state,
     _of_gradients,
 )
 """The probes, in the order in which their findings are reported."""

@@ -1,9 +1,9 @@
 """Start the processes of an audited script, wait for them, and return the report.
 
-A process is one rank: ``python -m contrastive_zoo.testing.auditing.launch FOLDER STEPS LOSSES script.py [arguments]``.
+A process is a rank, or the training in one process: ``python -m contrastive_zoo.testing.auditing.launch FOLDER NAME STEPS
+LOSSES script.py [arguments]``.
 """
 
-import importlib
 import os
 import runpy
 import shutil
@@ -24,10 +24,15 @@ import torch.distributed as dist
 from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.diagnosis import listed
 from contrastive_zoo.testing.auditing.recorder import Recorder
+from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 WAIT, GRACE = 120.0, 2.0
 """Seconds that a rank waits for the others: after the last step, and after its script has ended."""
+
+TIMEOUT = 300.0
+"""Seconds of a run in one process, under torchrun."""
 
 LOG_LINES = 12
 """Lines of a rank's output that are shown if there is no report."""
@@ -44,26 +49,10 @@ def audit_script(
     """Run a script on several local processes and compare its first steps with one process.
 
     The command is the script and its arguments, or ``-m``, a module and its arguments. Losses that are not found by
-    themselves are ``"module:Class"`` each. The timeout in seconds is that of each number of processes.
+    themselves are ``"module:Class"`` each. The timeout in seconds is that of each run.
     """
     _require_valid(command, world_sizes, steps)
-    for loss in losses:
-        named_loss(loss)
-    name = " ".join(command)
-    report = AuditReport(name, [_audit(command, size, steps, losses, timeout) for size in world_sizes])
-    without_weights(report.worlds)
-    return report
-
-
-def without_weights(worlds: Sequence[WorldReport]) -> None:
-    """Drop findings of a factor that is equal for different numbers of processes: it is a weight."""
-    if len(worlds) < 2 or len({tuple(round(y, 4) for y in x.factors) for x in worlds}) > 1:
-        return
-    for world in worlds:
-        kept = [x for x in world.findings if x.mistake not in ("times W", "divided by W")]
-        if len(kept) < len(world.findings):
-            world.notes.append("the loss has the same factor for all numbers of processes: a weight, not a mistake")
-        world.findings = kept
+    return AuditReport(" ".join(command), [_audit(command, size, steps, losses, timeout) for size in world_sizes])
 
 
 def _require_valid(command: Sequence[str], world_sizes: Sequence[int], steps: int) -> None:
@@ -79,36 +68,75 @@ def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
         folder = Path(name)
-        store = local_store()
-        arguments = [str(folder), str(steps), ",".join(losses), *command]
-        processes = []
-        for rank in range(world_size):
-            with (folder / f"rank{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", *arguments],
-                        env=os.environ | environment(rank, world_size, store.port),
-                        stdout=log,
-                        stderr=log,
-                        stdin=subprocess.DEVNULL,
-                    )
-                )
-        records = [folder / f"rank{rank}.record" for rank in range(world_size)]
-        try:
-            while time.monotonic() < start + timeout and processes[0].poll() is None:
-                if any(
-                    x.poll() is not None and not record.exists() for x, record in zip(processes, records, strict=True)
-                ):
-                    time.sleep(1.0)  # another rank died without a record, and rank 0 may just be about to fail as well
-                    break
-                time.sleep(0.02)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        report = collected(folder, world_size)
+        arguments = [str(steps), ",".join(losses), *command]
+        _run(folder, [rank_name(rank) for rank in range(world_size)], arguments, timeout)
+        report = judged(folder, world_size, lambda name: _run(folder, [name], arguments, timeout))
     report.seconds = time.monotonic() - start
     return report
+
+
+def _run(folder: Path, names: Sequence[str], arguments: Sequence[str], timeout: float) -> None:
+    """Run a script in processes of these names, one for each rank, until all have written their records or one ends."""
+    store, processes = local_store(), []
+    for rank, name in enumerate(names):
+        with (folder / f"{name}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", str(folder), name, *arguments],
+                    env=environment(rank, len(names), store.port, is_rank=name.startswith("rank")),
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+    end = time.monotonic() + timeout
+    records = [folder / f"{name}.record" for name in names]
+    try:
+        while time.monotonic() < end and any(x.poll() is None for x in processes):
+            ended = [x.poll() is not None for x in processes]
+            if any(x and not record.exists() for x, record in zip(ended, records, strict=True)):
+                time.sleep(1.0)  # another rank died without a record, and others may just be about to fail as well
+                break
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of the files of a rank."""
+    return f"rank{rank}"
+
+
+def judged(folder: Path, world_size: int, run: Callable[[str], None]) -> WorldReport:
+    """Return the report of what all ranks recorded in a folder; ``run`` runs the script in one process of a name."""
+    paths = [folder / f"{rank_name(rank)}.record" for rank in range(world_size)]
+    records: list[Record] = [read(x) for x in paths if x.exists()]
+    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+
+    def run_again(setting: Setting) -> Record:
+        name = f"one{len(list(folder.glob('one*.setting')))}"
+        _write(setting, folder / f"{name}.setting")
+        run(name)
+        path = folder / f"{name}.record"
+        if path.exists():
+            result: Record = read(path)
+            return result
+        return Record(error=f"an error, or ends, without a record. Its last output:\n{_log(folder, name)}")
+
+    if missing or not all(x.steps for x in records):
+        failed = next((x.rank for x in records if x.error), missing[0] if missing else 0)
+        report = assemble(records, None) if not missing else WorldReport(world_size)
+        waiting = f"ranks {missing} did not end; " if missing else ""
+        report.problem = f"{waiting}{report.problem} Last output of rank {failed}:\n{_log(folder, rank_name(failed))}"
+        return report
+    return assemble(records, run_again)
+
+
+def _log(folder: Path, name: str) -> str:
+    path = folder / f"{name}.log"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:]) if path.exists() else ""
 
 
 def local_store() -> dist.TCPStore:
@@ -146,22 +174,25 @@ def audit_under_torchrun(
     _require_valid(command, [1], steps)
     run = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"  # the parent of all ranks of a machine
     folder = own_folder(Path(tempfile.gettempdir()) / f"contrastive-zoo-audit-{run}")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    arguments = [str(steps), ",".join(losses), *command]
 
-    def finish(report: WorldReport) -> int:
+    def finish() -> int:
+        report = judged(folder, world_size, lambda name: _run(folder, [name], arguments, TIMEOUT))
         shutil.rmtree(folder, ignore_errors=True)
         return show(AuditReport(" ".join(command), [report]))
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run_script(command, Rank(folder, rank, world_size, steps, [named_loss(x) for x in losses], finish))
+    run_script(command, Process(folder, rank_name(rank), steps, losses, world_size, finish if rank == 0 else lambda: 0))
 
 
-def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets, for one rank of this machine.
+def environment(rank: int, world_size: int, port: int, is_rank: bool = True) -> dict[str, str]:
+    """Return the environment of one rank of this machine, with the variables that torchrun sets.
 
-    The store listens already, so that no port is chosen before it is used.
+    The store listens already, so that no port is chosen before it is used. One process that runs a training again does not
+    say that torchrun has started it: trainers would compare its number of processes with the one that they are given.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -175,46 +206,36 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
     }
+    return {key: x for key, x in (os.environ | variables).items() if is_rank or key != "TORCHELASTIC_RUN_ID"}
 
 
-def collected(folder: Path, world_size: int) -> WorldReport:
-    """Return the report of rank 0; without it, one of what the ranks recorded."""
-    if (folder / "report").exists():
-        report: WorldReport = read(folder / "report")
-        return report
-    paths = [folder / f"rank{rank}.record" for rank in range(world_size)]
-    records = [read(x) for x in paths if x.exists()]
-    report = assemble(records, None) if len(records) == world_size else WorldReport(world_size)
-    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
-    tails = [path.read_text(errors="replace").splitlines()[-LOG_LINES:] for path in logs if path.exists()]
-    shown = "\n".join(tails[missing[0] if missing and len(tails) > missing[0] else 0]) if tails else ""
-    waiting = f"ranks {missing} did not end; " if missing else ""
-    report.problem = f"{waiting}no report. {report.problem} Last output:\n{shown}"
-    return report
+# --- a process ---------------------------------------------------------------------------------------------------------
 
 
-# --- a rank ------------------------------------------------------------------------------------------------------------
+class Process:
+    """Run a script in this process, record its steps into a folder, and end the process.
 
-
-class Rank:
-    """Run a script on this rank, record its steps into a folder, and end the process.
-
-    Rank 0 waits for the records of all ranks, repeats the steps and writes the report. ``on_report`` then returns the exit
-    status of the process.
+    A process with a setting in the folder gets the inputs of all ranks from there. ``on_finish`` returns the exit status,
+    once all ranks have written their records.
     """
 
     def __init__(
         self,
         folder: Path,
-        rank: int,
-        world_size: int,
+        name: str,
         steps: int,
-        losses: Sequence[Any] = (),
-        on_report: Callable[[WorldReport], int] = lambda report: 0,
+        losses: Sequence[str] = (),
+        world_size: int = 1,
+        on_finish: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.folder, self.rank, self.world_size, self.on_report = folder, rank, world_size, on_report
-        self.recorder = Recorder(losses, steps, on_finish=lambda: self.finish(WAIT), needs_group=world_size > 1)
+        self.folder, self.name, self.world_size, self.on_finish = folder, name, world_size, on_finish
+        rerun = None
+        if (folder / f"{name}.setting").exists():
+            inputs = [read(x) for x in sorted(folder.glob("rank*.inputs"), key=lambda x: int(x.stem[4:]))]
+            rerun = Rerun(inputs, read(folder / f"{name}.setting"))
+        self.recorder = Recorder(
+            losses, steps, on_finish=lambda: self.finish(WAIT), needs_group=world_size > 1, rerun=rerun
+        )
 
     def run(self, script: Callable[[], object]) -> NoReturn:
         """Run a script. Its later steps, checkpoints and evaluations do not take place."""
@@ -230,22 +251,20 @@ class Rank:
         self.finish(GRACE, error)
 
     def finish(self, wait: float, error: str = "") -> NoReturn:
-        """Write the record, and on rank 0 the report; end the process without the script's clean-up."""
+        """Write what was recorded; end the process without the script's clean-up."""
         status = 0
         try:
             record = self.recorder.stop()
-            record.rank, record.error = self.rank, error
-            record.samplers = listed(self.recorder.loaders)
-            _write(record, self.folder / f"rank{self.rank}.record")
-            paths = [self.folder / f"rank{rank}.record" for rank in range(self.world_size)]
-            end = time.monotonic() + (wait if self.rank else WAIT)
-            # a rank other than 0 must not end before the others, which may need it
-            while not all(x.exists() for x in paths) and time.monotonic() < end:
+            record.rank, record.error = int(os.environ["RANK"]), error
+            if self.recorder.rerun is None:
+                record.samplers = listed(self.recorder.loaders)
+                _write(self.recorder.inputs, self.folder / f"{self.name}.inputs")
+            _write(record, self.folder / f"{self.name}.record")
+            # a rank must not end before the others, which may need it
+            end = time.monotonic() + wait
+            while len(list(self.folder.glob("rank*.record"))) < self.world_size and time.monotonic() < end:
                 time.sleep(0.02)
-            if self.rank == 0 and all(x.exists() for x in paths):
-                report = assemble([read(x) for x in paths], self.recorder)
-                _write(report, self.folder / "report")
-                status = self.on_report(report)
+            status = self.on_finish()
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
@@ -260,35 +279,21 @@ def _write(content: Any, path: Path) -> None:
 
 
 def read(path: Path) -> Any:
-    return torch.load(path, weights_only=False)
+    return torch.load(path, weights_only=False, mmap=True)
 
 
-def named_loss(name: str) -> Any:
-    """Return the loss or the class that ``module:name`` denotes; raise a ValueError if there is none."""
-    module, separator, attribute = name.partition(":")
-    try:
-        result: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            result = getattr(result, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--loss takes module:Class or module:object, got {name!r}: {error}.") from error
-    if not separator or not isinstance(result, (torch.nn.Module, type)):
-        raise ValueError(f"--loss takes module:Class or module:object, a torch.nn.Module, got {name!r}.")
-    return result
-
-
-def run_script(command: Sequence[str], rank: Rank) -> NoReturn:
+def run_script(command: Sequence[str], process: Process) -> NoReturn:
     """Run ``script.py`` or ``-m module`` with its arguments as ``python`` does."""
     is_module = command[0] == "-m"
     script, *arguments = command[1:] if is_module else command
     sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)
     sys.argv = [script, *arguments]
     if is_module:
-        rank.run(lambda: runpy.run_module(script, run_name="__main__", alter_sys=True))
-    rank.run(lambda: runpy.run_path(script, run_name="__main__"))
+        process.run(lambda: runpy.run_module(script, run_name="__main__", alter_sys=True))
+    process.run(lambda: runpy.run_path(script, run_name="__main__"))
 
 
 if __name__ == "__main__":
-    folder, steps, losses, *command = sys.argv[1:]
-    further = [named_loss(x) for x in losses.split(",") if x]
-    run_script(command, Rank(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(steps), further))
+    folder, name, steps, losses, *command = sys.argv[1:]
+    further = [x for x in losses.split(",") if x]
+    run_script(command, Process(Path(folder), name, int(steps), further, int(os.environ["WORLD_SIZE"])))

@@ -1,5 +1,6 @@
-"""Record the steps of a training through torch's global hooks; the user's objects are not changed."""
+"""Record the steps of a training through torch's own hooks; the user's objects are not changed."""
 
+import copy
 import functools
 import gc
 import math
@@ -7,22 +8,30 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.records import Arguments, Call, Clip, MicroBatch, Record, Step, snapshot
-from contrastive_zoo.testing.measurement import remove_hook
+from contrastive_zoo.testing.auditing.records import (
+    Draws,
+    Inputs,
+    LossCall,
+    ModuleCall,
+    Record,
+    Step,
+    digests,
+    snapshot,
+)
+from contrastive_zoo.testing.auditing.rerun import Rerun, replaced
+from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 THIRD_PARTY_LOSSES = (
@@ -35,18 +44,11 @@ THIRD_PARTY_LOSSES = (
 )
 """Modules whose classes are losses."""
 
-WRAPPERS = {
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "OptimizedModule",
-    "LightningModule",
-    "_FabricModule",
-    "DeepSpeedEngine",
-}
-"""Classes that only forward their calls to another module, or to the training step that calls it."""
-
 ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 """Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
+
+WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+"""Names under which wrappers hold their module; one process may do without the wrapper."""
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 """The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
@@ -56,74 +58,71 @@ LARGEST_WEIGHT = 64.0
 
 
 class Recorder:
-    """Record the first steps of a training on this rank.
+    """Record the first steps of a training in this process, which is a rank, or runs again with the batches of all.
 
-    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses``. An encoder is
-    a module with trained parameters that contains no loss and wraps no other module. After this number of steps
-    ``on_finish`` is called. ``needs_group``: record only once torch.distributed is initialised.
+    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses``
+    (a module, a class, or the name of a class): the factor by
+    which the script multiplies it is recorded. After this number of steps ``on_finish`` is called. ``needs_group``: record
+    only once torch.distributed is initialised.
     """
 
     def __init__(
-        self, losses: Sequence[Any], steps: int, on_finish: Callable[[], None] = lambda: None, needs_group: bool = True
+        self,
+        losses: Sequence[Any],
+        steps: int,
+        on_finish: Callable[[], None] = lambda: None,
+        needs_group: bool = True,
+        rerun: Rerun | None = None,
     ) -> None:
-        self.steps, self.on_finish, self.needs_group = steps, on_finish, needs_group
+        self.steps, self.on_finish, self.needs_group, self.rerun = steps, on_finish, needs_group, rerun
         self._loss_classes = (Loss, DistributedLoss, *(x for x in losses if isinstance(x, type)))
-        self._loss_modules = [x for x in losses if not isinstance(x, type)]
-        self._kinds: dict[nn.Module, str] = {}
-        self.record, self.step = Record(), Step()
-        self.encoders: list[nn.Module] = []
+        self._loss_modules = [x for x in losses if isinstance(x, nn.Module)]
+        self._loss_names = {x for x in losses if isinstance(x, str)}  # of classes, with or without their modules
+        self._are_losses: dict[nn.Module, bool] = {}
+        self.record, self.inputs, self.step = Record(), Inputs(), Step()
+        self.modules: list[nn.Module] = []  # those that the script calls
         self.losses: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[DataLoader[Any]] = []
-        self.epochs = 0
         self.finished = False
-        self._active: tuple[nn.Module, Arguments, Tensor] | None = None
+        self._names: dict[Tensor, str] = {}  # of parameters
+        self._groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
+        self._epochs = 0
+        self._in_call = self._in_loss = self._stepped = self._in_step = False
         self._hooks = ExitStack()
-        self._nodes: set[Any] = set()  # of the graph, in which the losses of the step end
-        self._stepped = False
 
     def start(self) -> None:
         self._begin = time.monotonic()
+        if self.rerun is not None:
+            self._hooks.enter_context(self.rerun.world_of_one())
         for handle in (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
-            self._hooks.callback(remove_hook, handle)
+            self._hooks.callback(handle.remove)
         for name in CLIPPING:
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-                self._hooks.enter_context(_watched(home, name, functools.partial(self._on_clip, name)))
-        self._hooks.enter_context(_watched(torch.autograd, "backward", self._before_backward))
-        self._hooks.enter_context(_watched(DataLoader, "__iter__", self._on_loader))
+                self._hooks.enter_context(replaced(home, name, functools.partial(self._on_clip, name)))
+        for home, name, function in (
+            (nn.Module, "_call_impl", self._on_call),
+            (torch.autograd, "backward", self._on_backward),
+            (DataLoader, "__iter__", self._on_loader),
+            (DataLoader, "__len__", self._on_length),
+        ):
+            self._hooks.enter_context(replaced(home, name, function))
 
     def stop(self) -> Record:
         """Remove the hooks, close the last step and return the record."""
-        self._hooks.close()
         if self._stepped and not self.finished:
             self._close_step()
-        elif self.step.micro_batches and not self.finished:  # the script raised within a step
-            self.record.steps.append(self.step)
-            self.record.groups = self._groups()
+        elif self.step.losses and not self.finished:  # the script raised within a step
+            self._append_step()
+        self._hooks.close()
+        self.record.problem = self.rerun.problem if self.rerun is not None else ""
         self.record.peak_bytes, self.record.seconds = peak_bytes(), time.monotonic() - self._begin
         return self.record
 
-    def _is_loss(self, module: nn.Module) -> bool:
-        if isinstance(module, self._loss_classes) or any(module is x for x in self._loss_modules):
-            return True
-        return any(cls.__module__.startswith(THIRD_PARTY_LOSSES) for cls in type(module).__mro__)
-
-    def _kind(self, module: nn.Module) -> str:
-        """Return whether a module is an ``"encoder"``, a ``"loss"`` or neither; it is looked at once."""
-        if module not in self._kinds:
-            is_encoder = not _is_a(module, WRAPPERS) and any(x.requires_grad for x in module.parameters())
-            contains_loss = any(map(self._is_loss, module.modules()))
-            self._kinds[module] = "encoder" if is_encoder and not contains_loss else ""
-            if self._is_loss(module):
-                self._kinds[module] = "loss"
-        return self._kinds[module]
-
-    # --- forward ------------------------------------------------------------------------------------------------------
+    # --- batches ------------------------------------------------------------------------------------------------------
 
     def _has_group(self) -> bool:
         """Return whether the script has initialised torch.distributed, or need not."""
@@ -131,189 +130,289 @@ class Recorder:
             self.record.initialized = True
         return self.record.initialized or not self.needs_group
 
-    def _on_loader(self, loader: DataLoader[Any]) -> None:
-        """Note that a loader begins an epoch, unless it is that of a validation."""
-        if self._has_group() and torch.is_grad_enabled():
-            self.epochs += 1
-            _add(self.loaders, loader)
+    def _on_loader(self, original: Any, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Record the batches of a loader, unless it is that of a validation; in a rerun, yield those of all ranks."""
+        if not self._has_group() or not torch.is_grad_enabled() or self.finished:
+            return original(loader)
+        self._epochs += 1
+        _add(self.loaders, loader)
+        index = len(self.inputs.loaders)
+        self.inputs.loaders.append([])
+        self.inputs.states.append([])
+        return self._recorded(original(loader), index) if self.rerun is None else self.rerun.batches(index)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._active is not None or self.finished or not torch.is_grad_enabled() or in_backward():
-            return
-        if not self._has_group() or not (kind := self._kind(module)):
-            return
+    def _recorded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
+        for batch in batches:
+            if not self.finished:
+                self.inputs.loaders[index].append(snapshot(batch))
+                self.inputs.states[index].append(torch.get_rng_state())
+            yield batch
+
+    def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
+        length: int = original(loader)
+        if self.rerun is not None:
+            return self.rerun.length(length)
+        self.inputs.lengths.append(length)
+        return length
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def _is_loss(self, module: nn.Module) -> bool:
+        if module not in self._are_losses:
+            is_known = isinstance(module, self._loss_classes) or any(module is x for x in self._loss_modules)
+            of_library = any(cls.__module__.startswith(THIRD_PARTY_LOSSES) for cls in type(module).__mro__)
+            classes = [(cls.__module__, cls.__qualname__) for cls in type(module).__mro__]
+            named = {name for x, cls in classes for name in (cls, f"{x}:{cls}")} & self._loss_names
+            # the script itself is a module of another name, under which the user may name its classes
+            named |= {x for x in self._loss_names if ("__main__", x.rpartition(":")[2]) in classes}
+            self.record.named_losses |= named
+            self._are_losses[module] = is_known or of_library or bool(named)
+        return self._are_losses[module]
+
+    def _on_call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.finished or torch.compiler.is_compiling() or in_backward():
+            return original(module, *args, **kwargs)
+        if not self._in_call:
+            return self._call(original, module, args, kwargs)
+        return self._call_inside(original, module, args, kwargs)
+
+    def _call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record a call by the script itself, if it is part of a step."""
+        is_within = self.step.backwards > 0 or bool(self.step.calls)
+        is_part = torch.is_grad_enabled() or module.training or (is_within and not self._stepped)
+        if not self._has_group() or not is_part:
+            return original(module, *args, **kwargs)
         if self._stepped:
             self._close_step()
             if self.finished:
-                return
-        if kind == "encoder" and self._has_begun_backward() and not self._gradients():
+                return original(module, *args, **kwargs)
+        if self.step.backwards and not self._have_gradients():
             self.step = Step()  # gradients were cleared without a step, as a GradScaler does after an overflow
-        self._remember(module, kind)
-        self._active = (module, Arguments.of(args, {}), torch.get_rng_state())
+        if not self.step.calls:
+            self.step.epoch = self._epochs
+            if self.rerun is not None:
+                self.rerun.draws.begin_step()
+        self._remember(module)
+        index = len(self.step.calls)
+        if self.rerun is None:
+            leaves = tree_leaves((args, kwargs))
+            is_input = not any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+            arguments = None if any(self.inputs.loaders) else [_argument(x) for x in leaves]
+            call = ModuleCall(digests(leaves) if is_input else [], arguments)
+        else:
+            args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
+            call = ModuleCall([])
+        self.step.calls.append(call)
+        self._look_at_precision()
+        before = torch.get_rng_state()
+        self._in_call = True
+        try:
+            return self._call_inside(original, module, args, kwargs)
+        finally:
+            self._in_call = False
+            if not torch.equal(after := torch.get_rng_state(), before):
+                call.draws = Draws(before, after)
+            if self.rerun is not None:
+                self.rerun.leave(len(self.record.steps), index)
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if self._active is None or self._active[0] is not module:
-            return None
-        _, arguments, random_state = self._active
-        self._active = None
-        *kwargs, output = rest
-        raised = not kwargs  # torch passes keyword arguments only if the module has returned
-        if not raised:
-            named = Arguments.of((), kwargs[0])
-            arguments = Arguments(arguments.args, named.kwargs, arguments.trained + named.trained)
-        drew = not torch.equal(torch.get_rng_state(), random_state)
-        if self._kind(module) == "encoder":
-            if not raised:
-                index = self.encoders.index(module)
-                call = Call(index, arguments, snapshot(output), random_state, drew, _autocast())
-                self._micro_batch(new=True).encoders.append(call)
-            return None
-        scalars = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad)
-        value = next(scalars, None)
-        if value is None and not raised:
-            return None
-        call = Call(self.losses.index(module), arguments, snapshot(value), random_state, drew, _autocast())
-        self._micro_batch(new=False).losses.append(call)
-        if value is None:
-            return None
-        if value is output:
-            # a copy, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
-            output = value = value.clone()
-        self._nodes.add(value.grad_fn)
-        value.register_hook(lambda gradient: self._on_backward(call, gradient))
-        return output
-
-    def _micro_batch(self, new: bool) -> MicroBatch:
-        """Return the current micro-batch; an encoder begins a new one after a loss, any call after a backward pass."""
-        batches = self.step.micro_batches
-        is_over = bool(batches) and any(x.factor is not None for x in batches[-1].losses)
-        if not batches or is_over or (new and batches[-1].losses):
-            batches.append(MicroBatch())
-        return batches[-1]
-
-    def _remember(self, module: nn.Module, kind: str) -> None:
-        """Number a module at its first call, and copy its state at its first call of a step."""
-        known = self.encoders if kind == "encoder" else self.losses
-        if _add(known, module) and kind == "loss":
+    def _call_inside(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._in_loss or not torch.is_grad_enabled() or not self._is_loss(module):
+            return original(module, *args, **kwargs)
+        if _add(self.losses, module):
             inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
             inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
             self.record.loss_names.append(f"{type(module).__name__}{inner_name}")
-            # of a loss of the embeddings that it receives None; not an attribute of the wrapped loss
-            self.record.options.append(vars(module).get("grad_reduction"))
-        prefix = f"{kind}{known.index(module)}"
-        if not any(name.startswith(f"{prefix}.") for name in self.step.state):
-            named = [*module.named_parameters(), *module.named_buffers()]
-            self.step.state |= {f"{prefix}.{name}": snapshot(x) for name, x in named if not is_sharded(x)}
-            self.step.sharded |= {f"{prefix}.{name}" for name, x in named if is_sharded(x)}
-            self.step.epoch = self.epochs
-            self.step.batch_norms |= any(isinstance(x, _BatchNorm) and x.training for x in module.modules())
+            self.record.options.append(getattr(module, "grad_reduction", None))
+            self.record.loss_groups.append(_ranks(getattr(module, "process_group", None)))
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim)
+        call = LossCall(self.losses.index(module), len(next(tensors, ())))
+        self.step.losses.append(call)
+        self._in_loss = True
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._in_loss = False
+        scalars = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 0 and x.requires_grad)
+        if (value := next(scalars, None)) is None:
+            self.step.losses.remove(call)
+            return output
+        call.value = float(value.detach())
+        if value is output:
+            # a copy, whose hook runs before those of the loss: a loss with cached embeddings runs its encoder in one
+            output = value = value.clone()
+        value.register_hook(functools.partial(self._on_factor, call, self.step))
+        return output
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters of the encoders, then those of the losses, each once."""
-        named: dict[nn.Parameter, str] = {}
-        for kind, modules in (("encoder", self.encoders), ("loss", self.losses)):
-            for index, module in enumerate(modules):
-                for name, parameter in module.named_parameters():
-                    named.setdefault(parameter, f"{kind}{index}.{name}")
-        return {name: x for x, name in named.items()}
+    def _on_factor(self, call: LossCall, step: Step, gradient: Tensor) -> None:
+        call.factor, call.backward = float(gradient), step.backwards
+        if abs(call.factor) > LARGEST_WEIGHT:
+            scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
+            call.factor /= scalers[0].get_scale() if scalers else 1.0
+            step.is_scaled = bool(scalers)
 
-    def _names(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return those tensors that are parameters, by name."""
-        names = {x: name for name, x in self.parameters().items()}
-        return {names[x]: x for x in tensors if x in names}  # type: ignore[index]  # a tensor that is a key is a parameter
+    def _look_at_precision(self) -> None:
+        current = torch.accelerator.current_accelerator()
+        for device in {"cpu", *([current.type] if current is not None else [])}:
+            if torch.is_autocast_enabled(device):
+                self.step.low = max(self.step.low, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
-    def _groups(self) -> dict[str, str]:
-        """Return for every trained parameter whether it is an encoder's; a loss may contain its encoder."""
-        inside = {x for loss in self.losses for y in loss.modules() if _is_a(y, ENCODERS) for x in y.parameters()}
-        return {
-            name: "encoder" if name.startswith("encoder") or x in inside else "loss"
-            for name, x in self.parameters().items()
-            if x.requires_grad
-        }
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def _remember(self, module: nn.Module) -> None:
+        """At the first call of a module, name its tensors and record them; in a rerun, give them rank 0's values."""
+        if not _add(self.modules, module):
+            return
+        for part in module.modules():
+            if type(part).__name__ == "FullyShardedDataParallel":
+                self._groups |= dict.fromkeys(part.parameters(), part.process_group)
+        index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
+        is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
+        inside = [y for x in module.modules() if self._is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
+        encoders = {x for y in inside for x in y.parameters()}
+        of_losses = {x for y in module.modules() if self._is_loss(y) for x in y.parameters()} - encoders
+        for name, kind, x in self._tensors(index, module):
+            if x in self._names:
+                continue
+            if kind == "parameter":
+                assert isinstance(x, Tensor)
+                self._names[x] = name
+                if x.requires_grad:
+                    self.record.groups[name] = "loss" if x in of_losses else "encoder"
+                if x.is_floating_point():
+                    self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
+                if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
+                    self.inputs.shares_samples = self.record.shares_samples = True
+            self.record.kinds[name] = kind
+            if self.rerun is not None:
+                self.rerun.restore(name, x)
+            value = whole(x, self._groups.get(x))
+            self.record.start[name] = sketch(value)
+            if is_first and self.rerun is None:
+                self.inputs.tensors[name] = snapshot(value)
+
+    def _tensors(self, index: int, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the name, the kind and each tensor of a module: parameters, buffers and attributes that are no result."""
+        for prefix, part in module.named_modules():
+            path = ".".join([str(index), *(x for x in prefix.split(".") if x and x not in WRAPPERS)])
+            own = [("parameter", part._parameters), ("buffer", part._buffers), ("attribute", vars(part))]
+            for kind, tensors in own:
+                for name, x in tensors.items():
+                    if isinstance(x, Tensor) and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
+                        yield f"{path}.{name}", kind, x
+
+    def _parameters(self) -> dict[Tensor, str]:
+        """Return the names of all parameters; those that are in an optimizer only have names of their place there."""
+        for i, optimizer in enumerate(self.optimizers):
+            held = [x for group in optimizer.param_groups for x in group["params"]]
+            for j, x in enumerate(held):
+                if x not in self._names:
+                    self._names[x] = f"optimizer{i}.{j}"
+                    self.record.groups |= {self._names[x]: "encoder"} if x.requires_grad else {}
+        return self._names
+
+    def _have_gradients(self) -> bool:
+        return any(x.grad is not None for x in self._parameters())
+
+    def _gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
+        for x in tensors:
+            if x.grad is not None:
+                self.record.groups.setdefault(self._names[x], "encoder")  # of a parameter that was frozen at first
+                yield self._names[x], x, whole(x.grad, self._groups.get(x))
 
     # --- backward and optimizer ---------------------------------------------------------------------------------------
 
-    def _on_backward(self, call: Call, gradient: Tensor) -> None:
-        if self.finished:
-            return
-        call.factor = float(gradient)
-        if abs(call.factor) > LARGEST_WEIGHT:
-            scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
-            self.step.scale = scalers[0].get_scale() if scalers else 1.0
-        if sum(x.factor is not None for x in self.step.losses) == 1:
-            self.step.stale = {name: snapshot(x) for name, x in self._gradients().items() if bool(x.any())}
-
-    def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
-        """Note which parameters get a gradient by another way than through a recorded loss."""
-        if not in_backward():  # not a pass within a pass, as of a cache of gradients
+    def _on_backward(self, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward() and self.step.calls and not self.finished:  # not a pass within a pass
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            self.step.other_terms |= self._names(_other_leaves(roots, self._nodes)).keys()
+            self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
+            if not self.step.backwards:
+                gradients = self._gradients([x for x in self._parameters() if x.grad is not None and bool(x.grad.any())])
+                self.step.stale = {name: sketch(x) for name, _, x in gradients}
+            self.step.backwards += 1
+        return original(tensors, grad_tensors, *args, **kwargs)
 
-    def _has_begun_backward(self) -> bool:
-        return any(x.factor is not None for x in self.step.losses)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return the present gradients of parameters that this rank holds in full."""
-        return {name: x.grad for name, x in self.parameters().items() if x.grad is not None and not is_sharded(x)}
-
-    def _on_clip(self, function: str, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def _on_clip(
+        self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if math.inf not in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm in this way
-            clipped = {name: x.grad for name, x in self._names(listed).items() if x.grad is not None}
-            self.step.gradients = {name: snapshot(x) for name, x in clipped.items()} | self.step.gradients
-            self.step.clips.append(Clip(function, list(clipped), args, kwargs))
-        return (listed, *args), kwargs
+        if self.finished or math.inf in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm
+            return original(listed, *args, **kwargs)
+        self._look_at_gradients(listed)
+        self.step.clips.append(name)
+        return original(listed, *args, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients now; those of a closure, in which Lightning runs forward and backward, after it."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            return self._look_at_gradients(optimizer)
+            return self._look_at_step(optimizer)
 
         def watched() -> Any:
             value = closure()
-            self._look_at_gradients(optimizer)
+            self._look_at_step(optimizer)
             return value
 
         if len(args) > 1:
             return (args[0], watched, *args[2:]), kwargs
         return args, kwargs | {"closure": watched}
 
-    def _look_at_gradients(self, optimizer: Optimizer) -> None:
-        """Copy what the optimizer receives, and its state before the step."""
-        if self.finished or not self._has_begun_backward():
+    def _look_at_gradients(self, tensors: Iterable[Tensor]) -> None:
+        known = self._parameters()
+        for name, _, gradient in self._gradients([x for x in tensors if x in known]):
+            self.step.gradients.setdefault(name, sketch(gradient))
+
+    def _look_at_step(self, optimizer: Optimizer) -> None:
+        """Record what the optimizer receives, and its state before its first step."""
+        if self.finished or self._in_step or not self.step.backwards:
             return
-        _add(self.optimizers, optimizer)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
-            try:
-                self.step.optimizer_states[index] = snapshot(optimizer.state_dict())
-            except RuntimeError as error:  # ZeroRedundancyOptimizer, whose state is split over ranks
-                self.step.optimizer_problem = f"the state of {type(optimizer).__name__} cannot be read: {error}"
+        self._in_step = True  # an optimizer of parts of the parameters may run another one
+        is_new = _add(self.optimizers, optimizer)
+        index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
+        if self.rerun is not None:
+            self.rerun.configure(len(self.record.steps), index, optimizer)
+        elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
+            self.inputs.optimizers.append(_state(optimizer))
+        settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
+        self.step.settings.append(copy.deepcopy(settings))
+        self._look_at_gradients([*self._parameters()])
         held = [x for group in optimizer.param_groups for x in group["params"]]
-        optimized = self._names(held)
-        covered = set(optimized.values())
-        self.step.optimized |= optimized.keys()
-        self.step.sharded |= {name for name, x in self.parameters().items() if is_sharded(x)}
-        self.step.uncovered += sum(x.grad is not None for x in held if x not in covered)
-        for name, x in self._gradients().items():
-            self.step.gradients.setdefault(name, snapshot(x))
-        self._stepped = True
+        self.step.optimized |= {self._names[x] for x in held}
+        for name, x, gradient in self._gradients(held):
+            value = whole(x, self._groups.get(x))
+            self.step.moved[name] = -sketch(value, gradient)
+            self.step.norms[name] = float(gradient.norm()), float(self.step.moved[name].norm())
+            if self.step.clips:
+                self.step.clipped[name] = sketch(gradient)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._stepped and not self.finished:
-            self.step.after |= {name: snapshot(x) for name, x in self.parameters().items() if not is_sharded(x)}
+        if not self._in_step or not any(optimizer is x for x in self.optimizers) or self.finished:
+            return
+        held = [x for group in optimizer.param_groups for x in group["params"]]
+        for name, x, gradient in self._gradients(held):
+            if name in self.step.moved:
+                self.step.moved[name] += sketch(whole(x, self._groups.get(x)), gradient)
+        self._in_step, self._stepped = False, True
 
     def _close_step(self) -> None:
+        for index, module in enumerate(self.modules):
+            for name, _, x in self._tensors(index, module):
+                self.step.after.setdefault(name, sketch(whole(x, self._groups.get(x))))
         self._stepped = False
-        self._nodes.clear()
-        self.record.steps.append(self.step)
-        self.record.groups = self._groups()
+        self._append_step()
         self.record.finished += 1
-        self.step = Step()
         if self.record.finished == self.steps:
             self.finished = True
             self.on_finish()
+
+    def _append_step(self) -> None:
+        self.inputs.calls.append(self.step.calls)
+        self.inputs.settings.append(self.step.settings)
+        self.step.samples = list(dict.fromkeys(y for x in self.step.calls for y in x.samples))
+        self.step.draws = any(x.draws for x in self.step.calls)
+        self.step.calls = []
+        self.record.steps.append(self.step)
+        self.step = Step()
 
 
 def _add(items: list[Any], x: Any) -> bool:
@@ -324,56 +423,28 @@ def _add(items: list[Any], x: Any) -> bool:
     return is_new
 
 
-@contextmanager
-def _watched(home: Any, name: str, before: Callable[..., Any]) -> Iterator[None]:
-    """Call ``before`` with the arguments of every call of ``home.name``; it may return other ``(args, kwargs)``."""
-    original = getattr(home, name)
+def _argument(x: Any) -> Any:
+    return None if isinstance(x, Tensor) and x.requires_grad else snapshot(x)
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before(*args, **kwargs) or (args, kwargs)
-        return original(*args, **kwargs)
 
-    setattr(home, name, call)
+def _state(optimizer: Optimizer) -> Any:
+    """Return a copy of an optimizer's state; none where it is split over ranks, as that of ZeroRedundancyOptimizer."""
     try:
-        yield
-    finally:
-        setattr(home, name, original)
+        return snapshot(optimizer.state_dict())
+    except RuntimeError:
+        return {"state": {}}
 
 
-def _other_leaves(roots: Sequence[Any], losses: set[Any]) -> list[Tensor]:
-    """Return the leaves of the graph that are reached without passing a loss; none if no loss is reached at all."""
-    pending = [x.grad_fn for x in roots if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen: set[Any] = set()
-    leaves, reached = [], False
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in losses:
-            reached = True
-        elif hasattr(node, "variable"):
-            leaves.append(node.variable)
-        else:
-            pending += [x for x, _ in node.next_functions if x is not None]
-    return leaves if reached else []
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Return the ranks of a process group, of a mesh of one dimension, or of the default group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return (0,)
+    return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
 
 
 def _is_a(module: nn.Module, names: set[str]) -> bool:
     """Return whether a module is of a class with one of these names, whose library need not be installed."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-def is_sharded(x: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which this rank holds a part."""
-    return hasattr(x, "device_mesh")
-
-
-def _autocast() -> tuple[str, bool, torch.dtype]:
-    current = torch.accelerator.current_accelerator()
-    device = "cpu" if current is None or not torch.is_autocast_enabled(current.type) else current.type
-    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def peak_bytes() -> int:

@@ -1,113 +1,84 @@
-"""What one rank records of a few training steps: calls of encoders and losses, gradients, parameters."""
+"""What one process records of a few training steps: inputs, values of losses, sketches of gradients and parameters."""
 
-import math
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_map
 
-FACTOR_TOLERANCE = 1e-3
-"""Relative difference below which a factor equals an expected one; factors of a reduced precision are powers of two."""
-
-
-class Arguments(NamedTuple):
-    """The arguments of a call, detached and copied to the CPU."""
-
-    args: Any
-    kwargs: Any
-    trained: list[bool]  # whether a leaf required a gradient
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Any) -> "Arguments":
-        trained = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))]
-        return cls(snapshot(args), snapshot(kwargs), trained)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """Tensors and other values, positional ones first."""
-        return tree_leaves((self.args, self.kwargs))
-
-    def rebuild(self, leaves: list[Any]) -> tuple[Any, Any]:
-        args, kwargs = tree_unflatten(leaves, tree_structure((self.args, self.kwargs)))
-        return args, kwargs
+Sketches = dict[str, Tensor]
+"""Sketches of tensors by the names of these."""
 
 
 @dataclass
-class Call:
-    """A forward call of an encoder or of a loss."""
+class LossCall:
+    """A call of a loss that the audit knows."""
 
-    module: int  # index among the encoders, or among the losses, in the order of their first calls
-    arguments: Arguments
-    output: Any  # of a loss, its value, None if it raised
-    random_state: Tensor  # torch's, before the call
-    drew: bool  # whether the call drew random numbers
-    autocast: tuple[str, bool, torch.dtype]  # device type, whether it was enabled, and its dtype
-    factor: float | None = None  # of a loss, the gradient that the backward pass started with at its value
+    module: int  # index among the losses, in the order of their first calls
+    samples: int  # length of its first argument
+    value: float | None = None  # None if it raised
+    factor: float | None = None  # the gradient that the backward pass started with at its value
+    backward: int = -1  # number of the backward pass in its step
+
+
+class Draws(NamedTuple):
+    """The state of torch's random numbers before and after a call that drew some."""
+
+    before: Tensor
+    after: Tensor
 
 
 @dataclass
-class MicroBatch:
-    """The calls of encoders that lead to a loss, and the calls of losses."""
+class ModuleCall:
+    """A call of a module by the script itself, not by another module."""
 
-    encoders: list[Call] = field(default_factory=list)
-    losses: list[Call] = field(default_factory=list)
-
-
-class Clip(NamedTuple):
-    """A call of a function of ``torch.nn.utils`` that clips the gradients of the parameters with these names."""
-
-    function: str
-    names: list[str]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    samples: list[bytes]  # a digest of every sample
+    arguments: list[Any] | None = None  # leaves, where no data loader is recorded
+    draws: Draws | None = None
 
 
 @dataclass
 class Step:
-    """One step of the optimizer, as one rank saw it. Parameters have names such as ``encoder0.weight``."""
+    """One step of the optimizer, as one process saw it."""
 
-    micro_batches: list[MicroBatch] = field(default_factory=list)  # several with gradient accumulation
-    state: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers before the step
-    stale: dict[str, Tensor] = field(default_factory=dict)  # gradients before the first backward pass, where not zero
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # those that the optimizer received, before clipping
-    after: dict[str, Tensor] = field(default_factory=dict)  # parameters after the step
+    calls: list[ModuleCall] = field(default_factory=list)
+    losses: list[LossCall] = field(default_factory=list)
+    roots: list[float] = field(default_factory=list)  # scalars at which a backward pass starts
+    backwards: int = 0  # number of backward passes
+    samples: list[bytes] = field(default_factory=list)  # a digest of every sample, each once
+    stale: Sketches = field(default_factory=dict)  # gradients before the first backward pass, where not zero
+    gradients: Sketches = field(default_factory=dict)  # those that the optimizer receives, before clipping
+    clipped: Sketches = field(default_factory=dict)  # the same after clipping, where the script clips
+    moved: Sketches = field(default_factory=dict)  # what the step adds to each parameter, times the gradient's magnitude
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the gradient, and of it times the parameter
+    after: Sketches = field(default_factory=dict)  # all parameters, buffers and other tensors of modules, after the step
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
-    optimizer_states: dict[int, Any] = field(default_factory=dict)  # state_dict before the step; rank 0 only
-    optimizer_problem: str = ""  # why the state of an optimizer is not known
-    clips: list[Clip] = field(default_factory=list)
-    scale: float = 1.0  # of a GradScaler
-    sharded: set[str] = field(default_factory=set)  # the parameters of which this rank holds a part (FSDP)
-    uncovered: int = 0  # number of gradients in an optimizer that belong to no recorded encoder or loss
-    other_terms: set[str] = field(default_factory=set)  # parameters with a gradient of a term that is no recorded loss
-    batch_norms: bool = False  # whether a BatchNorm was in training mode
+    settings: list[list[dict[str, Any]]] = field(default_factory=list)  # of each optimizer's groups, such as lr
+    clips: list[str] = field(default_factory=list)  # names of the functions that clip
+    is_scaled: bool = False  # whether a GradScaler scales the loss
+    low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
+    draws: bool = False  # whether a module drew random numbers
     epoch: int = 0  # how often a DataLoader had been started
 
     @property
-    def losses(self) -> list[Call]:
-        return [call for micro in self.micro_batches for call in micro.losses]
+    def values(self) -> list[float]:
+        """The values of the losses; of those that the script starts a backward pass at, if no loss is known."""
+        known = [float("nan") if x.value is None else x.value for x in self.losses]
+        return known or self.roots
 
-    def factor(self, call: Call) -> float:
-        """Return the factor of a loss, relative to a mean over micro-batches: 1 in a right training without weights."""
-        return (call.factor or 0.0) / self.scale * len(self.micro_batches)
+    @property
+    def factor(self) -> float | None:
+        """The factor by which the script multiplies the loss, relative to a mean over micro-batches."""
+        known = [x.factor for x in self.losses if x.factor]
+        return known[0] * self.micro_batches if known else None
 
-    def explanation(self, call: Call, world_size: int) -> str | None:
-        """Return the mistake that explains the factor of a loss: None for a factor of 1 and for a weight."""
-        count = len(self.micro_batches)
-        expected = {  # where W equals the number of micro-batches, the simpler explanation comes first
-            None: 1.0,
-            "accumulation not divided": count,
-            "times W": world_size,
-            "times W, accumulation not divided": world_size * count,
-            "divided by W": 1 / world_size,
-        }
-        factor = self.factor(call)
-        return next((name for name, x in expected.items() if math.isclose(factor, x, rel_tol=FACTOR_TOLERANCE)), None)
-
-    def weight(self, call: Call, world_size: int) -> float:
-        """Return the weight that the script gives to a loss: its factor, unless a mistake explains it."""
-        return 1.0 if self.explanation(call, world_size) else self.factor(call)
+    @property
+    def micro_batches(self) -> int:
+        """The number of backward passes of a loss: more than one with gradient accumulation."""
+        return len({x.backward for x in self.losses if x.factor is not None}) or 1
 
 
 @dataclass
@@ -116,15 +87,53 @@ class Record:
     steps: list[Step] = field(default_factory=list)  # the last may be unfinished if the script raised
     finished: int = 0  # number of finished steps
     error: str = ""  # the exception in which the script ended
+    start: Sketches = field(default_factory=dict)  # parameters, buffers and other tensors before their first use
     groups: dict[str, str] = field(default_factory=dict)  # for each trained parameter "encoder" or "loss"
+    kinds: dict[str, str] = field(default_factory=dict)  # of other tensors "parameter", "buffer" or "attribute"
+    eps: float = 0.0  # the unit of rounding of the parameters
     loss_names: list[str] = field(default_factory=list)  # class of each loss
+    named_losses: set[str] = field(default_factory=set)  # the names of losses, among those asked for, that were called
     options: list[str | None] = field(default_factory=list)  # grad_reduction of each loss, None if it has none
+    loss_groups: list[tuple[int, ...]] = field(default_factory=list)  # ranks of each loss's process group
+    shares_samples: bool = False  # whether ranks may hold the same samples, as those of a tensor-parallel group do
     initialized: bool = False  # whether the script initialised torch.distributed
     samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
-    peak_bytes: int = 0  # resident memory, before the steps are compared
+    problem: str = ""  # why a rerun is not what it should be
+    peak_bytes: int = 0  # resident memory
     seconds: float = 0.0
+
+
+@dataclass
+class Inputs:
+    """What a rerun needs of one rank."""
+
+    loaders: list[list[Any]] = field(default_factory=list)  # the batches of every epoch that a loader began
+    states: list[list[Tensor]] = field(default_factory=list)  # of torch's random numbers after each of these
+    lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
+    optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
+    calls: list[list[ModuleCall]] = field(default_factory=list)  # of each step
+    settings: list[list[list[dict[str, Any]]]] = field(default_factory=list)  # of each step's optimizers
+    shares_samples: bool = False  # as that of the record
 
 
 def snapshot(x: Any) -> Any:
     """Return a detached copy on the CPU of every tensor in a tree; other values as they are."""
-    return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x, x)
+    if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
+        return type(x)({key: snapshot(y) for key, y in x.items()})  # type: ignore[call-arg]  # as that of a dict
+    return tree_map(lambda y: y.detach().to("cpu", copy=True) if isinstance(y, Tensor) else y, x)
+
+
+def digests(leaves: Sequence[Any]) -> list[bytes]:
+    """Return a digest of every sample of a call: of the tensors that are as long as the first one."""
+    tensors = [x.detach() for x in leaves if isinstance(x, Tensor) and x.ndim and not hasattr(x, "device_mesh")]
+    per_sample = [x.cpu() for x in tensors if len(x) == len(tensors[0])]
+    return [hashlib.blake2b(b"".join(map(_bytes, x)), digest_size=16).digest() for x in zip(*per_sample, strict=True)]
+
+
+def _bytes(x: Tensor) -> bytes:
+    """Return the bytes of a sample; of tokens, without the padding at the end."""
+    if x.ndim == 1 and not x.is_floating_point():
+        filled = x.nonzero()
+        x = x[: int(filled[-1]) + 1] if len(filled) else x[:0]
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
