@@ -1,13 +1,18 @@
 """Trainings that the audit must name rightly, besides the mistakes of the examples, and right ones it must not accuse."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_zoo as cz
 from examples.digits import make_dataset, make_encoder, make_loader, make_loss
@@ -198,6 +203,239 @@ class ThirdParty(Right):
         import pytorch_metric_learning.losses as pml
 
         self.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double(), broadcast_parameters=True)
+
+
+# --- set-ups whose steps the script itself computes, in plain torch ------------------------------------------------------
+
+
+class Plain:
+    """Two views of images, a loop over a DataLoader, SGD: right, with what a class overrides."""
+
+    make_optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.encoder = self.make_encoder()
+        self.model: nn.Module = DistributedDataParallel(self.encoder)
+        self.images = make_dataset(96).tensors[0]
+
+    def make_encoder(self) -> nn.Module:
+        return make_encoder()
+
+    def make_sampler(self) -> DistributedSampler[Any]:
+        return DistributedSampler(self.images)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        self.loss(x, y).backward()
+
+    def clip(self) -> None:
+        """Change gradients before the optimizer receives them."""
+
+    def end_step(self) -> None:
+        """Do what follows the optimizer."""
+
+    def train(self) -> None:
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        for images in DataLoader(self.images, 16 // self.world_size, sampler=self.make_sampler()):
+            self.optimizer.zero_grad()
+            self.backward(images, images.flip(1))
+            self.clip()
+            self.optimizer.step()
+            self.end_step()
+
+
+def logits_of(x: Tensor, y: Tensor) -> Tensor:
+    return 5 * nn.functional.normalize(x) @ nn.functional.normalize(y).T
+
+
+def clip_loss(x: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of pairs in one process."""
+    logits, target = logits_of(x, y), torch.arange(len(x))
+    return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
+
+
+class ClipLoss(nn.Module):
+    """The loss of CLIP as its users write it: rank and number of processes are arguments."""
+
+    def __init__(self, rank: int, world_size: int, gather_with_grad: bool) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.gather_with_grad = rank, world_size, gather_with_grad
+
+    def gathered(self, x: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return x
+        if self.gather_with_grad:
+            return torch.cat(torch.distributed.nn.all_gather(x))
+        parts = [torch.zeros_like(x) for _ in range(self.world_size)]
+        dist.all_gather(parts, x.detach())
+        parts[self.rank] = x
+        return torch.cat(parts)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return clip_loss(self.gathered(x), self.gathered(y))
+
+
+@training("ClipLoss(rank, world_size) that gathers with gradient")
+class OpenClip(Plain):
+    gather_with_grad = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = ClipLoss(self.rank, self.world_size, self.gather_with_grad)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_fn(self.model(x), self.model(y))
+
+
+@training("ClipLoss(rank, world_size) that gathers without gradient", "own slice")
+class OpenClipOwnSlice(OpenClip):
+    gather_with_grad = False
+
+
+@training("a loss that holds its encoder, and a second loss")
+class Holding(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = ClipLoss(self.rank, self.world_size, True)
+
+        class WithEncoder(nn.Module):
+            def forward(_, x: Tensor, y: Tensor) -> Tensor:
+                z = [self.encoder(y).mean(1, keepdim=True).square() for y in (x, y)]
+                return self.gathered(self.encoder(x), self.encoder(y)) + 0.1 * torch.cat(z).mean()
+
+        self.holding = WithEncoder()
+        self.holding.encoder = self.encoder
+        self.model = DistributedDataParallel(self.holding)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.model(x, y) + 1e-3 * sum(p.square().sum() for p in self.model.parameters())
+
+
+@training("a teacher of moving averages, and a queue in a plain attribute")
+class Momentum(OpenClip):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = make_encoder().requires_grad_(False)
+        self.teacher.queue = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).double()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            keys = nn.functional.normalize(self.teacher(y))
+            gathered = self.keys(keys)
+        z = nn.functional.normalize(self.model(x))
+        logits = torch.cat([(z * keys).sum(1, keepdim=True), z @ self.teacher.queue.T], 1) / 0.2
+        self.teacher.queue = torch.cat([gathered, self.teacher.queue])[:32]
+        return nn.functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+    def keys(self, keys: Tensor) -> Tensor:
+        return ClipLoss(self.rank, self.world_size, False).gathered(keys)
+
+    def updates(self) -> bool:
+        return True
+
+    def end_step(self) -> None:
+        with torch.no_grad():
+            for x, y in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
+                x.lerp_(y, 0.2 if self.updates() else 0.0)
+
+
+@training("a teacher that rank 0 alone updates", "unequal state")
+class TeacherOfRankZero(Momentum):
+    def updates(self) -> bool:
+        return self.rank == 0
+
+
+@training("a queue of the local keys", "unequal state")
+class LocalQueue(Momentum):
+    def keys(self, keys: Tensor) -> Tensor:
+        return keys
+
+
+@training("a cache of gradients by hand")
+class CachedByHand(OpenClip):
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        chunks = [*x.chunk(2), *y.chunk(2)]
+        with torch.no_grad():
+            cached = [self.model(chunk) for chunk in chunks]
+        z = [torch.cat(part).requires_grad_() for part in (cached[:2], cached[2:])]
+        self.loss_fn(*z).backward()
+        gradients = [g for part in z for g in part.grad.chunk(2)]
+        for i, (chunk, gradient) in enumerate(zip(chunks, gradients, strict=True)):
+            with nullcontext() if i == 3 else self.model.no_sync():  # type: ignore[operator]
+                (self.model(chunk) * gradient).sum().backward()
+
+
+@training("FSDP1, clipped by the norm of all ranks")
+class ClippedSharded(OpenClip):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = self.images.float()  # torch clips in float32
+        encoder = make_encoder().float()
+        self.model = FullyShardedDataParallel(encoder, device_id=torch.device("cpu"), use_orig_params=True)
+
+    def clip(self) -> None:
+        assert self.model.clip_grad_norm_(0.1) > 0.1  # type: ignore[operator]
+
+
+@training("FSDP1, clipped by the norm of each rank", "clipped per rank")
+class ClippedPerRank(ClippedSharded):
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+@training("a sampler with a seed per rank", "sampler seeded per rank")
+class SeededSampler(OpenClip):
+    def make_sampler(self) -> DistributedSampler[Any]:
+        return DistributedSampler(self.images, seed=self.rank)
+
+
+@training("a learning rate that is scaled with W, a sum over the global batch by all_reduce")
+class ScaledRate(OpenClip):
+    def train(self) -> None:
+        self.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * self.world_size)
+        super().train()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = cz.collectives.all_gather(self.model(x)), cz.collectives.all_gather(self.model(y))
+        return clip_loss(*z)
+
+
+class Accumulating(Right):
+    """Four micro-batches in a step."""
+
+    divisor = 4.0
+
+    def train(self) -> Trained:
+        optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE)
+        for i, batch in enumerate(self.loader):
+            with nullcontext() if i % 4 == 3 else self.model.no_sync():
+                (self.loss(*batch) / self.divisor).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        return Trained.of(self.model, self.loss_fn)
+
+
+@training("micro-batches that are parts of a batch")
+class Splitting(Accumulating):
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        parts = zip(images.tensor_split(2), labels.tensor_split(2), strict=True)
+        return sum(super(Splitting, self).loss(*x) for x in parts) / 2
+
+
+@training("an accumulation that is not divided", "accumulation not divided")
+class NotDivided(Accumulating):
+    divisor = 1.0
+
+
+@training("an accumulation that is divided twice", "accumulation divided twice")
+class DividedTwice(Accumulating):
+    divisor = 16.0
 
 
 def run(name: str) -> Any:

@@ -54,13 +54,14 @@ IN_A_POOL = {
     OWN: {
         name: [mistake] if mistake else []
         for name, (_, mistake) in audit_trainings.TRAININGS.items()
-        if mistake not in ("not sharded", "different numbers of steps") and "before DistributedLoss" not in name
+        if mistake not in ("not sharded", "different numbers of steps", "sampler seeded per rank") and "before DistributedLoss" not in name
     },
 }
 """Trainings in plain torch and their diagnoses, by module."""
 
 IN_NEW_PROCESSES = {
     (OWN, "every rank draws from all samples"): ["not sharded"],
+    (OWN, "a sampler with a seed per rank"): ["sampler seeded per rank"],
     (OWN, "one rank has fewer batches"): ["different numbers of steps"],
     (OWN, "Fabric's all_gather before DistributedLoss"): ["gathered first"],
     (OWN, "accelerator.gather before DistributedLoss"): ["gathered first"],

@@ -1,7 +1,7 @@
 """Turn the records of all ranks into a report: every quantity compared with one process, the mistakes, notes."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,9 +40,12 @@ def assemble(records: Sequence[Record], run: RunAgain | None) -> WorldReport:
     steps = [StepEvidence(index, records, reruns, reason) for index in range(begun)]
     quantities: list[list[Quantity]] = []
     for step in steps[:finished]:
+        if step.follows_difference:
+            break
         quantities.append(_compared(step))
         if any(x.ok is False and not x.is_noted for x in quantities[-1]):
-            break  # what follows starts from another state
+            for x in steps[step.index + 1 :]:
+                x.follows_difference = True
     report.quantities = _largest(quantities)
     report.findings = mistakes(records, steps)
     report.notes = list(dict.fromkeys(x for step in steps[: len(quantities)] for x in _notes(step)))
@@ -91,9 +94,9 @@ def _compared(step: StepEvidence) -> list[Quantity]:
     for group in ("encoder", "loss"):
         if names := step.names(group):
             result.append(_judged(step, f"gradient of the {group}", step.gradient(names)))
-    if step.one is not None and any(x.clipped for x in step.ranks):
-        names = sorted({name for x in step.ranks for name in x.clipped})
-        result.append(_judged(step, "gradient after clipping", lambda x: flat(x.clipped, names)))
+    if any(x.clips for x in step.ranks):
+        names = sorted({name for x in step.ranks for name in x.received})
+        result.append(_judged(step, "gradient after clipping", lambda x: flat(x.received, names)))
     for group in ("encoder", "loss"):
         if names := step.names(group):
             result.append(_moved(step, f"{group} after the step", names))
@@ -186,15 +189,9 @@ def _notes(step: StepEvidence) -> Iterator[str]:
             "the training draws random numbers on each rank (dropout), which is outside the contract: one process draws "
             "those of the ranks again"
         )
-    yield from _notes_on_state(step)
+    if names := step.differing_tensors:
+        yield f"{len(names)} buffers or tensors of modules differ between ranks after a step, such as {names[0]}"
 
 
 def _is_whole(factor: float, count: int) -> bool:
     return any(math.isclose(factor, x, rel_tol=1e-3) for x in (1.0, count, 1 / count))
-
-
-def _notes_on_state(step: StepEvidence) -> Iterator[str]:
-    kinds: Iterable[tuple[str, str]] = step.records[0].kinds.items()
-    names = [x for x, kind in kinds if kind != "parameter" and all(x in y.after for y in step.ranks)]
-    if differing := [x for x in names if any(not torch.equal(y.after[x], step.ranks[0].after[x]) for y in step.ranks)]:
-        yield f"{len(differing)} buffers or tensors of modules differ between ranks after a step, such as {differing[0]}"

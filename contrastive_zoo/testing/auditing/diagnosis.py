@@ -19,7 +19,7 @@ from contrastive_zoo.testing.auditing.evidence import StepEvidence, flat
 from contrastive_zoo.testing.auditing.records import Record, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients
-from contrastive_zoo.testing.mistakes import Diagnosis, diagnose
+from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 
 Finding = tuple[str, str]
 """The name of a mistake, and what was measured."""
@@ -136,12 +136,12 @@ def _of_group(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Itera
 def _of_clipping(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
     """Compare the gradients before clipping, and those after it."""
     for step in steps:
-        names = sorted({name for x in step.ranks for name in x.clipped})
-        if step.one is None or not names or step.problem:
+        if step.one is None or step.problem or step.follows_difference or not all(x.clips for x in step.ranks):
             continue
-        vectors = (step.gradient(names), lambda x, names=names: flat(x.clipped, names))
-        errors = [step.worst(map(vector, step.ranks), vector(step.one)).error for vector in vectors]  # type: ignore[arg-type]
-        if errors[0] <= step.tolerance(vectors[0]) and errors[1] > step.tolerance(vectors[1]):  # type: ignore[arg-type]
+        names = sorted(step.one.received)
+        before, after = step.gradient(names), lambda x, names=names: flat(x.received, names)
+        errors = [step.worst(map(vector, step.ranks), vector(step.one)).error for vector in (before, after)]
+        if errors[0] <= step.tolerance(before) and errors[1] > step.tolerance(after):
             yield "clipped per rank", f"gradients are right before clipping and {errors[1]:.1%} off after it"
             return
 
@@ -162,14 +162,20 @@ def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Itera
 
 def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
     """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
-    explained = {name for probe in (_of_process, _of_gathering, _of_graph, _of_group, _of_start, _of_state) for name, _ in probe(records, steps)}
+    explained = {name for probe in (_of_process, _of_gathering, _of_graph, _of_group, _of_clipping, _of_start, _of_state) for name, _ in probe(records, steps)}
     for step in () if explained else steps:
-        if step.one is not None and step.ranks[0].gradients and not step.problem:
+        is_comparable = step.one is not None and not step.problem and not step.follows_difference
+        if is_comparable and step.ranks[0].gradients:
+            assert step.one is not None
             evidence = TrainingEvidence(step, step.one)
             x = evidence.comparison
             # every value may be that of one process, or only the ranks' mean
             if not (x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))):
                 result = diagnose(evidence)
+                before = [x for x in steps if x.index == step.index - 1]
+                if result.mistake == NOT_RECOGNISED and before and (names := before[0].differing_tensors):
+                    what = f"buffers or tensors of modules, such as {names[0]}, differ between ranks before step"
+                    result = Diagnosis("unequal state", f"{len(names)} {what} {step.index + 1}. {result.measured}")
                 yield result.mistake, result.measured
                 return
 

@@ -50,6 +50,7 @@ class StepEvidence:
     def __init__(self, index: int, records: Sequence[Record], reruns: Reruns, reason: str = "") -> None:
         self.index, self.records, self.reruns, self.reason = index, records, reruns, reason
         self.ranks = [x.steps[index] for x in records]
+        self.follows_difference = False  # whether an earlier step differed, so that this one starts from another state
         self.world_size, self.eps = len(records), records[0].eps or torch.finfo(torch.float32).eps
         self.one = self.of(Setting()) if not reason else None
         counts = {len(x.values) for x in (*self.ranks, *([self.one] if self.one else []))}
@@ -88,10 +89,21 @@ class StepEvidence:
         return sorted(name for name, kind in kinds if kind == "parameter" and name not in trained)
 
     @property
+    def differing_tensors(self) -> list[str]:
+        """The buffers and other tensors of modules that are not equal on all ranks after the step."""
+        first, *others = (x.after for x in self.ranks)
+        kinds = self.records[0].kinds.items()
+        names = [x for x, kind in kinds if kind != "parameter" and all(x in after for after in (first, *others))]
+        return [x for x in names if not all(torch.equal(first[x], after[x]) for after in others)]
+
+    @property
     def _all(self) -> list[Step]:
         return [*self.ranks, *([self.one] if self.one is not None else [])]
 
     def gradient(self, names: Sequence[str]) -> Vector:
+        """Return gradients before clipping; after it where only one process clips by a function that is watched."""
+        if len({bool(x.clips) for x in self._all}) > 1:
+            return lambda step: flat(step.received, names)
         return lambda step: flat(step.gradients, names)
 
     def tolerance(self, vector: Vector, floor: float = 0.0) -> float:

@@ -56,13 +56,16 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [y for x in children for y in tensors_of(x)]
 
 
-def equal(parts: Sequence[Any]) -> bool:
-    """Return whether all ranks hold the same batch."""
-    first, *others = parts
-    if isinstance(first, Tensor):
-        return all(isinstance(x, Tensor) and first.shape == x.shape and torch.equal(first, x) for x in others)
-    if isinstance(first, Mapping):
-        return all(x.keys() == first.keys() for x in others) and all(equal([x[key] for x in parts]) for key in first)
-    if isinstance(first, list | tuple):
-        return all(len(x) == len(first) for x in others) and all(map(equal, zip(*parts, strict=True)))
-    return all(bool(x == first) for x in others)
+def reordered(batch: Any, order: Tensor) -> Any:
+    """Return a batch with its samples in another order."""
+    if isinstance(batch, Tensor):
+        return batch[order] if batch.ndim and len(batch) == len(order) else batch
+    if isinstance(batch, Mapping):
+        by_key = {key: reordered(x, order) for key, x in batch.items()}
+        return by_key if type(batch) is dict else type(batch)(by_key)  # type: ignore[call-arg]  # as that of a dict
+    if not isinstance(batch, list | tuple):
+        return batch
+    if not all(map(_holds_samples, batch)) and len(batch) == len(order):
+        return type(batch)(batch[i] for i in order.tolist())
+    columns = [reordered(x, order) for x in batch]
+    return type(batch)(*columns) if hasattr(batch, "_fields") else type(batch)(columns)

@@ -88,7 +88,7 @@ class Recorder:
         self._names: dict[Tensor, str] = {}  # of parameters
         self._groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
         self._epochs = 0
-        self._in_call = self._in_loss = self._stepped = self._in_step = False
+        self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -186,8 +186,8 @@ class Recorder:
             self._close_step()
             if self.finished:
                 return original(module, *args, **kwargs)
-        if self.step.backwards and not self._have_gradients():
-            self.step = Step()  # gradients were cleared without a step, as a GradScaler does after an overflow
+        if self._had_gradients and not self._have_gradients():
+            self.step, self._had_gradients = Step(), False  # cleared without a step, as after an overflow of a GradScaler
         if not self.step.calls:
             self.step.epoch = self._epochs
             if self.rerun is not None:
@@ -316,9 +316,11 @@ class Recorder:
     def _gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
         for x in tensors:
-            if x.grad is not None:
+            in_pieces = x in self._groups
+            gradient = x.new_zeros(0) if x.grad is None and in_pieces else x.grad
+            if gradient is not None and (gradient := whole(gradient, self._groups.get(x))).numel():
                 self.record.groups.setdefault(self._names[x], "encoder")  # of a parameter that was frozen at first
-                yield self._names[x], x, whole(x.grad, self._groups.get(x))
+                yield self._names[x], x, gradient
 
     # --- backward and optimizer ---------------------------------------------------------------------------------------
 
@@ -330,7 +332,9 @@ class Recorder:
                 gradients = self._gradients([x for x in self._parameters() if x.grad is not None and bool(x.grad.any())])
                 self.step.stale = {name: sketch(x) for name, _, x in gradients}
             self.step.backwards += 1
-        return original(tensors, grad_tensors, *args, **kwargs)
+        result = original(tensors, grad_tensors, *args, **kwargs)
+        self._had_gradients = self._have_gradients()
+        return result
 
     def _on_clip(
         self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
@@ -382,8 +386,7 @@ class Recorder:
             value = whole(x, self._groups.get(x))
             self.step.moved[name] = -sketch(value, gradient)
             self.step.norms[name] = float(gradient.norm()), float(self.step.moved[name].norm())
-            if self.step.clips:
-                self.step.clipped[name] = sketch(gradient)
+            self.step.received[name] = sketch(gradient) if self.step.clips else self.step.gradients[name]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._in_step or not any(optimizer is x for x in self.optimizers) or self.finished:
@@ -398,7 +401,7 @@ class Recorder:
         for index, module in enumerate(self.modules):
             for name, _, x in self._tensors(index, module):
                 self.step.after.setdefault(name, sketch(whole(x, self._groups.get(x))))
-        self._stepped = False
+        self._stepped = self._had_gradients = False
         self._append_step()
         self.record.finished += 1
         if self.record.finished == self.steps:

@@ -50,8 +50,8 @@ class Step:
     backwards: int = 0  # number of backward passes
     samples: list[bytes] = field(default_factory=list)  # a digest of every sample, each once
     stale: Sketches = field(default_factory=dict)  # gradients before the first backward pass, where not zero
-    gradients: Sketches = field(default_factory=dict)  # those that the optimizer receives, before clipping
-    clipped: Sketches = field(default_factory=dict)  # the same after clipping, where the script clips
+    gradients: Sketches = field(default_factory=dict)  # before clipping by a function of torch.nn.utils
+    received: Sketches = field(default_factory=dict)  # those that the optimizer receives
     moved: Sketches = field(default_factory=dict)  # what the step adds to each parameter, times the gradient's magnitude
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the gradient, and of it times the parameter
     after: Sketches = field(default_factory=dict)  # all parameters, buffers and other tensors of modules, after the step

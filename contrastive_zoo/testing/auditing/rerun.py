@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from contrastive_zoo.testing.auditing.merging import NotComparable, equal, merged, tensors_of, token_lengths
+from contrastive_zoo.testing.auditing.merging import NotComparable, merged, reordered, tensors_of, token_lengths
 from contrastive_zoo.testing.auditing.randomness import ShardedDraws
 from contrastive_zoo.testing.auditing.records import Inputs, digests
 
@@ -66,16 +67,29 @@ class Rerun:
         states = [x.states[loader] if loader < len(x.loaders) else [] for x in self.inputs]
         for index in range(max(map(len, epochs))):
             parts = [x[index] for x in epochs if index < len(x)]
-            whole = len(self.inputs) > 1 and len(parts) == len(epochs) and equal(parts) and self._is_sliced_later()
+            whole = len(parts) == len(epochs) > 1 and _equal(parts) and self._is_sliced_later()
             batch = parts[0] if whole else self._merged(parts)
             leaves = [tensors_of(x) for x in parts]
-            if leaves[0] and len(parts) == len(epochs):
+            if leaves[0] and not whole:
                 sizes = [len(x[0]) if x[0].ndim else 0 for x in leaves]
-                self.draws.rows = [torch.arange(n) + sum(sizes[:rank]) for rank, n in enumerate(sizes)]
-                lengths = next(filter(None, map(token_lengths, zip(*leaves, strict=False))), [])
-                self.draws.lengths = lengths if len(set(lengths)) > 1 else []
-                self.draws.assign([x[index] for x in states])
+                order = self._order(leaves, sizes)
+                batch = reordered(batch, order)
+                places, starts = order.argsort(), torch.tensor([0, *sizes]).cumsum(0)
+                if len(parts) == len(epochs):
+                    self.draws.rows = [places[start : start + n] for start, n in zip(starts, sizes, strict=False)]
+                    lengths = next(filter(None, map(token_lengths, zip(*leaves, strict=False))), [])
+                    self.draws.lengths = lengths if len(set(lengths)) > 1 else []
+                    self.draws.assign([x[index] for x in states])
             yield batch
+
+    def _order(self, leaves: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
+        """Return the order in which modules use the samples: where a script splits its batch, part after part."""
+        calls = []
+        for x, tensors in zip(self.inputs, leaves, strict=False):
+            first = {y: i for i, call in reversed(list(enumerate(itertools.chain(*x.calls)))) for y in call.samples}
+            used = ([first.get(y) for y in digests([tensor])] for tensor in tensors)
+            calls += next((y for y in used if None not in y), [])
+        return torch.tensor(calls).argsort(stable=True) if len(calls) == sum(sizes) else torch.arange(sum(sizes))
 
     def length(self, otherwise: int) -> int:
         """Return what rank 0 got as the length of a loader at this call of ``len``, on which schedules depend."""
@@ -134,6 +148,8 @@ class Rerun:
         rows = [[order[x].pop(0) for x in call.samples if order.get(x)] for call in calls]
         if [len(x) for x in rows] == [len(call.samples) for call in calls] and any(rows):
             self.draws.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
+        elif order and order.keys() <= {y for x in self.inputs for call in x.calls[step] for y in call.samples}:
+            self.problem = self.problem or "the script splits a batch, into other parts in one process than on the ranks"
         if any(call.draws for call in calls):
             if all(call.draws for call in calls):
                 self.draws.assign([call.draws.before for call in calls if call.draws])
@@ -204,6 +220,11 @@ def _mesh_of_one(original: Any, device_type: str, mesh_shape: Sequence[int], *ar
 def _without_live_group(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the module of a DDP that was wrapped before the rerun, in the group of all ranks."""
     return original(ddp, *args, **kwargs) if ddp.process_group.size() == 1 else ddp.module(*args, **kwargs)
+
+
+def _equal(batches: Sequence[Any]) -> bool:
+    first, *others = map(tensors_of, batches)
+    return bool(first) and all(len(x) == len(first) and all(map(torch.equal, x, first)) for x in others)
 
 
 def _same(x: Inputs, y: Inputs) -> bool:
