@@ -297,19 +297,23 @@ class OpenClipOwnSlice(OpenClip):
     gather_with_grad = False
 
 
+class WithEncoder(nn.Module):
+    """A loss that holds its encoder, with a second term."""
+
+    def __init__(self, encoder: nn.Module, loss_fn: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.loss_fn = encoder, loss_fn
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.encoder(x), self.encoder(y)
+        return self.loss_fn(*z) + 0.1 * torch.cat(z).mean(1).square().mean()
+
+
 @training("a loss that holds its encoder, and a second loss")
 class Holding(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.gathered = ClipLoss(self.rank, self.world_size, True)
-
-        class WithEncoder(nn.Module):
-            def forward(_, x: Tensor, y: Tensor) -> Tensor:
-                z = [self.encoder(y).mean(1, keepdim=True).square() for y in (x, y)]
-                return self.gathered(self.encoder(x), self.encoder(y)) + 0.1 * torch.cat(z).mean()
-
-        self.holding = WithEncoder()
-        self.holding.encoder = self.encoder
+        self.holding = WithEncoder(self.encoder, ClipLoss(self.rank, self.world_size, True))
         self.model = DistributedDataParallel(self.holding)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -392,6 +396,43 @@ class ClippedPerRank(ClippedSharded):
 class SeededSampler(OpenClip):
     def make_sampler(self) -> DistributedSampler[Any]:
         return DistributedSampler(self.images, seed=self.rank)
+
+
+class Sentences(nn.Module):
+    """A transformer with dropout over padded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 16, padding_idx=0)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.table(ids), src_key_padding_mask=ids == 0)[:, 0]
+
+
+@training("a transformer with dropout, each batch padded to its longest sentence")
+class Tokens(OpenClip):
+    def make_encoder(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Sentences().double()
+
+    def train(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(3, 12, (2, 96), generator=generator).tolist()
+        pairs = [[torch.randint(1, 30, (n,), generator=generator) for n in pair] for pair in zip(*lengths, strict=True)]
+        torch.manual_seed(self.rank)
+        optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        collate = partial(map, partial(nn.utils.rnn.pad_sequence, batch_first=True))
+        loader = DataLoader(
+            pairs,  # type: ignore[arg-type]  # a list is a dataset
+            16 // self.world_size,
+            sampler=DistributedSampler(pairs),  # type: ignore[arg-type]
+            collate_fn=lambda batch: [*collate(zip(*batch, strict=True))],
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            self.loss(x, y).backward()
+            optimizer.step()
 
 
 @training("a learning rate that is scaled with W, a sum over the global batch by all_reduce")

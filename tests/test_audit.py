@@ -54,7 +54,8 @@ IN_A_POOL = {
     OWN: {
         name: [mistake] if mistake else []
         for name, (_, mistake) in audit_trainings.TRAININGS.items()
-        if mistake not in ("not sharded", "different numbers of steps", "sampler seeded per rank") and "before DistributedLoss" not in name
+        if mistake not in ("not sharded", "different numbers of steps", "sampler seeded per rank")
+        and "before DistributedLoss" not in name
     },
 }
 """Trainings in plain torch and their diagnoses, by module."""

@@ -133,7 +133,7 @@ def audit(
     ] = None,
     steps: Annotated[int, typer.Option(help="Number of steps of the optimizer to compare.", min=1)] = 3,
     loss: Annotated[
-        list[str] | None, typer.Option(help="module:Class of a loss that is not found by itself; repeat the option.")
+        list[str] | None, typer.Option(help="Class, or module:Class, of a loss that is not known; repeat the option.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each number of processes.", min=1)] = 300.0,
     json_file: JsonFile = None,

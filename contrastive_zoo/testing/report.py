@@ -182,7 +182,6 @@ class WorldReport:
     problem: str = ""  # why nothing could be compared
     peak_bytes: tuple[int, int] = (0, 0)  # of the largest process that trains, and of the one that repeats the steps
     seconds: float = 0.0
-    factors: list[float] = field(default_factory=list)  # of each loss before its backward pass
 
     @property
     def ok(self) -> bool | None:

@@ -35,7 +35,9 @@ def assemble(records: Sequence[Record], run: RunAgain | None) -> WorldReport:
     if run is not None and begun:
         one = reruns(Setting())
         if not one.steps:
-            reason = f"in one process the script raises {one.error}" if one.error else "in one process nothing is trained"
+            reason = (
+                f"in one process the script raises {one.error}" if one.error else "in one process nothing is trained"
+            )
     report = WorldReport(len(records), finished, records[0].loss_names)
     steps = [StepEvidence(index, records, reruns, reason) for index in range(begun)]
     quantities: list[list[Quantity]] = []
@@ -91,22 +93,18 @@ def _compared(step: StepEvidence) -> list[Quantity]:
     value = _judged(step, "value of the loss", step.values)
     value.is_noted = value.ok is False and _is_local_mean(step)
     result = [value]
-    for group in ("encoder", "loss"):
-        if names := step.names(group):
-            result.append(_judged(step, f"gradient of the {group}", step.gradient(names)))
+    names_of = {group: names for group in ("encoder", "loss") if (names := step.names(group))}
+    result += [_judged(step, f"gradient of the {group}", step.gradient(x)) for group, x in names_of.items()]
     if any(x.clips for x in step.ranks):
         names = sorted({name for x in step.ranks for name in x.received})
         result.append(_judged(step, "gradient after clipping", lambda x: flat(x.received, names)))
-    for group in ("encoder", "loss"):
-        if names := step.names(group):
-            result.append(_moved(step, f"{group} after the step", names))
+    result += [_moved(step, f"{group} after the step", x) for group, x in names_of.items()]
     if (names := step.other_parameters) and step.one is not None:
         result.append(_others(step, names))
-    for group in ("encoder", "loss"):
-        if names := step.names(group):
-            after = [flat(x.after, names) for x in step.ranks]
-            worst = step.worst(after, after[0])
-            result.append(Quantity(f"{group} equal on all ranks", worst, ROUNDING_FACTOR * step.eps))
+    for group, names in names_of.items():
+        after = [flat(x.after, names) for x in step.ranks]
+        worst = step.worst(after, after[0])
+        result.append(Quantity(f"{group} equal on all ranks", worst, ROUNDING_FACTOR * step.eps))
     return result
 
 

@@ -14,9 +14,7 @@ from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 
-def audit(
-    train: Callable[[], object], *, loss: Any = None, steps: int = 3, name: str = "the training"
-) -> AuditReport:
+def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name: str = "the training") -> AuditReport:
     """Audit a training: is it the same on W processes as on one?
 
     Call it on every rank. Every rank calls ``train`` and records its first steps of the optimizer; then rank 0 calls it

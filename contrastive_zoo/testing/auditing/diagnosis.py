@@ -129,7 +129,10 @@ def _of_group(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Itera
         for option, group in zip(records[0].options, records[0].loss_groups, strict=True):
             samples = [step.ranks[rank].samples for rank in group]
             if option and any(x == y for x, y in itertools.combinations(samples, 2)):
-                yield "group of the loss", f"ranks {list(group)} form the group of the loss, some of which have equal samples"
+                yield (
+                    "group of the loss",
+                    f"ranks {list(group)} form the group of the loss, some of which have equal samples",
+                )
                 return
 
 
@@ -162,7 +165,11 @@ def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Itera
 
 def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
     """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
-    explained = {name for probe in (_of_process, _of_gathering, _of_graph, _of_group, _of_clipping, _of_start, _of_state) for name, _ in probe(records, steps)}
+    explained = {
+        name
+        for probe in (_of_process, _of_gathering, _of_graph, _of_group, _of_clipping, _of_start, _of_state)
+        for name, _ in probe(records, steps)
+    }
     for step in () if explained else steps:
         is_comparable = step.one is not None and not step.problem and not step.follows_difference
         if is_comparable and step.ranks[0].gradients:

@@ -11,18 +11,20 @@ class NotComparable(Exception):
     """A step that cannot be run in one process; the message is the reason."""
 
 
-def merged(parts: Sequence[Any]) -> Any:
-    """Concatenate tensors along dimension 0, padded if they are tokens; join lists of samples; merge mappings by key."""
+def merged(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
+    """Concatenate tensors along dimension 0, tokens padded to these lengths; join lists; merge mappings by key."""
     first = parts[0]
     if isinstance(first, Tensor):
-        return torch.cat(_padded(parts)) if first.ndim else first
+        length = lengths.get(tuple(map(token_length, parts)))
+        padded = parts if length is None else [torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in parts]
+        return torch.cat(list(padded)) if first.ndim else first
     if isinstance(first, Mapping):
-        by_key = {key: merged([x[key] for x in parts]) for key in first}
+        by_key = {key: merged([x[key] for x in parts], lengths) for key in first}
         return by_key if type(first) is dict else type(first)(by_key)  # type: ignore[call-arg]  # as that of a dict
     if not isinstance(first, list | tuple):
         return first
     if len({len(x) for x in parts}) == 1 and first and all(map(_holds_samples, first)):
-        columns = [merged(x) for x in zip(*parts, strict=True)]
+        columns = [merged(x, lengths) for x in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return type(first)(y for x in parts for y in x)
 
@@ -34,18 +36,24 @@ def _holds_samples(x: Any) -> bool:
     return isinstance(x, list | tuple) or (isinstance(x, Tensor) and x.ndim > 0)
 
 
-def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Pad dimension 1 of tokens, [n, length], to the same length."""
-    longest = max(token_lengths(parts), default=0)
-    if not longest or all(x.shape[1] == longest for x in parts):
-        return list(parts)
-    return [torch.nn.functional.pad(x, (0, longest - x.shape[1])) for x in parts]
+def padded_lengths(ranks: Sequence[Sequence[Any]]) -> dict[tuple[int, ...], int]:
+    """Return the length to which token sequences are padded, by their length on each rank.
+
+    Sequences whose lengths differ get a length of their own, by which random numbers tell what is padding.
+    """
+    result: dict[tuple[int, ...], int] = {}
+    for lengths in sorted({tuple(map(token_length, x)) for x in zip(*ranks, strict=False)}, key=lambda x: len({*x})):
+        length = max(lengths, default=0)
+        while length in result.values():
+            length += 1
+        result |= {lengths: length} if length else {}
+    return result
 
 
-def token_lengths(parts: Sequence[Any]) -> list[int]:
-    """Return each rank's length of its token sequences; nothing if these are no tokens."""
-    is_tokens = all(isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() for x in parts)
-    return [x.shape[1] for x in parts] if is_tokens else []
+def token_length(x: Any) -> int:
+    """Return the length of the sequences in a tensor of tokens, [n, length]; 0 for anything else."""
+    is_tokens = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
+    return int(x.shape[1]) if is_tokens else 0
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

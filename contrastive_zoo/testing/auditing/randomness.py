@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 class ShardedDraws(TorchDispatchMode):
     """Draw what belongs to samples, as the masks of dropout, for the samples of each rank from the state of that rank.
 
-    A draw belongs to samples if its first dimension is that of the batch, or a multiple. The ranks' states go with that
-    of torch: where a checkpoint or a cache of gradients sets an earlier state again, theirs are set again, too.
+    A draw belongs to samples if one of its dimensions is that of the batch, or the first is a multiple. The ranks' states
+    go with that of torch: where a checkpoint or a cache of gradients sets an earlier one again, theirs are set again, too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.states: list[Tensor] = []
         self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
-        self.lengths: list[int] = []  # of each rank's token sequences, where they differ
+        self.lengths: dict[int, tuple[int, ...]] = {}  # of each rank's tokens where they differ, by their padded length
         self._states_at: dict[bytes, list[Tensor]] = {}  # the ranks' states at a state of torch
 
     def begin_step(self) -> None:
@@ -40,12 +40,10 @@ class ShardedDraws(TorchDispatchMode):
         result = func(*args, **kwargs)
         after = torch.get_rng_state()
         tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.ndim]
-        total = sum(map(len, self.rows))
-        count = len(tensors[0]) if tensors else 0
         states = []
         for rank, state in enumerate(self.states):
             torch.set_rng_state(state)
-            if count and total and count % total == 0:
+            if tensors and self._batch_dimension(tensors[0].shape) >= 0:
                 self._draw(func, args, kwargs, tensors, self._region(rank, tensors[0].shape))
             else:  # a number of the whole batch: that of rank 0
                 drawn = func(*tree_map(_copy, args), **tree_map(_copy, kwargs))
@@ -63,7 +61,7 @@ class ShardedDraws(TorchDispatchMode):
 
         def of_rank(x: Any) -> Any:
             if isinstance(x, Tensor):
-                return x[region].contiguous() if x.shape == shape else x
+                return _in_order(x[region], x) if x.shape == shape else x
             return list(part.shape) if isinstance(x, list | tuple) and list(x) == list(shape) else x
 
         # sizes are sequences, which a tree would take apart
@@ -74,14 +72,27 @@ class ShardedDraws(TorchDispatchMode):
 
     def _region(self, rank: int, shape: torch.Size) -> tuple[Any, ...]:
         """Return the indices of a rank's samples, and for each further dimension what is no padding of their tokens."""
-        longest = max(self.lengths, default=0)
-        length = self.lengths[rank] if self.lengths else 0
-        each = shape[0] // sum(map(len, self.rows))  # elements of dimension 0 for each sample
+        batch, total = self._batch_dimension(shape), sum(map(len, self.rows))
+        each = shape[batch] // total  # elements for each sample
         inner = torch.arange(each)
-        if longest and each % longest == 0:
-            inner = inner.view(longest, -1)[:length].flatten()
-        first = (self.rows[rank][:, None] * each + inner).flatten()
-        return first, *(slice(length if longest and n == longest else n) for n in shape[1:])
+        if longest := next((n for n in self.lengths if each % n == 0), 0):
+            inner = inner.view(longest, -1)[: self.lengths[longest][rank]].flatten()
+        samples = (self.rows[rank][:, None] * each + inner).flatten()
+        others = [slice(self.lengths[n][rank] if n in self.lengths else n) for n in shape]
+        return *others[:batch], samples, *others[batch + 1 :]
+
+    def _batch_dimension(self, shape: torch.Size) -> int:
+        """Return the dimension of the samples: one of their number, or the first, if that is a multiple; else -1."""
+        total = sum(map(len, self.rows))
+        exact = [i for i, n in enumerate(shape) if n == total]
+        return exact[0] if exact else 0 if shape[0] and total and shape[0] % total == 0 else -1
+
+
+def _in_order(x: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor whose elements lie in memory in the order of another one, in which random numbers are drawn."""
+    order = sorted(range(like.ndim), key=lambda i: (-like.stride(i), i))
+    inverse = [order.index(i) for i in range(like.ndim)]
+    return x.permute(order).contiguous().permute(inverse)
 
 
 def _copy(x: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
+from contrastive_zoo.testing.auditing.merging import token_length
 from contrastive_zoo.testing.auditing.records import (
     Draws,
     Inputs,
@@ -187,7 +188,10 @@ class Recorder:
             if self.finished:
                 return original(module, *args, **kwargs)
         if self._had_gradients and not self._have_gradients():
-            self.step, self._had_gradients = Step(), False  # cleared without a step, as after an overflow of a GradScaler
+            self.step, self._had_gradients = (
+                Step(),
+                False,
+            )  # cleared without a step, as after an overflow of a GradScaler
         if not self.step.calls:
             self.step.epoch = self._epochs
             if self.rerun is not None:
@@ -198,10 +202,10 @@ class Recorder:
             leaves = tree_leaves((args, kwargs))
             is_input = not any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
             arguments = None if any(self.inputs.loaders) else [_argument(x) for x in leaves]
-            call = ModuleCall(digests(leaves) if is_input else [], arguments)
+            call = ModuleCall(digests(leaves) if is_input else [], list(map(token_length, leaves)), arguments)
         else:
             args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
-            call = ModuleCall([])
+            call = ModuleCall([], [])
         self.step.calls.append(call)
         self._look_at_precision()
         before = torch.get_rng_state()
@@ -329,7 +333,9 @@ class Recorder:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
             if not self.step.backwards:
-                gradients = self._gradients([x for x in self._parameters() if x.grad is not None and bool(x.grad.any())])
+                gradients = self._gradients(
+                    [x for x in self._parameters() if x.grad is not None and bool(x.grad.any())]
+                )
                 self.step.stale = {name: sketch(x) for name, _, x in gradients}
             self.step.backwards += 1
         result = original(tensors, grad_tensors, *args, **kwargs)

@@ -36,6 +36,7 @@ class ModuleCall:
     """A call of a module by the script itself, not by another module."""
 
     samples: list[bytes]  # a digest of every sample
+    lengths: list[int]  # of the token sequences in each leaf, 0 of others
     arguments: list[Any] | None = None  # leaves, where no data loader is recorded
     draws: Draws | None = None
 
@@ -52,9 +53,15 @@ class Step:
     stale: Sketches = field(default_factory=dict)  # gradients before the first backward pass, where not zero
     gradients: Sketches = field(default_factory=dict)  # before clipping by a function of torch.nn.utils
     received: Sketches = field(default_factory=dict)  # those that the optimizer receives
-    moved: Sketches = field(default_factory=dict)  # what the step adds to each parameter, times the gradient's magnitude
-    norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the gradient, and of it times the parameter
-    after: Sketches = field(default_factory=dict)  # all parameters, buffers and other tensors of modules, after the step
+    moved: Sketches = field(
+        default_factory=dict
+    )  # what the step adds to each parameter, times the gradient's magnitude
+    norms: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # of the gradient, and of it times the parameter
+    after: Sketches = field(
+        default_factory=dict
+    )  # all parameters, buffers and other tensors of modules, after the step
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
     settings: list[list[dict[str, Any]]] = field(default_factory=list)  # of each optimizer's groups, such as lr
     clips: list[str] = field(default_factory=list)  # names of the functions that clip

@@ -3,7 +3,7 @@
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from contrastive_zoo.testing.auditing.merging import NotComparable, merged, reordered, tensors_of, token_lengths
+from contrastive_zoo.testing.auditing.merging import (
+    NotComparable,
+    merged,
+    padded_lengths,
+    reordered,
+    tensors_of,
+    token_length,
+)
 from contrastive_zoo.testing.auditing.randomness import ShardedDraws
 from contrastive_zoo.testing.auditing.records import Inputs, digests
 
@@ -68,8 +75,9 @@ class Rerun:
         for index in range(max(map(len, epochs))):
             parts = [x[index] for x in epochs if index < len(x)]
             whole = len(parts) == len(epochs) > 1 and _equal(parts) and self._is_sliced_later()
-            batch = parts[0] if whole else self._merged(parts)
             leaves = [tensors_of(x) for x in parts]
+            lengths = padded_lengths(leaves)
+            batch = parts[0] if whole else self._merged(parts, lengths)
             if leaves[0] and not whole:
                 sizes = [len(x[0]) if x[0].ndim else 0 for x in leaves]
                 order = self._order(leaves, sizes)
@@ -77,8 +85,7 @@ class Rerun:
                 places, starts = order.argsort(), torch.tensor([0, *sizes]).cumsum(0)
                 if len(parts) == len(epochs):
                     self.draws.rows = [places[start : start + n] for start, n in zip(starts, sizes, strict=False)]
-                    lengths = next(filter(None, map(token_lengths, zip(*leaves, strict=False))), [])
-                    self.draws.lengths = lengths if len(set(lengths)) > 1 else []
+                    self.draws.lengths = {n: x for x, n in lengths.items() if len(set(x)) > 1}
                     self.draws.assign([x[index] for x in states])
             yield batch
 
@@ -95,9 +102,9 @@ class Rerun:
         """Return what rank 0 got as the length of a loader at this call of ``len``, on which schedules depend."""
         return next(self._lengths, otherwise)
 
-    def _merged(self, parts: Sequence[Any]) -> Any:
+    def _merged(self, parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
         try:
-            return merged(parts)
+            return merged(parts, lengths)
         except (RuntimeError, TypeError, KeyError) as error:
             raise NotComparable(f"the ranks' batches cannot be concatenated: {error}") from error
 
@@ -125,7 +132,9 @@ class Rerun:
     def configure(self, step: int, index: int, optimizer: Optimizer) -> None:
         """Give the groups of an optimizer the settings that they had on rank 0; a script may scale lr with W."""
         of_step = self.first.settings[step] if step < len(self.first.settings) else []
-        for group, settings in zip(optimizer.param_groups, of_step[index] if index < len(of_step) else (), strict=False):
+        for group, settings in zip(
+            optimizer.param_groups, of_step[index] if index < len(of_step) else (), strict=False
+        ):
             group.update(settings)
         if step == 0 and index < len(self.first.optimizers):
             if self.first.optimizers[index]["state"]:
@@ -142,6 +151,9 @@ class Rerun:
         calls = [x.calls[step][index] for x in self.inputs]
         if all(call.arguments is not None for call in calls):
             args, kwargs = self._substituted(calls, args, kwargs)
+        columns = zip(map(token_length, tree_leaves((args, kwargs))), *(call.lengths for call in calls), strict=False)
+        differing = {n: tuple(x) for n, *x in columns if len(set(x)) > 1}
+        self.draws.lengths = differing or self.draws.lengths
         order: dict[bytes, list[int]] = {}
         for position, sample in enumerate(digests(tree_leaves((args, kwargs)))):
             order.setdefault(sample, []).append(position)
@@ -149,7 +161,9 @@ class Rerun:
         if [len(x) for x in rows] == [len(call.samples) for call in calls] and any(rows):
             self.draws.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
         elif order and order.keys() <= {y for x in self.inputs for call in x.calls[step] for y in call.samples}:
-            self.problem = self.problem or "the script splits a batch, into other parts in one process than on the ranks"
+            self.problem = (
+                self.problem or "the script splits a batch, into other parts in one process than on the ranks"
+            )
         if any(call.draws for call in calls):
             if all(call.draws for call in calls):
                 self.draws.assign([call.draws.before for call in calls if call.draws])
@@ -162,7 +176,9 @@ class Rerun:
         calls = [x.calls[step][index] for x in self.inputs if step < len(x.calls) and index < len(x.calls[step])]
         after = [call.draws.after for call in calls if call.draws]
         if len(after) == len(self.inputs) and not all(map(torch.equal, after, self.draws.states)):
-            self.problem = self.problem or "the random numbers of the ranks cannot be assigned to samples of one process"
+            self.problem = (
+                self.problem or "the random numbers of the ranks cannot be assigned to samples of one process"
+            )
 
     def _substituted(self, calls: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace arguments without gradient that are a rank's samples by those of all ranks."""
@@ -174,7 +190,7 @@ class Rerun:
         for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
             is_recorded = isinstance(x, Tensor) and all(isinstance(y, Tensor) and y.ndim for y in parts)
             if is_recorded and [len(y) for y in parts] == sizes and not x.requires_grad and len(x) != sum(sizes):
-                leaves[i] = self._merged(parts).to(x.device)
+                leaves[i] = self._merged(parts, padded_lengths([[y] for y in parts])).to(x.device)
         result: tuple[Any, Any] = tree_unflatten(leaves, tree_structure((args, kwargs)))
         return result
 
@@ -228,4 +244,6 @@ def _equal(batches: Sequence[Any]) -> bool:
 
 
 def _same(x: Inputs, y: Inputs) -> bool:
-    return [[call.samples for call in step] for step in x.calls] == [[call.samples for call in step] for step in y.calls]
+    return [[call.samples for call in step] for step in x.calls] == [
+        [call.samples for call in step] for step in y.calls
+    ]

@@ -1,4 +1,4 @@
-"""Sketches of tensors: 64 numbers each, whose sums and differences are those of the tensors, and whose norms are near theirs."""
+"""Sketches of tensors: 64 numbers each, linear in the tensor, whose norm is near its norm."""
 
 import functools
 from typing import Any
