@@ -370,7 +370,7 @@ class CachedByHand(OpenClip):
         self.loss_fn(*z).backward()
         gradients = [g for part in z for g in part.grad.chunk(2)]
         for i, (chunk, gradient) in enumerate(zip(chunks, gradients, strict=True)):
-            with nullcontext() if i == 3 else self.model.no_sync():  # type: ignore[operator]
+            with nullcontext() if i == 3 else self.model.no_sync():  # type: ignore[operator]  # of DDP
                 (self.model(chunk) * gradient).sum().backward()
 
 
@@ -383,7 +383,7 @@ class ClippedSharded(OpenClip):
         self.model = FullyShardedDataParallel(encoder, device_id=torch.device("cpu"), use_orig_params=True)
 
     def clip(self) -> None:
-        assert self.model.clip_grad_norm_(0.1) > 0.1  # type: ignore[operator]
+        assert self.model.clip_grad_norm_(0.1) > 0.1  # type: ignore[operator]  # of FSDP1
 
 
 @training("FSDP1, clipped by the norm of each rank", "clipped per rank")
@@ -426,7 +426,7 @@ class Tokens(OpenClip):
         loader = DataLoader(
             pairs,  # type: ignore[arg-type]  # a list is a dataset
             16 // self.world_size,
-            sampler=DistributedSampler(pairs),  # type: ignore[arg-type]
+            sampler=DistributedSampler(pairs),  # type: ignore[arg-type]  # as above
             collate_fn=lambda batch: [*collate(zip(*batch, strict=True))],
         )
         for x, y in loader:

@@ -253,7 +253,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 torch.manual_seed(torch.distributed.get_rank())
 for _ in range(3):
     optimizer.zero_grad()
-    (2 * loss_fn(model(torch.randn(4, 4)), model(torch.randn(4, 4)))).backward()
+    (torch.distributed.get_world_size() * loss_fn(model(torch.randn(4, 4)), model(torch.randn(4, 4)))).backward()
     optimizer.step()
 """
 

@@ -243,6 +243,8 @@ class AuditReport(_Result):
             False: "the training is not the same as on one process",
             None: "no mistake was found, but not everything was compared",
         }
+        if not any(x.quantities or x.findings for x in self.worlds):
+            return f"{self.name}: nothing was compared."
         return f"{self.name}: {words[self.ok]}."
 
     def sections(self) -> list[Section]:

@@ -63,8 +63,9 @@ def assemble(records: Sequence[Record], run: RunAgain | None) -> WorldReport:
 
 def _problem(records: Sequence[Record]) -> str:
     errors = [f"rank {x.rank} raised {x.error}" for x in records if x.error]
-    if not min(x.finished for x in records):
+    if not errors and not min(x.finished for x in records):
         errors.append("no step of an optimizer was finished on all ranks")
+    errors += [f"--loss {name}: no module of such a class was called" for name in sorted(records[0].unknown_losses)]
     return "; ".join(errors)
 
 

@@ -73,15 +73,15 @@ def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iter
         count, scale = step.ranks[0].micro_batches, _scale(step)
         alone = step.one.factor if step.one is not None else None
         # of a mean over micro-batches it is 1, whatever W is
-        accumulated = "" if alone is None or count == 1 else _named(alone, {1.0: "", count: "not", 1 / count: "twice"})
-        by_world = _named(scale, {1.0: "", step.world_size: "times W", 1 / step.world_size: "divided by W"})
+        accumulated = "" if alone is None or count == 1 else _named(alone, {count: "not", 1 / count: "twice"})
+        by_world = _named(scale, {step.world_size: "times W", 1 / step.world_size: "divided by W", 1.0: ""})
         names = [by_world, f"accumulation {accumulated} divided" if accumulated == "not" else ""]
         if name := ", ".join(filter(None, names)):
             batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
             start = step.ranks[0].factor
             relative = f", {scale:.4g} times what it is in one process" if by_world else ""
             yield name, f"the backward pass starts with {(start or scale) / count:.4g} at the loss{relative}, {batches}"
-        if accumulated == "twice":
+        if alone is not None and accumulated == "twice":
             yield "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
 
 

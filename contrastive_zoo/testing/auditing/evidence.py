@@ -11,7 +11,7 @@ from contrastive_zoo.testing.auditing.records import Record, Sketches, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.evidence import Ratio
 
-NOISE_FACTOR, LOW_NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 5.0, 100.0
+NOISE_FACTOR, LOW_NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 3.0, 100.0
 """A tolerance is this often the largest difference between reruns, plus this often the unit of rounding.
 
 Under autocast all parameters change by up to half a unit of the 16 bits, as much as all that is rounded to these.

@@ -90,7 +90,8 @@ class ShardedDraws(TorchDispatchMode):
 
 def _in_order(x: Tensor, like: Tensor) -> Tensor:
     """Return a tensor whose elements lie in memory in the order of another one, in which random numbers are drawn."""
-    order = sorted(range(like.ndim), key=lambda i: (-like.stride(i), i))
+    strides = like.stride()
+    order = sorted(range(like.ndim), key=lambda i: (-strides[i], i))
     inverse = [order.index(i) for i in range(like.ndim)]
     return x.permute(order).contiguous().permute(inverse)
 

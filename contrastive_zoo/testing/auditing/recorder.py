@@ -80,7 +80,7 @@ class Recorder:
         self._loss_modules = [x for x in losses if isinstance(x, nn.Module)]
         self._loss_names = {x for x in losses if isinstance(x, str)}  # of classes, with or without their modules
         self._are_losses: dict[nn.Module, bool] = {}
-        self.record, self.inputs, self.step = Record(), Inputs(), Step()
+        self.record, self.inputs, self.step = Record(unknown_losses=set(self._loss_names)), Inputs(), Step()
         self.modules: list[nn.Module] = []  # those that the script calls
         self.losses: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -104,12 +104,13 @@ class Recorder:
         for name in CLIPPING:
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
                 self._hooks.enter_context(replaced(home, name, functools.partial(self._on_clip, name)))
-        for home, name, function in (
+        watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (nn.Module, "_call_impl", self._on_call),
             (torch.autograd, "backward", self._on_backward),
             (DataLoader, "__iter__", self._on_loader),
             (DataLoader, "__len__", self._on_length),
-        ):
+        )
+        for home, name, function in watched:
             self._hooks.enter_context(replaced(home, name, function))
 
     def stop(self) -> Record:
@@ -166,7 +167,7 @@ class Recorder:
             named = {name for x, cls in classes for name in (cls, f"{x}:{cls}")} & self._loss_names
             # the script itself is a module of another name, under which the user may name its classes
             named |= {x for x in self._loss_names if ("__main__", x.rpartition(":")[2]) in classes}
-            self.record.named_losses |= named
+            self.record.unknown_losses -= named
             self._are_losses[module] = is_known or of_library or bool(named)
         return self._are_losses[module]
 
@@ -298,8 +299,11 @@ class Recorder:
         """Yield the name, the kind and each tensor of a module: parameters, buffers and attributes that are no result."""
         for prefix, part in module.named_modules():
             path = ".".join([str(index), *(x for x in prefix.split(".") if x and x not in WRAPPERS)])
-            own = [("parameter", part._parameters), ("buffer", part._buffers), ("attribute", vars(part))]
-            for kind, tensors in own:
+            for kind, tensors in (
+                ("parameter", part._parameters),
+                ("buffer", part._buffers),
+                ("attribute", vars(part)),
+            ):
                 for name, x in tensors.items():
                     if isinstance(x, Tensor) and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
                         yield f"{path}.{name}", kind, x

@@ -99,7 +99,7 @@ class Record:
     kinds: dict[str, str] = field(default_factory=dict)  # of other tensors "parameter", "buffer" or "attribute"
     eps: float = 0.0  # the unit of rounding of the parameters
     loss_names: list[str] = field(default_factory=list)  # class of each loss
-    named_losses: set[str] = field(default_factory=set)  # the names of losses, among those asked for, that were called
+    unknown_losses: set[str] = field(default_factory=set)  # names of losses that the user gives, and no module has
     options: list[str | None] = field(default_factory=list)  # grad_reduction of each loss, None if it has none
     loss_groups: list[tuple[int, ...]] = field(default_factory=list)  # ranks of each loss's process group
     shares_samples: bool = False  # whether ranks may hold the same samples, as those of a tensor-parallel group do
