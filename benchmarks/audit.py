@@ -1,12 +1,13 @@
 """The audit on every set-up of the examples and of tests/audit_trainings.py, on random right steps, and its memory.
 
-python -m benchmarks.audit                 the table set-up, diagnosis, seconds
+python -m benchmarks.audit                 the table set-up, diagnosis
 python -m benchmarks.audit --random 1000   random right steps: every finding is a false alarm
 python -m benchmarks.audit --memory        peak memory of a process, beside the plain run
 python -m benchmarks.audit --pictures      what a terminal shows, as docs/pages/figures/audit-*.svg
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -43,8 +44,9 @@ PICTURES = {
 
 def trainings() -> Iterator[tuple[str, str, str, int]]:
     for example in EXAMPLES:
-        for setup in importlib.import_module(f"examples.{example}").SETUPS:
-            yield f"examples.{example}", setup.name, setup.mistake, setup.processes
+        with contextlib.suppress(ModuleNotFoundError):  # of an optional library
+            for setup in importlib.import_module(f"examples.{example}").SETUPS:
+                yield f"examples.{example}", setup.name, setup.mistake, setup.processes
     for name, (_, mistake) in importlib.import_module("tests.audit_trainings").TRAININGS.items():
         yield "tests.audit_trainings", name, mistake or "", 2
 
@@ -52,13 +54,13 @@ def trainings() -> Iterator[tuple[str, str, str, int]]:
 def table() -> None:
     rows = list(trainings())
     run = Runner(sorted({module for module, *_ in rows}))
-    print("| script | set-up | mistake | verdict | diagnosis | seconds |\n| --- | --- | --- | --- | --- | --- |")
+    print("| script | set-up | mistake | verdict | diagnosis |\n| --- | --- | --- | --- | --- |")
     for module, name, mistake, processes in rows:
         report = run(module, name, processes=processes)
         verdict = {True: "same", False: "not the same", None: "not known"}[report.ok]
         found = ", ".join(x.mistake for x in report.findings) or "–"
         what = mistake if module.startswith("examples.") else name if mistake else ""
-        cells = (module.rpartition(".")[2], name, what or "–", verdict, found, f"{report.seconds:.1f}")
+        cells = (module.rpartition(".")[2], name, what or "–", verdict, found)
         print(f"| {' | '.join(cells)} |", flush=True)
     run.close()
 
@@ -77,7 +79,7 @@ def random_steps(steps: int) -> int:
 
 
 def memory() -> None:
-    print("| script | parameters | plain run, MB | audited, MB | rank 0 while it repeats the steps, MB |")
+    print("| script | parameters | plain run, MB | audited, MB | one process, MB |")
     print("| --- | --- | --- | --- | --- |")
     for width in (64, 4096):
         script = [str(ROOT / "benchmarks" / "audit_script.py"), str(width)]

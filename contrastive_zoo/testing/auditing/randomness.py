@@ -22,6 +22,7 @@ class ShardedDraws(TorchDispatchMode):
         self.states: list[Tensor] = []
         self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
         self.lengths: dict[int, tuple[int, ...]] = {}  # of each rank's tokens where they differ, by their padded length
+        self.is_ambiguous = False  # whether several dimensions of a draw may be that of the samples
         self._states_at: dict[bytes, list[Tensor]] = {}  # the ranks' states at a state of torch
 
     def begin_step(self) -> None:
@@ -85,7 +86,9 @@ class ShardedDraws(TorchDispatchMode):
         """Return the dimension of the samples: one of their number, or the first, if that is a multiple; else -1."""
         total = sum(map(len, self.rows))
         exact = [i for i, n in enumerate(shape) if n == total]
-        return exact[0] if exact else 0 if shape[0] and total and shape[0] % total == 0 else -1
+        is_multiple = total > 0 and shape[0] > 0 and shape[0] % total == 0
+        self.is_ambiguous |= len(exact) > 1 or (is_multiple and exact[:1] not in ([], [0]))
+        return exact[0] if exact else 0 if is_multiple else -1
 
 
 def _in_order(x: Tensor, like: Tensor) -> Tensor:

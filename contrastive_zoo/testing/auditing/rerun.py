@@ -175,7 +175,8 @@ class Rerun:
         """Compare the ranks' states of random numbers after a call with the recorded ones."""
         calls = [x.calls[step][index] for x in self.inputs if step < len(x.calls) and index < len(x.calls[step])]
         after = [call.draws.after for call in calls if call.draws]
-        if len(after) == len(self.inputs) and not all(map(torch.equal, after, self.draws.states)):
+        is_lost = len(after) == len(self.inputs) and not all(map(torch.equal, after, self.draws.states))
+        if is_lost or self.draws.is_ambiguous:
             self.problem = (
                 self.problem or "the random numbers of the ranks cannot be assigned to samples of one process"
             )
