@@ -388,7 +388,7 @@ class Recorder:
         elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
             self.inputs.optimizers.append(_state(optimizer))
         settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
-        self.step.settings.append(copy.deepcopy(settings))
+        self.step.settings[index] = copy.deepcopy(settings)
         self._look_at_gradients([*self._parameters()])
         held = [x for group in optimizer.param_groups for x in group["params"]]
         self.step.optimized |= {self._names[x] for x in held}

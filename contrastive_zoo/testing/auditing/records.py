@@ -63,7 +63,7 @@ class Step:
         default_factory=dict
     )  # all parameters, buffers and other tensors of modules, after the step
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
-    settings: list[list[dict[str, Any]]] = field(default_factory=list)  # of each optimizer's groups, such as lr
+    settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
     clips: list[str] = field(default_factory=list)  # names of the functions that clip
     is_scaled: bool = False  # whether a GradScaler scales the loss
     low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
@@ -120,7 +120,7 @@ class Inputs:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
     calls: list[list[ModuleCall]] = field(default_factory=list)  # of each step
-    settings: list[list[list[dict[str, Any]]]] = field(default_factory=list)  # of each step's optimizers
+    settings: list[dict[int, list[dict[str, Any]]]] = field(default_factory=list)  # of each step's optimizers
     shares_samples: bool = False  # as that of the record
 
 

@@ -131,10 +131,8 @@ class Rerun:
 
     def configure(self, step: int, index: int, optimizer: Optimizer) -> None:
         """Give the groups of an optimizer the settings that they had on rank 0; a script may scale lr with W."""
-        of_step = self.first.settings[step] if step < len(self.first.settings) else []
-        for group, settings in zip(
-            optimizer.param_groups, of_step[index] if index < len(of_step) else (), strict=False
-        ):
+        of_step = self.first.settings[step] if step < len(self.first.settings) else {}
+        for group, settings in zip(optimizer.param_groups, of_step.get(index, ()), strict=False):
             group.update(settings)
         if step == 0 and index < len(self.first.optimizers):
             if self.first.optimizers[index]["state"]:
