@@ -124,6 +124,14 @@ def test_trainers_are_named_rightly(module: str, name: str, run: Runner) -> None
     require(run(module, name), IN_NEW_PROCESSES[module, name])
 
 
+def test_a_script_that_does_not_reach_a_step_is_reported_as_that(run: Runner) -> None:
+    report = run(OWN, "no such training")
+    assert (report.ok, report.findings, report.quantities) == (None, [], [])
+    assert "KeyError: 'no such training'; rank 1 raised" in report.problem
+    assert "Traceback" in report.problem  # its last output
+    assert AuditReport("", [report]).status == 2
+
+
 MUTANTS = {
     "_of_optimizer": ("examples.mistakes", "loss parameters never zeroed"),
     "_of_factor": ("examples.mistakes", "loss × W"),
