@@ -129,7 +129,7 @@ def judged(folder: Path, world_size: int, run: Callable[[str], None]) -> WorldRe
         failed = next((x.rank for x in records if x.error), missing[0] if missing else 0)
         report = assemble(records, None) if not missing else WorldReport(world_size)
         waiting = f"ranks {missing} did not end; " if missing else ""
-        report.problem = f"{waiting}{report.problem or "no record"}. Last output of rank {failed}:\n{_log(folder, rank_name(failed))}"
+        report.problem = f"{waiting}{report.problem}. Last output of rank {failed}:\n{_log(folder, rank_name(failed))}"
         return report
     return assemble(records, run_again)
 
