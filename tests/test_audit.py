@@ -224,7 +224,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a torch.nn.Module or its class, got <"):
         audit(print, loss=torch.relu_)
     with pytest.raises(ValueError, match=r"a function that trains, got 3"):
-        audit(3)  # type: ignore[arg-type]
+        audit(3)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(ValueError, match="at least 1, got 0"):
         audit(print, steps=0)
     with pytest.raises(ValueError, match="does not exist"):
