@@ -12,7 +12,6 @@ from torch import Tensor
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     at_least_float32,
-    exact_factors,
     is_16_bit,
     sum_dtype,
     unit_rows,
@@ -119,14 +118,12 @@ class Batch:
         """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
         return derived(_unit_rows if normalize else at_least_float32, rows, world=self.world)
 
-    def factors(self, rows: Sequence[Tensor], *, normalize: bool) -> list[Tensor] | None:
-        """Return 16-bit embeddings as matmuls take them and ranks send them, without gradient; None of others.
+    def factors(self, rows: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return embeddings of 16 bits, which matmuls take and ranks send as they came; None of others.
 
-        Those that are normalised are multiplied as they came, but for powers of two: their unit rows would be rounded.
+        Unit embeddings would be rounded, so that products are divided by the norms instead.
         """
-        if is_dense() or not is_16_bit(self.first.dtype):
-            return None
-        return [derived(exact_factors, x, world=self.world) for x in rows] if normalize else [*rows]
+        return None if is_dense() or not is_16_bit(self.first.dtype) else [*rows]
 
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
         return derived(without_autocast(lambda *x: torch.cat(x)), *rows, world=self.world)

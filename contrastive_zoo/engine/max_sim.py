@@ -75,7 +75,7 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
     sets = []
     for name, read in batch.host.items():
         tokens, shards = batch.rows[f"tokens of {name}"], batch.shards[f"tokens of {name}"]
-        prepared, factors = batch.prepared(tokens, normalize=normalize), batch.factors([tokens], normalize=normalize)
+        prepared, factors = batch.prepared(tokens, normalize=normalize), batch.factors([tokens])
         of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0]
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets

@@ -40,7 +40,7 @@ class _Pairs:
     @cached_property
     def factors(self) -> list[Tensor] | None:
         """What matmuls and messages take in place of embeddings of 16 bits; None of others."""
-        return self.batch.factors(self._arguments, normalize=self.normalize)
+        return self.batch.factors(self._arguments)
 
     @property
     def _arguments(self) -> list[Tensor]:

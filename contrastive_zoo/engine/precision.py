@@ -1,7 +1,6 @@
 """Prepare embeddings: unit length, statistics in at least float32, matmuls of 16-bit embeddings at 16-bit speed."""
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,30 +112,14 @@ class _Matmul(Function):
 MIN_NORM = 1e-12  # rows with a smaller norm are divided by this number, as torch.nn.functional.normalize does
 
 
-SMALLEST_EXPONENT = -38
-
-
-@torch.no_grad()
-@without_autocast
-def exact_factors(x: Tensor) -> Tensor:
-    """Return 16-bit rows times powers of two, with norms from 1/2 to 1: no digit is lost, unlike in unit rows.
-
-    Rows shorter than 2⁻³⁹ are shorter than 1/2, and those whose norm is infinite in float32 are zeros.
-    """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    power = torch.ldexp(torch.ones_like(norm), -torch.frexp(norm).exponent.clamp(min=SMALLEST_EXPONENT))
-    return (x * power.masked_fill_(norm.isinf(), 0)).to(x.dtype)
-
-
 def multiplied(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """Return what matmuls take: the factors of 16-bit embeddings, in the dtype of rows, or else rows."""
+    """Return what matmuls take in place of ``rows``: 16-bit embeddings as they came, in the dtype of ``rows``."""
     return rows if factors is None else factors.detach().to(rows.dtype)
 
 
-def inverse_norms(factors: Tensor) -> Tensor:
-    """Return by what the rows of :func:`exact_factors`, in at least float32, are multiplied to have unit length, [n]."""
-    norms = torch.linalg.vector_norm(factors, dim=-1)
-    return norms.clamp_(min=math.ldexp(MIN_NORM, -SMALLEST_EXPONENT)).reciprocal_()
+def inverse_norms(x: Tensor) -> Tensor:
+    """Return by what embeddings, in at least float32, are multiplied to have unit length, [n]."""
+    return torch.linalg.vector_norm(x, dim=-1).clamp_(min=MIN_NORM).reciprocal_()
 
 
 def unit_rows(x: Tensor) -> Tensor:

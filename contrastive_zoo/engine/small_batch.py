@@ -19,8 +19,6 @@ from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
     at_least_float32,
-    exact_factors,
-    inverse_norms,
     is_16_bit,
     matmul_rounding,
     sum_dtype,
@@ -136,14 +134,19 @@ class _SmallBatch(Function):
     ) -> Tensor:
         terms, scale, slope, views, sides, mean, local_slice, learns = settings
         rows = at_least_float32(torch.cat([a, b]))
-        exact = exact_factors(torch.cat([a, b])) if is_16_bit(a.dtype) and not devices.on_cpu(a) else None
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         # or may have: an accelerator is not read
         has_zero_row = not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
         divisor = norm.clamp(min=MIN_NORM) if has_zero_row else norm
-        z = rows.div_(divisor)
+        # a matmul of 16 bits would round unit embeddings: it takes them as they came
+        is_narrow = is_16_bit(a.dtype) and not devices.on_cpu(a)
+        z = rows / divisor if is_narrow else rows.div_(divisor)
         q, k = (z, z) if views else z.chunk(2)
-        logits = _scaled_products(q, k, scale) if exact is None else _exact_products(exact, views, scale)
+        if is_narrow:
+            (x, y), (of_x, of_y) = ((rows, rows), (divisor, divisor)) if views else (rows.chunk(2), divisor.chunk(2))
+            logits = _scaled_products(x, y, scale).div_(of_x).div_(of_y.T)
+        else:
+            logits = _scaled_products(q, k, scale)
         losses, weights = terms(logits if bias is None else logits + bias)
         drows = None
         if learns and any(ctx.needs_input_grad):
@@ -175,14 +178,6 @@ class _SmallBatch(Function):
             inputs = [x for x in inputs if x is not None]
             gradients = tuple(differentiable_once(x, *inputs) for x in gradients)
         return *gradients, None
-
-
-def _exact_products(factors: Tensor, views: bool, scale: float | Tensor) -> Tensor:
-    """Return the products of unit rows from their exact factors: a matmul of 16 bits would round unit rows."""
-    rows = factors.float()
-    norms = inverse_norms(rows)
-    (q, k), (of_q, of_k) = ((rows, rows), (norms, norms)) if views else (rows.chunk(2), norms.chunk(2))
-    return _scaled_products(q, k, scale).mul_(of_q[:, None]).mul_(of_k)
 
 
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:

@@ -61,8 +61,8 @@ def self_log_sum_exp(
     Rows i and i + o of the same rank are partners of each other, for each offset o. ``excluded`` is the index, among all
     ranks' rows, of one more row that a row's sum leaves out, and the reverse; or its own. It is None on every rank, or on
     none. Each rank's gradient of the scale is that of its local rows. ``unit_norm``: all rows are known to have norms of
-    at most 1. If the input has 16 bits, matmuls multiply ``factors`` in place of z: the input itself, or its
-    :func:`~contrastive_zoo.engine.precision.exact_factors` with ``unit_norm``, whose products are divided by the norms.
+    at most 1. If the input has 16 bits, it is given as ``factors``, which matmuls take in place of z; with
+    ``unit_norm`` the products are divided by their norms.
     ``on_kernel``: Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
     """
     if _by_plain_formula(len(z) ** 2, world, on_kernel):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from contrastive_zoo.engine import exchange, softmax, tiling
 from contrastive_zoo.engine.exchange import RankBlock
-from contrastive_zoo.engine.precision import exact_factors
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
@@ -60,8 +59,7 @@ class Options:
         """What is multiplied in place of a rank's rows."""
         if self.dtype is None:
             return None
-        rows = local_shard(numbers(n, D, seed=seed).to(self.dtype), sizes)
-        return exact_factors(rows) if self.unit_norm else rows
+        return local_shard(numbers(n, D, seed=seed).to(self.dtype), sizes)
 
 
 OPTIONS = [
