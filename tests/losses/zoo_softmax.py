@@ -228,8 +228,11 @@ def dense_tuplet_margin(
     u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any, margin: float = 5.73
 ) -> Iterator[Tensor]:
     for p in positives:
-        cos = (u[i] @ u[p]).clamp(-1 + 1e-15, 1 - 1e-15)
-        slack = (cos.acos() - math.radians(margin)).cos()
+        cos, beta = u[i] @ u[p], math.radians(margin)
+        is_line = (
+            1 - cos.item() ** 2 < 1e-15
+        )  # an angle of 0 or 180 degrees, where that of a rounded cosine has 8 digits
+        slack = cos * math.cos(beta) if is_line else (cos.acos() - beta).cos()
         yield log_sum([0 * slack, *((u[i] @ u[n] - slack) / temperature for n in negatives)])
 
 
