@@ -109,8 +109,8 @@ def formula(entry: Entry, rows: Sequence[Tensor], dtype: torch.dtype, t: float =
 class Bound:
     """What 32 bits may cost: twice the error of the dense formula in float32 on the same embeddings.
 
-    Where that formula happens to be exact, four times what embeddings off in their last bit would change: nobody who
-    normalises them in 32 bits knows them better. The value is rounded once more to 32 bits, the gradient to the dtype
+    Where that formula happens to be exact, four times what embeddings off in their last bit would change:
+    normalised in 32 bits, they are known no better. The value is rounded once more to 32 bits, the gradient to the dtype
     of the rows.
     """
 

@@ -99,12 +99,14 @@ def max_sim_scores(
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
     Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
-    ``unit_norm``: products of factors of tokens are divided by their norms.
+    ``unit_norm``: tokens have norms of at most 1; if they came in 16 bits, products are divided by the norms of these.
     """
     lengths, read = documents.all_lengths(world)
     if is_dense():
         return _dense_scores(queries, documents, read, world)
-    factors = None if queries.factors is None else (queries.factors, documents.factors)
+    factors = None
+    if queries.factors is not None and documents.factors is not None:
+        factors = queries.factors, documents.factors
     known = documents.shards, documents.token_shards, world, factors, unit_norm and factors is not None
     sweep = MaxSimSweep(queries.lengths, lengths, read, *known)
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
@@ -128,8 +130,8 @@ class MaxSimSweep:
     document_shards: Shards
     token_shards: Shards
     world: World
-    factors: Any  # of queries and documents
-    normalizes: bool
+    factors: tuple[Tensor, Tensor] | None  # of queries and documents
+    normalizes: bool  # whether products of factors are divided by their norms
     learns: bool = field(default_factory=torch.is_grad_enabled)
 
     @property
@@ -158,9 +160,12 @@ class MaxSimSweep:
             yield tokens, [(columns.start + sets, index) for sets, index in blocks]
 
     def _best(self, queries: Tensor, tokens: Tensor, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the largest similarity of each query token to the tokens of each document, [t, b], and its position."""
+        """Return the largest similarity of each query token to the tokens of each document, [t, b], and its position.
+
+        Where products are divided by norms, those of the queries are left out: the largest is the same.
+        """
         candidates = tokens[index.flatten()].T
-        norms = inverse_norms(tokens)[index.flatten()] if self.normalizes else None
+        norms = inverse_norms(candidates.T) if self.normalizes else None
         best = queries.new_empty(len(queries), len(index))
         position = torch.empty_like(best, dtype=_small_integer(index.shape[1])) if select else None
         height = max(1, tiling.tile_bytes(queries) // (index.numel() * queries.dtype.itemsize))
@@ -174,8 +179,6 @@ class MaxSimSweep:
                 torch.amax(similarity, 2, out=best[rows])
             else:
                 best[rows], position[rows] = similarity.max(2)
-        if self.normalizes:
-            best *= inverse_norms(queries)[:, None]
         return best, position
 
     def scores(
@@ -184,12 +187,13 @@ class MaxSimSweep:
         """Return the scores, and the positions of the selected tokens of each block; None where they do not fit."""
         scores = queries.new_empty(len(self.query_lengths), len(self.document_lengths))
         positions: list[Tensor | None] = []
+        norms = inverse_norms(queries)[:, None] if self.normalizes else None
         for tokens, blocks in self._visits(exchange, queries):
             for columns, index in blocks:
                 small = _small_integer(index.shape[1])
                 keep = cached.reserve(len(queries) * len(index) * small.itemsize)
                 best, position = self._best(queries, tokens, index, select=keep)
-                scores[:, columns] = sum_by_set(best, self.query_lengths)
+                scores[:, columns] = sum_by_set(best if norms is None else best * norms, self.query_lengths)
                 positions.append(position)
         return scores, positions
 

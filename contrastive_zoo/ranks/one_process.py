@@ -25,6 +25,10 @@ if dist.is_available() and not dist.is_initialized():
 R = TypeVar("R")
 
 
+class HeldGroupError(ValueError):
+    """A loss that every rank computes alike has sent messages by a process group that it holds."""
+
+
 def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any = None) -> R:
     """What ``compute()`` returns, which every rank computes alike, where torch.distributed consists of this process.
 
@@ -65,15 +69,20 @@ def _backward(
 @contextmanager
 def _alone(default: dist.ProcessGroup, held: dist.ProcessGroup | None, name: str) -> Iterator[None]:
     """Within it this thread's default group is this process; messages by the group ``held`` are refused afterwards."""
-    state = state_of(default)
-    if state.alone is None:
-        state.alone = group_of_one(default)
     before = 0 if held is None else messages_of(held)
-    with default_group(state.alone):
+    with default_group(this_process(default)):
         yield
     count = 0 if held is None else messages_of(held) - before
     if count:
-        raise ValueError(f"{name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
+        raise HeldGroupError(f"{name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
+
+
+def this_process(default: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of this process alone beside a default group; it is made once."""
+    state = state_of(default)
+    if state.alone is None:
+        state.alone = group_of_one(default)
+    return state.alone
 
 
 def _is_distributed(loss: Any) -> bool:

@@ -228,7 +228,7 @@ class Subject:
             return embeddings
         seed, dtype = self.rounding
         generator = torch.Generator().manual_seed(seed)
-        return [noisy(x, generator, dtype) for x in embeddings]
+        return [noisy(x, generator, torch.finfo(dtype).eps) for x in embeddings]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what ranks share: without a pointer into an empty queue, which nothing sets."""

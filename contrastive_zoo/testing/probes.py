@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_zoo.ranks.one_process import HeldGroupError
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, is_near
 from contrastive_zoo.testing.interventions import SELECTIONS, Selection, local_samples
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
 from contrastive_zoo.testing.measurement import Case, Measurement, Plan, starting_parameters, value_after, whole_batch
 from contrastive_zoo.testing.measurement import Gradients as Tensors
+from contrastive_zoo.testing.mistakes import FALLBACK
 from contrastive_zoo.testing.parting import parting
 from contrastive_zoo.testing.trial import TOLERANCE, Trial, value_of
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
@@ -123,8 +125,8 @@ class LossEvidence(Evidence):
     def _kind(self, error: RankError) -> str:
         if isinstance(error, WorldTimeout):
             return "hang"
-        if "by a process group that it holds" in str(error):  # refused by DistributedLoss
-            return "gathers by itself"
+        if any(isinstance(x, HeldGroupError) for x in error.errors.values()):
+            return FALLBACK
         return "uneven shards" if self.comparisons else "raises"
 
     def _starts_unequal(self) -> bool:
@@ -146,7 +148,7 @@ class LossEvidence(Evidence):
         return [self.uneven] if self.stages == ["uneven"] and self.uneven is not None else self.comparisons
 
     def confirms(self, mistake: str) -> bool:
-        if mistake == "gathers by itself":
+        if mistake == FALLBACK:
             return self.option is None and not self.is_step and self.calls("") and self._is_right_when_wrapped
         if mistake == "local negatives":
             return all(map(self._is_local, self.comparisons))

@@ -24,7 +24,7 @@ from contrastive_zoo.testing.measurement import (
     measure,
 )
 from contrastive_zoo.testing.messages import Message, Messages
-from contrastive_zoo.testing.noise import REPETITIONS, tolerance
+from contrastive_zoo.testing.noise import tolerance
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from contrastive_zoo.wrapper.step import splitting
 
@@ -103,6 +103,9 @@ R = TypeVar("R")
 
 TOLERANCE = 1e-10
 """Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
+
+REPETITIONS = 5
+"""Repetitions with changes of up to half a unit of rounding, from which the tolerance is derived."""
 
 DRAWS = 300
 """Calls of a loss with random numbers whose mean is compared."""

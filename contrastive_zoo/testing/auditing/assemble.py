@@ -8,7 +8,6 @@ from torch import Tensor
 
 from contrastive_zoo.testing.auditing.diagnosis import mistakes
 from contrastive_zoo.testing.auditing.evidence import (
-    ROUNDING_FACTOR,
     Reruns,
     RunAgain,
     StepEvidence,
@@ -18,6 +17,7 @@ from contrastive_zoo.testing.auditing.evidence import (
 from contrastive_zoo.testing.auditing.records import Record, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis
+from contrastive_zoo.testing.noise import ROUNDING_FACTOR
 from contrastive_zoo.testing.report import Quantity, WorldReport
 
 LARGEST_TOLERANCE = 0.3

@@ -1,12 +1,14 @@
 """Audit a training of a notebook or a test, within the processes that run it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from contrastive_zoo.ranks.compat import default_group
+from contrastive_zoo.ranks.one_process import this_process
 from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Inputs, Record
@@ -81,7 +83,7 @@ def _on_every_rank(
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         record.rank, gathered = rank, [None] * world_size
-        alone = dist.new_group([0], backend="gloo")
+        alone = this_process(dist.distributed_c10d._get_default_group())
         dist.all_gather_object(gathered, (record, inputs))
     else:
         record.initialized = True  # one process needs no group
@@ -89,7 +91,7 @@ def _on_every_rank(
     def run_again(setting: Setting) -> Record:
         recorder = Recorder(losses, steps, needs_group=False, rerun=Rerun([x for _, x in gathered], setting))
         try:
-            with _default_group(alone):
+            with nullcontext() if alone is None else default_group(alone):
                 return _recorded(train, recorder)[0]
         except Exception as error:
             recorder.record.error = f"{type(error).__name__}: {error}"
@@ -100,18 +102,3 @@ def _on_every_rank(
         dist.broadcast_object_list(result, src=0)
     assert result[0] is not None
     return result[0]
-
-
-@contextmanager
-def _default_group(group: Any) -> Iterator[None]:
-    """Make a group of this process alone the default one; None leaves things as they are."""
-    if group is None:
-        yield
-        return
-    world = dist.distributed_c10d._world
-    present, count = dist.GroupMember.WORLD, world.group_count
-    dist.GroupMember.WORLD = group
-    try:
-        yield
-    finally:
-        dist.GroupMember.WORLD, world.group_count = present, count

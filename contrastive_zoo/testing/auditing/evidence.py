@@ -10,12 +10,11 @@ from torch import Tensor
 from contrastive_zoo.testing.auditing.records import Record, Sketches, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.noise import NOISE_FACTOR, tolerance
 
-NOISE_FACTOR, LOW_NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 3.0, 100.0
-"""A tolerance is this often the largest difference between reruns, plus this often the unit of rounding.
-
-Under autocast all parameters change by up to half a unit of the 16 bits, as much as all that is rounded to these.
-"""
+LOW_NOISE_FACTOR = 3.0
+"""The factor of the noise under autocast: there all parameters change by up to half a unit of the 16 bits, as much as all
+that is rounded to these."""
 
 REPETITIONS = 2
 """Reruns with changes of up to half a unit of rounding, from which the tolerance is derived."""
@@ -110,9 +109,9 @@ class StepEvidence:
         """Return the largest relative error of a right result, from reruns with other roundings."""
         assert self.one is not None
         expected = vector(self.one)
-        noise = max((Ratio.between(vector(x), expected).error for x in self.noisy), default=0.0)
+        differences = [Ratio.between(vector(x), expected).error for x in self.noisy]
         factor = LOW_NOISE_FACTOR if self.reruns.unit else NOISE_FACTOR
-        return max(factor * noise, floor) + ROUNDING_FACTOR * self.eps
+        return tolerance(differences, self.eps, noise_factor=factor, floor=floor)
 
     def worst(self, vectors: Iterable[Tensor], expected: Tensor) -> Ratio:
         ratios = [Ratio.between(x, expected) for x in vectors]

@@ -24,6 +24,7 @@ from contrastive_zoo.testing.auditing.merging import (
 )
 from contrastive_zoo.testing.auditing.randomness import ShardedDraws
 from contrastive_zoo.testing.auditing.records import Inputs, digests
+from contrastive_zoo.testing.noise import noisy
 
 
 class Setting(NamedTuple):
@@ -124,9 +125,7 @@ class Rerun:
             return
         value = recorded.view_as(target)
         if self.noise is not None and isinstance(x, nn.Parameter) and x.is_floating_point():
-            unit = self.setting.unit or torch.finfo(x.dtype).eps
-            change = torch.rand(value.shape, generator=self.noise, dtype=torch.float64) * 2 - 1
-            value = value.double() * (1 + unit / 2 * change)
+            value = noisy(value, self.noise, self.setting.unit or torch.finfo(x.dtype).eps)
         target.copy_(value)
 
     def configure(self, step: int, index: int, optimizer: Optimizer) -> None:
