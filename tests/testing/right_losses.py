@@ -1,7 +1,6 @@
 """Right losses of several processes, as people write them and with their defaults: the doctor has nothing to say of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,27 +18,11 @@ from contrastive_zoo.testing.gallery.recipe import (
     world_size,
 )
 from contrastive_zoo.testing.measurement import Call
-from tests.testing.wrong_losses import in_words
+from tests.testing.wrong_losses import Known, in_words
 from tools.peer_losses.arguments import WIDTH
 from tools.peer_losses.losses import PeerLoss, table
 
-
-@dataclass(frozen=True)
-class RightLoss:
-    """A right loss, and whether only a search checks it."""
-
-    name: str
-    make: Callable[[], Any]
-    call: Call
-    searched: bool = False
-    width: int | None = None
-    mistake: None = None
-
-    def __str__(self) -> str:
-        return self.name
-
-
-RIGHT_LOSSES: list[RightLoss] = []
+RIGHT_LOSSES: list[Known] = []
 
 
 def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) -> Callable[[Any], Any]:
@@ -48,7 +31,7 @@ def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) 
     def register(made: Any) -> Any:
         make = made if isinstance(made, type) else lambda: made
         name = in_words(made.__name__)
-        RIGHT_LOSSES.append(RightLoss(name, (lambda: cz.DistributedLoss(make())) if wrap else make, call, searched))
+        RIGHT_LOSSES.append(Known(name, (lambda: cz.DistributedLoss(make())) if wrap else make, call, None, searched))
         return made
 
     return register
@@ -218,11 +201,11 @@ NCALoss NPairsLoss TupletMarginLoss RankedListLoss
 for _name in PML_LOSSES.split():
     _settings = {"margin": 0.4, "Tn": 10} if _name == "RankedListLoss" else {}
     RIGHT_LOSSES.append(
-        RightLoss(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", searched=_name != "TripletMarginLoss")
+        Known(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", searched=_name != "TripletMarginLoss")
     )
 for _name in ("ProxyAnchorLoss", "ArcFaceLoss", "SoftTripleLoss", "NormalizedSoftmaxLoss", "ProxyNCALoss"):
     _settings = {"num_classes": 64, "embedding_size": 3}
-    RIGHT_LOSSES.append(RightLoss(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", True, 3))
+    RIGHT_LOSSES.append(Known(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", None, True, 3))
 
 
 # --- the losses of other libraries ----------------------------------------------------------------------------------------
@@ -272,7 +255,7 @@ def _is_usable(peer: PeerLoss) -> bool:
 
 
 PEERS = [
-    RightLoss(
+    Known(
         f"{peer.package} {peer}",
         partial(OfPeer, peer),
         "labels" if any("labels" in x.name for x in peer.takes.values()) else "views",

@@ -9,8 +9,8 @@ from contrastive_zoo.testing import check
 from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tests.testing.right_losses import PEERS, RIGHT_LOSSES, RightLoss
-from tests.testing.wrong_losses import WRONG_LOSSES, WrongLoss
+from tests.testing.right_losses import PEERS, RIGHT_LOSSES
+from tests.testing.wrong_losses import WRONG_LOSSES, Known
 from tools.peer_losses.packages import FOLDER, opened
 
 
@@ -19,20 +19,20 @@ def shrink_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "SHRINKING", 0.0)
 
 
-def report(loss: RightLoss | WrongLoss, worlds: Worlds, **settings: Any) -> Report:
+def report(loss: Known, worlds: Worlds, **settings: Any) -> Report:
     settings |= {"call": loss.call, "name": loss.name, "max_examples": 30 if EVERY_CASE else 5}
     return examine(loss.make, world_sizes=(2, 3) if EVERY_CASE else (2,), worlds=worlds, **settings)
 
 
 @pytest.mark.parametrize("loss", [x for x in RIGHT_LOSSES if EVERY_CASE or not x.searched], ids=str)
-def test_a_right_loss_raises_no_alarm(loss: RightLoss, worlds: Worlds) -> None:
+def test_a_right_loss_raises_no_alarm(loss: Known, worlds: Worlds) -> None:
     found = report(loss, worlds, width=loss.width)
     assert found.ok, str(found)
 
 
 @pytest.mark.skipif(not EVERY_CASE, reason="a search checks the losses of other libraries")
 @pytest.mark.parametrize("loss", PEERS, ids=str)
-def test_a_loss_of_another_library_raises_no_alarm(loss: RightLoss, worlds: Worlds) -> None:
+def test_a_loss_of_another_library_raises_no_alarm(loss: Known, worlds: Worlds) -> None:
     package = loss.make.args[0].module.partition(".")[0]  # type: ignore[attr-defined]  # a partial of the row
     if package != "sentence_transformers" and not opened(package, FOLDER):
         pytest.skip(f"{package} is not installed")
@@ -41,7 +41,7 @@ def test_a_loss_of_another_library_raises_no_alarm(loss: RightLoss, worlds: Worl
 
 
 @pytest.mark.parametrize("loss", WRONG_LOSSES if EVERY_CASE else WRONG_LOSSES[::6], ids=str)
-def test_the_mistake_of_a_wrong_loss_is_named(loss: WrongLoss, impatient: Worlds) -> None:
+def test_the_mistake_of_a_wrong_loss_is_named(loss: Known, impatient: Worlds) -> None:
     found = report(loss, impatient)
     assert not found.ok
     assert found.diagnosis.mistake == loss.mistake, str(found)

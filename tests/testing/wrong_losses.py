@@ -25,19 +25,21 @@ from contrastive_zoo.testing.measurement import Call
 
 
 @dataclass(frozen=True)
-class WrongLoss:
-    """A wrong loss, and the mistake that names it."""
+class Known:
+    """A loss, the mistake that names it, None of a right one, and whether only a search checks it."""
 
     name: str
     make: Callable[[], Any]
     call: Call
-    mistake: str
+    mistake: str | None = None
+    searched: bool = False
+    width: int | None = None
 
     def __str__(self) -> str:
         return self.name
 
 
-WRONG_LOSSES: list[WrongLoss] = []
+WRONG_LOSSES: list[Known] = []
 
 
 def in_words(name: str) -> str:
@@ -48,7 +50,7 @@ def in_words(name: str) -> str:
 def _wrong(mistake: str, call: Call = "views") -> Callable[[Any], Any]:
     def register(made: Any) -> Any:
         make = made if isinstance(made, type) else lambda: made
-        WRONG_LOSSES.append(WrongLoss(in_words(made.__name__), make, call, mistake))
+        WRONG_LOSSES.append(Known(in_words(made.__name__), make, call, mistake))
         return made
 
     return register

@@ -33,6 +33,7 @@ from contrastive_zoo.testing.auditing.records import (
 )
 from contrastive_zoo.testing.auditing.rerun import Rerun, replaced
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
+from contrastive_zoo.testing.auditing.tensors import Tensors, add
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 THIRD_PARTY_LOSSES = (
@@ -45,12 +46,6 @@ THIRD_PARTY_LOSSES = (
 )
 """Modules whose classes are losses."""
 
-ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
-"""Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
-
-WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
-"""Names under which wrappers hold their module; one process may do without the wrapper."""
-
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 """The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
 
@@ -61,10 +56,9 @@ LARGEST_WEIGHT = 64.0
 class Recorder:
     """Record the first steps of a training in this process, which is a rank, or runs again with the batches of all.
 
-    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses``
-    (a module, a class, or the name of a class): the factor by
-    which the script multiplies it is recorded. After this number of steps ``on_finish`` is called. ``needs_group``: record
-    only once torch.distributed is initialised.
+    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses`` (a module, a
+    class, or the name of a class): the factor by which the script multiplies it is recorded. After this number of steps
+    ``on_finish`` is called. ``needs_group``: record only once torch.distributed is initialised.
     """
 
     def __init__(
@@ -81,13 +75,10 @@ class Recorder:
         self._loss_names = {x for x in losses if isinstance(x, str)}  # of classes, with or without their modules
         self._are_losses: dict[nn.Module, bool] = {}
         self.record, self.inputs, self.step = Record(unknown_losses=set(self._loss_names)), Inputs(), Step()
-        self.modules: list[nn.Module] = []  # those that the script calls
+        self.tensors = Tensors(self.record, self.inputs, rerun, self._is_loss)
         self.losses: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
-        self._names: dict[Tensor, str] = {}  # of parameters
-        self._groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
         self._epochs = 0
         self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
         self._hooks = ExitStack()
@@ -137,7 +128,7 @@ class Recorder:
         if not self._has_group() or not torch.is_grad_enabled() or self.finished:
             return original(loader)
         self._epochs += 1
-        _add(self.loaders, loader)
+        add(self.loaders, loader)
         index = len(self.inputs.loaders)
         self.inputs.loaders.append([])
         self.inputs.states.append([])
@@ -188,7 +179,7 @@ class Recorder:
             self._close_step()
             if self.finished:
                 return original(module, *args, **kwargs)
-        if self._had_gradients and not self._have_gradients():
+        if self._had_gradients and not self.tensors.have_gradients():
             self.step, self._had_gradients = (
                 Step(),
                 False,
@@ -197,7 +188,7 @@ class Recorder:
             self.step.epoch = self._epochs
             if self.rerun is not None:
                 self.rerun.draws.begin_step()
-        self._remember(module)
+        self.tensors.remember(module)
         index = len(self.step.calls)
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
@@ -223,7 +214,7 @@ class Recorder:
     def _call_inside(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._in_loss or not torch.is_grad_enabled() or not self._is_loss(module):
             return original(module, *args, **kwargs)
-        if _add(self.losses, module):
+        if add(self.losses, module):
             inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
             inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
             self.record.loss_names.append(f"{type(module).__name__}{inner_name}")
@@ -261,75 +252,6 @@ class Recorder:
             if torch.is_autocast_enabled(device):
                 self.step.low = max(self.step.low, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
-    # --- state --------------------------------------------------------------------------------------------------------
-
-    def _remember(self, module: nn.Module) -> None:
-        """At the first call of a module, name its tensors and record them; in a rerun, give them rank 0's values."""
-        if not _add(self.modules, module):
-            return
-        for part in module.modules():
-            if type(part).__name__ == "FullyShardedDataParallel":
-                self._groups |= dict.fromkeys(part.parameters(), part.process_group)
-        index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
-        is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
-        inside = [y for x in module.modules() if self._is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
-        encoders = {x for y in inside for x in y.parameters()}
-        of_losses = {x for y in module.modules() if self._is_loss(y) for x in y.parameters()} - encoders
-        for name, kind, x in self._tensors(index, module):
-            if x in self._names:
-                continue
-            if kind == "parameter":
-                assert isinstance(x, Tensor)
-                self._names[x] = name
-                if x.requires_grad:
-                    self.record.groups[name] = "loss" if x in of_losses else "encoder"
-                if x.is_floating_point():
-                    self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
-                if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
-                    self.inputs.shares_samples = self.record.shares_samples = True
-            self.record.kinds[name] = kind
-            if self.rerun is not None:
-                self.rerun.restore(name, x)
-            value = whole(x, self._groups.get(x))
-            self.record.start[name] = sketch(value)
-            if is_first and self.rerun is None:
-                self.inputs.tensors[name] = snapshot(value)
-
-    def _tensors(self, index: int, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the name, the kind and each tensor of a module: parameters, buffers and attributes that are no result."""
-        for prefix, part in module.named_modules():
-            path = ".".join([str(index), *(x for x in prefix.split(".") if x and x not in WRAPPERS)])
-            for kind, tensors in (
-                ("parameter", part._parameters),
-                ("buffer", part._buffers),
-                ("attribute", vars(part)),
-            ):
-                for name, x in tensors.items():
-                    if isinstance(x, Tensor) and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
-                        yield f"{path}.{name}", kind, x
-
-    def _parameters(self) -> dict[Tensor, str]:
-        """Return the names of all parameters; those that are in an optimizer only have names of their place there."""
-        for i, optimizer in enumerate(self.optimizers):
-            held = [x for group in optimizer.param_groups for x in group["params"]]
-            for j, x in enumerate(held):
-                if x not in self._names:
-                    self._names[x] = f"optimizer{i}.{j}"
-                    self.record.groups |= {self._names[x]: "encoder"} if x.requires_grad else {}
-        return self._names
-
-    def _have_gradients(self) -> bool:
-        return any(x.grad is not None for x in self._parameters())
-
-    def _gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
-        for x in tensors:
-            in_pieces = x in self._groups
-            gradient = x.new_zeros(0) if x.grad is None and in_pieces else x.grad
-            if gradient is not None and (gradient := whole(gradient, self._groups.get(x))).numel():
-                self.record.groups.setdefault(self._names[x], "encoder")  # of a parameter that was frozen at first
-                yield self._names[x], x, gradient
-
     # --- backward and optimizer ---------------------------------------------------------------------------------------
 
     def _on_backward(self, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -337,13 +259,13 @@ class Recorder:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
             if not self.step.backwards:
-                gradients = self._gradients(
-                    [x for x in self._parameters() if x.grad is not None and bool(x.grad.any())]
+                gradients = self.tensors.gradients(
+                    [x for x in self.tensors.parameters() if x.grad is not None and bool(x.grad.any())]
                 )
                 self.step.stale = {name: sketch(x) for name, _, x in gradients}
             self.step.backwards += 1
         result = original(tensors, grad_tensors, *args, **kwargs)
-        self._had_gradients = self._have_gradients()
+        self._had_gradients = self.tensors.have_gradients()
         return result
 
     def _on_clip(
@@ -372,8 +294,8 @@ class Recorder:
         return args, kwargs | {"closure": watched}
 
     def _look_at_gradients(self, tensors: Iterable[Tensor]) -> None:
-        known = self._parameters()
-        for name, _, gradient in self._gradients([x for x in tensors if x in known]):
+        known = self.tensors.parameters()
+        for name, _, gradient in self.tensors.gradients([x for x in tensors if x in known]):
             self.step.gradients.setdefault(name, sketch(gradient))
 
     def _look_at_step(self, optimizer: Optimizer) -> None:
@@ -381,36 +303,36 @@ class Recorder:
         if self.finished or self._in_step or not self.step.backwards:
             return
         self._in_step = True  # an optimizer of parts of the parameters may run another one
-        is_new = _add(self.optimizers, optimizer)
-        index = next(i for i, x in enumerate(self.optimizers) if x is optimizer)
+        is_new = add(self.tensors.optimizers, optimizer)
+        index = next(i for i, x in enumerate(self.tensors.optimizers) if x is optimizer)
         if self.rerun is not None:
             self.rerun.configure(len(self.record.steps), index, optimizer)
         elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
             self.inputs.optimizers.append(_state(optimizer))
         settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
         self.step.settings[index] = copy.deepcopy(settings)
-        self._look_at_gradients([*self._parameters()])
+        self._look_at_gradients([*self.tensors.parameters()])
         held = [x for group in optimizer.param_groups for x in group["params"]]
-        self.step.optimized |= {self._names[x] for x in held}
-        for name, x, gradient in self._gradients(held):
-            value = whole(x, self._groups.get(x))
+        self.step.optimized |= {self.tensors.names[x] for x in held}
+        for name, x, gradient in self.tensors.gradients(held):
+            value = whole(x, self.tensors.groups.get(x))
             self.step.moved[name] = -sketch(value, gradient)
             self.step.norms[name] = float(gradient.norm()), float(self.step.moved[name].norm())
             self.step.received[name] = sketch(gradient) if self.step.clips else self.step.gradients[name]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._in_step or not any(optimizer is x for x in self.optimizers) or self.finished:
+        if not self._in_step or not any(optimizer is x for x in self.tensors.optimizers) or self.finished:
             return
         held = [x for group in optimizer.param_groups for x in group["params"]]
-        for name, x, gradient in self._gradients(held):
+        for name, x, gradient in self.tensors.gradients(held):
             if name in self.step.moved:
-                self.step.moved[name] += sketch(whole(x, self._groups.get(x)), gradient)
+                self.step.moved[name] += sketch(whole(x, self.tensors.groups.get(x)), gradient)
         self._in_step, self._stepped = False, True
 
     def _close_step(self) -> None:
-        for index, module in enumerate(self.modules):
-            for name, _, x in self._tensors(index, module):
-                self.step.after.setdefault(name, sketch(whole(x, self._groups.get(x))))
+        for index, module in enumerate(self.tensors.modules):
+            for name, _, x in self.tensors.of(index, module):
+                self.step.after.setdefault(name, sketch(whole(x, self.tensors.groups.get(x))))
         self._stepped = self._had_gradients = False
         self._append_step()
         self.record.finished += 1
@@ -426,14 +348,6 @@ class Recorder:
         self.step.calls = []
         self.record.steps.append(self.step)
         self.step = Step()
-
-
-def _add(items: list[Any], x: Any) -> bool:
-    """Append an object to a list that does not hold it; return whether it is new."""
-    is_new = not any(x is y for y in items)
-    if is_new:
-        items.append(x)
-    return is_new
 
 
 def _argument(x: Any) -> Any:
@@ -453,11 +367,6 @@ def _ranks(group: Any) -> tuple[int, ...]:
     if not dist.is_available() or not dist.is_initialized():
         return (0,)
     return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
-
-
-def _is_a(module: nn.Module, names: set[str]) -> bool:
-    """Return whether a module is of a class with one of these names, whose library need not be installed."""
-    return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def peak_bytes() -> int:

@@ -1,0 +1,112 @@
+"""The tensors of a training by name: those of the modules that a script calls, and of its optimizers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from contrastive_zoo.testing.auditing.records import Inputs, Record, snapshot
+from contrastive_zoo.testing.auditing.rerun import Rerun
+from contrastive_zoo.testing.auditing.sketch import sketch, whole
+
+ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
+"""Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
+
+WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+"""Names under which wrappers hold their module; one process may do without the wrapper."""
+
+
+class Tensors:
+    """Name tensors at the first call of their module, and record them; in a rerun, give them rank 0's values."""
+
+    def __init__(
+        self, record: Record, inputs: Inputs, rerun: Rerun | None, is_loss: Callable[[nn.Module], bool]
+    ) -> None:
+        self.record, self.inputs, self.rerun, self.is_loss = record, inputs, rerun, is_loss
+        self.modules: list[nn.Module] = []  # those that the script calls
+        self.optimizers: list[Optimizer] = []
+        self.names: dict[Tensor, str] = {}  # of parameters
+        self.groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
+
+    def remember(self, module: nn.Module) -> None:
+        """At the first call of a module, name its tensors and record them; in a rerun, give them rank 0's values."""
+        if not add(self.modules, module):
+            return
+        for part in module.modules():
+            if type(part).__name__ == "FullyShardedDataParallel":
+                self.groups |= dict.fromkeys(part.parameters(), part.process_group)
+        index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
+        is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
+        inside = [y for x in module.modules() if self.is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
+        encoders = {x for y in inside for x in y.parameters()}
+        of_losses = {x for y in module.modules() if self.is_loss(y) for x in y.parameters()} - encoders
+        for name, kind, x in self.of(index, module):
+            if x in self.names:
+                continue
+            if kind == "parameter":
+                assert isinstance(x, Tensor)
+                self.names[x] = name
+                if x.requires_grad:
+                    self.record.groups[name] = "loss" if x in of_losses else "encoder"
+                if x.is_floating_point():
+                    self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
+                if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
+                    self.inputs.shares_samples = self.record.shares_samples = True
+            self.record.kinds[name] = kind
+            if self.rerun is not None:
+                self.rerun.restore(name, x)
+            value = whole(x, self.groups.get(x))
+            self.record.start[name] = sketch(value)
+            if is_first and self.rerun is None:
+                self.inputs.tensors[name] = snapshot(value)
+
+    def of(self, index: int, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the name, the kind and each tensor of a module: parameters, buffers and attributes that are no result."""
+        for prefix, part in module.named_modules():
+            path = ".".join([str(index), *(x for x in prefix.split(".") if x and x not in WRAPPERS)])
+            for kind, tensors in (
+                ("parameter", part._parameters),
+                ("buffer", part._buffers),
+                ("attribute", vars(part)),
+            ):
+                for name, x in tensors.items():
+                    if isinstance(x, Tensor) and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
+                        yield f"{path}.{name}", kind, x
+
+    def parameters(self) -> dict[Tensor, str]:
+        """Return the names of all parameters; those that are in an optimizer only have names of their place there."""
+        for i, optimizer in enumerate(self.optimizers):
+            held = [x for group in optimizer.param_groups for x in group["params"]]
+            for j, x in enumerate(held):
+                if x not in self.names:
+                    self.names[x] = f"optimizer{i}.{j}"
+                    self.record.groups |= {self.names[x]: "encoder"} if x.requires_grad else {}
+        return self.names
+
+    def have_gradients(self) -> bool:
+        return any(x.grad is not None for x in self.parameters())
+
+    def gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
+        for x in tensors:
+            in_pieces = x in self.groups
+            gradient = x.new_zeros(0) if x.grad is None and in_pieces else x.grad
+            if gradient is not None and (gradient := whole(gradient, self.groups.get(x))).numel():
+                self.record.groups.setdefault(self.names[x], "encoder")  # of a parameter that was frozen at first
+                yield self.names[x], x, gradient
+
+
+def add(items: list[Any], x: Any) -> bool:
+    """Append an object to a list that does not hold it; return whether it is new."""
+    is_new = not any(x is y for y in items)
+    if is_new:
+        items.append(x)
+    return is_new
+
+
+def _is_a(module: nn.Module, names: set[str]) -> bool:
+    """Return whether a module is of a class with one of these names, whose library need not be installed."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
