@@ -294,6 +294,22 @@ def by_hand() -> dict[str, Target]:
             {"neighbours": torch.tensor([[1], [0], [3], [2]]), "batch_size": 2, "group_size": 2, **seeds},
             {},
         ),
+        "TokenBatchSampler": Target(
+            _sampler(cz.data.TokenBatchSampler),
+            {"lengths": LABELS + 1, "chunk_tokens": 9, "chunks_per_batch": 2, **seeds},
+            {},
+        ),
+        "OneDatasetBatchSampler": Target(
+            _sampler(cz.data.OneDatasetBatchSampler),
+            {
+                "samplers": [cz.data.GlobalBatchSampler(4, batch_size=2)],
+                "sizes": [4],
+                "temperature": 2.0,
+                "exhausted": "last",
+                **seeds,
+            },
+            {},
+        ),
         "GradCache": Target(_encoder, {"model": linear, "chunk_size": 2, "x": Z}, {}),
         "cached_step": Target(
             cz.cached_step, {"model": linear, "chunks": [Z[:2], Z[2:]], "loss_fn": lambda z: z.sum()}, {}

@@ -2,9 +2,12 @@
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler
+from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
 from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler, mine_hard_negatives
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.data.refreshed import RefreshedNegatives
+from contrastive_zoo.data.token_sampler import TokenBatchSampler
+from contrastive_zoo.wrapper.token_chunks import token_chunks
 
 __all__ = [
     "BaseBatchSampler",
@@ -14,6 +17,9 @@ __all__ = [
     "HardNegativeBatchSampler",
     "MPerClassBatchSampler",
     "NoDuplicatesBatchSampler",
+    "OneDatasetBatchSampler",
     "RefreshedNegatives",
+    "TokenBatchSampler",
     "mine_hard_negatives",
+    "token_chunks",
 ]

@@ -120,6 +120,15 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     def global_batches(self, epoch: int) -> Batches:
         """Return the sample indices of each global batch of an epoch: a function of the data, the seed and the epoch."""
 
+    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+        """Return W + 1 bounds: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``. A subclass may split in another way.
+
+        Args:
+            batch: the sample indices of a global batch.
+            weights: each rank's share, with any sum.
+        """
+        return rank_bounds(len(batch), weights)
+
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's part of each global batch, from the position on."""
         world = World.of(self.process_group)
@@ -127,7 +136,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             raise ValueError(f"{type(self).__name__}: {problem}")
         weights = tuple(self.rank_weights or [1.0] * world.size)
         for batch in self._of_epoch()[self.step :]:
-            bounds = rank_bounds(len(batch), weights)
+            bounds = self.bounds(batch, weights)
             yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
 
     def __len__(self) -> int:

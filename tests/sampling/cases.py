@@ -12,6 +12,8 @@ from contrastive_zoo.data import (
     HardNegativeBatchSampler,
     MPerClassBatchSampler,
     NoDuplicatesBatchSampler,
+    OneDatasetBatchSampler,
+    TokenBatchSampler,
 )
 from contrastive_zoo.ranks.world import World
 from tests.sampling.invariants import SamplerTrial
@@ -50,6 +52,13 @@ def random_trial(seed: int, kinds: Sequence[type[BaseBatchSampler]] = ()) -> Sam
         values = _skewed(rng, size, 2 * size).reshape(size, 2)[:, : int(rng.integers(1, 3))]
         settings["batch_size"] = int(rng.integers(1, 40))
         data, about["columns"] = tuple(values.T), values
+    elif issubclass(kind, TokenBatchSampler):
+        lengths = 1 + _skewed(rng, 50, size)
+        settings["chunk_tokens"] = int(rng.integers(lengths.max(), 200))
+        settings["chunks_per_batch"] = int(rng.integers(1, 9))
+        data, about["lengths"], about["chunk_tokens"] = (lengths,), lengths, settings["chunk_tokens"]
+    elif issubclass(kind, OneDatasetBatchSampler):
+        data, about = _several(rng, settings)
     else:
         settings["batch_size"] = int(rng.integers(1, 40))
         settings["group_size"] = int(rng.integers(1, settings["batch_size"] + 1))
@@ -81,10 +90,26 @@ def _by_class(rng: np.random.Generator, size: int, settings: dict[str, Any]) -> 
     return (labels,), {"samples": samples, "labels": labels, "group": group}
 
 
+def _several(rng: np.random.Generator, settings: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return samplers of one to four data sets, and the facts about a sampler that takes turns between them."""
+    sizes = rng.integers(1, 30, int(rng.integers(1, 5))).tolist()
+    lengths = [1 + _skewed(rng, 50, size) for size in sizes]
+    settings |= {"sizes": sizes, "temperature": float(rng.choice([1.0, 1.0, 2.0, np.inf]))}
+    settings["exhausted"] = str(rng.choice(["first", "last"]))
+    samplers = [
+        TokenBatchSampler(of, chunk_tokens=60, chunks_per_batch=3, seed=index, process_group=World())
+        for index, of in enumerate(lengths)
+    ]
+    times = {"first": (0, 1), "last": (1, 10**6)}[settings["exhausted"]] if settings["temperature"] > 1 else (1, 1)
+    about = {"samples": range(sum(sizes)), "times": times, "sources": np.repeat(np.arange(len(sizes)), sizes)}
+    return (samplers,), about | {"lengths": np.concatenate(lengths), "chunk_tokens": 60}
+
+
 def _skewed(rng: np.random.Generator, high: int, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return values in 0 … high − 1, the small ones more often; how much more is random as well."""
     return (high * rng.random(number) ** rng.choice([1.0, 2.0, 6.0])).astype(np.int64)
 
 
 KINDS = (GlobalBatchSampler, MPerClassBatchSampler, NoDuplicatesBatchSampler, HardNegativeBatchSampler)
+KINDS += (TokenBatchSampler, OneDatasetBatchSampler)
 """The library's samplers."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contrastive_zoo.data import BaseBatchSampler
+from contrastive_zoo.data import BaseBatchSampler, TokenBatchSampler
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.invariant import Broken, NotApplicable, invariant
 
@@ -27,7 +27,8 @@ class SamplerTrial:
 
     ``make`` constructs the sampler as a world sees it. An epoch has each of ``samples`` once. After ``step`` batches, modulo
     their number, a run is resumed on ``other_world_size`` ranks. Samplers by class have ``labels`` and a ``group`` (m, p);
-    no value of ``columns``, [samples, columns], occurs twice in a batch.
+    no value of ``columns``, [samples, columns], occurs twice in a batch. With ``lengths`` a batch has whole chunks of
+    ``chunk_tokens``; with ``sources`` it has samples of one of them, and an epoch has a sample between ``times``.
     """
 
     make: Callable[[World, Sequence[float] | None], BaseBatchSampler]
@@ -41,6 +42,10 @@ class SamplerTrial:
     labels: NDArray[np.int64] | None = None
     group: tuple[int, int] | None = None
     columns: NDArray[np.int64] | None = None
+    lengths: NDArray[np.int64] | None = None
+    chunk_tokens: int = 0
+    sources: NDArray[np.int64] | None = None
+    times: tuple[int, int] = (1, 1)
 
     def sampler(self, rank: int, world_size: int) -> BaseBatchSampler:
         """Return the sampler of one rank; in a world of another size the split is even."""
@@ -63,6 +68,16 @@ class SamplerTrial:
         """Return the parts of all ranks concatenated in rank order, batch by batch."""
         parts = self.parts(world_size, epoch, state)
         return [list(chain.from_iterable(of_ranks)) for of_ranks in zip_longest(*parts, fillvalue=())]
+
+    def chunks(self, part: Sequence[int]) -> int:
+        """Return the fewest chunks of at most ``chunk_tokens`` padded tokens that hold these samples."""
+        assert self.lengths is not None
+        number = left = 0
+        for length in sorted(self.lengths[list(part)].tolist(), reverse=True):
+            if left == 0:
+                number, left = number + 1, self.chunk_tokens // length
+            left -= 1
+        return number
 
     def on_one_process(self, epoch: int | None = None) -> list[list[int]]:
         """Return the batches of an epoch on one process."""
@@ -89,23 +104,24 @@ def same_global_batches(trial: SamplerTrial) -> None:
 
 @invariant(catches="padded")
 def each_sample_once(trial: SamplerTrial) -> None:
-    """An epoch has every sample exactly once, over all ranks."""
+    """An epoch has every sample exactly once, over all ranks, unless data sets are repeated or cut."""
     counts = Counter(x for batch in trial.global_batches(trial.world_size, trial.epoch) for x in batch)
-    if counts != Counter(trial.samples):
-        raise Broken(f"samples of epoch {trial.epoch} and how often they occur: {counts}; expected: each once")
+    low, high = trial.times
+    if counts.keys() - set(trial.samples) or not all(low <= counts[x] <= high for x in trial.samples):
+        raise Broken(f"samples of epoch {trial.epoch} and how often they occur: {counts}; expected: {low} … {high}")
 
 
 @invariant(catches="equal shares")
 def shares_follow_weights(trial: SamplerTrial) -> None:
-    """Each rank's number of samples differs by less than 1 from its share of the global batch."""
+    """Each rank's number of samples, or of chunks, differs by less than 1 from its share of the global batch."""
     weights = [Fraction(x) for x in trial.rank_weights or [1.0] * trial.world_size]
     parts = trial.parts(trial.world_size, trial.epoch)
     for step, of_ranks in enumerate(zip(*parts, strict=False)):
-        total = sum(map(len, of_ranks))
-        for rank, part in enumerate(of_ranks):
-            share = total * weights[rank] / sum(weights)
-            if abs(len(part) - share) >= 1:
-                raise Broken(f"rank {rank} has {len(part)} of {total} samples of batch {step}, not {float(share)}")
+        sizes = [len(part) if trial.lengths is None else trial.chunks(part) for part in of_ranks]
+        for rank, size in enumerate(sizes):
+            share = sum(sizes) * weights[rank] / sum(weights)
+            if abs(size - share) >= 1:
+                raise Broken(f"rank {rank} has {size} of {sum(sizes)} in batch {step}, not {float(share)}")
 
 
 @invariant(catches="restarts the epoch")
@@ -181,8 +197,43 @@ def no_value_twice(trial: SamplerTrial) -> None:
             raise Broken(f"batch {step} has {count} samples with the value {value}")
 
 
+@invariant(catches="cut by samples")
+def chunks_stay_whole(trial: SamplerTrial) -> None:
+    """The ranks' parts need no more chunks than the global batch, so that no rank exceeds its share of padded tokens."""
+    if trial.lengths is None:
+        raise NotApplicable("this sampler does not look at lengths")
+    for step, of_ranks in enumerate(zip(*trial.parts(trial.world_size, trial.epoch), strict=True)):
+        found, whole = sum(map(trial.chunks, of_ranks)), trial.chunks([*chain.from_iterable(of_ranks)])
+        if found != whole:
+            raise Broken(f"the parts of batch {step} need {found} chunks of {trial.chunk_tokens} tokens, not {whole}")
+
+
+@invariant(catches="real tokens counted")
+def batches_fill_the_budget(trial: SamplerTrial) -> None:
+    """A batch has the chunks that were asked for, and one more sample would need another chunk."""
+    sampler = trial.sampler(0, 1)
+    if not isinstance(sampler, TokenBatchSampler):
+        raise NotApplicable("this sampler has no budget of its own")
+    batches = trial.global_batches(trial.world_size, trial.epoch)
+    for step, (batch, after) in enumerate(zip_longest(batches, batches[1:], fillvalue=[])):
+        number, more = trial.chunks(batch), [trial.chunks([*batch, x]) for x in after]
+        if number > sampler.chunks_per_batch or (more and max(more) <= sampler.chunks_per_batch):
+            raise Broken(f"batch {step} has {number} chunks; with another sample {more}: {sampler.chunks_per_batch}")
+
+
+@invariant(catches="turns of samples")
+def one_source_in_a_batch(trial: SamplerTrial) -> None:
+    """All samples of a global batch are of one data set."""
+    if trial.sources is None:
+        raise NotApplicable("this sampler does not look at data sets")
+    for step, batch in enumerate(trial.global_batches(trial.world_size, trial.epoch)):
+        if len(sources := set(trial.sources[batch].tolist())) > 1:
+            raise Broken(f"batch {step} has samples of the data sets {sources}")
+
+
 SAMPLER_INVARIANTS = (same_number_of_batches, same_global_batches, each_sample_once, shares_follow_weights)
 SAMPLER_INVARIANTS += (same_after_resume, new_order_each_epoch, positive_in_batch, m_of_each_class, no_value_twice)
+SAMPLER_INVARIANTS += (chunks_stay_whole, batches_fill_the_budget, one_source_in_a_batch)
 """All invariants of samplers, the most basic first."""
 
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, rank_bounds
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, codes
+from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
+from contrastive_zoo.data.token_sampler import TokenBatchSampler
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.invariant import Broken, Invariant
 from tests.sampling.cases import KINDS, random_trial
@@ -103,6 +106,35 @@ class FirstColumnOnly(NoDuplicatesBatchSampler):
         super().__init__(first, **settings)
 
 
+class CutBySamples(TokenBatchSampler):
+    """Every rank gets as many samples, whatever their lengths."""
+
+    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+        return rank_bounds(len(batch), weights)
+
+
+class RealTokensCounted(TokenBatchSampler):
+    """A batch is full when its samples have so many tokens; padding is not counted."""
+
+    def global_batches(self, epoch: int) -> Batches:
+        order = np.random.default_rng(epoch).permutation(len(self.lengths))
+        number = (np.cumsum(self.lengths[order]) - 1) // (self.chunk_tokens * self.chunks_per_batch)
+        batches = [order[number == x] for x in np.unique(number)]
+        return [x[np.argsort(-self.lengths[x], kind="stable")] for x in batches]
+
+
+class TurnsOfSamples(OneDatasetBatchSampler):
+    """Samples of all data sets are shuffled before they are cut into batches."""
+
+    def global_batches(self, epoch: int) -> Batches:
+        batches = super().global_batches(epoch)
+        order = np.random.default_rng(epoch).permutation(np.concatenate(batches))
+        return np.split(order, np.cumsum([len(x) for x in batches])[:-1])
+
+    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+        return rank_bounds(len(batch), weights)
+
+
 MISTAKES: dict[str, type[BaseBatchSampler]] = {
     "empty parts skipped": EmptyPartsSkipped,
     "strided over ranks": StridedOverRanks,
@@ -113,6 +145,9 @@ MISTAKES: dict[str, type[BaseBatchSampler]] = {
     "remainder alone": RemainderAlone,
     "groups in random order": GroupsInRandomOrder,
     "first column only": FirstColumnOnly,
+    "cut by samples": CutBySamples,
+    "real tokens counted": RealTokensCounted,
+    "turns of samples": TurnsOfSamples,
 }
 """By the name that invariants use."""
 

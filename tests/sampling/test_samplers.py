@@ -1,14 +1,17 @@
 """What each sampler yields, the position, bad arguments, and agreement between ranks."""
 
+import math
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
@@ -18,6 +21,9 @@ from contrastive_zoo.data import (
     HardNegativeBatchSampler,
     MPerClassBatchSampler,
     NoDuplicatesBatchSampler,
+    OneDatasetBatchSampler,
+    TokenBatchSampler,
+    token_chunks,
 )
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error
@@ -83,6 +89,40 @@ def test_duplicates_do_not_leave_small_batches() -> None:
     assert sizes == [6] * 10
 
 
+@pytest.mark.parametrize(
+    ("temperature", "exhausted", "expected"),
+    [(1, "last", [16, 4, 1]), (2, "last", [16, 8, 4]), (math.inf, "last", [16, 16, 16]),
+     (1, "first", [16, 4, 1]), (2, "first", [4, 2, 1]), (math.inf, "first", [1, 1, 1])],
+)  # fmt: skip
+def test_turns_of_data_sets(temperature: float, exhausted: Any, expected: list[int]) -> None:
+    sizes = [160, 40, 10]
+    samplers = [GlobalBatchSampler(size, batch_size=10, process_group=ONE_PROCESS) for size in sizes]
+    mixed = OneDatasetBatchSampler(
+        samplers, sizes=sizes, temperature=temperature, exhausted=exhausted, process_group=ONE_PROCESS
+    )
+    for epoch in range(2):
+        mixed.set_epoch(epoch)
+        batches = list(mixed)
+        assert np.bincount([np.searchsorted([160, 200], min(x), "right") for x in batches]).tolist() == expected
+        repeated = [x for x in batches if min(x) >= 200]  # the smallest data set: another order in each pass
+        assert {frozenset(x) for x in repeated} == {frozenset(range(200, 210))}
+        assert len({tuple(x) for x in repeated}) == len(repeated)
+
+
+@given(lengths=st.lists(st.integers(1, 6), max_size=6), budget=st.integers(6, 14))
+def test_no_division_of_the_samples_has_fewer_chunks(lengths: list[int], budget: int) -> None:
+    def fewest(rest: list[int]) -> int:
+        """Try every set of samples beside the first one."""
+        others = [x for size in range(len(rest)) for x in combinations(range(1, len(rest)), size)]
+        chunks = [x for x in others if (len(x) + 1) * max([rest[0], *(rest[i] for i in x)]) <= budget]
+        return 1 + min(fewest([y for i, y in enumerate(rest) if i and i not in x]) for x in chunks) if rest else 0
+
+    chunks = token_chunks(lengths, budget)
+    assert sorted(chain.from_iterable(x.tolist() for x in chunks)) == list(range(len(lengths)))
+    assert all(len(x) * max(lengths[i] for i in x) <= budget for x in chunks)
+    assert len(chunks) == fewest(lengths)
+
+
 def test_batches_hold_neighbours() -> None:
     place = np.arange(200)  # samples on a line, the neighbours of which are next to them
     neighbours = np.stack([np.argsort(np.abs(place - x), kind="stable")[1:9] for x in place])
@@ -118,6 +158,8 @@ def test_an_empty_batch_has_the_structure_of_the_others() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- bad input
 
+NINE = GlobalBatchSampler(9, batch_size=9, process_group=ONE_PROCESS)
+WEIGHTED = GlobalBatchSampler(9, batch_size=9, rank_weights=[1.0], process_group=ONE_PROCESS)
 BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(GlobalBatchSampler, 0, batch_size=4), "num_samples is an integer of at least 1, got 0"),
     (partial(GlobalBatchSampler, 9, batch_size=2.0), r"batch_size is an integer of at least 1, got 2\.0"),
@@ -137,6 +179,31 @@ BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(HardNegativeBatchSampler, [0.5], batch_size=2, group_size=1), r"integers \[n, k\], got float64 \[1\]"),
     (partial(HardNegativeBatchSampler, [[2], [0]], batch_size=2, group_size=1), "between -1 and 1, got 0 … 2"),
     (partial(HardNegativeBatchSampler, [[0]], batch_size=2, group_size=3), "group_size=3 and batch_size=2"),
+    (
+        partial(token_chunks, [3, 9], 8),
+        "at most chunk_tokens=8 tokens, got 9 for sample 1. Cut longer samples, or raise",
+    ),
+    (partial(token_chunks, [3, 0], 8), "at least 1 token, got 0 for sample 1"),
+    (partial(token_chunks, [0.5], 8), r"lengths are integers \[n\], got float64 \[1\]"),
+    (partial(token_chunks, [[1], [2, 3]], 8), r"lengths are integers \[n\] on the CPU, got \[\[1\], \[2, 3\]\]"),
+    (partial(token_chunks, [1], 0), r"chunk_tokens is an integer in 1 … 2\*\*60, got 0"),
+    (partial(TokenBatchSampler, [9], chunk_tokens=8, chunks_per_batch=1), "TokenBatchSampler: a sample has at most"),
+    (partial(TokenBatchSampler, [], chunk_tokens=8, chunks_per_batch=1), "lengths are one per sample, got none"),
+    (
+        partial(TokenBatchSampler, [9], chunk_tokens=9, chunks_per_batch=0),
+        "chunks_per_batch is an integer of at least 1",
+    ),
+    (partial(OneDatasetBatchSampler, [], sizes=[]), r"one batch sampler for each data set, got \[\]"),
+    (partial(OneDatasetBatchSampler, [[[0]]], sizes=[1]), r"batch samplers of contrastive_zoo\.data, got \[\[0\]\]"),
+    (partial(OneDatasetBatchSampler, [WEIGHTED], sizes=[9]), "got a GlobalBatchSampler with some. Pass them here"),
+    (partial(OneDatasetBatchSampler, [NINE], sizes=[9, 9]), r"one integer for each of the 1 samplers, got \[9, 9\]"),
+    (partial(OneDatasetBatchSampler, [NINE], sizes=[0]), "a size is an integer of at least 1, got 0"),
+    (partial(OneDatasetBatchSampler, [NINE], sizes=[9], temperature=0.5), r"of at least 1, got 0\.5"),
+    (partial(OneDatasetBatchSampler, [NINE], sizes=[9], exhausted="any"), "exhausted is 'first' or 'last', got 'any'"),
+    (
+        lambda: list(OneDatasetBatchSampler([NINE], sizes=[8])),
+        "data set 0 are between 0 and 7, got 0 … 8. Pass the sizes",
+    ),
 ]
 
 

@@ -1,0 +1,121 @@
+"""Batches each of one data set, in random turns."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, count
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, size_problem
+from contrastive_zoo.ranks.random_keys import random_keys
+from contrastive_zoo.ranks.row_checks import described, word_problem
+from contrastive_zoo.ranks.world import Processes
+
+Exhausted = Literal["first", "last"]
+
+
+class OneDatasetBatchSampler(BaseBatchSampler):
+    """Global batches each of one of several data sets, in random order; each data set has its own sampler.
+
+    In-batch negatives of another data set are easy, since another topic or language tells them apart. Here no batch has any.
+    Indices are those of ``torch.utils.data.ConcatDataset``.
+
+    With bᵢ the number of batches of data set i, b the largest of them and T the temperature, an epoch has
+
+        bᵢ · (b / bᵢ)^(1 − 1/T)
+
+    batches of data set i, rounded. At T = 1 these are all batches, each once; at T = ∞ all data sets have b. A data set that
+    is exhausted begins again, in a new order. With ``exhausted="first"``, b is the smallest of them: nothing is repeated,
+    and an epoch leaves out batches of larger data sets, others in each epoch if their samplers shuffle. The turns of the
+    data sets are shuffled; batches of one data set keep their sampler's order.
+
+    Args:
+        samplers: a batch sampler for each data set, without ``rank_weights``: any of this library or your own.
+        sizes: samples of each data set.
+        temperature: T ≥ 1, dimensionless, ``math.inf`` included.
+        exhausted: the data set that ends an epoch: the ``"first"`` or the ``"last"`` to be exhausted.
+        seed: the random order of the batches is a function of seed and epoch.
+        rank_weights: each rank's share of a global batch; None is an even split.
+        process_group: see :class:`BaseBatchSampler`.
+
+    Raises:
+        ValueError: no samplers, or others than batch samplers without ``rank_weights``; sizes that are not one integer of
+            at least 1 per sampler; a temperature below 1; another word for ``exhausted``; what the base class refuses. At an
+            epoch: a sampler without batches or with indices beyond its data set.
+
+    Examples:
+        >>> from contrastive_zoo import World
+        >>> from contrastive_zoo.data import GlobalBatchSampler
+        >>> parts = [GlobalBatchSampler(n, batch_size=2, shuffle=False, process_group=World()) for n in (8, 2)]
+        >>> list(OneDatasetBatchSampler(parts, sizes=[8, 2], temperature=2, process_group=World()))
+        [[0, 1], [8, 9], [2, 3], [4, 5], [8, 9], [6, 7]]
+
+    Source: T as in Xue et al. 2021, §3.1, where it is 1/α, https://arxiv.org/abs/2010.11934
+    """
+
+    def __init__(
+        self,
+        samplers: Sequence[BaseBatchSampler],
+        *,
+        sizes: Sequence[int],
+        temperature: float = 1.0,
+        exhausted: Exhausted = "last",
+        seed: int = 0,
+        rank_weights: Sequence[float] | None = None,
+        process_group: Processes = None,
+    ) -> None:
+        problem = _samplers_problem(samplers, sizes) or word_problem("exhausted", exhausted, Exhausted)
+        if problem is None and not (isinstance(temperature, (int, float)) and temperature >= 1):
+            problem = f"temperature is a number of at least 1, got {described(temperature)}."
+        self.samplers, self.sizes = (list(samplers), tuple(sizes)) if problem is None else ([], ())
+        self.temperature, self.exhausted = temperature, exhausted
+        settings: dict[str, object] = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes}
+        settings |= {"temperature": temperature, "exhausted": exhausted}
+        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        self._starts = np.cumsum([0, *self.sizes])
+
+    def global_batches(self, epoch: int) -> Batches:
+        """Return the global batches of an epoch.
+
+        Raises:
+            ValueError: a sampler has no batch, or indices beyond its data set.
+        """
+        plans = [x.global_batches(epoch) for x in self.samplers]
+        numbers = [len(plan) for plan in plans]
+        if not all(numbers):
+            raise ValueError(f"OneDatasetBatchSampler: each sampler has a batch, got {numbers} batches.")
+        limit, power = (max if self.exhausted == "last" else min)(numbers), 1 - 1 / self.temperature
+        counts = [max(1, round(n * (limit / n) ** power)) for n in numbers]
+        turns = np.repeat(np.arange(len(counts)), counts)
+        shuffled = turns[np.argsort(random_keys(self.seed, epoch, np.arange(len(turns))))]
+        batches = [self._passes(index, plan, epoch) for index, plan in enumerate(plans)]
+        return [next(batches[index]) for index in shuffled.tolist()]
+
+    def _passes(self, index: int, plan: Batches, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """Yield a data set's batches of this epoch, and then those of other epochs, which are random numbers."""
+        epochs = (int(random_keys(self.seed, epoch, again)) >> 2 for again in count(1))
+        for batch in chain(plan, chain.from_iterable(map(self.samplers[index].global_batches, epochs))):
+            if len(batch) and (batch.min() < 0 or batch.max() >= self.sizes[index]):
+                raise ValueError(
+                    f"OneDatasetBatchSampler: indices of data set {index} are between 0 and {self.sizes[index] - 1}, got "
+                    f"{batch.min()} … {batch.max()}. Pass the sizes of the data sets that the samplers are of."
+                )
+            yield self._starts[index] + batch
+
+    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+        index = int(np.searchsorted(self._starts, batch[:1], "right").max(initial=1)) - 1
+        return self.samplers[index].bounds(batch - self._starts[index], weights)
+
+
+def _samplers_problem(samplers: object, sizes: object) -> str | None:
+    if not isinstance(samplers, (list, tuple)) or not samplers:
+        return f"samplers are a list of one batch sampler for each data set, got {described(samplers)}."
+    for x in samplers:
+        if not isinstance(x, BaseBatchSampler):
+            return f"samplers are batch samplers of contrastive_zoo.data, got {described(x)}."
+        if x.rank_weights is not None:
+            return f"rank_weights are those of the whole, got a {type(x).__name__} with some. Pass them here."
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(samplers):
+        return f"sizes are one integer for each of the {len(samplers)} samplers, got {described(sizes)}."
+    return next(filter(None, (size_problem("a size", x) for x in sizes)), None)

@@ -1,0 +1,59 @@
+"""Chunks by a budget of padded tokens: which samples are encoded together, for the sampler and for GradCache."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from contrastive_zoo.ranks.row_checks import described, is_integer
+
+
+def token_chunks(lengths: ArrayLike, chunk_tokens: int) -> list[NDArray[np.int64]]:
+    """Return the samples of each chunk, such that no chunk has more than ``chunk_tokens`` padded tokens.
+
+    A chunk of k samples has k · (its longest sample) padded tokens. Samples are taken from the longest to the shortest,
+    equal lengths in their order, and each chunk takes as many as fit. No other division of the samples has fewer chunks.
+
+    Args:
+        lengths: tokens of each sample, [n].
+        chunk_tokens: the most padded tokens of a chunk.
+
+    Raises:
+        ValueError: lengths that are not integers of at least 1, [n]; a budget that is no integer of at least 1; a sample
+            that is longer than the budget.
+
+    Examples:
+        >>> lengths = np.array([3, 9, 2, 4, 4])
+        >>> [lengths[chunk].tolist() for chunk in token_chunks(lengths, 10)]
+        [[9], [4, 4], [3, 2]]
+    """
+    if (problem := lengths_problem(lengths, chunk_tokens)) is not None:
+        raise ValueError(f"token_chunks: {problem}")
+    array = np.asarray(lengths, np.int64)
+    order = np.argsort(-array, kind="stable")
+    return np.split(order, chunk_ends(array[order], chunk_tokens)[:-1]) if len(order) else []
+
+
+def chunk_ends(descending: NDArray[np.int64], chunk_tokens: int) -> list[int]:
+    """Return where each chunk of samples ends, the longest of which are first."""
+    ends = [0]
+    while ends[-1] < len(descending):
+        ends.append(min(ends[-1] + chunk_tokens // int(descending[ends[-1]]), len(descending)))
+    return ends[1:]
+
+
+def lengths_problem(lengths: ArrayLike, chunk_tokens: object) -> str | None:
+    try:
+        array = np.asarray(lengths)
+    except (TypeError, ValueError):  # ragged lists, tensors of another device
+        return f"lengths are integers [n] on the CPU, got {described(lengths)}."
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        return f"lengths are integers [n], got {array.dtype} {list(array.shape)}."
+    if not is_integer(chunk_tokens, at_least=1, at_most=2**60):
+        return f"chunk_tokens is an integer in 1 … 2**60, got {chunk_tokens!r}."
+    if array.size and array.min() < 1:
+        return f"a sample has at least 1 token, got {array.min()} for sample {array.argmin()}."
+    if array.size and array.max() > chunk_tokens:
+        return (
+            f"a sample has at most chunk_tokens={chunk_tokens} tokens, got {array.max()} for sample {array.argmax()}. Cut "
+            "longer samples, or raise chunk_tokens."
+        )
+    return None
