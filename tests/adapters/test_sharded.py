@@ -313,7 +313,7 @@ def test_views_without_labels_may_differ_in_number_for_dynamic_soft_margin(world
     assert max(distance(x, expected) for x in worlds.run(2, job, each=list(each))) <= EXACT
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(2, 250), (3, 150)])
+@pytest.mark.parametrize(("world_size", "count"), [(2, 120), (3, 80)])
 def test_the_grid_of_losses_and_their_parts_is_right_or_refused(world_size: int, count: int, worlds: Worlds) -> None:
     seed, in_search = random.randrange(2**32), {2: None, 3: 6000}
     chosen = sharded_grid.drawn(world_size, in_search[world_size] if EVERY_CASE else count, seed)
