@@ -105,6 +105,68 @@ def test_two_views_through_one_encoder() -> None:
         same(gradients(model), gradients(at_once))
 
 
+class Reader(nn.Module):
+    """Texts as the means of their tokens' vectors, through an MLP; it keeps the shapes of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, IN).double(), mlp()
+        nn.init.normal_(self.tokens.weight, generator=torch.Generator().manual_seed(1))
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(self, input_ids: Tensor, *, attention_mask: Tensor) -> Tensor:
+        self.seen.append(tuple(input_ids.shape))
+        mask = attention_mask[..., None].double()
+        return self.head((self.tokens(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1))
+
+
+class AllTokens(Reader):
+    """The tokens' vectors themselves, so several rows for each text."""
+
+    def forward(self, input_ids: Tensor, *, attention_mask: Tensor) -> Tensor:
+        return self.tokens(input_ids)[attention_mask.bool()]
+
+
+LENGTHS = (4, 1, 6, 0, 2, 6, 3, 1)  # of texts; one is empty, and they are in no order
+
+
+def texts(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Return token ids and their mask, padded to 7 tokens on one side."""
+    ids, mask = torch.arange(7 * len(lengths)).view(-1, 7) % 20, torch.arange(7) < torch.tensor(lengths)[:, None]
+    return ids, (mask.flip(1) if left else mask).long()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_chunks_by_tokens(left: bool) -> None:
+    at_once, cached, by_size = Reader(), Reader(), Reader()
+    (ids, mask), loss_fn = texts(left=left), cz.SupCon(temperature=0.3)
+    expected = at_once(ids, attention_mask=mask)
+    loss_fn(expected, labels(8)).backward()
+    found = GradCache(cached, chunk_tokens=9)(ids, attention_mask=mask)
+    loss_fn(found, labels(8)).backward()
+    GradCache(by_size, 3)(ids, attention_mask=mask)
+    close(found.detach(), expected.detach())
+    same(gradients(cached), gradients(at_once))
+    assert cached.seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
+    assert max(rows * tokens for rows, tokens in by_size.seen) > 9
+
+
+def test_chunks_by_tokens_on_ranks(worlds: Worlds) -> None:
+    def job(shards: tuple[int, ...]) -> Gradients:
+        model = Reader()
+        ids, mask, y = (local_shard(x, shards) for x in (*texts(), labels(8)))
+        z = GradCache(DistributedDataParallel(model), chunk_tokens=9)(ids, attention_mask=mask)
+        cz.DistributedLoss(cz.SupCon())(z, y).backward()
+        return gradients(model)
+
+    model = Reader()
+    ids, mask = texts()
+    cz.SupCon()(model(ids, attention_mask=mask), labels(8)).backward()
+    for shards in [(8,), (3, 5), (7, 0, 1)]:
+        for found in worlds.run(len(shards), job, shards):
+            same(found, gradients(model))
+
+
 def test_only_one_chunk_has_a_graph_at_a_time() -> None:
     seen: list[tuple[bool, int]] = []
 
@@ -388,6 +450,13 @@ BAD: dict[str, Callable[[], Any]] = {
     "got 2 models and 1 sequences": lambda: cached_step((mlp(), mlp()), [[numbers(2, IN, seed=0)]], torch.sum),
     "tensors have one number of rows, got [2, 3]": lambda: GradCache(TwoTowers(), 2)(*_odd()),
     "got no tensor": lambda: GradCache(mlp(), 2)(),
+    "integers or bools [n, tokens], got None": lambda: GradCache(Reader(), chunk_tokens=9)(texts()[0]),
+    "got one with gaps or on both sides": lambda: GradCache(Reader(), chunk_tokens=9)(
+        texts()[0], attention_mask=texts()[1].roll(dist.get_rank(), 1)
+    ),
+    "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: GradCache(Reader(), chunk_tokens=5)(
+        torch.zeros(2, 7, dtype=torch.long), attention_mask=texts((1, 5 + dist.get_rank()))[1]
+    ),
 }
 
 
@@ -404,6 +473,13 @@ def test_bad_settings_are_refused() -> None:
         GradCache(mlp(), 0)
     with pytest.raises(ValueError, match=r"torch\.nn\.Module"):
         GradCache(lambda x: x, 2)
+    with pytest.raises(ValueError, match="chunk_size=None and chunk_tokens=None"):
+        GradCache(mlp())
+    with pytest.raises(ValueError, match="chunk_size=2 and chunk_tokens=8"):
+        GradCache(mlp(), 2, chunk_tokens=8)
+    ids, mask = texts((7,))
+    with pytest.raises(ValueError, match=r"one row for each of 1 samples, got float64 \[7, 4\]. Pass chunk_size"):
+        GradCache(AllTokens(), chunk_tokens=9)(ids, attention_mask=mask)
 
 
 def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:

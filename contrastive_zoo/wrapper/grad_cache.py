@@ -21,13 +21,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, World
 from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
+from contrastive_zoo.wrapper.token_chunks import mask_parts, mask_problem
 
 
 def cached_step(
@@ -131,18 +132,25 @@ class GradCache(nn.Module):
 
     DDP may also wrap it, as in trainers that wrap the whole model.
 
+    With ``chunk_tokens`` the encoder takes a keyword ``attention_mask``, [n, tokens], padded on one side. Chunks are those
+    of :func:`contrastive_zoo.data.token_chunks`, cut to their longest sample: all tensors [n, tokens, …] lose the columns
+    that are padding in the whole chunk. Embeddings have the order of the input.
+
     Encode two views by one call, ``encode(torch.cat([view1, view2])).chunk(2)``: then gradients are reduced once. Under
     ``torch.no_grad()`` it is the encoder, chunk by chunk, and ranks do not wait for each other.
 
     Args:
         model: the encoder, with or without DDP around it.
         chunk_size: samples in a chunk.
+        chunk_tokens: instead, the most padded tokens of a chunk: (its samples) · (its longest sample).
         process_group: the ranks that agree on the input; None is the group of a DDP model, or the default group at the
             time of the call.
 
     Raises:
-        ValueError: a chunk size below 1. At the call, on every rank alike: tensors that differ in their numbers of samples,
-            no tensor at all, or inputs that need a gradient.
+        ValueError: a chunk size below 1, or not one of ``chunk_size`` and ``chunk_tokens``. At the call, on every rank
+            alike: tensors that differ in their numbers of samples, no tensor at all, inputs that need a gradient, an
+            attention mask that is missing or padded on both sides, or a sample longer than ``chunk_tokens``. On its rank:
+            an encoder without one embedding per sample, with ``chunk_tokens``.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
@@ -154,15 +162,23 @@ class GradCache(nn.Module):
     Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
 
-    def __init__(self, model: nn.Module, chunk_size: int, *, process_group: Processes = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk_size: int | None = None,
+        *,
+        chunk_tokens: int | None = None,
+        process_group: Processes = None,
+    ) -> None:
         super().__init__()
-        if not is_integer(chunk_size, at_least=1) or not isinstance(model, nn.Module):
+        sizes = [x for x in (chunk_size, chunk_tokens) if x is not None]
+        if len(sizes) != 1 or not is_integer(sizes[0], at_least=1) or not isinstance(model, nn.Module):
             raise ValueError(
-                f"GradCache: a torch.nn.Module and at least one row a chunk, got {type(model).__name__} and "
-                f"chunk_size={described(chunk_size)}."
+                "GradCache: a torch.nn.Module and at least one row a chunk, or one token, got "
+                f"{type(model).__name__}, chunk_size={described(chunk_size)} and chunk_tokens={described(chunk_tokens)}."
             )
         self.model = model
-        self.chunk_size = chunk_size
+        self.chunk_size, self.chunk_tokens = chunk_size, chunk_tokens
         self.process_group = process_group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,15 +196,35 @@ class GradCache(nn.Module):
         sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout is not torch.strided]
         if sparse:  # before they are split
             refuse("GradCache", tensor_problem("each input", sparse[0]) or "", world=World.of(self.process_group))
-        chunks = []
-        for start in range(0, max(counts, default=0) or 1, self.chunk_size):
-            part = slice(start, start + self.chunk_size)
+        if self.chunk_tokens is not None:
+            problem = problem or mask_problem(kwargs.get("attention_mask"), self.chunk_tokens)
+            if problem is None:
+                return self._encode_by_tokens(leaves, tree, kwargs["attention_mask"], self.chunk_tokens)
+        chunks, size = [], self.chunk_size or 1
+        for start in range(0, max(counts, default=0) or 1, size):
+            part = slice(start, start + size)
             chunks.append(Chunk(*tree_unflatten([x[part] if has_samples(x) else x for x in leaves], tree)))
         (output,) = _encoded("GradCache", [ChunkedEncoder(self.model, chunks)], problem, self.process_group)
         return output
 
+    def _encode_by_tokens(self, leaves: list[Any], tree: TreeSpec, mask: Tensor, chunk_tokens: int) -> Any:
+        parts = mask_parts(mask, chunk_tokens)
+        chunks = []
+        for rows, columns in parts:
+            of_chunk = [x[rows] if has_samples(x) else x for x in leaves]
+            cut = [x[:, columns] if has_samples(x) and x.shape[1:2] == mask.shape[1:2] else x for x in of_chunk]
+            chunks.append(Chunk(*tree_unflatten(cut, tree)))
+        (output,) = _encoded("GradCache", [ChunkedEncoder(self.model, chunks)], None, self.process_group)
+        if bad := [x for x in tree_leaves(output) if len(x) != len(mask)]:
+            raise ValueError(
+                f"GradCache: with chunk_tokens an encoder returns one row for each of {len(mask)} samples, got "
+                f"{described(bad[0])}. Pass chunk_size."
+            )
+        order = torch.cat([rows for rows, _ in parts]).argsort()
+        return tree_map(lambda x: x[order], output)
+
     def extra_repr(self) -> str:
-        return f"chunk_size={self.chunk_size}"
+        return f"chunk_size={self.chunk_size}" if self.chunk_tokens is None else f"chunk_tokens={self.chunk_tokens}"
 
 
 def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, process_group: Processes) -> list[Any]:

@@ -1,7 +1,9 @@
 """Chunks by a budget of padded tokens: which samples are encoded together, for the sampler and for GradCache."""
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from contrastive_zoo.ranks.row_checks import described, is_integer
 
@@ -57,3 +59,31 @@ def lengths_problem(lengths: ArrayLike, chunk_tokens: object) -> str | None:
             "longer samples, or raise chunk_tokens."
         )
     return None
+
+
+def mask_problem(mask: object, chunk_tokens: int) -> str | None:
+    """Return why the samples of an attention mask have no chunks, in words."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+        return f"attention_mask is a keyword with integers or bools [n, tokens], got {described(mask)}."
+    if not (_padded_right(mask) or _padded_right(mask.flip(1))):
+        return "attention_mask is padded on one side, the same one for all samples, got one with gaps or on both sides."
+    return lengths_problem(_lengths(mask), chunk_tokens)
+
+
+def mask_parts(mask: Tensor, chunk_tokens: int) -> list[tuple[Tensor, slice]]:
+    """Return the samples of each chunk and the columns that are not padding in all of them; one chunk if there are none."""
+    lengths = _lengths(mask)
+    result = []
+    for rows in token_chunks(lengths, chunk_tokens) or [np.arange(0)]:
+        longest = int(lengths[rows].max(initial=1))
+        columns = slice(longest) if _padded_right(mask) else slice(mask.shape[1] - longest, None)
+        result.append((torch.from_numpy(rows).to(mask.device), columns))
+    return result
+
+
+def _padded_right(mask: Tensor) -> bool:
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())
+
+
+def _lengths(mask: Tensor) -> NDArray[np.int64]:
+    return np.maximum(mask.bool().sum(1).numpy(force=True), 1)  # a sample without tokens has a row all the same
