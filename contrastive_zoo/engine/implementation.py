@@ -1,11 +1,9 @@
 """Choose what computes losses: plain autograd, engines of torch operations, Triton kernels, or compiled block functions."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
@@ -97,8 +95,8 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
             these losses.
 
     Raises:
-        ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if kernels
-            compute it on some ranks only.
+        ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if some ranks
+            only choose it.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -123,7 +121,8 @@ class Kernels(NamedTuple):
     """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
     ``always``: the user chose ``"triton"``, so they compute small batches, too, and what they cannot is refused.
-    ``problem`` says why they cannot ``apply``; ``missing``, whether only Triton's installation is missing.
+    ``problem`` says why they cannot ``apply``; ``missing``, whether they would with another installation, here or on
+    another rank.
     """
 
     apply: bool = False
@@ -132,10 +131,17 @@ class Kernels(NamedTuple):
     missing: bool = False
 
     def __str__(self) -> str:
-        """What ranks compare: which implementation it is determines their messages."""
-        if not self.apply:
-            return f"triton, which {self.problem}" if self.always else "torch"
-        return "triton" if self.always else "triton for large batches"
+        """What ranks compare: the choice of ``"triton"``, which is refused where kernels do not apply."""
+        if not self.always:
+            return "torch or triton"
+        return "triton" if self.apply else f"triton, which {self.problem}"
+
+    def on_ranks(self, capable: Sequence[bool]) -> "Kernels":
+        """Return what all ranks do, given whether kernels apply on each: all of them use kernels, or none does."""
+        if all(capable) or not any(capable):
+            return self
+        lacking = ", ".join(str(rank) for rank, applies in enumerate(capable) if not applies)
+        return Kernels(problem=self.problem or f"does not run on rank {lacking}", missing=True)
 
     def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
         """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
@@ -144,13 +150,13 @@ class Kernels(NamedTuple):
         """
         if self.always and (problem := unsupported or self.problem) is not None:
             raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
-        if unsupported is not None:
+        if unsupported is not None or not (self.apply or self.missing):
+            return False
+        if not self.always and is_small_batch(rows * columns, on_accelerator=True):
             return False
         if self.missing:
-            _warn_once()
-        if not self.apply:
-            return False
-        return self.always or not is_small_batch(rows * columns, on_accelerator=True)
+            _warn_once(str(self.problem))
+        return self.apply
 
 
 def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
@@ -158,15 +164,13 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     name, first = _implementation.get(), next(iter(rows), None)
     if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):
         return NO_KERNELS
-    chosen = name == "triton"
-    if (problem := _problem(first)) is not None:
-        return Kernels(always=chosen, problem=problem)
-    if find_spec("triton") is None:
-        return Kernels(always=chosen, problem="needs Triton: pip install contrastive_zoo[triton]", missing=not chosen)
-    from contrastive_zoo.engine.kernels import device_problem  # imported here: most programs use no kernels
+    from contrastive_zoo.engine import kernels  # imported here: most programs use no kernels
 
-    problem = device_problem(first.device)
-    return Kernels(apply=problem is None, always=chosen, problem=problem)
+    chosen = name == "triton"
+    if (problem := _problem(first) or kernels.device_problem(first.device)) is not None:
+        return Kernels(always=chosen, problem=problem)
+    problem = kernels.installation_problem(first.device)
+    return Kernels(problem is None, chosen, problem, missing=not chosen and problem is not None)
 
 
 NO_KERNELS = Kernels()
@@ -187,10 +191,14 @@ def _problem(rows: Tensor) -> str | None:
     return None
 
 
-@cache
-def _warn_once() -> None:
-    warnings.warn(
-        "Triton is not installed, so torch operations compute this loss, more slowly than the kernels. "
-        "Install contrastive_zoo[triton], or choose use_implementation('torch').",
-        stacklevel=5,
-    )
+def _warn_once(problem: str) -> None:
+    if not _warned:
+        _warned.append(problem)
+        warnings.warn(
+            f"Torch operations compute this loss on all ranks, more slowly than Triton, which {problem}. "
+            "use_implementation('torch') chooses them without this warning.",
+            stacklevel=4,
+        )
+
+
+_warned: list[str] = []  # the problem that this process has warned about; others are not warned about

@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol, overload
 
@@ -18,7 +18,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
-from contrastive_zoo.ranks.session import Session, agree_on_shards
+from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.world import Shards, World
 
 SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
@@ -207,7 +207,9 @@ class Loss(Settings, GraphModule):
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
             settings = {**vars(stated.settings), **stated.compared, "implementation": stated.kernels}
             compared = {key: x for key, x in settings.items() if not isinstance(x, unlike)}
-            shards = agree_on_shards(name, rows, world=session, problem=problem, settings=compared)
+            kernels = stated.kernels
+            agreed = agree(name, rows, world=session, problem=problem, settings=compared, kernels=kernels.apply)
+            shards, stated = agreed.shards, replace(stated, kernels=kernels.on_ranks(agreed.kernels))
         refuse_empty(name, shards[0])
         return stated.batch(rows, shards, session)
 

@@ -37,6 +37,8 @@ PAYLOAD_LIMIT = 2**20
 
 ASKS = 2  # what a rank states that asks for rank 0's parameters
 
+_REPLICABLE, _KERNELS = 1, 2  # bits of a rank's capabilities
+
 _IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
 
 
@@ -58,6 +60,7 @@ class Statement:
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
+    kernels: bool = False  # whether Triton kernels can compute the loss on this rank
     # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
     draws: bool = False
     # whether all of the loss takes every rank less time than its part and the messages, given the shards
@@ -74,6 +77,7 @@ class Agreed:
 
     shards: list[Shards]  # the split of each of the statement's sizes over the ranks
     replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
+    kernels: Sequence[bool] = (False,)  # by rank, whether Triton kernels can compute the loss there
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
     equal: Mapping[int, int] = field(default_factory=dict)  # by index, digests of arguments that all ranks stated alike
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
@@ -95,7 +99,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     if world.size == 1:
         if statement.problem is not None:
             raise ValueError(f"{statement.caller}: {statement.problem}")
-        return Agreed([Shards((size,)) for size in statement.sizes])
+        return Agreed([Shards((size,)) for size in statement.sizes], kernels=[statement.kernels])
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
     state = state_of(world.process_group)
@@ -125,13 +129,14 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         digests = [(*first, *more[count:]) for first, more in zip(digests, rest, strict=True)]
     _refuse_differences(statement, received, world)
     shards = [Shards(of, world.rank) for of in zip(*sizes, strict=True)]
-    replicate = all(received["replicable"]) and (any(received["draws"]) or statement.small(shards))
+    replicable, kernels = ([bool(x & bit) for x in received["capabilities"]] for bit in (_REPLICABLE, _KERNELS))
+    replicate = all(replicable) and (any(received["draws"]) or statement.small(shards))
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved.size
     reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
     by_argument = enumerate(zip(*digests, strict=True))
     equal = {index: of_ranks[0] for index, of_ranks in by_argument if of_ranks[0] and len({*of_ranks}) == 1}
-    return Agreed(shards, replicate, max(received["same"]), equal, payload if fits else None, number, identity)
+    return Agreed(shards, replicate, kernels, max(received["same"]), equal, payload if fits else None, number, identity)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -167,7 +172,7 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         *map(_to_bits, (statement.last_value, statement.level, statement.projection)),
         statement.fingerprint,
         statement.same,
-        statement.replicable,
+        _REPLICABLE * statement.replicable + _KERNELS * statement.kernels,
         statement.draws,
         payload,
         *arguments,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from contrastive_zoo.ranks.devices import ValueCheck
-from contrastive_zoo.ranks.handshake import Statement, shake_hands
+from contrastive_zoo.ranks.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
 from contrastive_zoo.ranks.world import Machines, Shards, World
 
@@ -153,15 +153,16 @@ class Session(World):
         return replace(self, cache=GatherCache(self.derivations))
 
 
-def agree_on_shards(
+def agree(
     caller: str,
     rows: Mapping[str, Tensor],
     *,
     world: World,
     problem: str | None = None,
     settings: Mapping[str, object] | None = None,
-) -> list[Shards]:
-    """Agree with all ranks on rows and settings, and return how many rows each rank holds.
+    kernels: bool = False,
+) -> Agreed:
+    """Agree with all ranks on rows, settings, and whether Triton kernels can compute a loss of them.
 
     Raises:
         ValueError: on every rank alike, if any rank has a problem, brings NaN or infinite rows (unless the session's
@@ -175,7 +176,13 @@ def agree_on_shards(
     compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
     compared |= {name: in_one_line(value) for name, value in (settings or {}).items()}
     sizes = [len(x) if x.ndim else 1 for x in rows.values()]
-    return shake_hands(Statement(caller, compared, sizes, problem, tolerance=tolerance(rows.values())), world).shards
+    precision = tolerance(rows.values())
+    return shake_hands(Statement(caller, compared, sizes, problem, tolerance=precision, kernels=kernels), world)
+
+
+def agree_on_shards(caller: str, rows: Mapping[str, Tensor], *, world: World, **stated: Any) -> list[Shards]:
+    """Return how many rows each rank holds, after :func:`agree`, which takes the same arguments."""
+    return agree(caller, rows, world=world, **stated).shards
 
 
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:

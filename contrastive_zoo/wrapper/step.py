@@ -213,6 +213,7 @@ class OwnStep(DistributedStep):
             problem,
             tolerance=tolerance(rows.values()),
             replicable=can_compute_all,
+            kernels=stated.kernels.apply,
             draws=self.history.draws or inputs.whole,
             small=functools.partial(_is_small, [*rows.values()]),
             payload=payload_of(rows, self.session) if can_compute_all else None,
@@ -220,13 +221,14 @@ class OwnStep(DistributedStep):
 
     def value(self, agreed: Agreed) -> Any:
         session, rows = self.session, self.rows
+        stated = replace(self.stated, kernels=self.stated.kernels.on_ranks(agreed.kernels))
         if not agreed.replicate:
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
-            return self.compute_batch(self.stated.batch(scaled, agreed.shards, session))
+            return self.compute_batch(stated.batch(scaled, agreed.shards, session))
         gathered = gathered_rows(rows, agreed, session)
         alone = Session(options=UNCHECKED, findings=session.findings)
         shards = [Shards((len(x),)) for x in gathered.values()]
-        batch = self.stated.batch(gathered, shards, alone, agreed.shards[0].local)
+        batch = stated.batch(gathered, shards, alone, agreed.shards[0].local)
         if not self.modules.runs_third_party_code:
             return self.compute_batch(batch)
         compute = functools.partial(self.compute_batch, batch)

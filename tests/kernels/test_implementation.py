@@ -1,8 +1,9 @@
 """The choice between torch and Triton: where a kernel is used, what is refused, and that no rank is left waiting."""
 
+import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation as chosen
 from contrastive_zoo.engine import kernels
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
+from contrastive_zoo.loss_base import loss as loss_base
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import drawn
 
+PROBE = kernels.installation_problem.__wrapped__
 LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
 
@@ -30,7 +34,7 @@ def on_a_gpu(n: int = 2049, d: int = 8, dtype: torch.dtype = torch.float32) -> l
 @pytest.fixture
 def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device_problem", lambda device: None)
-    monkeypatch.setattr(chosen, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernels, "installation_problem", lambda device: None)
     monkeypatch.setattr(chosen, "SMALL_BATCH_ELEMENTS", 2**16)  # other tests run without small batches
 
 
@@ -66,16 +70,49 @@ def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(2, 2), (2, 5)]
 
 
-def test_one_warning_where_triton_is_not_installed(suitable: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "find_spec", lambda name: None)
-    chosen._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="Triton is not installed"):
+@pytest.fixture
+def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "_warned", [])
+
+
+LACKING = ["triton", "triton.tools.tensor_descriptor"]
+"""Modules that are missing: Triton's installation, and what the Triton of torch 2.6 and 2.7 has not."""
+
+
+@pytest.mark.parametrize("module", LACKING)
+@pytest.mark.usefixtures("suitable", "_unwarned")
+def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [x for x in sys.modules if x.startswith("contrastive_zoo.engine.kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("blocks", "softmax", "sigmoid"):  # from where Python takes a submodule that is gone from sys.modules
+        monkeypatch.delattr(kernels, name, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(kernels, "installation_problem", PROBE)
+    assert not choose_kernels(on_a_gpu(n=10)).compute("Loss", 10, 10)  # without a warning
+    with pytest.warns(UserWarning, match=f"more slowly than Triton, which cannot run here.*{module}"):
         assert not choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
+    choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
     with cz.engine.use_implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
         cz.Clip()(torch.eye(2), torch.eye(2))
+
+
+@pytest.mark.usefixtures("suitable", "_unwarned")
+def test_kernels_that_do_not_compile_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch fails where there is no C compiler, or no interpreter, as here; it is tried once."""
+    blocks = pytest.importorskip("contrastive_zoo.engine.kernels.blocks")
+    tried = []
+
+    def fail(device: torch.device) -> None:
+        tried.append(device)
+        raise RuntimeError("Failed to find C compiler.\nset CC")
+
+    monkeypatch.setattr(blocks, "launch_smallest", fail)
+    monkeypatch.setattr(kernels, "installation_problem", cache(PROBE))
+    for _ in range(2):
+        found = choose_kernels(on_a_gpu())
+        assert found.missing
+        assert "(RuntimeError: Failed to find C compiler.)" in str(found.problem)
+    assert len(tried) == 1
 
 
 EYE = torch.eye(2)
@@ -102,7 +139,6 @@ def test_triton_refuses_what_it_cannot_compute(make: Any, rows: list[Tensor], te
 
 def test_triton_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(chosen, "find_spec", lambda name: name)
     with (
         cz.engine.use_implementation("triton"),
         pytest.raises(ValueError, match=r"got embeddings on cpu\. Choose use_implementation"),
@@ -135,14 +171,10 @@ def test_other_names_are_refused() -> None:
 def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make: Any, small: int, lacks: bool, worlds: Worlds) -> None:
     def job() -> str:
         rank = dist.get_rank()
-        text = (
-            "rank 0 has triton, rank 1 has triton, which needs Triton"
-            if lacks
-            else "rank 0 has torch, rank 1 has triton"
-        )
+        text = "rank 0 has triton, rank 1 has triton, which is" if lacks else "rank 0 has torch or triton, rank 1 has triton"
         with pytest.MonkeyPatch.context() as patch, splitting(not small):
             patch.setattr(kernels, "device_problem", lambda device: None)
-            patch.setattr(chosen, "find_spec", lambda name: None if lacks and rank else name)
+            patch.setattr(kernels, "installation_problem", lambda device: "is too old" if lacks and rank else None)
             with (
                 cz.engine.use_implementation("triton" if lacks or rank else "torch"),
                 pytest.raises(ValueError, match=text) as error,
@@ -152,6 +184,63 @@ def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make: Any, small: int,
 
     first, second = worlds.run(2, job)
     assert first == second
+
+
+FORMS: list[tuple[Callable[..., Any], bool, float]] = [
+    (cz.NTXent(temperature=0.2), True, 2.0),
+    (cz.WeightedSum([cz.Clip(temperature=0.3)]), True, 2.0),
+    (cz.InfoNCE(temperature=0.3), False, 1.0),
+]
+"""A loss, whether it is wrapped or called with the world of all ranks, and the factor of the embeddings' gradients."""
+
+
+def steps_of(rows: Tensor, local: slice, call: Callable[..., Tensor]) -> list[list[Tensor]]:
+    """Return value and gradients of three steps, [steps, towers, n, d], of some samples."""
+    leaves = [[x[local].clone().requires_grad_() for x in towers] for towers in rows]
+    values = [call(*towers) for towers in leaves]
+    return [[x.detach(), *torch.autograd.grad(x, towers)] for x, towers in zip(values, leaves, strict=True)]
+
+
+@pytest.mark.parametrize(("loss", "wrapped", "factor"), FORMS, ids=["NTXent", "a sum", "bare"])
+def test_ranks_that_differ_all_take_the_torch_operations(
+    loss: Any, wrapped: bool, factor: float, worlds: Worlds
+) -> None:
+    """The control: kernels apply on both ranks. Then one rank's probe says no, from the second step on."""
+    shards = [slice(0, 3), slice(3, 7)]
+    rows = torch.randn(3, 2, 7, 4, dtype=torch.float64)
+
+    def job(lacks: bool) -> Any:
+        rank, applied, chosen_by_ranks = dist.get_rank(), [], Kernels.compute
+        call = cz.DistributedLoss(loss) if wrapped else partial(loss, world=World.of())
+
+        def choose(embeddings: Any) -> Kernels:
+            problem = "is too old" if lacks and rank and applied else None
+            return Kernels(problem is None, problem=problem, missing=problem is not None)
+
+        def compute(kernels: Kernels, *_: Any, **named: Any) -> bool:
+            applied.append(chosen_by_ranks(kernels, "Loss", 10**4, 10**4))
+            return False
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            splitting(always=True),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            patch.setattr(chosen, "_warned", [])
+            patch.setattr(loss_base, "choose_kernels", choose)
+            patch.setattr(Kernels, "compute", compute)
+            return steps_of(rows, shards[rank], call), applied, [str(x.message) for x in said]
+
+    expected = steps_of(rows, slice(None), loss)
+    for lacks in (False, True):
+        for rank, (found, applied, said) in enumerate(worlds.run(2, job, lacks)):
+            for step, (value, *gradients) in zip(found, expected, strict=True):
+                local = [factor * x[shards[rank]] for x in gradients]
+                torch.testing.assert_close(step, [value, *local], rtol=1e-10, atol=1e-12)
+            assert applied == [True, not lacks, not lacks]
+            reason = "is too old" if rank else "does not run on rank 1"
+            assert [reason in text for text in said] == [True] * lacks
 
 
 def test_precision_follows_either_setting_of_torch() -> None:
