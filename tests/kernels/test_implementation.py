@@ -84,7 +84,7 @@ LACKING = ["triton", "triton.tools.tensor_descriptor"]
 def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [x for x in sys.modules if x.startswith("contrastive_zoo.engine.kernels.")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("blocks", "softmax", "sigmoid"):  # from where Python takes a submodule that is gone from sys.modules
+    for name in ("blocks", "probe", "softmax", "sigmoid"):  # as Python takes them from the package
         monkeypatch.delattr(kernels, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(kernels, "installation_problem", PROBE)
@@ -99,14 +99,13 @@ def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch
 @pytest.mark.usefixtures("suitable", "_unwarned")
 def test_kernels_that_do_not_compile_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch fails where there is no C compiler, or no interpreter, as here; it is tried once."""
-    blocks = pytest.importorskip("contrastive_zoo.engine.kernels.blocks")
-    tried = []
+    probe, tried = pytest.importorskip("contrastive_zoo.engine.kernels.probe"), []
 
     def fail(device: torch.device) -> None:
         tried.append(device)
         raise RuntimeError("Failed to find C compiler.\nset CC")
 
-    monkeypatch.setattr(blocks, "launch_smallest", fail)
+    monkeypatch.setattr(probe, "launch_smallest", fail)
     monkeypatch.setattr(kernels, "installation_problem", cache(PROBE))
     for _ in range(2):
         found = choose_kernels(on_a_gpu())
@@ -171,7 +170,11 @@ def test_other_names_are_refused() -> None:
 def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make: Any, small: int, lacks: bool, worlds: Worlds) -> None:
     def job() -> str:
         rank = dist.get_rank()
-        text = "rank 0 has triton, rank 1 has triton, which is" if lacks else "rank 0 has torch or triton, rank 1 has triton"
+        text = (
+            "rank 0 has triton, rank 1 has triton, which is"
+            if lacks
+            else "rank 0 has torch or triton, rank 1 has triton"
+        )
         with pytest.MonkeyPatch.context() as patch, splitting(not small):
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(kernels, "installation_problem", lambda device: "is too old" if lacks and rank else None)

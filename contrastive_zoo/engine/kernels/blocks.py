@@ -256,17 +256,3 @@ def _capability(device: int) -> int:
     """
     major, minor = torch.cuda.get_device_capability(device) if device >= 0 else (8, 0)
     return 80 if major >= 12 else 10 * major + minor
-
-
-@triton.jit
-def copied_tile(source, out):
-    """Write ``out = source``, one tile."""
-    out.store([0, 0], source.load([0, 0]))
-
-
-def launch_smallest(device: torch.device) -> None:
-    """Compile and run what all kernels need: copies of tiles, and a product that is added up in float32."""
-    x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    source, out = (Operand(rows).tiles(slice(0, 16), 16, 16) for rows in (x, torch.empty_like(x)))
-    copied_tile[(1,)](source, out, num_warps=4)
-    add_product(x.new_empty(16, 16, dtype=torch.float32), x, x, first=True)
