@@ -1,1 +1,1 @@
-"""Adapters for losses of other libraries. Each module imports its library, so import only the one that you use."""
+"""Adapters for other libraries. Each module imports its library, except open_clip's, so import only the one that you use."""

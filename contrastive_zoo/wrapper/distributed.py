@@ -153,20 +153,21 @@ class DistributedLoss(LossAttributes, Generic[R]):
             views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds samples, although it is equal on every rank.
 
     Raises:
-        ValueError: an unknown ``grad_reduction`` or ``mode``; a loss that cannot be called, is a class, or is distributed
-            already, or contains such a loss or miner (an outermost pytorch-metric-learning wrapper is unwrapped, and so is a
-            DistributedMiner passed as ``miner``); a miner for a loss that takes no ``indices_tuple``; ``ring`` for a loss
-            that needs all candidates at once; a ``ring`` that is no bool and no 2-d mesh; ``pad_dims`` that are no
-            dimensions, or for a loss that not every rank computes; ``shared`` or ``batch_dim`` that name no arguments or
-            dimensions, or for such a loss; two of the three for one argument. At the call, between several ranks, on every
-            rank alike: ranks that differ in the loss's class, its settings, this wrapper's options, arguments, widths,
-            dtypes or parameters; a mesh of other ranks than the process group's; arguments that the loss does not take;
-            labels that are not one per embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on
-            all ranks; indices mined on one rank's embeddings, or passed although there is a miner; a previous value that
-            differs between ranks; ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has
-            not; shared arguments that differ; an argument of a third-party loss without a role that looks like none of rows:
-            embeddings that are equal on every rank while other arguments differ, equal weights that count otherwise than all
-            other arguments, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
+        ValueError: an unknown ``grad_reduction`` or ``mode``; ``prefer_native`` for a loss of open_clip; a loss that
+            cannot be called, is a class, or is distributed already, or contains such a loss or miner (an outermost
+            pytorch-metric-learning wrapper is unwrapped, and so is a DistributedMiner passed as ``miner``); a miner for
+            a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at once; a ``ring``
+            that is no bool and no 2-d mesh; ``pad_dims`` that are no dimensions, or for a loss that not every rank
+            computes; ``shared`` or ``batch_dim`` that name no arguments or dimensions, or for such a loss; two of the
+            three for one argument. At the call, between several ranks, on every rank alike: ranks that differ in the
+            loss's class, its settings, this wrapper's options, arguments, widths, dtypes or parameters; a mesh of other
+            ranks than the process group's; arguments that the loss does not take; labels that are not one per
+            embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on all ranks; indices mined
+            on one rank's embeddings, or passed although there is a miner; a previous value that differs between ranks;
+            ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
+            that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that
+            are equal on every rank while other arguments differ, equal weights that count otherwise than all other
+            arguments, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
             group that it holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 

@@ -131,9 +131,18 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
     """Return this library's loss, no miner, and the third-party loss that it replaces if it is the same function.
 
     Otherwise the loss and the miner as they are, and None.
+
+    Raises:
+        ValueError: a loss of open_clip, whose scale is an argument of the call.
     """
-    if isinstance(without_ddp(loss), Loss):
+    kind = type(without_ddp(loss))
+    if issubclass(kind, Loss):
         return loss, miner, None
+    if kind.__module__.startswith("open_clip."):
+        raise ValueError(
+            f"DistributedLoss: prefer_native=True replaces no loss of open_clip, which takes its scale at the call. Use "
+            f"contrastive_zoo.adapters.open_clip.{kind.__name__}(), or leave out prefer_native."
+        )
     # imported here: pytorch-metric-learning is an optional dependency
     from contrastive_zoo.wrapper.pml.native.translation import Original, to_native
 

@@ -1,0 +1,218 @@
+"""Losses that are called as open_clip calls its own, on the pairs of all ranks. open_clip itself is not imported.
+
+The scale, and the bias, stay parameters of the model: its optimizer groups, its clamp and its checkpoints do not change.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.precision import at_least_float32
+from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.losses.distillation import ClipDistillation
+from contrastive_zoo.losses.info_nce import Clip
+from contrastive_zoo.losses.sigmoid import SigLIP
+from contrastive_zoo.wrapper.distributed import DistributedLoss
+
+Losses = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+
+class ClipLoss(nn.Module):
+    """Compute :class:`contrastive_zoo.Clip` by the call of open_clip's ``ClipLoss``.
+
+    Called as ``loss(**model(images, texts), output_dict=True)``, with open_clip's names: ``image_features`` and
+    ``text_features``, [n, d], as the model normalises them; ``logit_scale``, 1/t > 0, with one element, which the model has
+    made of its parameter. n may differ between ranks. The value is that of open_clip's loss on one process that holds all
+    ranks' pairs, as ``{"contrastive_loss": value}``, or the tensor itself without ``output_dict``. The gradients of the
+    model, its scale included, are those of that process after the gradient all-reduce. A ``logit_bias`` cancels in
+    the softmax; its gradient is 0.
+
+    Args:
+        options: those of :class:`contrastive_zoo.DistributedLoss`, such as ``process_group`` and ``ring``. open_clip's
+            ``local_loss``, ``gather_with_grad``, ``rank`` and ``world_size`` have no counterpart.
+
+    Raises:
+        ValueError: as :class:`contrastive_zoo.DistributedLoss`; a scale that is not positive.
+
+    Examples:
+        >>> import torch
+        >>> model_out = {"image_features": torch.eye(2), "text_features": torch.eye(2), "logit_scale": torch.tensor(1.0)}
+        >>> ClipLoss()(**model_out, output_dict=True)   # log(e + 1) − 1
+        {'contrastive_loss': tensor(0.3133)}
+
+    Source: the calls of open_clip 3.3, https://github.com/mlfoundations/open_clip
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.contrastive = DistributedLoss(Clip(temperature=1.0, normalize=False), **options)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Losses:
+        """Return the loss of all ranks' pairs, from this rank's."""
+        loss = _value(self.contrastive, image_features, text_features, temperature=_inverse(logit_scale))
+        if logit_bias is not None:
+            loss = loss + 0 * logit_bias.sum()  # DDP waits for a gradient of each parameter of the model
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class SigLipLoss(nn.Module):
+    """Compute :class:`contrastive_zoo.SigLIP` by the call of open_clip's ``SigLipLoss``.
+
+    Called as :class:`ClipLoss`; here ``logit_bias``, with one element, is required.
+
+    Args:
+        options: those of :class:`contrastive_zoo.DistributedLoss`. ``ring=True`` takes the place of ``dist_impl``.
+
+    Raises:
+        ValueError: as :class:`ClipLoss`.
+
+    Examples:
+        >>> import torch
+        >>> one, zero = torch.tensor(1.0), torch.tensor(0.0)
+        >>> SigLipLoss()(torch.eye(2), torch.eye(2), logit_scale=one, logit_bias=zero)   # log(1 + e⁻¹) + log 2
+        tensor(1.0064)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.contrastive = DistributedLoss(SigLIP(temperature=1.0, logit_bias=0.0, normalize=False), **options)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor,
+        output_dict: bool = False,
+    ) -> Losses:
+        """Return the loss of all ranks' pairs, from this rank's."""
+        # as a parameter, the model's bias would become one of the loss
+        settings = {"temperature": _inverse(logit_scale), "logit_bias": logit_bias.view_as(logit_bias)}
+        loss = _value(self.contrastive, image_features, text_features, **settings)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class CoCaLoss(ClipLoss):
+    """Compute CLIP's loss and the mean cross-entropy of the caption's tokens by the call of open_clip's ``CoCaLoss``.
+
+    Called as :class:`ClipLoss`, with ``logits``, [n, tokens, words], and ``labels``, [n, tokens], too. Captions are not
+    gathered: the mean is the sum over all ranks' tokens by their number, of which padding is none.
+
+    Args:
+        caption_loss_weight: weight of the mean over tokens.
+        clip_loss_weight: weight of CLIP's loss, which is not computed where it is 0.
+        pad_id: the label of padding.
+        options: those of :class:`contrastive_zoo.DistributedLoss`.
+
+    Raises:
+        ValueError: as :class:`ClipLoss`.
+
+    Examples:
+        >>> import torch
+        >>> eye, labels = torch.eye(2), torch.tensor([[1, 0], [2, 1]])
+        >>> CoCaLoss(2.0, 1.0)(eye, eye, torch.zeros(2, 2, 3), labels, torch.tensor(1.0))   # …, 2 log 3
+        (tensor(0.3133), tensor(2.1972))
+    """
+
+    def __init__(self, caption_loss_weight: float, clip_loss_weight: float, pad_id: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.caption_loss_weight, self.clip_loss_weight, self.pad_id = caption_loss_weight, clip_loss_weight, pad_id
+        self.caption = DistributedLoss(_MeanOverTokens(), **options)
+
+    def forward(  # type: ignore[override]  # open_clip's has other arguments, too
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Losses:
+        """Return both losses, each with its weight."""
+        clip = logits.new_zeros(())
+        if self.clip_loss_weight:
+            clip = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale, logit_bias)  # type: ignore[operator]  # a tensor without output_dict
+        of_tokens = F.cross_entropy(logits.mT, labels, ignore_index=self.pad_id, reduction="none").sum(1)
+        caption = self.caption_loss_weight * self.caption(of_tokens, (labels != self.pad_id).sum(1))
+        return {"contrastive_loss": clip, "caption_loss": caption} if output_dict else (clip, caption)
+
+
+class DistillClipLoss(ClipLoss):
+    """Compute CLIP's loss and that of a teacher's softmax by the call of open_clip's ``DistillClipLoss``.
+
+    Called as :class:`ClipLoss`, with the teacher's ``dist_image_features``, ``dist_text_features`` and
+    ``dist_logit_scale``, too, which get no gradient.
+
+    Args:
+        options: those of :class:`contrastive_zoo.DistributedLoss`.
+
+    Raises:
+        ValueError: as :class:`ClipLoss`.
+
+    Examples:
+        >>> import torch
+        >>> eye, one = torch.eye(2), torch.tensor(1.0)
+        >>> DistillClipLoss()(eye, eye, one, torch.ones(2, 2), torch.ones(2, 2), one)   # …, log(e + 1) − ½
+        (tensor(0.3133), tensor(0.8133))
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        teacher = ClipDistillation(temperature=1.0, teacher_temperature=1.0, weight=1.0, normalize=False)
+        self.distillation = DistributedLoss(teacher, **options)
+
+    def forward(  # type: ignore[override]  # open_clip's has other arguments, too
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: Tensor,
+        output_dict: bool = False,
+    ) -> Losses:
+        """Return both losses."""
+        clip: Any = super().forward(image_features, text_features, logit_scale)
+        features = image_features, text_features, dist_image_features, dist_text_features
+        scales = {"temperature": _inverse(logit_scale), "teacher_temperature": _inverse(dist_logit_scale).detach()}
+        distilled = _value(self.distillation, *features, **scales)
+        return {"contrastive_loss": clip, "distill_loss": distilled} if output_dict else (clip, distilled)
+
+
+class _MeanOverTokens(Loss):
+    """Divide the sum of all samples' losses by the number of their tokens."""
+
+    def inputs(self, losses: Tensor, tokens: Tensor) -> Inputs:
+        return Inputs({"losses": losses, "tokens": tokens})
+
+    def compute(self, batch: Batch) -> Tensor:
+        return batch.reduce(batch.rows["losses"], batch.rows["tokens"])
+
+
+def _inverse(logit_scale: Tensor) -> Tensor:
+    """Return the temperature, in float32 or wider: the inverse of a scale in bfloat16 would be rounded once more."""
+    return 1 / at_least_float32(logit_scale)
+
+
+def _value(loss: DistributedLoss[Tensor], *rows: Tensor, **settings: Tensor) -> Tensor:
+    """Return the loss with the settings of this step, which it forgets: they hold the graph of the model."""
+    for name, x in settings.items():
+        setattr(loss, name, x)
+    try:
+        return loss(*rows)
+    finally:
+        for name in settings:
+            setattr(loss, name, 1.0)
+
+
+__all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss"]
