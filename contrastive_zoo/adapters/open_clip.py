@@ -139,9 +139,9 @@ class CoCaLoss(ClipLoss):
         output_dict: bool = False,
     ) -> Losses:
         """Return both losses, each with its weight."""
-        clip = logits.new_zeros(())
+        clip: Any = logits.new_zeros(())
         if self.clip_loss_weight:
-            clip = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale, logit_bias)  # type: ignore[operator]  # a tensor without output_dict
+            clip = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale, logit_bias)
         of_tokens = F.cross_entropy(logits.mT, labels, ignore_index=self.pad_id, reduction="none").sum(1)
         caption = self.caption_loss_weight * self.caption(of_tokens, (labels != self.pad_id).sum(1))
         return {"contrastive_loss": clip, "caption_loss": caption} if output_dict else (clip, caption)
