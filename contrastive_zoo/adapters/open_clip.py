@@ -58,10 +58,13 @@ class ClipLoss(nn.Module):
         output_dict: bool = False,
     ) -> Losses:
         """Return the loss of all ranks' pairs, from this rank's."""
-        loss = _value(self.contrastive, image_features, text_features, temperature=_inverse(logit_scale))
-        if logit_bias is not None:
-            loss = loss + 0 * logit_bias.sum()  # DDP waits for a gradient of each parameter of the model
+        loss = self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _contrastive_loss(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        loss = _value(self.contrastive, images, texts, temperature=_inverse(scale))
+        # DDP waits for a gradient of each parameter of the model
+        return loss if bias is None else loss + 0 * bias.sum()
 
 
 class SigLipLoss(nn.Module):
@@ -139,9 +142,10 @@ class CoCaLoss(ClipLoss):
         output_dict: bool = False,
     ) -> Losses:
         """Return both losses, each with its weight."""
-        clip: Any = logits.new_zeros(())
+        clip = logits.new_zeros(())
         if self.clip_loss_weight:
-            clip = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale, logit_bias)
+            loss = self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
+            clip = self.clip_loss_weight * loss
         of_tokens = F.cross_entropy(logits.mT, labels, ignore_index=self.pad_id, reduction="none").sum(1)
         caption = self.caption_loss_weight * self.caption(of_tokens, (labels != self.pad_id).sum(1))
         return {"contrastive_loss": clip, "caption_loss": caption} if output_dict else (clip, caption)
@@ -182,7 +186,7 @@ class DistillClipLoss(ClipLoss):
         output_dict: bool = False,
     ) -> Losses:
         """Return both losses."""
-        clip: Any = super().forward(image_features, text_features, logit_scale)
+        clip = self._contrastive_loss(image_features, text_features, logit_scale)
         features = image_features, text_features, dist_image_features, dist_text_features
         scales = {"temperature": _inverse(logit_scale), "teacher_temperature": _inverse(dist_logit_scale).detach()}
         distilled = _value(self.distillation, *features, **scales)
