@@ -3,6 +3,7 @@
 python -m benchmarks.audit                 the table set-up, diagnosis
 python -m benchmarks.audit --random 1000   random right steps: every finding is a false alarm
 python -m benchmarks.audit --memory        peak memory of a process, beside the plain run
+python -m benchmarks.audit --online        seconds of an audited step of a running training, beside a plain one
 python -m benchmarks.audit --pictures      what a terminal shows, as docs/pages/figures/audit-*.svg
 """
 
@@ -17,13 +18,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor, nn
 
+import contrastive_zoo as cz
 from contrastive_zoo.testing import console
 from contrastive_zoo.testing.auditing.launch import audit_script, environment
+from contrastive_zoo.testing.auditing.online import OnlineAudit
 from contrastive_zoo.testing.worlds import Worlds
 from examples.run import EXAMPLES
 from tests.audit_random import audit_random_training
@@ -100,6 +106,41 @@ def _plain_peaks(script: list[str]) -> list[int]:
     return [1024 * os.wait4(process.pid, 0)[2].ru_maxrss for process in started]
 
 
+def online() -> None:
+    print("| processes | parameters | plain step, ms | audited step, ms | audited / plain | added at every=100 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with Worlds(timeout=600.0) as worlds:
+        for world_size in (1, 2, 3):
+            count, plain, audited = worlds.run(world_size, _seconds_of_steps)[0]
+            cells = [f"{world_size}", f"{count / 1e6:.1f} M", f"{1e3 * plain:.0f}", f"{1e3 * audited:.0f}"]
+            cells += [f"{audited / plain:.1f}", f"{(audited / plain - 1) / 100:.1%}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _seconds_of_steps() -> tuple[int, float, float]:
+    """Return a model's number of parameters, and the median seconds of plain and of audited steps of a training."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 128))
+    loss_fn = cz.DistributedLoss(cz.NTXent(temperature=0.1))
+    optimizer = torch.optim.AdamW(encoder.parameters(), 1e-3)
+
+    def step(view1: Tensor, view2: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_fn(encoder(view1), encoder(view2)).backward()
+        cz.average_gradients(encoder)
+        optimizer.step()
+
+    audited, seconds = OnlineAudit(step, every=5), list[float]()
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    for _ in range(26):
+        views = torch.randn(2, 256, 1024)
+        start = time.perf_counter()
+        audited(*views)
+        seconds.append(time.perf_counter() - start)
+    plain = [x for i, x in enumerate(seconds) if i % 5]
+    return sum(x.numel() for x in encoder.parameters()), median(plain), median(seconds[5::5])
+
+
 def pictures() -> None:
     for name, command in PICTURES.items():
         terminal = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115 - open to the end
@@ -116,11 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random", type=int, metavar="STEPS")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--online", action="store_true")
     parser.add_argument("--pictures", action="store_true")
     given = parser.parse_args()
     if given.random:
         sys.exit(min(random_steps(given.random), 1))
-    (memory if given.memory else pictures if given.pictures else table)()
+    (memory if given.memory else online if given.online else pictures if given.pictures else table)()
 
 
 if __name__ == "__main__":

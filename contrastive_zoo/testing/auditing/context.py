@@ -11,9 +11,12 @@ from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import this_process
 from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.records import Inputs, Record
+from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
 from contrastive_zoo.testing.report import AuditReport, WorldReport
+
+Train = Callable[[Recorder], object]
+"""Trains while a recorder watches, which may replace the batches."""
 
 
 def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name: str = "the training") -> AuditReport:
@@ -52,50 +55,57 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
     """
     if not callable(train):
         raise ValueError(f"audit: train is a function that trains, got {train!r}.")
+    if steps < 1:
+        raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
+    losses = known_losses("audit", loss)
+    recorder = Recorder(losses, steps, needs_group=False)
+    recorded(recorder, lambda _: train())
+    return AuditReport(name, [compared(recorder, losses, lambda _: train())])
+
+
+def known_losses(caller: str, loss: Any) -> list[Any]:
+    """Return the losses that a user names, a module, a class or None."""
     is_module = isinstance(loss, nn.Module) or (isinstance(loss, type) and issubclass(loss, nn.Module))
     if loss is not None and not is_module:
         raise ValueError(
-            f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
+            f"{caller}: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
             "module of a function, or leave it out: what the training starts its backward pass at is compared anyway."
         )
-    if steps < 1:
-        raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
-    losses = [] if loss is None else [loss]
-    record, inputs = _recorded(train, Recorder(losses, steps, needs_group=False))
-    return AuditReport(name, [_on_every_rank(record, inputs, train, losses, steps)])
+    return [] if loss is None else [loss]
 
 
-def _recorded(train: Callable[[], object], recorder: Recorder) -> tuple[Record, Inputs]:
+def recorded(recorder: Recorder, train: Train) -> Any:
+    """Return what a training returns while a recorder watches it."""
     recorder.start()
     try:
-        train()
+        return train(recorder)
     finally:
-        record = recorder.stop()
-    return record, recorder.inputs
+        recorder.stop()
 
 
-def _on_every_rank(
-    record: Record, inputs: Inputs, train: Callable[[], object], losses: list[Any], steps: int
-) -> WorldReport:
-    """Gather all records on every rank, run the training again on rank 0, and send its report to all."""
-    gathered: list[Any] = [(record, inputs)]
+def compared(recorder: Recorder, losses: list[Any], train: Train) -> WorldReport:
+    """Gather the records of all ranks, run the training again on rank 0, and send its report to all."""
+    record = recorder.record
+    gathered: list[Any] = [(record, recorder.inputs)]
     rank, world_size, alone = 0, 1, None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         record.rank, gathered = rank, [None] * world_size
         alone = this_process(dist.distributed_c10d._get_default_group())
-        dist.all_gather_object(gathered, (record, inputs))
+        dist.all_gather_object(gathered, (record, recorder.inputs))
     else:
         record.initialized = True  # one process needs no group
+    if problem := next((x.unrepeatable for x, _ in gathered if x.unrepeatable), ""):
+        return WorldReport(world_size, record.finished, record.loss_names, problem=problem)
 
     def run_again(setting: Setting) -> Record:
-        recorder = Recorder(losses, steps, needs_group=False, rerun=Rerun([x for _, x in gathered], setting))
+        again = Recorder(losses, recorder.steps, needs_group=False, rerun=Rerun([x for _, x in gathered], setting))
         try:
             with nullcontext() if alone is None else default_group(alone):
-                return _recorded(train, recorder)[0]
+                recorded(again, train)
         except Exception as error:
-            recorder.record.error = f"{type(error).__name__}: {error}"
-            return recorder.record
+            again.record.error = f"{type(error).__name__}: {error}"
+        return again.record
 
     result = [assemble([x for x, _ in gathered], run_again) if rank == 0 else None]
     if world_size > 1:

@@ -127,12 +127,16 @@ class Recorder:
         """Record the batches of a loader, unless it is that of a validation; in a rerun, yield those of all ranks."""
         if not self._has_group() or not torch.is_grad_enabled() or self.finished:
             return original(loader)
-        self._epochs += 1
         add(self.loaders, loader)
+        return self.batches(original(loader))
+
+    def batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Record the batches of an epoch that begins; in a rerun, yield those of all ranks."""
+        self._epochs += 1
         index = len(self.inputs.loaders)
         self.inputs.loaders.append([])
         self.inputs.states.append([])
-        return self._recorded(original(loader), index) if self.rerun is None else self.rerun.batches(index)
+        return self._recorded(source, index) if self.rerun is None else self.rerun.batches(index)
 
     def _recorded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         for batch in batches:

@@ -106,6 +106,7 @@ class Record:
     initialized: bool = False  # whether the script initialised torch.distributed
     samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
     problem: str = ""  # why a rerun is not what it should be
+    unrepeatable: str = ""  # why one process cannot run the step again while the others wait
     peak_bytes: int = 0  # resident memory
     seconds: float = 0.0
 
@@ -124,11 +125,13 @@ class Inputs:
     shares_samples: bool = False  # as that of the record
 
 
-def snapshot(x: Any) -> Any:
-    """Return a detached copy on the CPU of every tensor in a tree; other values as they are."""
+def snapshot(x: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a detached copy on a device of every tensor in a tree; other values as they are."""
+    if type(x) is dict:
+        return {key: snapshot(y, device) for key, y in x.items()}
     if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
-        return type(x)({key: snapshot(y) for key, y in x.items()})  # type: ignore[call-arg]  # as that of a dict
-    return tree_map(lambda y: y.detach().to("cpu", copy=True) if isinstance(y, Tensor) else y, x)
+        return type(x)({key: snapshot(y, device) for key, y in x.items()})  # type: ignore[call-arg]  # as that of a dict
+    return tree_map(lambda y: y.detach().to(device, copy=True) if isinstance(y, Tensor) else y, x)
 
 
 def digests(leaves: Sequence[Any]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.auditing.merging import (
     NotComparable,
     merged,
@@ -45,11 +47,12 @@ def replaced(home: Any, name: str, function: Callable[..., Any]) -> Iterator[Non
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
+    defined = inspect.getattr_static(home, name)  # a class method, and not that of the class
     setattr(home, name, call)
     try:
         yield
     finally:
-        setattr(home, name, original)
+        setattr(home, name, defined)
 
 
 class Rerun:
@@ -204,6 +207,7 @@ class Rerun:
                 stack.enter_context(replaced(dist, "init_device_mesh", _mesh_of_one))
                 stack.enter_context(replaced(dist.device_mesh, "init_device_mesh", _mesh_of_one))
                 stack.enter_context(replaced(DistributedDataParallel, "forward", _without_live_group))
+            stack.enter_context(replaced(World, "of", _of_this_process))
             if self.setting.by_shard:
                 stack.enter_context(replaced(nn.functional, "batch_norm", self._batch_norm))
             if self.has_draws:
@@ -229,6 +233,12 @@ def _no_new_group(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _mesh_of_one(original: Any, device_type: str, mesh_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return original(device_type, (1,) * len(mesh_shape), *args, **kwargs)
+
+
+def _of_this_process(original: Any, process_group: Any = None, caller: str = "") -> World:
+    """Return the world of one process in place of that of a group which a loss holds since before the rerun."""
+    world: World = original(None, caller)
+    return world
 
 
 def _without_live_group(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
