@@ -162,8 +162,18 @@ class ChunkedEncoder:
             if gradient is not None:
                 totals[x] = totals[x] + gradient if x in totals else gradient
 
-    def add_empty_chunk(self, caller: str, world: World) -> None:
-        """Add an empty chunk, shaped as another rank's, if this rank has no chunk. Every rank calls it."""
+    def add_empty_chunks(self, caller: str, world: World, sizes: Sequence[int]) -> None:
+        """Add empty chunks until all ranks have as many: in each forward pass FSDP gathers parameters, DDP sends buffers.
+
+        A rank without any gets one that is shaped as another rank's. Every rank calls it with all numbers of chunks.
+        """
+        if min(sizes) == 0:
+            self._add_first_chunk(caller, world)
+        while len(self.chunks) < max(sizes):
+            leaves, tree = tree_flatten(tuple(self.chunks[-1]))
+            self.chunks.append(Chunk(*tree_unflatten([x[:0] if has_samples(x) else x for x in leaves], tree)))
+
+    def _add_first_chunk(self, caller: str, world: World) -> None:
         layouts = [text for text in world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-") if text != "-"]
         if not layouts[0]:
             raise ValueError(

@@ -242,6 +242,5 @@ def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, p
     counts = {f"chunks of tower {i}": torch.zeros(len(encoder.chunks)) for i, encoder in enumerate(encoders)}
     for encoder, shards in zip(encoders, agree_on_shards(caller, counts, world=world, problem=problem), strict=True):
         refuse_empty(caller, shards)
-        if min(shards.sizes) == 0:
-            encoder.add_empty_chunk(caller, world)
+        encoder.add_empty_chunks(caller, world, shards.sizes)
     return encode_all(encoders)
