@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -87,6 +88,17 @@ def has_samples(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0
 
 
+def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors at which a graph ends: of FSDP the gathered parameters, which the module does not keep."""
+    nodes: dict[Any, None] = dict.fromkeys(x.grad_fn for x in outputs)
+    remaining = list(nodes)
+    while remaining:
+        following = [node for node, _ in remaining.pop().next_functions if node is not None and node not in nodes]
+        nodes.update(dict.fromkeys(following))
+        remaining += following
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+
+
 class ChunkedEncoder:
     """An encoder, its chunks, and the state that the second pass restores."""
 
@@ -123,14 +135,19 @@ class ChunkedEncoder:
     @property
     def parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients the node returns: none if hooks of DDP or FSDP collect them."""
-        hooked = any(hasattr(x, "no_sync") or hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
+        hooked = self._is_sharded or any(hasattr(x, "no_sync") for x in self.model.modules())
         return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 reduces the gradients of each backward pass that arrives at a parameter."""
+        return any(hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
 
     def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
         """Run the second pass: each chunk with a graph, and its outputs' gradients through that graph.
 
-        Gradients of :attr:`parameters` are added to ``totals``. With ``sync`` DDP reduces gradients during the last
-        chunk; it skips the others.
+        Gradients of :attr:`parameters` are added to ``totals``. With ``sync`` hooks of DDP or FSDP reduce all gradients
+        during the last chunk; they reduce none during the others.
         """
         sizes = zip(*self.sizes, strict=True)
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
@@ -139,23 +156,28 @@ class ChunkedEncoder:
         with self.buffers.restored():
             try:
                 for index, (chunk, states, gradients) in enumerate(chunks):
-                    skip_reduction = not (sync and index == len(chunks) - 1)
-                    with getattr(self.model, "no_sync", nullcontext)() if skip_reduction else nullcontext():
+                    is_last = sync and index == len(chunks) - 1
+                    with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
                         with torch.enable_grad(), self._autocast_of_construction():
                             set_random_states(states, self.devices)
                             outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
-                        self._backward(outputs, gradients, totals)
+                        self._backward(outputs, gradients, totals, is_last)
             finally:
                 set_random_states(present_states, self.devices)
 
-    def _backward(self, outputs: list[Tensor], gradients: Sequence[Tensor], totals: dict[Tensor, Tensor]) -> None:
+    def _backward(
+        self, outputs: list[Tensor], gradients: Sequence[Tensor], totals: dict[Tensor, Tensor], is_last: bool
+    ) -> None:
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
-        if not pairs:
-            return
-        parameters = self.parameters
         ends, of_ends = [x for x, _ in pairs], [gradient for _, gradient in pairs]
-        if not parameters:
-            torch.autograd.backward(ends, of_ends)
+        parameters = self.parameters
+        if not parameters and (is_last or not self._is_sharded):
+            if ends or totals:
+                torch.autograd.backward([*ends, *totals], [*of_ends, *totals.values()])
+            totals.clear()
+            return
+        parameters = parameters or leaves(ends)
+        if not ends:
             return
         result = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
         for x, gradient in zip(parameters, result, strict=True):
@@ -221,9 +243,10 @@ class _Encode(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         arriving = iter(gradients)
-        totals: dict[Tensor, Tensor] = {}
+        totals: defaultdict[nn.Module, dict[Tensor, Tensor]] = defaultdict(dict)
         for index, encoder in enumerate(ctx.encoders):
             is_last_use = all(encoder.model is not other.model for other in ctx.encoders[index + 1 :])
             of_outputs = list(itertools.islice(arriving, encoder.tree.num_leaves))
-            encoder.encode_again(of_outputs, totals, sync=is_last_use)
-        return None, None, *(totals.get(x) for x in ctx.parameters)
+            encoder.encode_again(of_outputs, totals[encoder.model], sync=is_last_use)
+        parts = ([of_model[x] for of_model in totals.values() if x in of_model] for x in ctx.parameters)
+        return None, None, *(sum(of_x[1:], of_x[0]) if of_x else None for of_x in parts)

@@ -42,10 +42,10 @@ def cached_step(
     """Run forward and backward of ``loss_fn(model(all chunks), *targets)``, with the activations of one chunk at a time.
 
     The gradients are those of ``loss_fn(torch.cat([model(x) for x in chunks]), *targets).backward()``: both passes draw
-    the same dropout masks under the same autocast, and buffers are updated once. DDP reduces gradients once, during the
-    last chunk; without DDP, call :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold different numbers
-    of chunks. A rank without any runs the model on an empty chunk, shaped as another rank's, so that DDP does not wait for
-    it. FSDP gathers parameters in each forward pass: with it every rank needs the same number of chunks.
+    the same dropout masks under the same autocast, and buffers are updated once. DDP and FSDP2 reduce gradients once,
+    during the last chunk; without them, call :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold
+    different numbers of chunks, including none. Those with fewer run the model on empty chunks, because a forward pass
+    may communicate: FSDP gathers parameters, DDP sends buffers.
 
     Args:
         model: an encoder, or a sequence of encoders, one for each tower. A module may return several tensors.

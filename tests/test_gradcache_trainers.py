@@ -1,0 +1,261 @@
+"""GradCache under each trainer: a training in chunks ends with the parameters of one process that holds all activations."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import contrastive_zoo as cz
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, drawn, local_shard, numbers, split
+
+IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
+
+
+class LowRank(nn.Module):
+    """A frozen layer and its trainable adapter of rank 2."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    """A layer with dropout, whose activations are recomputed, and a buffer that DDP sends before each forward pass."""
+
+    def __init__(self, layer: nn.Module, dropout: float, recomputed: bool) -> None:
+        super().__init__()
+        self.layer, self.dropout, self.recomputed = layer, nn.Dropout(dropout), recomputed
+        self.register_buffer("scale", torch.ones(()))
+
+    def activations(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.layer(x) * self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.activations, x, use_reentrant=False) if self.recomputed else self.activations(x)
+
+
+class Options(NamedTuple):
+    """What is trained."""
+
+    layer: Callable[[int, int], nn.Module] = nn.Linear
+    dropout: float = 0.0
+    recomputed: bool = False
+    towers: int = 1
+    accumulate: int = 1
+
+    def encoders(self) -> list[nn.Module]:
+        result = []
+        for seed in range(self.towers):
+            torch.manual_seed(seed)
+            blocks = [Block(self.layer(i, MIDDLE), self.dropout, self.recomputed) for i in (IN, MIDDLE)]
+            result.append(nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT)).double())
+        return result
+
+
+OPTIONS = {
+    "plain": Options(),
+    "dropout, recomputed activations": Options(dropout=0.3, recomputed=True, accumulate=2),
+    "two towers": Options(towers=2),
+    "adapters": Options(layer=LowRank, accumulate=2),
+    "all": Options(LowRank, dropout=0.3, recomputed=True, towers=2, accumulate=2),
+}
+
+
+def make_loss() -> nn.Module:
+    """Return a loss of queries, keys and hard negatives, with a parameter of its own."""
+    return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5)).double()
+
+
+class Step(nn.Module):
+    """Queries by the first encoder; keys and hard negatives by the last one. An encoder is called once."""
+
+    def __init__(self, encoders: Iterable[nn.Module], loss_fn: nn.Module) -> None:
+        super().__init__()
+        self.encoders, self.loss_fn = nn.ModuleList(encoders), loss_fn
+
+    def embed(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Sequence[Tensor]:
+        first, last = self.encoders[0], self.encoders[-1]
+        if first is last:
+            return first(torch.cat([queries, keys, negatives])).chunk(3)
+        return first(queries), *last(torch.cat([keys, negatives])).chunk(2)
+
+    def forward(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
+        return self.loss_fn(*self.embed(queries, keys, negatives))
+
+
+class Chunked(nn.Module):
+    """An encoder of chunks, whose activations are all held."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.model = encoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.model(chunk) for chunk in x.split(CHUNK)])
+
+
+def batch(step: int, micro_step: int, n: int) -> list[Tensor]:
+    """Return queries, keys and hard negatives of all ranks."""
+    return [numbers(n, IN, seed=100 * step + 10 * micro_step + part) for part in range(3)]
+
+
+def optimizer_of(step: nn.Module) -> torch.optim.Optimizer:
+    trained = [x for x in step.parameters() if x.requires_grad]
+    return torch.optim.SGD(trained, 0.5, momentum=0.9, foreach=False)
+
+
+def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
+    """Train with the random numbers of each rank in turn; return the parameters."""
+    step = Step(map(Chunked, options.encoders()), make_loss())
+    optimizer = optimizer_of(step)
+    for index in range(STEPS):
+        generators = [torch.manual_seed(10 * index + rank).get_state() for rank in range(len(shards))]
+        for micro_step in range(options.accumulate):
+            embeddings = []
+            by_rank = [split(x, shards) for x in batch(index, micro_step, sum(shards))]
+            for rank, state in enumerate(generators):
+                torch.set_rng_state(state)
+                embeddings.append(step.embed(*(x[rank] for x in by_rank)))
+                generators[rank] = torch.get_rng_state()
+            loss = step.loss_fn(*map(torch.cat, zip(*embeddings, strict=True)))
+            (loss / options.accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [x.detach() for x in step.parameters()]
+
+
+# ------------------------------------------------------------------------------------------------------------ trainers
+
+
+class Reductions(TorchDispatchMode):
+    """The numbers of messages of each kind that reduce gradients within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += "reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Trainer:
+    """DDP around the whole step."""
+
+    def __init__(self, options: Options) -> None:
+        self.step: nn.Module = DistributedDataParallel(self.cached(options.encoders()))
+
+    @staticmethod
+    def cached(encoders: Iterable[nn.Module]) -> Step:
+        loss_fn = cz.DistributedLoss(make_loss())
+        return Step([cz.GradCache(x, CHUNK) for x in encoders], loss_fn)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Run the body without a reduction of gradients."""
+        with ExitStack() as stack:
+            for module in self.step.modules():
+                if isinstance(module, DistributedDataParallel):
+                    stack.enter_context(module.no_sync())
+            yield
+
+
+class DDPInside(Trainer):
+    def __init__(self, options: Options) -> None:
+        self.step = self.cached(map(DistributedDataParallel, options.encoders()))
+
+
+class FSDP(Trainer):
+    """Blocks and encoders are sharded; parameters of the loss are on every rank."""
+
+    def __init__(self, options: Options) -> None:
+        encoders = options.encoders()
+        for encoder in encoders:
+            for module in (*encoder, encoder):
+                fully_shard(module, mesh=self.mesh())
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        self.step = self.cached(encoders)
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        for is_reduced in (False, True):
+            for module in self.step.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(is_reduced, recurse=False)
+            if not is_reduced:
+                yield
+
+
+class HSDP(FSDP):
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def train(trainer: type[Trainer], options: Options, shards: Sequence[int]) -> list[Tensor]:
+    """Train on this rank; return all parameters."""
+    training = trainer(options)
+    optimizer = optimizer_of(training.step)
+    for index in range(STEPS):
+        torch.manual_seed(10 * index + dist.get_rank())
+        for micro_step in range(options.accumulate):
+            inputs = [local_shard(x, shards) for x in batch(index, micro_step, sum(shards))]
+            is_last = micro_step == options.accumulate - 1
+            with nullcontext() if is_last else training.accumulating():
+                (training.step(*inputs) / options.accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(x) for x in training.step.parameters()]
+
+
+TRAINERS: list[type[Trainer]] = [Trainer, DDPInside, FSDP, HSDP]
+
+
+@pytest.mark.parametrize(("trainer", "options"), drawn(TRAINERS, OPTIONS, one_in=4))
+def test_a_training_ends_as_on_one_process(trainer: type[Trainer], options: str, worlds: Worlds) -> None:
+    shards = (5, 3, 0, 2) if trainer is HSDP else (5, 0) if options == "adapters" else (5, 2)
+    expected = on_one_process(OPTIONS[options], shards)
+    for found in worlds.run(len(shards), train, trainer, OPTIONS[options], shards):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
+
+
+def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
+    """Return how many messages reduce gradients in one step of so many chunks."""
+    training = trainer(Options())
+    for module in training.step.modules():
+        if isinstance(module, cz.GradCache):
+            module.chunk_size = -(-12 // chunks)
+    value = training.step(*(local_shard(x, (4, 4)) for x in batch(0, 0, 8)))
+    with Reductions() as found:
+        value.backward()
+    return found.counts
+
+
+@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP])
+def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer], worlds: Worlds) -> None:
+    once, often = (worlds.run(2, reductions, trainer, chunks) for chunks in (1, 4))
+    assert sum(once[0].values()) > 0
+    assert often == once
