@@ -9,15 +9,15 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.implementation import has_plain_formulas, is_dense
 from contrastive_zoo.engine.pairwise import row_sums
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax import self_log_sum_exp
-from contrastive_zoo.engine.tiling import row_blocks
+from contrastive_zoo.engine.tiling import row_blocks, tile_bytes
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
-from contrastive_zoo.ranks.compiling import Function
+from contrastive_zoo.ranks.compiling import Function, differentiable_once
 
 
 @without_autocast
@@ -113,18 +113,56 @@ class _Eigenvalues(Function):
 @torch.no_grad()
 @without_autocast
 def balanced_assignment(
-    batch: Batch, scores: Float[Tensor, "n K"], *, epsilon: float | Tensor, iterations: int
-) -> Float[Tensor, "n K"]:
+    batch: Batch, scores: Float[Tensor, "... n K"], *, epsilon: float | Tensor, iterations: int
+) -> Float[Tensor, "... n K"]:
     """Run Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; return the local rows, which each sum to 1.
 
     The result has no gradient. The iterations run on logarithms, so that a small epsilon does not overflow. One
-    iteration gives each prototype an equal share of all N rows, by a reduction of K numbers, and then normalises rows.
+    iteration gives each prototype an equal share of all N rows, by reductions of K numbers, and then normalises rows.
+    The matrices of several views share the messages.
     """
     log_q = scores / epsilon
     for _ in range(iterations):
-        share = batch.log_sum_exp(torch.logsumexp(log_q, 0), gradient="complete")
-        log_q = (log_q - share).log_softmax(1)
-    return log_q.softmax(1)
+        share = batch.log_sum_exp(torch.logsumexp(log_q, -2, keepdim=True), gradient="complete")
+        log_q = (log_q - share).log_softmax(-1)
+    return log_q.softmax(-1)
+
+
+def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
+    """Return Σ_i cos(t x_i) and Σ_i sin(t x_i) of the local rows."""
+    return _wave_sums(t, x) if has_plain_formulas() else _Waves.apply(x, t)
+
+
+def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
+    angles = t[:, None, None] * x
+    return torch.stack([angles.cos().sum(1), angles.sin().sum(1)])
+
+
+class _Waves(Function):
+    """Compute C_j = Σ_i cos(t_j x_i) and S_j = Σ_i sin(t_j x_i), and dx_i = Σ_j t_j (dS_j cos(t_j x_i) − dC_j sin(t_j x_i)).
+
+    The angles of several points at a time are in memory, as many as fit into a tile; both passes compute them.
+    """
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
+        ctx.save_for_backward(x, t)
+        return torch.cat([_wave_sums(points, x) for points in t.split(_points_at_once(x))], 1)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        x, t = ctx.saved_tensors
+        count, total = _points_at_once(x), torch.zeros_like(x)
+        for points, of_points in zip(t.split(count), (gradient * t[:, None]).split(count, 1), strict=True):
+            angles, (of_cos, of_sin) = points[:, None, None] * x, of_points.unsqueeze(2)
+            total += (angles.cos().mul_(of_sin) - angles.sin().mul_(of_cos)).sum(0)
+        return differentiable_once(total, x), None
+
+
+def _points_at_once(x: Tensor) -> int:
+    return max(1, tile_bytes(x) // max(1, x.nbytes))
 
 
 def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:

@@ -214,10 +214,8 @@ class SwAV(ViewLoss):
         z = batch.prepared(torch.cat([*batch.rows.values()]), normalize=True)
         unit = F.normalize(at_least_float32(batch.shared(self.prototypes)), dim=1).to(z.dtype)
         scores = matmul(z, unit.T).unflatten(0, (views, -1))  # view, sample, cluster
-        codes = [
-            balanced_assignment(batch, x, epsilon=settings.epsilon, iterations=settings.iterations)
-            for x in scores.detach()[: settings.code_views]
-        ]
+        of_codes = scores.detach()[: settings.code_views]
+        codes = balanced_assignment(batch, of_codes, epsilon=settings.epsilon, iterations=settings.iterations)
         predicted = (scale * scores).log_softmax(2)
         losses = [-(q * predicted[v]).sum(1) for u, q in enumerate(codes) for v in range(views) if v != u]
         return batch.reduce(torch.stack(losses).mean(0), reduction=self.reduction)

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
-from contrastive_zoo.engine.statistics import log_potentials, second_moments
+from contrastive_zoo.engine.statistics import log_potentials, second_moments, waves
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
@@ -256,7 +255,7 @@ class SIGReg(EmbeddingLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.prepared(batch.first, normalize=False)
-        loss = epps_pulley(batch, z, self.directions())
+        loss = epps_pulley(batch, z[:, None], self.directions())
         if self.training:
             self.step.add_(1)
         return loss
@@ -273,12 +272,13 @@ class SIGReg(EmbeddingLoss):
         return devices.state_problem("directions", self.step, rows)
 
 
-def epps_pulley(batch: Batch, z: Float[Tensor, "n d"], directions: Float[Tensor, "d m"]) -> Float[Tensor, ""]:
-    """Return the statistic of :class:`SIGReg` from prepared embeddings."""
+def epps_pulley(batch: Batch, z: Float[Tensor, "n v d"], directions: Float[Tensor, "d m"]) -> Float[Tensor, ""]:
+    """Return the mean over views of the statistic of :class:`SIGReg`, from prepared embeddings; views share a message."""
     unit = F.normalize(directions.to(z), dim=0)
     t = torch.linspace(0, batch.settings.limit, batch.settings.num_points, dtype=z.dtype, device=z.device)
     normal = (-t.square() / 2).exp()
-    real, imaginary = batch.sum(_waves(matmul(z, unit), t), gradient="complete") / batch.total
+    projected = matmul(z.flatten(0, 1), unit).unflatten(0, z.shape[:2]).flatten(1)
+    real, imaginary = batch.sum(waves(projected, t), gradient="complete") / batch.total
     errors = (real - normal[:, None]).square() + imaginary.square()
     return 2 * batch.total * torch.trapezoid(errors.mean(1) * normal, t)
 
@@ -288,18 +288,6 @@ def _drawn(step: Tensor, *shape: int) -> Tensor:
     if devices.on_cpu(step):
         return torch.randn(shape, generator=torch.Generator().manual_seed(int(step)), dtype=torch.float32, device="cpu")
     return normal_numbers(step, *shape)
-
-
-@without_autocast
-def _waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
-    """Return Σ_i cos(t x_i) and Σ_i sin(t x_i); the backward pass recomputes the n × m matrix of each point."""
-    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return torch.stack([recomputed(_wave, x, point) for point in t.unbind()], 1)
-
-
-def _wave(x: Tensor, point: Tensor) -> Tensor:
-    angle = point * x
-    return torch.stack([angle.cos().sum(0), angle.sin().sum(0)])
 
 
 class LeJEPA(SIGReg):
@@ -339,12 +327,10 @@ class LeJEPA(SIGReg):
         return Inputs({f"view {index}": x for index, x in enumerate(views)}, problem)
 
     def compute(self, batch: Batch) -> Tensor:
-        rows, share = [batch.prepared(x, normalize=False) for x in batch.rows.values()], batch.settings.lambda_
-        z = torch.stack(rows, 1)
+        share = batch.settings.lambda_
+        z = torch.stack([batch.prepared(x, normalize=False) for x in batch.rows.values()], 1)
         distances = (z - z[:, : batch.settings.global_views].mean(1, keepdim=True)).square().mean((1, 2))
-        directions = self.directions()
-        normality = torch.stack([epps_pulley(batch, x, directions) for x in rows]).mean()
-        loss = share * normality + (1 - share) * batch.reduce(distances)
+        loss = share * epps_pulley(batch, z, self.directions()) + (1 - share) * batch.reduce(distances)
         if self.training:
             self.step.add_(1)
         return loss

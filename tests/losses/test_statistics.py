@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -13,9 +14,11 @@ from contrastive_zoo.engine.statistics import balanced_assignment, centered, sec
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.redundancy import VICReg
 from contrastive_zoo.losses.self_distillation import DINO, SwAV
-from contrastive_zoo.ranks.world import Shards
+from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message, numbers
+from tests.operators import Operators
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
@@ -150,3 +153,42 @@ def test_a_number_of_prototypes_in_a_tensor_has_16_bits() -> None:
     assert SwAV(torch.tensor(39, dtype=torch.int32), 3).prototypes.shape == (39, 3)
     with pytest.raises(ValueError, match="SwAV: there are prototypes"):
         SwAV(torch.tensor(39, dtype=torch.uint8), 3)
+
+
+# ---------------------------------------------------------------------------------------------- operators and messages
+
+BATCHED: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "SwAV": (lambda: SwAV(5, 4), 8, 130),
+    "LeJEPA": (lambda: cz.LeJEPA(4), 3, 110),
+}
+"""A loss of views, its messages until its value, the handshake included, and a bound of its operators with gradients."""
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_views_share_messages_and_operators(name: str, worlds: Worlds) -> None:
+    """By itself each view would take six messages of SwAV, and one message and 300 operators of LeJEPA."""
+    make, messages, most = BATCHED[name]
+    shards, rows = [slice(0, 4), slice(4, 9)], views(3, count=4, n=9)
+
+    def job(count: int) -> list[str]:
+        sent: list[str] = []
+        loss, start = cz.DistributedLoss(make().double()), World.start
+
+        def recorded(world: World, message: str, *args: Any, **named: Any) -> Any:
+            sent.append(message)
+            return start(world, message, *args, **named)
+
+        local = [x.detach()[shards[dist.get_rank()]].clone().requires_grad_() for x in rows[:count]]
+        with splitting(always=True), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(World, "start", recorded)
+            loss(*local)
+        return sent
+
+    for count in (2, 4):
+        for sent in worlds.run(2, job, count):
+            assert len(sent) == messages, sent
+    loss = make().double()
+    loss.check_finite = False  # each view is checked by itself
+    with Operators() as found:
+        torch.autograd.grad(loss(*rows), [*rows, *loss.parameters()])
+    assert len(found.names) <= most, len(found.names)
