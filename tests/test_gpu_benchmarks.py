@@ -108,6 +108,9 @@ def test_a_step_gives_gradients_of_rotated_inputs(monkeypatch: pytest.MonkeyPatc
     assert len({id(x) for x in seen}) == 3
     assert seen[0] is seen[3]
     measure.steps("NT-Xent", function_of_two, 8, 4)()
+    assert seen[0].dtype == torch.bfloat16
+    measure.steps("SigLIP", function, 8, 4, torch.float32)()
+    assert seen[-1].dtype == torch.float32
 
 
 def function_of_two(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -248,7 +251,7 @@ def test_the_program_writes_the_page_while_it_measures(
     arguments = ["gpu.py", "--quick", "--only", "CLIP", "SigLIP", "--peers", str(tmp_path), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
     gpu.main()
-    assert len(lengths) == 15
+    assert len(lengths) == 19
     assert sorted(set(lengths)) == lengths
     text = out.read_text()
     assert text in capsys.readouterr().out

@@ -26,6 +26,7 @@ Construct = Callable[[float], Loss]
 
 OURS, EAGER, COMPILED = "ours", "dense eager", "dense compiled"
 PUBLIC, NORMALISED = "ours, the public loss", "dense compiled, normalised"
+TF32, FLOAT32 = "ours, TF32", "ours, float32"
 SCALE, BIAS = 20.0, -10.0
 
 
@@ -75,12 +76,16 @@ class Implementation:
     kind: Literal["ours", "dense", "peer"]
     note: str = ""  # how it differs from the dense formula, or from the same work
     normalizes: bool = False  # whether it divides embeddings by their norms first
+    rows: Literal["bfloat16", "TF32", "float32"] = (
+        "bfloat16"  # the dtype of the embeddings, and how float32 is multiplied
+    )
 
 
-def kernel(module: str, name: str) -> Implementation:
+def kernel(module: str, name: str, rows: Literal["bfloat16", "TF32", "float32"] = "bfloat16") -> Implementation:
     """Return a kernel of this library, which is imported with Triton."""
+    note = "" if rows == "bfloat16" else f"float32 embeddings, multiplied in {rows}"
     return Implementation(
-        lambda scale: getattr(import_module(f"contrastive_zoo.engine.kernels.{module}"), name), "ours"
+        lambda scale: getattr(import_module(f"contrastive_zoo.engine.kernels.{module}"), name), "ours", note, rows=rows
     )
 
 
@@ -110,6 +115,8 @@ def all_of(loss: str, module: str, name: str, others: dict[str, Implementation])
     """Return a kernel of this library, then the peers, which are timed in the minutes after it, then the dense formula."""
     return {
         OURS: kernel(module, name),
+        TF32: kernel(module, name, "TF32"),
+        FLOAT32: kernel(module, name, "float32"),
         **others,
         EAGER: Implementation(lambda scale: DENSE[loss], "dense"),
         COMPILED: Implementation(compiled(DENSE[loss]), "dense"),

@@ -92,13 +92,13 @@ def relative_error(
     return torch.stack([(x.double() - y).norm() / y.norm() for x, y in pairs]).max().item()  # NaN if one is
 
 
-def steps(loss: str, function: Loss, n: int, d: int) -> Callable[[], object]:
+def steps(loss: str, function: Loss, n: int, d: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     """Return a function that runs forward and backward on the next of several inputs, so that none is in the L2 cache."""
     rows = n // 2 if loss == "NT-Xent" else n
     count = max(2, -(-ROTATED // (4 * rows * d)))
     constants = numbers(loss, DEVICE)
     sets: Iterator[list[Tensor]] = cycle(
-        [[F.normalize(torch.randn(rows, d, device=DEVICE), dim=1).bfloat16().requires_grad_() for _ in range(2)]
+        [[F.normalize(torch.randn(rows, d, device=DEVICE), dim=1).to(dtype).requires_grad_() for _ in range(2)]
          for _ in range(count)]
     )  # fmt: skip
     return lambda: value_and_gradients(function, [*next(sets), *constants])
@@ -142,8 +142,10 @@ def measure(loss: str, name: str, sizes: list[Size]) -> Iterator[Measurement]:
     implementation = IMPLEMENTATIONS[loss][name]
     construct = implementation.construct
     error, reason = None, ""
+    dtype = torch.bfloat16 if implementation.rows == "bfloat16" else torch.float32
+    torch.set_float32_matmul_precision("high" if implementation.rows == "TF32" else "highest")
     try:
-        error = relative_error(loss, construct(SCALE), sizes[0][1], normalizes=implementation.normalizes)
+        error = relative_error(loss, construct(SCALE), sizes[0][1], normalizes=implementation.normalizes, dtype=dtype)
         if not error <= LIMIT:
             reason = f"relative error {error:.2g}, which is more than {LIMIT:g}"
     except Exception as problem:
@@ -152,7 +154,7 @@ def measure(loss: str, name: str, sizes: list[Size]) -> Iterator[Measurement]:
         ms, mb, why = None, None, reason
         if not reason:
             try:
-                step = steps(loss, construct(SCALE), n, d)
+                step = steps(loss, construct(SCALE), n, d, dtype)
                 ms, mb = median_ms(step), peak_mb(step)
             except Exception as problem:
                 why = reason_of(problem)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
+from contrastive_zoo.ranks.devices import float32_matmuls
 from contrastive_zoo.ranks.world import World
 
 # up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
@@ -121,14 +122,13 @@ class Kernels(NamedTuple):
     """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
     ``always``: the user chose ``"triton"``, so they compute small batches, too, and what they cannot is refused.
-    ``problem`` says why they cannot ``apply``; ``missing``, whether they would with another installation, here or on
-    another rank.
+    ``problem`` says why they cannot ``apply``; ``warning``, what would make a large batch quicker.
     """
 
     apply: bool = False
     always: bool = False
     problem: str | None = None
-    missing: bool = False
+    warning: str | None = None
 
     def __str__(self) -> str:
         """What ranks compare: the choice of ``"triton"``, which is refused where kernels do not apply."""
@@ -141,7 +141,7 @@ class Kernels(NamedTuple):
         if all(capable) or not any(capable):
             return self
         lacking = ", ".join(str(rank) for rank, applies in enumerate(capable) if not applies)
-        return Kernels(problem=self.problem or f"does not run on rank {lacking}", missing=True)
+        return _without_kernels(self.problem or f"does not run on rank {lacking}")
 
     def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
         """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
@@ -150,12 +150,12 @@ class Kernels(NamedTuple):
         """
         if self.always and (problem := unsupported or self.problem) is not None:
             raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
-        if unsupported is not None or not (self.apply or self.missing):
+        if unsupported is not None or not (self.apply or self.warning):
             return False
         if not self.always and is_small_batch(rows * columns, on_accelerator=True):
             return False
-        if self.missing:
-            _warn_once(str(self.problem))
+        if self.warning is not None:
+            _warn_once(self.warning)
         return self.apply
 
 
@@ -169,8 +169,27 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     chosen = name == "triton"
     if (problem := _problem(first) or kernels.device_problem(first.device)) is not None:
         return Kernels(always=chosen, problem=problem)
-    problem = kernels.installation_problem(first.device)
-    return Kernels(problem is None, chosen, problem, missing=not chosen and problem is not None)
+    if (problem := kernels.installation_problem(first.device)) is not None:
+        return Kernels(always=True, problem=problem) if chosen else _without_kernels(problem)
+    lacks_tensor_cores = first.dtype == torch.float32 and float32_matmuls() == "ieee"
+    under_autocast = lacks_tensor_cores and torch.is_autocast_enabled(first.device.type)
+    return Kernels(True, chosen, warning=_IN_FLOAT32 if under_autocast else None)
+
+
+def _without_kernels(problem: str) -> Kernels:
+    """Return the torch operations, which all ranks take in place of kernels that do not run on one of them."""
+    return Kernels(
+        problem=problem,
+        warning=f"Torch operations compute this loss on all ranks, more slowly than Triton, which {problem}. "
+        "use_implementation('torch') chooses them without this warning.",
+    )
+
+
+_IN_FLOAT32 = (
+    "Embeddings are float32 under autocast, as those that normalize or layer_norm returns, and a loss multiplies them as "
+    "they are: in float32, without tensor cores. For 16 bits pass embeddings.bfloat16(); for TF32 call "
+    "torch.set_float32_matmul_precision('high')."
+)
 
 
 NO_KERNELS = Kernels()
@@ -191,14 +210,10 @@ def _problem(rows: Tensor) -> str | None:
     return None
 
 
-def _warn_once(problem: str) -> None:
-    if not _warned:
-        _warned.append(problem)
-        warnings.warn(
-            f"Torch operations compute this loss on all ranks, more slowly than Triton, which {problem}. "
-            "use_implementation('torch') chooses them without this warning.",
-            stacklevel=4,
-        )
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
 
 
-_warned: list[str] = []  # the problem that this process has warned about; others are not warned about
+_warned: set[str] = set()  # in this process

@@ -74,14 +74,6 @@ def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
                 matmuls.fp32_precision = before
 
 
-def float32_matmuls() -> str:
-    """Return how a GPU multiplies float32, ``"tf32"`` or ``"ieee"``, by torch's older setting or the newer."""
-    matmuls: Any = torch.backends.cuda.matmul
-    if hasattr(matmuls, "fp32_precision"):  # torch 2.9; reading the older setting after the newer was made is an error
-        return "tf32" if matmuls.fp32_precision == "tf32" else "ieee"
-    return "tf32" if matmuls.allow_tf32 else "ieee"
-
-
 _lock = threading.Lock()
 # by device: how many threads are within matmul_rounding, and the setting that the first of them found
 _active_threads: dict[str, tuple[int, Any]] = {}

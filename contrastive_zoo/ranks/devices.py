@@ -31,6 +31,14 @@ def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[An
     return tuple(map(moved, args)), {name: moved(x) for name, x in named.items()}
 
 
+def float32_matmuls() -> str:
+    """Return how a GPU multiplies float32, ``"tf32"`` or ``"ieee"``, by torch's older setting or the newer."""
+    matmuls: Any = torch.backends.cuda.matmul
+    if hasattr(matmuls, "fp32_precision"):  # torch 2.9; reading the older setting after the newer was made is an error
+        return "tf32" if matmuls.fp32_precision == "tf32" else "ieee"
+    return "tf32" if matmuls.allow_tf32 else "ieee"
+
+
 def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
     floating = [(name, x) for name, x in tensors.items() if x.is_floating_point()]
     for name, x in floating[1:]:

@@ -12,14 +12,13 @@ from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
-from contrastive_zoo.engine.precision import float32_matmuls
 from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks.adjoints import gather_together, scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.compiling import gradients_are_computed
-from contrastive_zoo.ranks.devices import on_cpu
+from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands

@@ -72,7 +72,7 @@ def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "_warned", [])
+    monkeypatch.setattr(chosen, "_warned", set())
 
 
 LACKING = ["triton", "triton.tools.tensor_descriptor"]
@@ -109,7 +109,7 @@ def test_kernels_that_do_not_compile_are_left_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "installation_problem", cache(PROBE))
     for _ in range(2):
         found = choose_kernels(on_a_gpu())
-        assert found.missing
+        assert found.warning
         assert "(RuntimeError: Failed to find C compiler.)" in str(found.problem)
     assert len(tried) == 1
 
@@ -189,6 +189,29 @@ def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make: Any, small: int,
     assert first == second
 
 
+@pytest.mark.usefixtures("suitable", "_unwarned")
+def test_float32_under_autocast_warns_once_where_kernels_have_no_tensor_cores() -> None:
+    """torch.autocast itself is off on a device that is not there."""
+
+    def used(rows: list[Tensor]) -> bool:
+        return choose_kernels(rows).compute("Loss", len(rows[0]), len(rows[1]))
+
+    assert used(on_a_gpu())
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert used(on_a_gpu(dtype=torch.bfloat16))
+        assert not used(on_a_gpu(n=10))
+        torch.set_float32_matmul_precision("high")
+        assert used(on_a_gpu())
+        torch.set_float32_matmul_precision("highest")
+        with pytest.warns(UserWarning, match=r"float32 under autocast.*embeddings\.bfloat16"):
+            assert used(on_a_gpu())
+        assert used(on_a_gpu())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_autocast_enabled("cuda", False)
+
+
 FORMS: list[tuple[Callable[..., Any], bool, float]] = [
     (cz.NTXent(temperature=0.2), True, 2.0),
     (cz.WeightedSum([cz.Clip(temperature=0.3)]), True, 2.0),
@@ -218,7 +241,7 @@ def test_ranks_that_differ_all_take_the_torch_operations(
 
         def choose(embeddings: Any) -> Kernels:
             problem = "is too old" if lacks and rank and applied else None
-            return Kernels(problem is None, problem=problem, missing=problem is not None)
+            return Kernels(True) if problem is None else chosen._without_kernels(problem)
 
         def compute(kernels: Kernels, *_: Any, **named: Any) -> bool:
             applied.append(chosen_by_ranks(kernels, "Loss", 10**4, 10**4))
@@ -230,7 +253,7 @@ def test_ranks_that_differ_all_take_the_torch_operations(
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
-            patch.setattr(chosen, "_warned", [])
+            patch.setattr(chosen, "_warned", set())
             patch.setattr(loss_base, "choose_kernels", choose)
             patch.setattr(Kernels, "compute", compute)
             return steps_of(rows, shards[rank], call), applied, [str(x.message) for x in said]

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastive_zoo.engine.precision import float32_matmuls
+from contrastive_zoo.ranks.devices import float32_matmuls
 
 # mypy: ignore-errors
 
