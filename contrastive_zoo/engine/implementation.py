@@ -9,15 +9,14 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
+from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.ranks.devices import float32_matmuls
 from contrastive_zoo.ranks.world import World
 
 # up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
 SMALL_BATCH_ELEMENTS = 2**16
-# So many times as many similarities are a small batch on an accelerator: those of 2,048 embeddings of either side, 16 MB. A
-# step there takes as long as its launches. On an H100 the Triton kernels take 0.9 to 2.1 ms a step up to 2,048 and the
-# compiled dense formula 0.6 to 1.3 ms; from about 8,192 on the kernels are quicker (benchmarks/gpu.md).
-ON_ACCELERATORS = 64
+# so many times as many similarities are a small batch on an accelerator, where measured times decide
+ON_ACCELERATORS = LARGEST_MATRIX**2 // SMALL_BATCH_ELEMENTS
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -90,8 +89,8 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
     cannot compile a loss warns once and computes it as without. A ring and :func:`plain_formulas` compile nothing.
 
     Args:
-        name: ``"auto"``, the default, uses a kernel wherever there is one and the batch has more than 2,048 × 2,048
-            similarities; ``"torch"`` uses none; ``"triton"`` refuses to compute these losses otherwise. With
+        name: ``"auto"``, the default, uses a kernel wherever there is one that is quicker, by measured times: above about
+            3,700 × 3,700 similarities. ``"torch"`` uses none; ``"triton"`` refuses to compute these losses otherwise. With
             ``TRITON_INTERPRET=1`` it also takes embeddings on the CPU, slowly, for tests. ``"compiled"`` is ``"auto"`` for
             these losses.
 

@@ -1,9 +1,12 @@
 """The choice between torch and Triton: where a kernel is used, what is refused, and that no rank is left waiting."""
 
+import json
+import math
 import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation as chosen
 from contrastive_zoo.engine import kernels
+from contrastive_zoo.engine.crossover import FILE, largest_matrix
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
 from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.ranks.world import World
@@ -26,7 +30,11 @@ PROBE = kernels.installation_problem.__wrapped__
 LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
 
-def on_a_gpu(n: int = 2049, d: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+LARGEST = math.isqrt(chosen.SMALL_BATCH_ELEMENTS * chosen.ON_ACCELERATORS)
+"""The embeddings of each side of the largest batch that kernels leave out."""
+
+
+def on_a_gpu(n: int = LARGEST + 1, d: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [torch.empty(n, d, dtype=dtype, device="cuda") for _ in range(2)]
 
@@ -47,8 +55,8 @@ def test_auto_uses_kernels_where_they_apply() -> None:
     assert used(rows)
     assert used(on_a_gpu(dtype=torch.bfloat16))
     assert not used([torch.randn(600, 8)] * 2)
-    assert not used(on_a_gpu(n=2048))
-    assert choose_kernels(rows).compute("Loss", 2048, 2049)
+    assert not used(on_a_gpu(n=LARGEST))
+    assert choose_kernels(rows).compute("Loss", LARGEST, LARGEST + 2)
     assert not used(on_a_gpu(d=4097))
     assert not used(on_a_gpu(dtype=torch.float64))
     assert not used(rows, unsupported="compares two views, got 3")
@@ -60,6 +68,29 @@ def test_auto_uses_kernels_where_they_apply() -> None:
         assert used(rows)
         assert not used(on_a_gpu(n=512))
         assert not used(on_a_gpu(dtype=torch.float64))
+
+
+def times(**ms: tuple[float | None, float | None]) -> dict[str, Any]:
+    return {size[1:]: {"kernels": kernels, "matrix": matrix} for size, (kernels, matrix) in ms.items()}
+
+
+def test_a_table_of_times_decides_where_kernels_start() -> None:
+    """Between sizes that are measured, times are straight on logarithmic axes; the loss whose kernels win first decides."""
+    early, late = (
+        times(n1024=(2.0, 1.0), n4096=(1.0, 2.0)),
+        times(n1024=(2.0, 1.0), n2048=(None, None), n4096=(1.0, 8.0)),
+    )
+    assert largest_matrix({"CLIP": early}) == 2048
+    assert largest_matrix({"CLIP": early, "SigLIP": late}) == 1024 * 2**0.5 // 1
+    assert largest_matrix({"CLIP": times(n1024=(1.0, 2.0))}) == 0
+    assert largest_matrix({"CLIP": times(n1024=(2.0, 1.0))}) == 1024
+    measured = json.loads(FILE.read_text(encoding="utf-8"))["ms"]
+    assert LARGEST <= largest_matrix(measured) <= LARGEST + 10
+    assert 2048 < LARGEST < 16_384  # at either of which all times of the file agree
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "accelerator.md").read_text(encoding="utf-8")
+    for loss, sizes in measured.items():
+        cells = (f"{x['kernels']:.2f} / {x['matrix']:.2f}" if x["kernels"] else "not measured" for x in sizes.values())
+        assert f"| {loss} | {' | '.join(cells)} |" in page
 
 
 def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
