@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import row_statistics
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from tests.zoo import BatchHard
 
@@ -61,6 +62,20 @@ class YieldingHard(cz.RowLoss):
             row_statistics.Maximum(similarity, negative),
         )
         return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
+
+
+class MaskedMNRL(cz.MNRL):
+    """Ids that meet by chance, of values, and a margin, in all directions."""
+
+    directions = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+    false_negative_margin = 0.1
+    hardness_mode = "hard_negatives"
+    hardness_strength = 2.0
+
+    def inputs(self, q: Tensor, d: Tensor, negatives: Tensor, owners: Tensor) -> Inputs:
+        return super().inputs(
+            q, d, negatives, owners, *(x[:, 0].detach().floor().long() for x in (d, negatives, 3 * q))
+        )
 
 
 def learnt() -> cz.LearnableTemperature:
@@ -133,6 +148,7 @@ IN_A_RING = {
         lambda: cz.MultiPositive(temperature=0.5), "ids", ("duplicates", ("positive", "ignore", "negative"))
     ),
     "ClipDistillation": Loss(lambda: cz.ClipDistillation(temperature=0.5), "teachers"),
+    "GIST": Loss(lambda: cz.GIST(temperature=learnt()), "teachers", ("margin", (0.0, 0.2))),
     "SignalToNoise": Loss(cz.SignalToNoise, "labels", ("neg_margin", (1.0, 0.8))),
     "Circle": Loss(lambda: cz.Circle(gamma=3.0), "labels", ("m", (0.4, 0.3))),
     "LiftedStructure": Loss(cz.LiftedStructure, "labels", ("neg_margin", (1.0, 0.8))),
@@ -164,10 +180,11 @@ LOSSES = {
     "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", NORMALIZE, ring=True),
     "DCL": Loss(lambda: cz.DCL(temperature=0.5), ring=True),
     "RowLoss": Loss(BatchHard, "labels", NORMALIZE),
-    "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
+    "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction")), ring=True),
+    "MNRL, masked": Loss(MaskedMNRL, "mined", ("false_negative_margin", (0.1, -0.05)), ring=True),
     "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3)), ring=True),
     "WeightedSum of MNRL": Loss(
-        lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction"))
+        lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction")), ring=True
     ),
     "Matryoshka": Loss(
         lambda: cz.Matryoshka(cz.InfoNCE(temperature=learnt()), (2, D)),

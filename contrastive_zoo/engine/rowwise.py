@@ -285,6 +285,11 @@ class PairBlock(NamedTuple):
     documents: Tensor  # the second ones of the candidates that are pairs, and single ones
     is_pair: Tensor
 
+    def similarity(self, direction: str) -> Float[Tensor, "c N"]:
+        """Return the dot products of one embedding of the anchors' pairs with one of the candidates', "query_to_doc"."""
+        anchors = self.first if direction.startswith("query") else self.second
+        return anchors @ (self.documents if direction.endswith("doc") else self.candidate_first).T
+
 
 def reduce_pairs(
     batch: Batch,
@@ -292,6 +297,7 @@ def reduce_pairs(
     rows: Sequence[Tensor],
     guides: Sequence[Sequence[Tensor]] = (),
     *,
+    ids: Sequence[tuple[Tensor, Tensor | None]] = (),
     owners: Tensor | None = None,
     reduction: Reduction,
     unsupported: str | None = None,
@@ -299,23 +305,33 @@ def reduce_pairs(
     """Reduce a loss of blocks whose anchors are pairs, and whose candidates are all ranks' pairs and single embeddings.
 
     Rows are the first and the second embeddings of pairs, and single ones, of which the batch's ``negatives`` have the
-    split; guides are the same, without gradient. The block's first companion says which candidates are single, those
-    after it are of the guides. ``owners`` are the pairs of this rank that single embeddings are also positives of, or −1
-    for none; None is −1. ``unsupported`` says why Triton kernels cannot compute it, for who has chosen them.
+    split; guides are the same, without gradient. ``ids`` are of pairs, and of single embeddings, None for none. The block's
+    first companion says which candidates are single; those after it are of the guides, then of the ids. The ids of
+    candidates have two columns, the id and whether there is one. ``owners`` are the pairs of this rank that single
+    embeddings are also positives of, or −1 for none; None is −1. ``unsupported`` says why Triton kernels cannot compute
+    it, for who has chosen them.
     """
     batch.kernels.compute(batch.name, 0, 0, unsupported=unsupported)
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)
-    ids, samples = batch.indices(), batch.samples
-    of_singles = ids.new_full((len(singles),), -1)
+    index, samples = batch.indices(), batch.samples
+    of_singles = index.new_full((len(singles),), -1)
     if owners is not None:
         of_singles = torch.where(owners < 0, of_singles, owners + samples.start)
     of_guides = [concat_pairs(*guide)[:2] for guide in guides]
+    of_ids = [
+        (x, torch.cat([_with_flag(x, 1), _with_flag(of_singles, 0) if y is None else _with_flag(y, 1)])) for x, y in ids
+    ]
     return reduce_rows(
-        batch, loss, pairs, ids, candidates=columns, candidate_ids=torch.cat([ids, of_singles]),
+        batch, loss, pairs, index, candidates=columns, candidate_ids=torch.cat([index, of_singles]),
         candidate_shards=samples.plus(batch.shards["negatives"]) if "negatives" in batch.shards else samples,
-        companions=[(ids, single), *of_guides], reduction=reduction,
+        companions=[(index, single), *of_guides, *of_ids], reduction=reduction,
     )  # fmt: skip
+
+
+def _with_flag(ids: Tensor, flag: int) -> Tensor:
+    """Return ids and whether they are any, [k, 2]."""
+    return torch.stack([ids.long(), torch.full_like(ids, flag, dtype=torch.int64)], 1)
 
 
 def concat_pairs(

@@ -1,6 +1,8 @@
 """Softmax over pairs of texts and mined negatives, as sentence embeddings are trained: MNRL and GIST."""
 
 import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
@@ -9,16 +11,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
+from contrastive_zoo.engine.masked import tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_pairs, split_pairs
+from contrastive_zoo.engine.row_statistics import LogSumExp, Rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem, two_models_problem
 
 PartitionMode = Literal["joint", "per_direction"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
+Strategy = Literal["absolute", "relative"]
+Margin = Annotated[float, Bounds(constant=True)]  # of a mask, which has no derivative
 _DIRECTIONS = get_args(Direction)
 _HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
 
@@ -37,13 +42,29 @@ class MNRL(Loss):
     h_ix = hardness_strength · q_i·x, held constant, for the negatives that hardness_mode names, else 0. Equal to
     MultipleNegativesRankingLoss(scale=1/t) on one process; there every query has the same number of hard negatives.
 
-    Called as ``loss(queries, documents, negatives, owners)``:
+    False negatives are left out of every Z_i, on all ranks: with s(·,·) the dot product of a term, those with
+
+        s(·,·) > q_i·d_i + margin,   or, relative,   s(·,·) > q_i·d_i + margin · |q_i·d_i|          held constant
+
+    up to 64 units of rounding, and pairs and negatives that have the document's or the query's id of pair i.
+    Qwen3-Embedding's loss is ``MNRL(directions=("query_to_doc", "query_to_query", "doc_to_doc"),
+    false_negative_margin=0.1)`` with document_ids: with m = 0 for false negatives, else 1,
+
+        Z_i = e^(q_i·d_i/t) + Σ_{x≠d_i} m e^(q_i·x/t) + Σ_{j≠i} m e^(q_i·q_j/t) + Σ_{x∈D, not i's} m e^(d_i·x/t)
+
+    The paper defines m by scores of queries. Implementations therefore differ in the last sum: some compare d_i·x with
+    the margin, too; others, such as ms-swift, do not: ``mask_doc_to_doc=False``. NV-Retriever masks x with
+    q_i·x > 0.95 · q_i·d_i: ``false_negative_margin=-0.05, margin_strategy="relative"``.
+
+    Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids)``:
 
     - queries, documents: [n, d].
     - negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
       passes them, all must: a rank without any passes [0, d].
     - owners: [m], the index of the query of this rank that a negative was mined for, any number each, or −1 for none;
       None is −1.
+    - document_ids, negative_ids: [n] and [m], integers: documents and negatives of equal id are one document.
+    - query_ids: [n], integers: pairs of equal id have one query, whose positives are the documents of all of them.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
@@ -53,17 +74,26 @@ class MNRL(Loss):
         hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
+        false_negative_margin: the margin above, of any sign; a larger one masks fewer candidates. None masks none.
+        margin_strategy: ``"absolute"`` or ``"relative"``.
+        mask_doc_to_doc: whether the margin masks candidates of doc_to_doc, too; ids always do.
 
     Raises:
-        ValueError: invalid owners or settings that contradict each other.
+        ValueError: invalid owners or ids, or settings that contradict each other.
 
     Examples:
         >>> eye = torch.eye(2)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
         >>> MNRL(temperature=1.0)(eye, eye, -eye[:1], torch.tensor([0]))
         tensor(0.4795)
+        >>> MNRL(temperature=1.0)(eye, eye, document_ids=torch.tensor([7, 7]))   # one document: log(e) − 1
+        tensor(0.)
+        >>> q, d = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])   # 0.7 masks 1 and keeps 0: log(1 + e^−0.6)
+        >>> MNRL(temperature=1.0, false_negative_margin=0.1)(q, d, eye)
+        tensor(0.4375)
 
     Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023,
-    https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812
+    https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812; false negatives:
+    Zhang et al. 2025, https://arxiv.org/abs/2506.05176, and Moreira et al. 2024, https://arxiv.org/abs/2407.15831
     """
 
     temperature: Temperature = 0.05
@@ -71,11 +101,13 @@ class MNRL(Loss):
     partition_mode: PartitionMode = "joint"
     hardness_mode: Hardness | None = None
     hardness_strength: Annotated[float, Bounds("hardness_strength is non-negative", low=0, constant=True)] = 0.0
+    false_negative_margin: Margin | None = None
+    margin_strategy: Strategy = "absolute"
+    mask_doc_to_doc: bool = True
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    has_kernels = True
-    ring_refusal = "with hardness_mode or the direction doc_to_doc it compares an anchor with all candidates at once"
+    has_kernels = supports_ring = True
 
     row_indices = MappingProxyType({"owners": "queries"})
 
@@ -90,50 +122,93 @@ class MNRL(Loss):
             return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
         return None
 
-    def can_ring(self) -> bool:
-        return self.hardness_mode is None and "doc_to_doc" not in self.directions
-
     def inputs(
         self,
         queries: Float[Tensor, "n d"],
         documents: Float[Tensor, "n d"],
         negatives: Float[Tensor, "m d"] | None = None,
         owners: Int[Tensor, " m"] | None = None,
+        document_ids: Int[Tensor, " n"] | None = None,
+        negative_ids: Int[Tensor, " m"] | None = None,
+        query_ids: Int[Tensor, " n"] | None = None,
     ) -> Inputs:
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
-        problem = _mnrl_problem(queries, documents, negatives, owners)
+        ids = {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
+        problem = _mnrl_problem(queries, documents, negatives, owners) or _ids_problem(ids, len(queries), negatives)
 
         def owners_problem(least: int, most: int) -> str:
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {least} … {most}."
 
         values = [] if problem or owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
         compared = {"directions": tuple(self.directions)}  # which may also be a list
-        return Inputs.of(rows, problem, values=values, compared=compared, local=owners is not None)
+        return Inputs.of({**rows, **ids}, problem, values=values, compared=compared, local=owners is not None)
 
     def compute(self, batch: Batch) -> Tensor:
         pairs, directions = TowerPairs(batch, batch.settings.temperature, self.normalize), tuple(self.directions)
         has_negatives = "negatives" in batch.shards and batch.shards["negatives"].total > 0
-        unsupported = None if self.can_ring() else _UNSUPPORTED
-        if self.hardness_mode is None and not ("doc_to_doc" in directions and has_negatives):
+        has_ids = not {"document_ids", "query_ids"}.isdisjoint(batch.rows)
+        is_masked = has_ids or self.false_negative_margin is not None
+        if self.hardness_mode is None and not is_masked and not ("doc_to_doc" in directions and has_negatives):
             # each Z_i is a plain sum
+            unsupported = _UNSUPPORTED if "doc_to_doc" in directions else None
             others, positive = pairs.sums_by_direction(directions, unsupported=unsupported)
             losses = _losses(others, positive, self.partition_mode)
             return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
 
-        queries, documents = (batch.rows[name] for name in ("queries", "documents"))
-        arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
+        compared = {*directions} if self.mask_doc_to_doc else {*directions} - {"doc_to_doc"}
+        margin = batch.settings.false_negative_margin
         loss = BlockLoss(
-            _ranked, temperature=batch.settings.temperature, directions=directions,
+            _pair_losses, temperature=batch.settings.temperature, directions=directions,
+            mask=FalseNegatives(margin, self.margin_strategy == "relative", compared),
             partition_mode=self.partition_mode, hardness_mode=self.hardness_mode,
             hardness_strength=batch.settings.hardness_strength,
         )  # fmt: skip
+        queries, documents = (batch.rows[name] for name in ("queries", "documents"))
+        arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
         return reduce_pairs(
-            batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments], owners=batch.rows.get("owners"),
-            reduction=self.reduction, unsupported=unsupported,
+            batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments],
+            ids=[(batch.rows[x], batch.rows.get(y)) for x, y in _IDS.items() if x in batch.rows],
+            owners=batch.rows.get("owners"), reduction=self.reduction, unsupported=_UNSUPPORTED,
         )  # fmt: skip
 
 
-_UNSUPPORTED = "computes MNRL without hardness_mode and without the direction doc_to_doc"
+_UNSUPPORTED = "computes MNRL without hardness_mode, ids, false_negative_margin and the direction doc_to_doc"
+_IDS = {"document_ids": "negative_ids", "query_ids": ""}  # of pairs, and of the negatives that they are compared with
+
+
+@dataclass(frozen=True)
+class FalseNegatives:
+    """The mask of candidates that count as positives of an anchor, by their ids, or because they are too close to it.
+
+    Of the directions, candidates with a similarity above s_ii + margin, or s_ii + margin · |s_ii|, are too close: that of a
+    guide if there is one, otherwise the loss's own. An anchor's threshold is that of its pair in every direction.
+    """
+
+    margin: float | Tensor | None
+    relative: bool
+    directions: Collection[str]
+    has_guide: bool = False
+
+    def distinct(self, block: AnchorBlock) -> Tensor:
+        """Return which candidates have none of the anchor's ids."""
+        distinct = torch.ones_like(block.positive)
+        for ids, of_candidates in block.companions[2 if self.has_guide else 1 :]:
+            distinct &= (ids[:, None] != of_candidates[:, 0]) | (of_candidates[:, 1] == 0)
+        return distinct
+
+    def guide(self, block: AnchorBlock, pairs: PairBlock) -> PairBlock:
+        """Return the pairs whose similarities are compared with the threshold."""
+        return split_pairs(*block.companions[1], block.companions[0][1]) if self.has_guide else pairs
+
+    def threshold(self, guide: PairBlock) -> Tensor:
+        """Return the largest similarity that an anchor's negatives may have, [c, 1]."""
+        first, second = guide.first.detach(), guide.second.detach()
+        similarity = (first * second).sum(1, keepdim=True)
+        squares = torch.maximum(first.square().sum(1, keepdim=True), second.square().sum(1, keepdim=True))
+        margin = 0 if self.margin is None else self.margin
+        return (
+            similarity + margin * (similarity.abs() if self.relative else 1) + tie_width(first) * squares.clamp(min=1)
+        )
 
 
 def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: str) -> Tensor:
@@ -145,39 +220,46 @@ def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: s
     return shift + cross_entropy(positive, log_sum_exp(torch.stack([*others.values()]), 0) - shift)
 
 
-def _ranked(
+def _pair_losses(
     block: AnchorBlock,
     temperature: Tensor,
-    directions: tuple[Direction, ...],
-    partition_mode: str,
-    hardness_mode: Hardness | None,
-    hardness_strength: float,
-) -> tuple[Tensor, Tensor]:
-    x, is_positive = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
-    mined = ~x.is_pair
+    directions: Sequence[Direction],
+    mask: FalseNegatives,
+    partition_mode: PartitionMode = "joint",
+    hardness_mode: Hardness | None = None,
+    hardness_strength: float = 0.0,
+    singles_of_documents: bool = True,
+) -> Rows:
+    x, is_own = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
+    distinct, guide = mask.distinct(block), mask.guide(block, x)
+    threshold = mask.threshold(guide)
+    others: list[LogSumExp] = []
+    for direction in directions:
+        similarity = x.similarity(direction)
+        logits, allowed = similarity / temperature, distinct & ~is_own
+        if direction == "query_to_doc":
+            allowed = distinct & ~(is_own & x.is_pair)  # also negatives that were mined for the query
+            hard = _hard(hardness_mode, is_own, x.is_pair)
+            logits = logits if hard is None else logits + (hardness_strength * similarity.detach()).where(hard, 0)
+        elif direction != "doc_to_doc" or not singles_of_documents:
+            allowed = allowed & x.is_pair
+        if mask.margin is not None and direction in mask.directions:
+            compared = similarity if guide is x else guide.similarity(direction)
+            allowed = allowed & (compared.detach() <= threshold)
+        others.append(LogSumExp(logits, allowed))
+    sums = yield others
+    positive = (x.first * x.second).sum(1) / temperature
+    losses = _losses(dict(zip(directions, sums, strict=True)), positive, partition_mode)
+    return losses, torch.ones_like(block.ids, dtype=torch.bool)
 
-    cos = x.first @ x.documents.T
-    logits = cos / temperature
-    positive = logits.where(is_positive & ~mined, 0).sum(1)
-    if hardness_mode is not None:
-        hard = {
-            "in_batch_negatives": ~is_positive,
-            "hard_negatives": is_positive & mined,
-            "all_negatives": ~is_positive | mined,
-        }[hardness_mode]
-        logits = logits + (hardness_strength * cos.detach()).where(hard, 0)
-    others: dict[Direction, Tensor] = {"query_to_doc": masked_log_sum_exp(logits, ~is_positive | mined)}
-    if "query_to_query" in directions:
-        others["query_to_query"] = masked_log_sum_exp(
-            x.first @ x.candidate_first.T / temperature, x.is_pair & ~is_positive
-        )
-    if "doc_to_query" in directions:
-        others["doc_to_query"] = masked_log_sum_exp(
-            x.second @ x.candidate_first.T / temperature, x.is_pair & ~is_positive
-        )
-    if "doc_to_doc" in directions:
-        others["doc_to_doc"] = masked_log_sum_exp(x.second @ x.documents.T / temperature, ~is_positive)
-    return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
+
+def _hard(hardness_mode: Hardness | None, is_own: Tensor, is_pair: Tensor) -> Tensor | None:
+    """Return the negatives whose logits get a weight, of the own pair, mined for the own query, and all others."""
+    if hardness_mode is None:
+        return None
+    if hardness_mode == "in_batch_negatives":
+        return ~is_own
+    return is_own & ~is_pair if hardness_mode == "hard_negatives" else ~(is_own & is_pair)
 
 
 def _mnrl_problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
@@ -192,7 +274,16 @@ def _mnrl_problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, 
     return problem
 
 
-Strategy = Literal["absolute", "relative"]
+def _ids_problem(ids: dict[str, Tensor | None], n: int, negatives: Tensor | None) -> str | None:
+    for name, x in ids.items():
+        if x is None:
+            continue
+        if name == "negative_ids" and (negatives is None or ids["document_ids"] is None):
+            return "negative_ids are compared with document_ids: pass them with negatives and document_ids."
+        rows = len(negatives) if name == "negative_ids" and negatives is not None else n
+        if problem := labels_problem(name, x, rows):
+            return problem
+    return None
 
 
 class GIST(Loss):
@@ -241,12 +332,12 @@ class GIST(Loss):
 
     temperature: Temperature = 0.01
     margin_strategy: Strategy = "absolute"
-    margin: Number = 0.0
+    margin: Margin = 0.0
     contrast_anchors: bool = True
     contrast_positives: bool = True
     reduction: Reduction = "mean"
 
-    ring_refusal = "its guide compares the pairs that anchors and candidates make together, so it needs all of them"
+    supports_ring = True
 
     def inputs(
         self,
@@ -270,39 +361,17 @@ class GIST(Loss):
         names = ("anchors", "positives", "negatives")
         rows = [batch.prepared(arguments[name], normalize=True) for name in names]
         guides = [batch.prepared(arguments[f"guide_{name}"].detach(), normalize=True) for name in names]
+        further: dict[Direction, bool] = {
+            "query_to_query": self.contrast_anchors,
+            "doc_to_doc": self.contrast_positives,
+        }
+        directions: list[Direction] = ["query_to_doc", *(x for x, contrasts in further.items() if contrasts)]
+        mask = FalseNegatives(-batch.settings.margin, self.margin_strategy == "relative", directions, has_guide=True)
         loss = BlockLoss(
-            _guided, temperature=batch.settings.temperature, relative=self.margin_strategy == "relative",
-            margin=batch.settings.margin, contrast_anchors=self.contrast_anchors,
-            contrast_positives=self.contrast_positives,
+            _pair_losses, temperature=batch.settings.temperature, directions=directions, mask=mask,
+            singles_of_documents=False,
         )  # fmt: skip
         return reduce_pairs(batch, loss, rows, [guides], reduction=self.reduction)
-
-
-def _guided(
-    block: AnchorBlock,
-    temperature: Tensor,
-    relative: bool,
-    margin: float,
-    contrast_anchors: bool,
-    contrast_positives: bool,
-) -> tuple[Tensor, Tensor]:
-    (_, single), (guide_rows, guide_columns) = block.companions
-    is_positive = block.positive
-    x = split_pairs(block.anchors, block.candidates, single)
-    guide = split_pairs(guide_rows, guide_columns, single)
-    similarity = (guide.first * guide.second).sum(1, keepdim=True)
-    threshold = similarity - margin * (similarity.abs() if relative else 1) + tie_width(similarity)
-
-    logits = x.first @ x.documents.T / temperature
-    sums = [masked_log_sum_exp(logits, (guide.first @ guide.documents.T <= threshold) & ~is_positive)]
-    if contrast_anchors:
-        mask = (guide.first @ guide.candidate_first.T <= threshold) & x.is_pair & ~is_positive
-        sums.append(masked_log_sum_exp(x.first @ x.candidate_first.T / temperature, mask))
-    if contrast_positives:
-        mask = (guide.second @ guide.documents.T <= threshold) & x.is_pair & ~is_positive
-        sums.append(masked_log_sum_exp(x.second @ x.documents.T / temperature, mask))
-    positive = logits.where(is_positive & x.is_pair, 0).sum(1)
-    return cross_entropy(positive, log_sum_exp(torch.stack(sums), 0)), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _gist_problem(

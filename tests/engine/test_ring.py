@@ -105,8 +105,8 @@ def test_one_tower_sends_rows_from_machine_to_machine_and_not_back(name: str, wo
 
 @pytest.mark.parametrize(
     "loss",
-    [cz.Triplet(), cz.SmoothAP(), cz.Angular(), cz.GIST(), cz.MNRL(directions=("query_to_doc", "doc_to_doc")),
-     cz.VICReg(), cz.ArcFace(3, 2), cz.CrossBatchMemory(cz.InfoNCE(), 4, 2), torch.dist],
+    [cz.Triplet(), cz.SmoothAP(), cz.Angular(), cz.VICReg(), cz.ArcFace(3, 2),
+     cz.CrossBatchMemory(cz.InfoNCE(), 4, 2), torch.dist],
     ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_a_loss_that_needs_whole_rows_says_why(loss: Any) -> None:

@@ -74,7 +74,7 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "LargeMarginSoftmax": {"margin": COUNT, "scale": POSITIVE},
     "LeJEPA": {"lambda_": SHARE, "global_views": COUNT, **SLICES},
     "MMCR": {"eps": POSITIVE},
-    "MNRL": {"hardness_strength": NOT_NEGATIVE},
+    "MNRL": {"hardness_strength": NOT_NEGATIVE, "false_negative_margin": (math.inf, "1")},
     "Margin": {"nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)},
     "MultiSimilarity": {"alpha": POSITIVE, "beta": POSITIVE, "epsilon": (math.inf, -math.inf, "1")},
     "NPairs": {"l2": NOT_NEGATIVE},

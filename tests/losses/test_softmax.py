@@ -3,25 +3,30 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.rowwise import reduce_pairs
+from contrastive_zoo.losses import mnrl
 from contrastive_zoo.losses.distillation import ClipDistillation
 from contrastive_zoo.losses.info_nce import MILNCE, Clip
-from contrastive_zoo.losses.mnrl import GIST, MNRL
+from contrastive_zoo.losses.mnrl import GIST, MNRL, FalseNegatives
 from contrastive_zoo.losses.multi_positive import MultiPositive
 from contrastive_zoo.losses.nt_xent import DCL
 from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import Largest, close, numbers
-from tests.losses.zoo_softmax import ENTRIES, ORDERED
+from contrastive_zoo.wrapper import step
+from tests.helpers import Largest, close, numbers, split
+from tests.losses.zoo_softmax import ALL, ENTRIES, ORDERED
 
 
 def pairs(*shape: int) -> list[Tensor]:
@@ -97,6 +102,37 @@ def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
     assert worlds.run(2, none_on_rank_0) == pytest.approx([MNRL()(q, d, x).item()] * 2, abs=1e-12)
 
 
+IDS = [torch.tensor(x) for x in ([1, 2, 3, 1, 4], [3, 9], [5, 6, 7, 8, 5])]  # of documents, negatives and queries
+
+
+def per_rank(batch: Any, *arguments: Any, ids: Any, **named: Any) -> Tensor:
+    """Compare the ids of one rank with each other only."""
+    first = 100 * batch.samples.start
+    return reduce_pairs(batch, *arguments, ids=[(x + first, None if y is None else y + first) for x, y in ids], **named)
+
+
+def in_one_direction(margin: Any, relative: bool, directions: Any) -> FalseNegatives:
+    return FalseNegatives(margin, relative, ["query_to_doc"])
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("reduce_pairs", reduce_pairs), ("reduce_pairs", per_rank), ("FalseNegatives", in_one_direction)],
+    ids=["right", "ids per rank", "one direction"],
+)
+def test_false_negatives_are_those_of_all_ranks_and_directions(name: str, mutant: Any, worlds: Worlds) -> None:
+    q, d, x = numbers(5, 3, seed=1), numbers(5, 3, seed=2), numbers(2, 3, seed=3)
+    loss = MNRL(temperature=0.5, directions=ALL, false_negative_margin=0.3)
+
+    def job() -> float:
+        local = [split(rows, (3, 2) if len(rows) == 5 else (0, 2))[dist.get_rank()] for rows in (q, d, x, *IDS)]
+        with patch.object(mnrl, name, mutant), patch.object(step, "SMALL_BATCH", -1):
+            return cz.DistributedLoss(loss)(*local[:3], None, *local[3:]).item()
+
+    found, expected = worlds.run(2, job), loss(q, d, x, None, *IDS).item()
+    assert (found == pytest.approx([expected] * 2, abs=1e-12)) == (mutant is reduce_pairs)
+
+
 def test_nothing_n_by_n_is_held() -> None:
     """In small blocks no tensor is nearly as large as the similarity matrix."""
     n, threads = 120, torch.get_num_threads()
@@ -142,6 +178,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: MNRL()(EYE, EYE, EYE, Y + 1), r"MNRL: owners are rows of this rank's 3 queries, or -1, got 1 … 3"),
     (lambda: MNRL()(EYE, EYE, EYE, Y[:2]), "MNRL: owners are one per row"),
     (lambda: MNRL()(EYE, EYE, None, Y), "MNRL: owners say whose the negatives are, but there are no negatives"),
+    (lambda: MNRL()(EYE, EYE, document_ids=Y[:2]), "MNRL: document_ids are one per row, got 2 for 3 rows"),
+    (lambda: MNRL()(EYE, EYE, query_ids=Y.double()), "MNRL: query_ids are one integer per row"),
+    (lambda: MNRL()(EYE, EYE, EYE, None, None, Y), "MNRL: negative_ids are compared with document_ids"),
+    (lambda: MNRL(false_negative_margin=torch.ones(1, requires_grad=True))(EYE, EYE), "a constant"),
     (lambda: MNRL(directions=("doc_to_query",))(EYE, EYE), "MNRL: directions are 'query_to_doc' and any of"),
     (
         lambda: MNRL(directions=("query_to_doc", "doc_to_doc"), partition_mode="per_direction")(EYE, EYE),

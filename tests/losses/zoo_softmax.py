@@ -120,6 +120,18 @@ def hard_negatives(_: Tensor, __: Tensor, one: Tensor, two: Tensor) -> tuple[Ten
     return torch.cat([one, two[more]]), torch.cat([every, every[more]])
 
 
+class MNRLWithIds(MNRLOfViews):
+    """Ids of documents, negatives and queries are made of their values, and meet by chance."""
+
+    def inputs(self, q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> Inputs:
+        negatives, owners = hard_negatives(q, d, one, two)
+        return MNRL.inputs(self, q, d, negatives, owners, id_of(d), id_of(negatives), id_of(4 * q))
+
+
+def id_of(x: Tensor) -> Tensor:
+    return x[:, -1].detach().floor().int()
+
+
 def dense_mnrl(
     *views: Tensor,
     temperature: Any,
@@ -127,25 +139,39 @@ def dense_mnrl(
     partition_mode: str = "joint",
     hardness_mode: str | None = None,
     hardness_strength: float = 0.0,
+    with_ids: bool = False,
+    false_negative_margin: float = math.inf,
+    margin_strategy: str = "absolute",
+    mask_doc_to_doc: bool = True,
 ) -> Tensor:
     negatives, owners = hard_negatives(*views)
     q, d, documents, is_pair = unit(views[0]), unit(views[1]), unit(torch.cat([views[1], negatives])), itself(views[0])
     is_own = torch.cat([is_pair, owners == torch.arange(len(q))[:, None]], 1)
-    cos, mined = q @ documents.T, torch.arange(len(documents)) >= len(q)
+    cos, mined = {"query_to_doc": q @ documents.T, "query_to_query": q @ q.T}, torch.arange(len(documents)) >= len(q)
+    cos |= {"doc_to_query": d @ q.T, "doc_to_doc": d @ documents.T}
     hard = {
         "in_batch_negatives": ~is_own,
         "hard_negatives": is_own & mined,
         "all_negatives": ~is_own | mined,
     }.get(hardness_mode or "", torch.zeros_like(is_own))
-    logits = {
-        "query_to_doc": cos / temperature + (hardness_strength * cos.detach()).where(hard, 0),
-        "query_to_query": (q @ q.T / temperature).masked_fill(is_pair, -torch.inf),
-        "doc_to_query": d @ q.T / temperature,
-        "doc_to_doc": (d @ documents.T / temperature).masked_fill(is_own, -torch.inf),
-    }
+    logits = {name: x / temperature for name, x in cos.items()}
+    logits["query_to_doc"] = logits["query_to_doc"] + (hardness_strength * cos["query_to_doc"].detach()).where(hard, 0)
+    same = torch.zeros_like(is_own)
+    if with_ids:
+        same = id_of(views[1])[:, None] == id_of(torch.cat([views[1], negatives]))
+        same[:, : len(q)] |= id_of(4 * views[0])[:, None] == id_of(4 * views[0])
+    own = (q * d).sum(1, keepdim=True)
+    largest = own + false_negative_margin * (own.abs() if margin_strategy == "relative" else 1) + 1e-12
+    for name, x in cos.items():
+        compared = mask_doc_to_doc or name != "doc_to_doc"
+        left_out = same[:, : x.shape[1]] | (x > largest) if compared else same
+        left_out = left_out & ~(is_own & ~mined)[:, : x.shape[1]]  # the positive never is
+        if name in ("query_to_query", "doc_to_doc"):
+            left_out = left_out | is_own[:, : x.shape[1]]
+        logits[name] = logits[name].masked_fill(left_out, -torch.inf)
     chosen = [logits[name] for name in directions]
     each = torch.stack([x.logsumexp(1) for x in chosen]).mean(0) if partition_mode == "per_direction" else None
-    return ((torch.cat(chosen, 1).logsumexp(1) if each is None else each) - (q * d).sum(1) / temperature).mean()
+    return ((torch.cat(chosen, 1).logsumexp(1) if each is None else each) - own[:, 0] / temperature).mean()
 
 
 class GISTOfViews(GIST):
@@ -315,6 +341,8 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
     return -(log_shares.where(positive, 0).sum(1) / positive.sum(1)).mean()
 
 
+QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
+MASKED = {"with_ids": True, "false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
 
 ENTRIES: list[Entry] = [
@@ -334,6 +362,8 @@ ENTRIES: list[Entry] = [
     row("MNRL", MNRLOfViews, dense_mnrl, "views", 4),
     row("MNRL, all directions", MNRLOfViews, dense_mnrl, "views", 4, directions=ALL, **HARD),
     row("MNRL, symmetric", MNRLOfViews, dense_mnrl, "views", 4, directions=BOTH, partition_mode="per_direction"),
+    row("MNRL, masked", MNRLWithIds, dense_mnrl, "views", 4, directions=ALL, **MASKED, **HARD),
+    row("MNRL, Qwen3", MNRLOfViews, dense_mnrl, "views", 4, directions=QWEN3, false_negative_margin=0.1),
     row("GIST", GISTOfViews, dense_gist, "views"),
     row("GIST, relative margin", GISTOfViews, dense_gist, "views", margin=0.3, margin_strategy="relative"),
     row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
