@@ -216,7 +216,7 @@ class Examination:
     ) -> None:
         self.case, self.worlds, self.world_sizes, self.width, self.on_example = case, worlds, sizes, width, on_example
         self.batches = partial(global_batches, sizes, width=width)
-        self.reference_error: RankError | None = None
+        self.reference_error = ""  # why the last batch without a reference has none
         self.failures = 0  # number of batches on which a rank raised or hung
         self.examples = 0  # number of global batches tested
         self.broken: dict[str, Finding] = {}  # the first finding of each broken invariant
@@ -236,7 +236,7 @@ class Examination:
                 settings(SEARCH, max_examples=share, phases=[Phase.generate])(drawn)()
         if self.examples == 0:  # no batch has a reference
             raise ValueError(
-                f"{self.case.name}: raises on one process, so there is no reference to compare with. "
+                f"{self.case.name}: raises, or is not finite, on one process, so there is no reference to compare with. "
                 f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; pass "
                 f"call='labels' or 'views' if that is wrong. {self.reference_error}"
             )
@@ -247,9 +247,12 @@ class Examination:
             return
         trial = Trial(self.case, batch, self.worlds)
         try:
-            trial.on_one_process()
+            one = trial.on_one_process()
         except RankError as error:  # one process raises: there is no reference to compare with
-            self.reference_error = error
+            self.reference_error = str(error)
+            return
+        if batch.kind not in ADVERSARIAL and not one.is_finite:
+            self.reference_error = f"Its value or a gradient is not finite at {batch}."
             return
         self.examples += 1
         self.on_example(self.examples)

@@ -82,6 +82,12 @@ class Measurement:
     precision: torch.dtype = torch.float64  # the narrowest dtype in which the loss computes, if recorded
     noise: float = 0.0  # the standard error of an average, as a difference of two measurements is counted
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the value and its gradients are finite."""
+        numbers = [torch.tensor(self.value), *self.encoder.values(), *self.parameters.values()]
+        return all(bool(x.isfinite().all()) for x in numbers)
+
     def tensors(self) -> Gradients:
         """Return all numbers that are compared, by name."""
         groups = {"encoder": self.encoder, "parameters": self.parameters, "sharded": self.sharded, "state": self.state}

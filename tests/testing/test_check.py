@@ -98,9 +98,13 @@ def test_a_loss_that_fails_on_one_process_cannot_be_checked(worlds: Worlds) -> N
     def broken(embeddings, labels):
         raise KeyError("no such class")
 
-    with pytest.raises(ValueError, match="raises on one process, so") as failure:
-        examine(lambda: broken, world_sizes=(2,), max_examples=3, worlds=worlds, name="broken")
-    assert "no such class" in str(failure.value)
+    def undefined(embeddings, labels):
+        return (embeddings * float("nan")).sum()
+
+    for loss, reason in ((broken, "no such class"), (undefined, "not finite at W=2")):
+        with pytest.raises(ValueError, match="on one process, so there is no reference") as failure:
+            examine(lambda loss=loss: loss, call="labels", world_sizes=(2,), max_examples=3, worlds=worlds)
+        assert reason in str(failure.value)
 
 
 @pytest.mark.parametrize(

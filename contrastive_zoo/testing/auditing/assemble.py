@@ -164,7 +164,7 @@ def _is_local_mean(step: StepEvidence) -> bool:
 
 
 def _notes(step: StepEvidence) -> Iterator[str]:
-    first = step.ranks[0]
+    first, rounding = step.ranks[0], ROUNDING_FACTOR * step.eps
     if first.micro_batches > 1:
         yield f"gradient accumulation of {first.micro_batches} micro-batches"
     if first.is_scaled:
@@ -179,9 +179,8 @@ def _notes(step: StepEvidence) -> Iterator[str]:
     factor = first.factor
     if factor and step.one is not None and step.one.factor and not _is_whole(step.one.factor, first.micro_batches):
         yield f"the script multiplies the loss by {step.one.factor:.4g}, also in one process: a weight"
-    if _is_local_mean(step) and not torch.allclose(
-        torch.stack([step.values(x) for x in step.ranks]), step.values(first), 100 * step.eps, 100 * step.eps
-    ):
+    is_equal = all(torch.allclose(step.values(x), step.values(first), rounding, rounding) for x in step.ranks)
+    if not is_equal and _is_local_mean(step):
         yield f"{LOCAL_MEAN}; the mean of the ranks is the value of one process: log that mean"
     if first.draws:
         yield (

@@ -7,6 +7,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +22,7 @@ from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 
-Finding = tuple[str, str]
-"""The name of a mistake, and what was measured."""
-
-Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[Finding]]
+Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[Diagnosis]]
 """Yields the mistakes that it finds."""
 
 FACTOR_TOLERANCE = 1e-3
@@ -33,19 +31,21 @@ FACTOR_TOLERANCE = 1e-3
 
 def mistakes(records: Sequence[Record], steps: Sequence[StepEvidence]) -> list[Diagnosis]:
     """Return the mistakes of a training, each once, from the records of all ranks and the steps that were compared."""
-    result = [Diagnosis(*x) for probe in PROBES for x in probe(records, steps)]
+    result = [x for probe in PROBES for x in probe(records, steps)]
     return list({x.mistake: x for x in reversed(result)}.values())[::-1]
 
 
-def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     if not any(x.initialized or x.error for x in records):
-        yield "no process group", "no group was initialised"
+        yield Diagnosis("no process group", "no group was initialised")
     begun = [len(x.steps) for x in records]
     if any(count < max(begun) and not x.error for count, x in zip(begun, records, strict=True)):
-        yield "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
+        yield Diagnosis(
+            "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
+        )
 
 
-def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Compare the trained parameters of all ranks before the first step."""
     for first in steps[:1]:
         for group in ("loss", "encoder"):
@@ -53,21 +53,27 @@ def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Itera
             starts = [flat(x.start, names) for x in records]
             error = first.worst(starts, starts[0]).error
             if error > 100 * first.eps:
-                yield "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
+                yield Diagnosis(
+                    "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
+                )
 
 
-def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     for step in steps:
         first = step.ranks[0]
         if not first.optimized:
             continue
         if missing := [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]:
-            yield "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
+            yield Diagnosis(
+                "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
+            )
         if stale := [x for x in first.stale if x in first.optimized]:
-            yield "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
+            yield Diagnosis(
+                "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
+            )
 
 
-def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Compare the factor of the loss with that of one process, and that of one process with one over the micro-batches."""
     for step in steps:
         count, scale = step.ranks[0].micro_batches, _scale(step)
@@ -80,9 +86,13 @@ def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iter
             batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
             start = step.ranks[0].factor
             relative = f", {scale:.4g} times what it is in one process" if by_world else ""
-            yield name, f"the backward pass starts with {(start or scale) / count:.4g} at the loss{relative}, {batches}"
+            yield Diagnosis(
+                name, f"the backward pass starts with {(start or scale) / count:.4g} at the loss{relative}, {batches}"
+            )
         if alone is not None and accumulated == "twice":
-            yield "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
+            yield Diagnosis(
+                "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
+            )
 
 
 def _scale(step: StepEvidence) -> float:
@@ -95,11 +105,11 @@ def _named(factor: float, names: Mapping[float, str]) -> str:
     return next((name for x, name in names.items() if math.isclose(factor, x, rel_tol=FACTOR_TOLERANCE)), "")
 
 
-def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Look for a loss that gathers by itself and receives as many samples on each rank as in one process."""
     for step in steps:
         if _is_gathered(step):
-            yield "gathered first", "each rank gives the loss as many samples as there are on all ranks"
+            yield Diagnosis("gathered first", "each rank gives the loss as many samples as there are on all ranks")
 
 
 def _is_gathered(step: StepEvidence) -> bool:
@@ -113,30 +123,30 @@ def _is_gathered(step: StepEvidence) -> bool:
     return False
 
 
-def _of_graph(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_graph(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Look for a step in which no parameter of the encoder gets a gradient, though the loss is not zero."""
     for step in steps:
         names = [x for x in step.names("encoder") if x in step.ranks[0].optimized]
         has_value = all(x and math.isfinite(x) for rank in step.ranks for x in rank.values)
         if names and has_value and not any(bool(flat(x.gradients, names).any()) for x in step.ranks):
-            yield "detached", f"the gradients of all {len(names)} parameters of the encoder are zero"
+            yield Diagnosis("detached", f"the gradients of all {len(names)} parameters of the encoder are zero")
             return
 
 
-def _of_group(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_group(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Look for ranks that share their samples, as those of a tensor-parallel group do, in the group of a loss."""
     for step in steps if records[0].shares_samples else ():
         for option, group in zip(records[0].options, records[0].loss_groups, strict=True):
             samples = [step.ranks[rank].samples for rank in group]
             if option and any(x == y for x, y in itertools.combinations(samples, 2)):
-                yield (
+                yield Diagnosis(
                     "group of the loss",
                     f"ranks {list(group)} form the group of the loss, some of which have equal samples",
                 )
                 return
 
 
-def _of_clipping(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_clipping(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Compare the gradients before clipping, and those after it."""
     for step in steps:
         if step.one is None or step.problem or step.follows_difference or not all(x.clips for x in step.ranks):
@@ -145,11 +155,11 @@ def _of_clipping(records: Sequence[Record], steps: Sequence[StepEvidence]) -> It
         before, after = step.gradient(names), lambda x, names=names: flat(x.received, names)
         errors = [step.worst(map(vector, step.ranks), vector(step.one)).error for vector in (before, after)]
         if errors[0] <= step.tolerance(before) and errors[1] > step.tolerance(after):
-            yield "clipped per rank", f"gradients are right before clipping and {errors[1]:.1%} off after it"
+            yield Diagnosis("clipped per rank", f"gradients are right before clipping and {errors[1]:.1%} off after it")
             return
 
 
-def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Compare parameters outside of all optimizers after each step, such as those of a teacher."""
     for step in steps:
         names = [x for x in step.other_parameters if all(x in y.after for y in step.ranks)]
@@ -159,32 +169,45 @@ def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Itera
             start = flat(records[0].start, names)
             moved = [rank for rank, x in enumerate(after) if not torch.equal(x, start)]
             which = f"; only ranks {moved} changed them" if len(moved) < len(after) else ""
-            yield "unequal state", f"{len(names)} parameters, such as {names[0]}, differ by {error:.1e}{which}"
+            yield Diagnosis(
+                "unequal state", f"{len(names)} parameters, such as {names[0]}, differ by {error:.1e}{which}"
+            )
             return
 
 
-def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
     explained = {
-        name
+        x.mistake
         for probe in (_of_process, _of_gathering, _of_graph, _of_group, _of_clipping, _of_start, _of_state)
-        for name, _ in probe(records, steps)
+        for x in probe(records, steps)
     }
     for step in () if explained else steps:
         is_comparable = step.one is not None and not step.problem and not step.follows_difference
-        if is_comparable and step.ranks[0].gradients:
+        if is_comparable and step.ranks[0].gradients and not _is_right(step):
             assert step.one is not None
             evidence = TrainingEvidence(step, step.one)
             x = evidence.comparison
             # every value may be that of one process, or only the ranks' mean
             if not (x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))):
-                result = diagnose(evidence)
-                before = [x for x in steps if x.index == step.index - 1]
-                if result.mistake == NOT_RECOGNISED and before and (names := before[0].differing_tensors):
-                    what = f"buffers or tensors of modules, such as {names[0]}, differ between ranks before step"
-                    result = Diagnosis("unequal state", f"{len(names)} {what} {step.index + 1}. {result.measured}")
-                yield result.mistake, result.measured
+                yield _inferred(evidence, [x for x in steps if x.index == step.index - 1])
                 return
+
+
+def _is_right(step: StepEvidence) -> bool:
+    """Return whether values and gradients are those of one process without a look at their noise."""
+    vectors = [step.values, *(step.gradient(step.names(group)) for group in ("encoder", "loss"))]
+    return _named(_scale(step), {1.0: "right"}) != "" and all(map(step.is_same, vectors))
+
+
+def _inferred(evidence: Evidence, before: Sequence[StepEvidence]) -> Diagnosis:
+    """Return the diagnosis of a step; state that differed after the step before explains what nothing else does."""
+    result = diagnose(evidence)
+    if result.mistake == NOT_RECOGNISED and before and (names := before[0].differing_tensors):
+        what = f"{len(names)} buffers or tensors of modules, such as {names[0]}, differ between ranks after step"
+        measured = f"{what} {before[0].index + 1}. {result.measured}"
+        return replace(result, mistake="unequal state", measured=measured)
+    return result
 
 
 class TrainingEvidence(Evidence):
@@ -308,19 +331,21 @@ def _first_digest(dataset: Any) -> str:
         np.random.set_state(states[1])
 
 
-def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Finding]:
+def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
     """Yield the mistakes in the ranks' samples, each with what was measured."""
     digests = [[step.samples for step in record.steps] for record in records]
     together = [list(ranks) for ranks in zip(*digests, strict=False)]
     if len(records) > 1 and not records[0].shares_samples:
         if equal := [i for i, x in enumerate(together) if x[0] and all(y == x[0] for y in x)]:
-            yield "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"
+            yield Diagnosis(
+                "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"
+            )
             return
         yield from _in_an_epoch(records, together)
     yield from _same_order(records, together)
 
 
-def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Finding]:
+def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Diagnosis]:
     """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
     loaders = [
         epochs
@@ -331,27 +356,33 @@ def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[byt
         each = [[i for batch in epoch.batches for i in batch] for epoch in epochs]
         total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
         if len(seeds := {x.seed for x in epochs if isinstance(x.seed, int)}) > 1 and total > distinct:
-            yield "sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}"
+            yield Diagnosis("sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}")
         elif all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
-            yield "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
+            yield Diagnosis(
+                "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
+            )
         elif 0 < total - distinct < total * (1 - 1 / len(records)) / 2:
             repeated = f"{total - distinct} of {total} samples of an epoch are repeated"
-            yield "repeated samples", f"{repeated} ({epochs[0].sampler}, {size} samples in the dataset)"
+            yield Diagnosis("repeated samples", f"{repeated} ({epochs[0].sampler}, {size} samples in the dataset)")
     if not loaders:
         for i, ranks in enumerate(together):
             if shared := sum(map(len, ranks)) - len(set().union(*ranks)):
-                yield "repeated samples", f"{shared} of {sum(map(len, ranks))} samples of step {i + 1} are repeated"
+                yield Diagnosis(
+                    "repeated samples", f"{shared} of {sum(map(len, ranks))} samples of step {i + 1} are repeated"
+                )
                 return
 
 
-def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Finding]:
+def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Diagnosis]:
     """Compare the first step of every later epoch with the first step."""
     if not any(epoch.shuffles for epoch in records[0].samplers):
         return
     previous = records[0].steps[0].epoch if records[0].steps else 0
     for i, step in enumerate(records[0].steps[: len(together)]):
         if step.epoch > previous and together[i] == together[0] and any(together[i]):
-            yield "no set_epoch", f"step {i + 1} begins an epoch with the samples of step 1, in the same order"
+            yield Diagnosis(
+                "no set_epoch", f"step {i + 1} begins an epoch with the samples of step 1, in the same order"
+            )
             return
         previous = step.epoch
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from contrastive_zoo.testing.auditing.records import Record, Sketches, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.evidence import Ratio
-from contrastive_zoo.testing.noise import NOISE_FACTOR, tolerance
+from contrastive_zoo.testing.noise import NOISE_FACTOR, ROUNDING_FACTOR, tolerance
 
 LOW_NOISE_FACTOR = 3.0
 """The factor of the noise under autocast: there all parameters change by up to half a unit of the 16 bits, as much as all
@@ -104,6 +104,11 @@ class StepEvidence:
         if len({bool(x.clips) for x in self._all}) > 1:
             return lambda step: flat(step.received, names)
         return lambda step: flat(step.gradients, names)
+
+    def is_same(self, vector: Vector) -> bool:
+        """Return whether every rank has what one process has, but for rounding; no rerun is needed to say so."""
+        assert self.one is not None
+        return self.worst(map(vector, self.ranks), vector(self.one)).error <= ROUNDING_FACTOR * self.eps
 
     def tolerance(self, vector: Vector, floor: float = 0.0) -> float:
         """Return the largest relative error of a right result, from reruns with other roundings."""
