@@ -2,19 +2,25 @@
 
 Such a loss holds its encoder and calls it on tokens. Tokens are not gathered: during the call the encoder returns all
 ranks' embeddings of a column, gathered in rank order. Every rank then computes the same loss from them, and so holds the
-complete gradient. Other than in DistributedLoss, the loss does not see one process: the encoder in it sends messages of its
-own (SyncBatchNorm, FSDP), and a loss that gathers is refused.
+complete gradient. A loss with a gradient cache embeds mini-batches, of which ranks may have different numbers: here its
+``calculate_loss`` takes all ranks' embeddings, and each rank's backward pass embeds its own mini-batches again. Other than
+in DistributedLoss, the loss does not see one process: the encoder in it sends messages of its own (SyncBatchNorm, FSDP),
+and a loss that gathers is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-from sentence_transformers import SentenceTransformer
+import torch
+import torch.nn.functional as F
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.base.losses.merged_forward import column_merging_disabled
 from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, DenoisingAutoEncoderLoss
+from sentence_transformers.util import cat_padded_token_embeddings
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, broadcast
@@ -25,6 +31,15 @@ from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.distributed import LossAttributes
 from contrastive_zoo.wrapper.options import GradReduction
+
+ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
+_OF_SAMPLES = (
+    "sentence_embedding",
+    "sentence_embedding_backbone",
+    *(f"decoded_embedding_{name}" for name in ("k", "4k", "aux", "k_pre_bias")),
+)
+"""What losses read of an encoder's output; those after the first are a SparseAutoEncoder's."""
+_OF_TOKENS = "token_embeddings", "attention_mask"  # of a MultiVectorEncoder's output
 
 
 class DistributedSentenceLoss(LossAttributes):
@@ -41,7 +56,8 @@ class DistributedSentenceLoss(LossAttributes):
     (MatryoshkaLoss) wrap the outermost one. Each rank draws its own dropout masks in the encoder.
 
     Args:
-        loss: any loss around a ``SentenceTransformer`` that asks it for ``sentence_embedding``.
+        loss: any loss around a ``SentenceTransformer``, ``SparseEncoder`` or ``MultiVectorEncoder``, with a gradient cache
+            (``Cached…``) or without.
         process_group: the ranks: a process group, a 1-d DeviceMesh, or None for the default group at the time of the
             call.
         grad_reduction: how the trainer reduces the ranks' gradients; ``SentenceTransformerTrainer`` averages them,
@@ -49,11 +65,12 @@ class DistributedSentenceLoss(LossAttributes):
         check_finite: whether embeddings with NaN or infinite values are refused.
 
     Raises:
-        ValueError: an unknown ``grad_reduction``; a loss without a ``SentenceTransformer``, one that recomputes
-            embeddings in its backward pass (``Cached…``, mini-batched ``MegaBatchMarginLoss``), one with
-            ``gather_across_devices=True``, one that trains two encoders or a decoder. At the call with several ranks, on
-            every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per sample,
-            NaN or infinite embeddings, an empty global batch; ``AdaptiveLayerLoss`` around a compiled encoder.
+        ValueError: an unknown ``grad_reduction``; a loss without such an encoder, one with
+            ``gather_across_devices=True``, one that trains two encoders or a decoder, a loss with a gradient cache
+            inside one without, a loss of a ``MultiVectorEncoder`` that embeds chunks (``mini_batch_size``) without a
+            gradient cache. At the call with several ranks, on every rank alike: ranks that differ in columns, widths or
+            dtypes, columns or labels that are not one per sample, NaN or infinite embeddings, an empty global batch;
+            ``AdaptiveLayerLoss`` around a compiled encoder.
 
     Examples:
         >>> import torch
@@ -90,6 +107,7 @@ class DistributedSentenceLoss(LossAttributes):
         self.check_finite = check_finite
         self.loss = loss
         self._guides = [x for x in encoders.values() if x is not self.model]
+        self._cached = next((x for x in loss.modules() if _is_cached(x)), None)
         self._holders = [(x, name) for x in loss.modules() for name, y in x.named_children() if y is self.model]
         self._parameters_are_equal = False
 
@@ -130,22 +148,71 @@ class DistributedSentenceLoss(LossAttributes):
         self._copy_parameters_from_rank_0(encoder, world)
 
         device = next((x.device for x in self.model.parameters()), None)
+        if self._cached is not None:
+            return self._of_all_caches(columns, labels, rows, world, device)
         with ExitStack() as shared_stream, ExitStack() as patches:
 
             def gathered_encode(encode: Callable[..., Mapping[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal rows
                 shared_stream.close()  # encoders draw from each rank's own generator, losses from rank 0's
                 output = encode(*args, **kwargs)
-                z, rows = _gathered(name, output["sentence_embedding"], rows, world)
+                names = _OF_TOKENS if isinstance(encoder, MultiVectorEncoder) else _OF_SAMPLES
+                local = {key: output[key] for key in names if isinstance(output.get(key), Tensor)}
+                of_all, rows = _gathered(name, local, rows, world)
                 shared_stream.enter_context(one_stream(world, device))
-                return {**output, "sentence_embedding": z}
+                return {**output, **of_all}
 
             for model in (encoder, *self._guides):
-                patches.enter_context(_patched_forward(model, gathered_encode))
+                patches.enter_context(_patched(model, "forward", gathered_encode))
             # a merged call would return the columns of one rank after the other, not all ranks' embeddings of a column
             patches.enter_context(column_merging_disabled())
             shared_stream.enter_context(one_stream(world, device))
             return self.loss(columns, labels)
+
+    def _of_all_caches(
+        self, columns: list[dict[str, Any]], labels: Tensor | None, rows: Shards | None, world: World, device: Any
+    ) -> Any:
+        """Return a loss with a gradient cache, whose cache holds the complete gradient of this rank's embeddings."""
+        name, cached = type(self.loss).__name__, cast(Any, self._cached)
+
+        def embed_nothing(column: dict[str, Any], *, with_grad: bool) -> Any:
+            return cached.embed_minibatch(column, 0, 0, with_grad=with_grad, copy_random_state=False)
+
+        def gathered_calculate(
+            calculate: Callable[..., Tensor], chunks: list[list[Tensor]], beside: Any = None, **kwargs: Any
+        ) -> Tensor:
+            nonlocal rows
+            has_partners = isinstance(beside, list)  # a mask of tokens or a guide's embeddings, and no labels
+            all_rows: list[list[Tensor]] = []
+            for index, (column, parts) in enumerate(zip(columns, chunks, strict=True)):
+                partners = beside[index] if has_partners else []
+                if not parts:
+                    z, *others = embed_nothing(column, with_grad=False)
+                    parts, partners = [z.detach().requires_grad_()], others[:1] if has_partners else []
+                local = _of_chunks(parts, partners)
+                of_all, rows = _gathered(name, local, rows, world)
+                all_rows.append([*of_all.values()])
+            embeddings = [x[0].detach().requires_grad_() for x in all_rows]
+            beside = [[x[1]] for x in all_rows] if has_partners else beside
+            with one_stream(world, device):
+                value = calculate([[z] for z in embeddings], beside, **kwargs)
+            used = [(x[0], z.grad) for x, z in zip(all_rows, embeddings, strict=True) if z.grad is not None]
+            torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])
+            return value
+
+        with _patched(cached, "calculate_loss", gathered_calculate):
+            value = self.loss(columns, labels)
+        if rows is not None and rows.size == 0:  # DDP waits for a backward pass of every rank
+
+            def backward(_: Tensor) -> None:
+                with torch.enable_grad():
+                    z = embed_nothing(columns[0], with_grad=True)[0]
+                    (0 * z.sum()).backward()
+
+            for x in tree_leaves(value):
+                if x.requires_grad:
+                    x.register_hook(backward)
+        return value
 
     def _copy_parameters_from_rank_0(self, encoder: nn.Module, world: World) -> None:
         """Copy the loss's own parameters and buffers from rank 0, once: ranks with different seeds drew different ones."""
@@ -162,7 +229,7 @@ def _encoders(loss: nn.Module) -> dict[str, nn.Module]:
     """Return the sentence encoders of a loss and of the losses inside it, by attribute name."""
     result: dict[str, nn.Module] = {}
     for name, child in loss.named_children():
-        is_encoder = isinstance(child, SentenceTransformer)
+        is_encoder = isinstance(child, ENCODERS)
         result = result | {name: child} if is_encoder else _encoders(child) | result
     return result
 
@@ -171,16 +238,22 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
     parts = list(loss.modules())
     if not encoders:
         return (
-            "holds no SentenceTransformer. Losses of embeddings go into contrastive_zoo.DistributedLoss; those of "
-            "CrossEncoder, SparseEncoder and MultiVectorEncoder are not supported."
+            "holds no SentenceTransformer, SparseEncoder or MultiVectorEncoder. Losses of embeddings go into "
+            "contrastive_zoo.DistributedLoss; those of a CrossEncoder compare no embeddings."
         )
     if any(isinstance(x, DenoisingAutoEncoderLoss) for x in parts):
         return "reads tokens with a decoder and compares no rows: leave it as it is, and wrap its decoder in DDP."
-    if cached := [type(x).__name__ for x in parts if getattr(x, "uses_gradient_cache", False)]:
+    if (cached := [type(x).__name__ for x in parts if _is_cached(x)]) and not uses_gradient_cache(loss):
         return (
-            f"computes embeddings once more in its backward pass ({cached[-1]}), when no rank waits for them. Pass the "
-            "loss without a cache: MultipleNegativesRankingLoss for CachedMultipleNegativesRankingLoss, "
-            "use_mini_batched_version=False. For a large batch in small memory see contrastive_zoo.cached_step."
+            f"has no gradient cache, and contains {cached[0]}, which has: embeddings of mini-batches are then those of one "
+            f"rank. Pass a loss without a cache: MultipleNegativesRankingLoss for CachedMultipleNegativesRankingLoss."
+        )
+    if not cached and any(
+        isinstance(getattr(x, "model", None), MultiVectorEncoder) and x.mini_batch_size for x in parts
+    ):
+        return (
+            "embeds a column in chunks, after which all ranks' documents would be in another order than the queries. Pass "
+            "mini_batch_size=None, or the loss with a gradient cache."
         )
     if any(getattr(x, "gather_across_devices", False) for x in parts):
         return "gathers by itself, and would gather all ranks' rows again. Pass gather_across_devices=False."
@@ -199,28 +272,55 @@ def _core(model: nn.Module) -> nn.Module:
     return model
 
 
-def _gathered(name: str, z: Tensor, rows: Shards | None, world: World) -> tuple[Tensor, Shards]:
+def _is_cached(loss: nn.Module) -> bool:
+    """Return whether it is a loss that embeds mini-batches twice, and no MatryoshkaLoss around one."""
+    return uses_gradient_cache(loss) and hasattr(loss, "calculate_loss")
+
+
+def _of_chunks(chunks: list[Tensor], partners: list[Tensor]) -> dict[str, Tensor]:
+    """Return the rows of one column's mini-batches, and of what belongs to them."""
+    if partners and chunks[0].ndim == 3:
+        return dict(
+            zip(("token_embeddings", "attention_mask"), cat_padded_token_embeddings(chunks, partners), strict=True)
+        )
+    columns = {"sentence_embedding": chunks, "guide": partners}
+    return {name: torch.cat(x) for name, x in columns.items() if x}
+
+
+def _gathered(
+    name: str, local: dict[str, Tensor], rows: Shards | None, world: World
+) -> tuple[dict[str, Tensor], Shards]:
     """Return all ranks' embeddings of one column, and the shard sizes, equal to those of the labels or first column."""
+    z = next(iter(local.values()))
     problem = None
     if rows is not None and len(z) != rows.size:
         problem = (
             f"a column has {len(z)} rows where the labels or the first column have {rows.size}. Pass one sentence of "
             "every column, and one label, for each row."
         )
-    (shards,) = agree_on_shards(name, {"sentence_embedding": z}, world=world, problem=problem)
+    if z.ndim == 3:
+        # the sum has NaN where any token has; an empty tensor of as many rows tells the number of tokens
+        stated = {"token_embeddings": z.sum(1), "tokens": z.new_empty(z.shape[1], 0)}
+        shards, tokens = agree_on_shards(name, stated, world=world, problem=problem)
+        missing = max(tokens.sizes) - z.shape[1]
+        local = {key: F.pad(x, [0] * 2 * (x.ndim - 2) + [0, missing]) for key, x in local.items()}
+    else:
+        (shards,) = agree_on_shards(name, {"sentence_embedding": z}, world=world, problem=problem)
     refuse_empty(name, shards)
-    z = scale_gradient(z, world.size)
-    return all_gather(z, gradient="complete", shards=shards, process_group=world), shards
+    scaled = {key: scale_gradient(x, world.size) if x.is_floating_point() else x for key, x in local.items()}
+    return {
+        key: all_gather(x, gradient="complete", shards=shards, process_group=world) for key, x in scaled.items()
+    }, shards
 
 
 @contextmanager
-def _patched_forward(model: nn.Module, patch: Callable[..., Any]) -> Iterator[None]:
-    """Run the body with ``model(…)`` replaced by ``patch(forward, …)``."""
-    forward, of_instance = model.forward, vars(model).get("forward")
-    model.forward = lambda *args, **kwargs: patch(forward, *args, **kwargs)
+def _patched(module: nn.Module, name: str, patch: Callable[..., Any]) -> Iterator[None]:
+    """Run the body with the method ``module.name(…)`` replaced by ``patch(method, …)``."""
+    method, of_instance = getattr(module, name), vars(module).get(name)
+    setattr(module, name, lambda *args, **kwargs: patch(method, *args, **kwargs))
     try:
         yield
     finally:
-        del model.forward
+        delattr(module, name)
         if of_instance is not None:
-            model.forward = of_instance
+            setattr(module, name, of_instance)

@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SentenceTransformerTrainer, SparseEncoder
+from sentence_transformers.multi_vector_encoder import losses as late_losses
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding, Transformer
+from sentence_transformers.sparse_encoder import losses as sparse_losses
+from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -29,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
+from contrastive_zoo.adapters.sentence_transformers import ENCODERS, DistributedSentenceLoss
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, distance, error_message, groups
 
@@ -122,6 +125,10 @@ def mnrl(model: SentenceTransformer, **settings: Any) -> nn.Module:
     return losses.MultipleNegativesRankingLoss(model, **settings)
 
 
+def cached(model: SentenceTransformer, **settings: Any) -> nn.Module:
+    return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, **settings)
+
+
 ALL_WAYS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 CASES = {
     "MultipleNegativesRankingLoss": Case(mnrl),
@@ -156,32 +163,96 @@ CASES = {
         lambda m: losses.MatryoshkaLoss(m, losses.GISTEmbedLoss(m, guide=words(1), temperature=0.5), [4, 2])
     ),
 }
+
+CACHED = {
+    "CachedMultipleNegativesRankingLoss": Case(cached),
+    "CachedMultipleNegativesRankingLoss, negatives": Case(
+        lambda m: cached(m, directions=ALL_WAYS, hardness_mode="hard_negatives", hardness_strength=1.0), columns=4
+    ),
+    "CachedMultipleNegativesRankingLoss, tokens": Case(lambda m: cached(m, mini_batch_num_tokens=4)),
+    "CachedMultipleNegativesSymmetricRankingLoss": Case(
+        lambda m: losses.CachedMultipleNegativesSymmetricRankingLoss(m, mini_batch_size=2)
+    ),
+    "CachedGISTEmbedLoss": Case(
+        lambda m: losses.CachedGISTEmbedLoss(m, guide=words(1), temperature=0.5, mini_batch_size=2), columns=3
+    ),
+    "MegaBatchMarginLoss, cached": Case(lambda m: losses.MegaBatchMarginLoss(m, mini_batch_size=2)),
+    "MatryoshkaLoss, cached": Case(
+        lambda m: losses.MatryoshkaLoss(m, cached(m), [4, 3, 2, 1], matryoshka_weights=[1, 2, 3, 4], n_dims_per_step=2)
+    ),
+}
+
+
+class Tokens(Words):
+    """The vectors of a sentence's words."""
+
+    def forward(self, features: dict[str, Tensor], task: str | None = None) -> dict[str, Tensor]:
+        features["token_embeddings"] = torch.tanh(self.head(self.table(features["input_ids"])))
+        return features
+
+
+def sparse() -> Any:
+    torch.manual_seed(0)
+    return SparseEncoder(modules=[Words()], device="cpu").double()
+
+
+def autoencoder() -> Any:
+    torch.manual_seed(0)
+    return SparseEncoder(modules=[Words(), SparseAutoEncoder(D, hidden_dim=8, k=2, k_aux=2)], device="cpu").double()
+
+
+def late() -> Any:
+    torch.manual_seed(0)
+    return MultiVectorEncoder(modules=[Tokens()], device="cpu").double()
+
+
+def splade(model: Any, kind: Any = sparse_losses.SpladeLoss, **settings: Any) -> nn.Module:
+    inner = sparse_losses.SparseMultipleNegativesRankingLoss(model)
+    return kind(model, inner, document_regularizer_weight=0.3, query_regularizer_weight=0.1, **settings)
+
+
+OTHER_ENCODERS: dict[str, tuple[Callable[[], Any], Case]] = {
+    "SpladeLoss": (sparse, Case(splade, columns=3)),
+    "CachedSpladeLoss": (
+        sparse,
+        Case(lambda m: splade(m, sparse_losses.CachedSpladeLoss, mini_batch_size=2), columns=3),
+    ),
+    "CSRLoss": (autoencoder, Case(lambda m: sparse_losses.CSRLoss(m))),
+    "MultiVector": (late, Case(lambda m: late_losses.MultiVectorMultipleNegativesRankingLoss(m), columns=3)),
+    "MultiVector, cached": (
+        late,
+        Case(
+            lambda m: late_losses.CachedMultiVectorMultipleNegativesRankingLoss(
+                m, mini_batch_size=2, score_mini_batch_size=3
+            ),
+            columns=3,
+        ),
+    ),
+    "MultiVector, distilled": (
+        late,
+        Case(lambda m: late_losses.MultiVectorDistillKLDivLoss(m), columns=3, labels=lambda: 4 * drawn(N, 2)),
+    ),
+}
 LAYERS = {
     "AdaptiveLayerLoss": Case(lambda m: losses.AdaptiveLayerLoss(m, losses.CoSENTLoss(m)), labels=scores),
     "Matryoshka2dLoss": Case(lambda m: losses.Matryoshka2dLoss(m, mnrl(m), [4, 2])),
 }
 REFUSED: dict[str, tuple[Callable[[SentenceTransformer], nn.Module], str]] = {
-    "CachedMultipleNegativesRankingLoss": (
-        lambda m: losses.CachedMultipleNegativesRankingLoss(m),
-        "once more in its backward pass (CachedMultipleNegativesRankingLoss)",
+    "a cached loss in another one": (
+        lambda m: nn.Sequential(mnrl(m), cached(m)),
+        "has no gradient cache, and contains CachedMultipleNegativesRankingLoss",
     ),
-    "CachedMultipleNegativesSymmetricRankingLoss": (
-        lambda m: losses.CachedMultipleNegativesSymmetricRankingLoss(m),
-        "without a cache",
+    "a cross encoder": (
+        lambda m: nn.Sequential(nn.BCEWithLogitsLoss()),
+        "those of a CrossEncoder compare no embeddings",
     ),
-    "CachedGISTEmbedLoss": (lambda m: losses.CachedGISTEmbedLoss(m, guide=words(1)), "once more in its backward pass"),
-    "MatryoshkaLoss of a cached one": (
-        lambda m: losses.MatryoshkaLoss(m, losses.CachedMultipleNegativesRankingLoss(m), [4, 2]),
-        "once more in its backward pass (CachedMultipleNegativesRankingLoss)",
-    ),
-    "MegaBatchMarginLoss": (lambda m: losses.MegaBatchMarginLoss(m), "use_mini_batched_version=False"),
     "gathered": (lambda m: mnrl(m, gather_across_devices=True), "Pass gather_across_devices=False"),
     "ContrastiveTensionLoss": (lambda m: losses.ContrastiveTensionLoss(m), "trains 2 encoders (model2, model1)"),
     "ContrastiveTensionLossInBatchNegatives": (
         lambda m: losses.ContrastiveTensionLossInBatchNegatives(m),
         "trains 2 encoders (model2, model1)",
     ),
-    "a loss of embeddings": (lambda m: nn.CosineEmbeddingLoss(), "holds no SentenceTransformer"),
+    "a loss of embeddings": (lambda m: nn.CosineEmbeddingLoss(), "holds no SentenceTransformer, SparseEncoder or"),
 }
 NO_LOSSES = {
     "BatchHardTripletLossDistanceFunction",
@@ -207,7 +278,7 @@ def measured(case: Case, loss: Any, model: SentenceTransformer, rows: slice) -> 
     total = torch.stack(list(value.values())).sum() if isinstance(value, dict) else value  # as the trainer does
     total.backward()
     encoder = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    theirs = {id(x) for part in loss.modules() if isinstance(part, SentenceTransformer) for x in part.parameters()}
+    theirs = {id(x) for part in loss.modules() if isinstance(part, ENCODERS) for x in part.parameters()}
     own = {name.removeprefix("loss."): x.grad for name, x in loss.named_parameters() if id(x) not in theirs}
     return Found(torch.stack(tree_leaves(tree_map(torch.Tensor.detach, value))), encoder, own)
 
@@ -266,7 +337,11 @@ def assert_same(found: list[Found], expected: Found, reduce: str = "mean") -> No
 
 
 def test_every_loss_is_in_a_table() -> None:
-    known = {name.partition(",")[0] for name in (*CASES, *LAYERS, *REFUSED)} | NO_LOSSES | {"DenoisingAutoEncoderLoss"}
+    known = (
+        {name.partition(",")[0] for name in (*CASES, *CACHED, *LAYERS, *REFUSED)}
+        | NO_LOSSES
+        | {"DenoisingAutoEncoderLoss"}
+    )
     assert set(losses.__all__) <= known
 
 
@@ -276,6 +351,52 @@ def test_ranks_compute_what_one_process_computes(name: str, worlds: Worlds) -> N
     assert bool(expected.parameters) == case.learnt
     for shards in SPLITS:
         assert_same(in_world(worlds, case, shards), expected)
+
+
+@pytest.mark.parametrize("name", list(CACHED))
+def test_a_gradient_cache_holds_what_one_process_caches(name: str, worlds: Worlds) -> None:
+    case, expected = CACHED[name], alone(CACHED[name])
+    for shards in SPLITS:
+        found = in_world(worlds, case, shards, ddp=True)
+        assert_same(found, expected)
+        for each in found:
+            assert_same([each], expected)
+
+
+STEPS = [(3, 1, 2), (2, 2, 2), (1, 0, 3)]
+"""Shards of three steps, the last of which is a smaller batch."""
+
+
+def stepped(wrap: Callable[..., Any] = DistributedSentenceLoss) -> list[Tensor]:
+    """Train with a gradient cache on all ranks, or on one process, and return the encoder's parameters."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = words()
+    loss: Any = cached(model).double()
+    if rank is not None:
+        trainer = SentenceTransformerTrainer.__new__(SentenceTransformerTrainer)
+        loss = trainer.override_model_in_loss(wrap(loss), DistributedDataParallel(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for shards in STEPS:
+        end = sum(shards[: rank + 1]) if rank is not None else sum(shards)
+        optimizer.zero_grad()
+        loss(features(2, slice(end - shards[rank] if rank is not None else 0, end)), None).backward()
+        optimizer.step()
+    return [x.detach() for x in model.parameters()]
+
+
+def test_several_steps_with_a_gradient_cache_are_those_of_one_process(worlds: Worlds) -> None:
+    expected = stepped()
+    for found in worlds.run(3, stepped):
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
+
+
+@pytest.mark.parametrize("name", OTHER_ENCODERS)
+def test_losses_of_other_encoders_are_those_of_one_process(name: str, worlds: Worlds) -> None:
+    build, case = OTHER_ENCODERS[name]
+    expected = alone(case, build)
+    for shards in SPLITS:
+        assert_same(in_world(worlds, case, shards, build, ddp=len(shards) > 1), expected)
 
 
 @pytest.mark.parametrize("name", ["BatchHardTripletLoss", "SoftmaxLoss", "GISTEmbedLoss", "MatryoshkaLoss"])
@@ -351,6 +472,14 @@ def test_the_bare_loss_is_detected(name: str, worlds: Worlds) -> None:
     with pytest.raises(AssertionError):
         assert_same(found, expected)
     assert distance(torch.stack([x.value.sum() for x in found]).mean(), expected.value.sum()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["CachedMultipleNegativesRankingLoss", "SpladeLoss", "MultiVector, cached"])
+def test_the_bare_loss_of_a_cache_or_of_another_encoder_is_detected(name: str, worlds: Worlds) -> None:
+    build, case = (words, CACHED[name]) if name in CACHED else OTHER_ENCODERS[name]
+    expected, found = alone(case, build), in_world(worlds, case, (3, 1, 2), build, wrap=bare)
+    for name, x in expected.encoder.items():
+        assert distance(torch.stack([each.encoder[name] for each in found]).mean(0), x) > 1e-4
 
 
 @pytest.mark.parametrize("name", REFUSED)
