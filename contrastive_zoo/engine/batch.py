@@ -123,7 +123,7 @@ class Batch:
 
         Unit embeddings would be rounded, so that products are divided by the norms instead.
         """
-        return None if is_dense() or not is_16_bit(self.first.dtype) else [*rows]
+        return None if is_dense() or not is_16_bit(rows[0].dtype) else [*rows]
 
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
         return derived(without_autocast(lambda *x: torch.cat(x)), *rows, world=self.world)

@@ -78,8 +78,9 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 def use_implementation(name: Implementation | str) -> Iterator[None]:
     """Choose what computes losses: Triton kernels, torch operations, or compiled ones.
 
-    Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon and MNRL, on any number of ranks: float32, bfloat16 or float16
-    embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. NTXent compares two views;
+    Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon, MNRL and the scores of MaxSim and MaxSimPairwise, on any number
+    of ranks: float32, bfloat16 or float16 embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0
+    or later. NTXent compares two views;
     InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; SupCon
     has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no ``hardness_mode``, ids, ``false_negative_margin`` or
     direction ``doc_to_doc``.
@@ -161,8 +162,8 @@ class Kernels(NamedTuple):
 
 def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     """Return whether kernels can compute losses of these embeddings on this rank; the first of them decides."""
-    name, first = _implementation.get(), next(iter(rows), None)
-    if name == "torch" or first is None or first.ndim < 2 or (name != "triton" and not first.is_cuda):
+    name, first = _implementation.get(), next((x for x in rows if x.ndim > 1), None)
+    if name == "torch" or first is None or (name != "triton" and not first.is_cuda):
         return NO_KERNELS
     from contrastive_zoo.engine import kernels  # imported here: most programs use no kernels
 

@@ -17,22 +17,20 @@ are cached for the backward pass as far as the memory budget allows; others are 
 sent. Documents are gathered, or pass from rank to rank in a ring.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_indices
+from contrastive_zoo.engine.max_sim_sweep import MaxSimSweep, set_of_token, sum_by_set
 from contrastive_zoo.engine.pairwise import first_of_equals
-from contrastive_zoo.engine.precision import inverse_norms, matmul_rounding, multiplied, without_autocast
+from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
@@ -80,7 +78,10 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets
     others = [_with_first_of_equals(x) for x in others]
-    parts = [max_sim_scores(queries, documents, unit_norm=normalize, world=batch.world) for documents in others]
+    compared = sum(x.token_shards.total for x in others)
+    on_kernel = batch.kernels.compute(batch.name, queries.token_shards.total, compared)
+    known: Any = {"unit_norm": normalize, "world": batch.world, "on_kernel": on_kernel}
+    parts = [max_sim_scores(queries, documents, **known) for documents in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -94,12 +95,13 @@ def _with_first_of_equals(sets: TokenSets) -> TokenSets:
 
 @without_autocast
 def max_sim_scores(
-    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World
+    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World, on_kernel: bool = False
 ) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
     Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
     ``unit_norm``: tokens have norms of at most 1; if they came in 16 bits, products are divided by the norms of these.
+    ``on_kernel`` says whether Triton kernels compute it, which all ranks have agreed on.
     """
     lengths, read = documents.all_lengths(world)
     if is_dense():
@@ -108,7 +110,12 @@ def max_sim_scores(
     if queries.factors is not None and documents.factors is not None:
         factors = queries.factors, documents.factors
     known = documents.shards, documents.token_shards, world, factors, unit_norm and factors is not None
-    sweep = MaxSimSweep(queries.lengths, lengths, read, *known)
+    kind = MaxSimSweep
+    if on_kernel:
+        from contrastive_zoo.engine.kernels.max_sim import KernelSweep  # imported here: Triton is optional
+
+        kind = KernelSweep
+    sweep = kind(queries.lengths, lengths, read, *known)
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
     return scores
 
@@ -118,108 +125,6 @@ def _dense_scores(queries: TokenSets, documents: TokenSets, lengths: Sequence[in
     products = queries.tokens @ tokens.T
     best = [x.max(1).values for x in products.split(list(lengths), 1)]
     return sum_by_set(torch.stack(best, 1) if best else products, queries.lengths)
-
-
-@dataclass(frozen=True)
-class MaxSimSweep:
-    """Compute the tiles of the local queries, document block by document block, in the order in which they arrive."""
-
-    query_lengths: Tensor
-    document_lengths: Tensor  # of all ranks
-    read_lengths: Sequence[int]  # the same on the host
-    document_shards: Shards
-    token_shards: Shards
-    world: World
-    factors: tuple[Tensor, Tensor] | None  # of queries and documents
-    normalizes: bool  # whether products of factors are divided by their norms
-    learns: bool = field(default_factory=torch.is_grad_enabled)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return None if self.factors is None else self.factors[0].dtype
-
-    def query_factors(self, queries: Tensor) -> Tensor:
-        return multiplied(queries, None if self.factors is None else self.factors[0])
-
-    def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        sent = None if self.factors is None else self.factors[1]
-        return start_exchange(documents, self.token_shards, self.world, sent, gathered=gathered)
-
-    def _unit(self, factors: Tensor) -> Tensor:
-        return factors * inverse_norms(factors)[:, None] if self.normalizes else factors
-
-    def _visits(
-        self, exchange: GatherExchange | Ring, queries: Tensor
-    ) -> Iterator[tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
-        """Yield each rank's document tokens, and its blocks of documents: columns of the scores, and indices of tokens."""
-        elements = tiling.tile_bytes(queries) // queries.dtype.itemsize
-        sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
-        for block, tokens in zip(exchange.blocks, exchange, strict=True):
-            columns = Shards(self.document_shards.sizes, block.ahead).local
-            blocks = padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes)
-            yield tokens, [(columns.start + sets, index) for sets, index in blocks]
-
-    def _best(self, queries: Tensor, tokens: Tensor, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the largest similarity of each query token to the tokens of each document, [t, b], and its position.
-
-        Where products are divided by norms, those of the queries are left out: the largest is the same.
-        """
-        candidates = tokens[index.flatten()].T
-        norms = inverse_norms(candidates.T) if self.normalizes else None
-        best = queries.new_empty(len(queries), len(index))
-        position = torch.empty_like(best, dtype=_small_integer(index.shape[1])) if select else None
-        height = max(1, tiling.tile_bytes(queries) // (index.numel() * queries.dtype.itemsize))
-        for top in range(0, len(queries), height):
-            rows = slice(top, top + height)
-            similarity = queries[rows] @ candidates
-            if norms is not None:
-                similarity *= norms
-            similarity = similarity.view(-1, *index.shape)
-            if position is None:
-                torch.amax(similarity, 2, out=best[rows])
-            else:
-                best[rows], position[rows] = similarity.max(2)
-        return best, position
-
-    def scores(
-        self, queries: Tensor, exchange: GatherExchange | Ring, cached: CachedLogits
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the scores, and the positions of the selected tokens of each block; None where they do not fit."""
-        scores = queries.new_empty(len(self.query_lengths), len(self.document_lengths))
-        positions: list[Tensor | None] = []
-        norms = inverse_norms(queries)[:, None] if self.normalizes else None
-        for tokens, blocks in self._visits(exchange, queries):
-            for columns, index in blocks:
-                small = _small_integer(index.shape[1])
-                keep = cached.reserve(len(queries) * len(index) * small.itemsize)
-                best, position = self._best(queries, tokens, index, select=keep)
-                scores[:, columns] = sum_by_set(best if norms is None else best * norms, self.query_lengths)
-                positions.append(position)
-        return scores, positions
-
-    def gradients(
-        self, queries: Tensor, exchange: GatherExchange | Ring, dscores: Tensor, positions: Sequence[Any], *totals: Any
-    ) -> Iterator[Tensor]:
-        """Add the gradients of the queries and of the local documents to their totals; yield those of other documents."""
-        stored, (dqueries, ddocuments) = iter(positions), totals
-        of_token = set_of_token(self.query_lengths, len(queries))
-        unit_queries = self._unit(queries)
-        for visit, (tokens, blocks) in enumerate(self._visits(exchange, queries)):
-            unit_tokens = self._unit(tokens)
-            total = ddocuments if visit == 0 or ddocuments is None else torch.zeros_like(tokens)
-            for columns, index in blocks:
-                position = next(stored)
-                if position is None:
-                    _, position = self._best(queries, tokens, index, select=True)
-                assert position is not None  # it was asked for
-                weights, position = dscores[:, columns][of_token], position.long()
-                if dqueries is not None and len(queries):
-                    selected = index[torch.arange(len(index), device=index.device), position]
-                    dqueries += F.embedding_bag(selected, unit_tokens, mode="sum", per_sample_weights=weights)
-                if total is not None and len(queries):
-                    total.index_add_(0, index.flatten(), sum_selected(unit_queries, weights, position, index.shape[1]))
-            if visit > 0 and total is not None:
-                yield total
 
 
 class _MaxSim(Function):
@@ -241,7 +146,7 @@ class _MaxSim(Function):
         sweep = ctx.sweep
         with torch.no_grad(), matmul_rounding(sweep.dtype, queries.device.type):
             dqueries, ddocuments = (
-                torch.zeros_like(x) if needed else None
+                x.new_zeros(x.shape) if needed else None
                 for x, needed in zip((queries, documents), ctx.needs_input_grad[1:], strict=True)
             )
             exchange = sweep.exchange(documents, gathered)
@@ -255,10 +160,6 @@ class _MaxSim(Function):
                 exchange.return_gradients(ddocuments, parts)
             ctx.cached.release()
         return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments))
-
-
-def _small_integer(positions: int) -> torch.dtype:
-    return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32
 
 
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
@@ -290,51 +191,3 @@ def packed_tokens(
         return rows[valid], valid.sum(1)
     columns, _ = masked_indices(valid.view(1, -1), count)
     return rows.flatten(0, 1).index_select(0, columns[0]), valid.sum(1)
-
-
-def padded_blocks(
-    lengths: Int[Tensor, " n"], read: Sequence[int], tokens: int, sets: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of packed sets, the longest first: the indices of the sets, [b], and of their tokens, [b, L].
-
-    A set that is shorter than the longest of its block repeats its first token. A maximum over the tokens is then that
-    over the set, and needs no mask. ``lengths`` are at least 1, and ``read`` the same on the host. A block has at most
-    so many ``sets``, and so many ``tokens`` unless it is one set.
-    """
-    start = lengths.cumsum(0) - lengths
-    size, order = lengths.sort(descending=True, stable=True)
-    descending, first = sorted(read, reverse=True), 0
-    while first < len(order):
-        longest = descending[first]
-        block = slice(first, first + max(1, min(sets, tokens // longest)))
-        position = torch.arange(longest, device=lengths.device).expand(len(order[block]), longest)
-        index = start[order[block], None] + position.where(position < size[block, None], 0)
-        yield order[block], index
-        first = block.stop
-
-
-def sum_by_set(values: Float[Tensor, "t k"], lengths: Int[Tensor, " n"]) -> Float[Tensor, "n k"]:
-    """Return the sums of the rows of each set."""
-    return values.new_zeros(len(lengths), values.shape[1]).index_add_(0, set_of_token(lengths, len(values)), values)
-
-
-def set_of_token(lengths: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
-    """Return the index of the set of each of so many tokens."""
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
-
-
-def sum_selected(
-    rows: Float[Tensor, "t d"], weights: Float[Tensor, "t b"], position: Int[Tensor, "t b"], length: int
-) -> Float[Tensor, "c d"]:
-    """Return, for each token of b sets of ``length`` tokens, the weighted sum of the rows that selected it, [b length, d].
-
-    Row a selected token ``position[a, k]`` of set k, with the weight ``weights[a, k]``. Equal to ``onehot.T @ rows``,
-    with onehot the weights at their tokens, [t, b length]; it takes 1 / length of the multiplications.
-    """
-    sets = position.shape[1]
-    key = position + length * torch.arange(sets, device=position.device)
-    key, order = key.flatten().sort(stable=True)
-    starts = torch.searchsorted(key, torch.arange(sets * length, device=key.device))
-    return torch.nn.functional.embedding_bag(
-        order // sets, rows, starts, mode="sum", per_sample_weights=weights.flatten()[order]
-    )

@@ -54,7 +54,7 @@ class LateInteractionLoss(Loss):
     # ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n]
     reduction: Reduction = "mean"
 
-    supports_ring = True
+    has_kernels = supports_ring = True
 
     @staticmethod
     def inputs(

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
+from contrastive_zoo.engine.kernels import blocks, max_sim, sigmoid, softmax
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import ExponentSums, KernelSweep, SoftmaxPairs
 from contrastive_zoo.wrapper.step import splitting
 from tests import zoo
 from tests.helpers import learnt
+from tests.kernels.tokens import LARGE_TOKEN_CASES, TOKEN_CASES, TOKEN_MUTANTS, TokenCase, launched_as_many
 from tests.simulated import READS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,11 +226,7 @@ class NoReads(TorchDispatchMode):
 
 def without_reads(patch: pytest.MonkeyPatch) -> None:
     """Run what kernels do of a step within :class:`NoReads`."""
-    sums, gradients, add = KernelSweep.sums, KernelSweep.gradients, KernelBlock.add
-
-    def checked_sums(*args: Any) -> Any:
-        with NoReads():
-            return sums(*args)
+    gradients = KernelSweep.gradients
 
     def checked_gradients(*args: Any) -> Iterator[Tensor]:
         parts = gradients(*args)
@@ -240,13 +237,18 @@ def without_reads(patch: pytest.MonkeyPatch) -> None:
                 return
             yield part
 
-    def checked_add(*args: Any, **options: Any) -> None:
-        with NoReads():
-            add(*args, **options)
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with NoReads():
+                return function(*args, **options)
 
-    patch.setattr(KernelSweep, "sums", checked_sums)
+        return run
+
+    functions = [(KernelSweep, "sums"), (KernelBlock, "add")]
+    functions += [(max_sim.KernelSweep, name) for name in ("block_scores", "add_gradients")]
+    for of, name in functions:
+        patch.setattr(of, name, checked(getattr(of, name)))
     patch.setattr(KernelSweep, "gradients", checked_gradients)
-    patch.setattr(KernelBlock, "add", checked_add)
 
 
 def reading(patch: pytest.MonkeyPatch) -> None:
@@ -324,6 +326,7 @@ MUTANTS = [
     (mantissas_only, Case("Clip")),
     (never_recomputed, Case("Clip", temperature=0.01, width=8, rows="opposite")),
     (not_transposed, Case("SupCon", temperature=0.01, width=8, rows="opposite")),
+    *TOKEN_MUTANTS,
     (reading, Case("Clip")),  # last, as it ends in the middle of a step
 ]
 """Each with a case that catches it."""
@@ -346,12 +349,15 @@ def interpret_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def selected() -> list[tuple[Mutant | None, Case]]:
+def selected() -> list[tuple[Mutant | None, Case | TokenCase]]:
     """Return cases that the arguments choose, the first and the step, a large one, and mutants if a third asks for them."""
     first, step, *mutants = sys.argv[1:]
     every = DEVICE == "cuda" or os.environ.get("ALL_DTYPES")
     world = int(os.environ["WORLD_SIZE"])
-    cases = [*CASES, *LARGE_CASES] if every else [*CASES[int(first) :: int(step)], LARGE_CASES[world - 1]]
+    cases: list[Case | TokenCase] = [*CASES, *LARGE_CASES, *TOKEN_CASES, *LARGE_TOKEN_CASES]
+    if not every:
+        cases = [*CASES[int(first) :: int(step)], LARGE_CASES[world - 1]]
+        cases += [*TOKEN_CASES[world::2][:2], LARGE_TOKEN_CASES[world - 1]]
     return [*((None, case) for case in cases), *(MUTANTS if mutants else [])]
 
 
@@ -370,9 +376,13 @@ def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
             (mutant or without_reads)(patch)
             shards = case.shards(world, index)
-            if mutant:
-                shards = shards[:1] if case.large else [SIZES[world][0][0], SIZES[world][1][1]]
-            if case.large and DEVICE == "cpu":
+            if mutant and (case.large or isinstance(case, TokenCase)):
+                shards = shards[:1]
+            elif mutant:
+                shards = [SIZES[world][0][0], SIZES[world][1][1]]
+            if case.large and isinstance(case, TokenCase):
+                launched_as_many(patch)
+            elif case.large and DEVICE == "cpu":
                 launched_as_large(patch, case.large)
             try:
                 errors = case.errors(world, rank, shards)

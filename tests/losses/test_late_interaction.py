@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.exchange import start_exchange
 from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
@@ -116,6 +117,21 @@ def test_frozen_tokens_need_no_gradient(frozen: str) -> None:
     found, expected = (torch.autograd.grad(loss(**rows), trained) for loss in (cz.MaxSim(), dense_loss))
     for x, y in zip(found, expected, strict=True):
         close(x, y)
+
+
+def test_tokens_of_16_bits_are_sent_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def recorded(*given: Any, **options: Any) -> Any:
+        sent.append(given[3])
+        return start_exchange(*given, **options)
+
+    monkeypatch.setattr("contrastive_zoo.engine.max_sim_sweep.start_exchange", recorded)
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = numbers(2, 3, WIDTH, seed=1).to(dtype)
+        cz.MaxSim()(tokens, tokens)
+    assert sent[0] is None
+    assert sent[1].dtype == torch.bfloat16
 
 
 def dense_loss(**rows: Tensor) -> Tensor:

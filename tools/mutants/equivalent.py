@@ -34,7 +34,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "sweep.learns and any(ctx.needs_input_grad) and (sweep.reduction != 'none') → "
         "sweep.learns or any(ctx.needs_input_grad) or sweep.reduction != 'none'",
     ): "A gradient that is not read.",
-    ("engine/max_sim.py", "sum_selected", "True → False"): "It orders the terms of a sum.",
+    ("engine/max_sim_sweep.py", "sum_selected", "True → False"): "It orders the terms of a sum.",
     ("engine/softmax_arithmetic.py", "log_sum_of_inversions", "1 → 2"): "One more −inf among the exponents of a sum.",
     ("engine/masked.py", "_MaskedLogSumExp.forward", "2 → 3"): _FILL,
     ("engine/pairs.py", "TowerPairs.sums_by_direction", "if shards.total: → if True:"): _PATHS,

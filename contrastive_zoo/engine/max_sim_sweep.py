@@ -1,0 +1,195 @@
+"""Walk the blocks of documents of late interaction, in the order in which they arrive: scores, and gradients of these."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
+from contrastive_zoo.engine.precision import inverse_norms, multiplied
+from contrastive_zoo.engine.tiling import CachedLogits
+from contrastive_zoo.ranks.world import Shards, World
+
+
+@dataclass(frozen=True)
+class MaxSimSweep:
+    """Compute the tiles of the local queries, document block by document block, in the order in which they arrive."""
+
+    query_lengths: Tensor
+    document_lengths: Tensor  # of all ranks
+    read_lengths: Sequence[int]  # the same on the host
+    document_shards: Shards
+    token_shards: Shards
+    world: World
+    factors: tuple[Tensor, Tensor] | None  # of queries and documents
+    normalizes: bool  # whether products of factors are divided by their norms
+    learns: bool = field(default_factory=torch.is_grad_enabled)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.factors is None else self.factors[0].dtype
+
+    def query_factors(self, queries: Tensor) -> Tensor:
+        return multiplied(queries, None if self.factors is None else self.factors[0])
+
+    def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
+        sent = None if self.factors is None else self.factors[1]
+        return start_exchange(documents, self.token_shards, self.world, sent, gathered=gathered)
+
+    def operand(self, rows: Tensor) -> Any:
+        """Return tokens as products take them."""
+        return _Factors(rows, inverse_norms(rows) if self.normalizes else None)
+
+    def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Any, Any]]:
+        """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
+        elements = tiling.tile_bytes(queries) // queries.dtype.itemsize
+        sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
+        for sets, index in padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes):
+            yield columns.start + sets, index
+
+    def block_scores(self, queries: Any, tokens: Any, index: Any, *, select: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of a block, [n, b], and the position of the selected token of each document, [t, b]."""
+        best, position = queries.best(tokens, index, select=select)
+        return sum_by_set(best, self.query_lengths), position
+
+    def add_gradients(
+        self, queries: Any, tokens: Any, index: Any, position: Tensor, dscores: Tensor, *totals: Tensor | None
+    ) -> None:
+        """Add what a block's gradient of the scores, [n, b], gives to queries and tokens to their totals."""
+        dqueries, dtokens = totals
+        rows, candidates = queries.unit, tokens.unit
+        weights, position = dscores[set_of_token(self.query_lengths, len(rows))], position.long()
+        if dqueries is not None and len(rows):
+            selected = index[torch.arange(len(index), device=index.device), position]
+            dqueries += F.embedding_bag(selected, candidates, mode="sum", per_sample_weights=weights)
+        if dtokens is not None and len(rows):
+            dtokens.index_add_(0, index.flatten(), sum_selected(rows, weights, position, index.shape[1]))
+
+    def _visits(self, exchange: GatherExchange | Ring) -> Iterator[tuple[Tensor, slice]]:
+        """Yield each rank's document tokens, and the columns of its documents."""
+        for block, tokens in zip(exchange.blocks, exchange, strict=True):
+            yield tokens, Shards(self.document_shards.sizes, block.ahead).local
+
+    def scores(
+        self, queries: Tensor, exchange: GatherExchange | Ring, cached: CachedLogits
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the scores, and the positions of the selected tokens of each block; None where they do not fit."""
+        scores = queries.new_empty(len(self.query_lengths), len(self.document_lengths))
+        positions: list[Tensor | None] = []
+        left = self.operand(queries)
+        for tokens, of_rank in self._visits(exchange):
+            right = self.operand(tokens)
+            for columns, block in self.blocks(queries, of_rank):
+                documents, longest = block.shape
+                keep = cached.reserve(len(queries) * documents * small_integer(longest).itemsize)
+                scores[:, columns], position = self.block_scores(left, right, block, select=keep)
+                positions.append(position)
+        return scores, positions
+
+    def gradients(
+        self, queries: Tensor, exchange: GatherExchange | Ring, dscores: Tensor, positions: Sequence[Any], *totals: Any
+    ) -> Iterator[Tensor]:
+        """Add the gradients of the queries and of the local documents to their totals; yield those of other documents."""
+        stored, (dqueries, ddocuments) = iter(positions), totals
+        left = self.operand(queries)
+        for visit, (tokens, of_rank) in enumerate(self._visits(exchange)):
+            right = self.operand(tokens)
+            total = ddocuments if visit == 0 or ddocuments is None else tokens.new_zeros(tokens.shape)
+            for columns, block in self.blocks(queries, of_rank):
+                position = next(stored)
+                if position is None:
+                    _, position = self.block_scores(left, right, block, select=True)
+                assert position is not None  # it was asked for
+                self.add_gradients(left, right, block, position, dscores[:, columns], dqueries, total)
+            if visit > 0 and total is not None:
+                yield total
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Tokens that products take as they are, and what divides these by the tokens' norms; None if nothing does."""
+
+    rows: Tensor
+    inverse: Tensor | None
+
+    @property
+    def unit(self) -> Tensor:
+        return self.rows if self.inverse is None else self.rows * self.inverse[:, None]
+
+    def best(self, others: "_Factors", index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the largest similarity of each token to the others of each document, [t, b], and its position.
+
+        ``index``, [b, L], says which of the others a document has.
+        """
+        queries, candidates = self.rows, others.rows[index.flatten()].T
+        best = queries.new_empty(len(queries), len(index))
+        position = torch.empty_like(best, dtype=small_integer(index.shape[1])) if select else None
+        height = max(1, tiling.tile_bytes(queries) // (index.numel() * queries.dtype.itemsize))
+        for top in range(0, len(queries), height):
+            rows = slice(top, top + height)
+            similarity = queries[rows] @ candidates
+            if others.inverse is not None:
+                similarity *= others.inverse[index.flatten()]
+            similarity = similarity.view(-1, *index.shape)
+            if position is None:
+                torch.amax(similarity, 2, out=best[rows])
+            else:
+                best[rows], position[rows] = similarity.max(2)
+        return best if self.inverse is None else best * self.inverse[:, None], position
+
+
+def small_integer(positions: int) -> torch.dtype:
+    return torch.uint8 if positions <= 2**8 else torch.int16 if positions <= 2**15 else torch.int32
+
+
+def padded_blocks(
+    lengths: Int[Tensor, " n"], read: Sequence[int], tokens: int, sets: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield blocks of packed sets, the longest first: the indices of the sets, [b], and of their tokens, [b, L].
+
+    A set that is shorter than the longest of its block repeats its first token. A maximum over the tokens is then that
+    over the set, and needs no mask. ``lengths`` are at least 1, and ``read`` the same on the host. A block has at most
+    so many ``sets``, and so many ``tokens`` unless it is one set.
+    """
+    start = lengths.cumsum(0) - lengths
+    size, order = lengths.sort(descending=True, stable=True)
+    descending, first = sorted(read, reverse=True), 0
+    while first < len(order):
+        longest = descending[first]
+        block = slice(first, first + max(1, min(sets, tokens // longest)))
+        position = torch.arange(longest, device=lengths.device).expand(len(order[block]), longest)
+        index = start[order[block], None] + position.where(position < size[block, None], 0)
+        yield order[block], index
+        first = block.stop
+
+
+def sum_by_set(values: Float[Tensor, "t k"], lengths: Int[Tensor, " n"]) -> Float[Tensor, "n k"]:
+    """Return the sums of the rows of each set."""
+    return values.new_zeros(len(lengths), values.shape[1]).index_add_(0, set_of_token(lengths, len(values)), values)
+
+
+def set_of_token(lengths: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
+    """Return the index of the set of each of so many tokens."""
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
+
+
+def sum_selected(
+    rows: Float[Tensor, "t d"], weights: Float[Tensor, "t b"], position: Int[Tensor, "t b"], length: int
+) -> Float[Tensor, "c d"]:
+    """Return, for each token of b sets of ``length`` tokens, the weighted sum of the rows that selected it, [b length, d].
+
+    Row a selected token ``position[a, k]`` of set k, with the weight ``weights[a, k]``. Equal to ``onehot.T @ rows``,
+    with onehot the weights at their tokens, [t, b length]; it takes 1 / length of the multiplications.
+    """
+    sets = position.shape[1]
+    key = position + length * torch.arange(sets, device=position.device)
+    key, order = key.flatten().sort(stable=True)
+    starts = torch.searchsorted(key, torch.arange(sets * length, device=key.device))
+    return torch.nn.functional.embedding_bag(
+        order // sets, rows, starts, mode="sum", per_sample_weights=weights.flatten()[order]
+    )
