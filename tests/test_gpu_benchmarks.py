@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 
 import gpu
+import gpu_tokens
 from gpu_suite import measure, report
 from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, OURS, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
@@ -54,6 +55,17 @@ def test_a_wrong_call_is_noticed_before_it_is_timed(what: str) -> None:
 @pytest.mark.parametrize("loss", DENSE)
 def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
     assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
+
+
+def test_a_wrong_score_of_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(scores: Any) -> float:
+        return gpu_tokens.relative_error(gpu_tokens.info_nce(scores), "cpu")
+
+    assert error(gpu_tokens.dense) < LIMIT
+    assert error(lambda queries, documents: gpu_tokens.dense(documents, queries).T) > LIMIT
+    monkeypatch.setitem(sys.modules, "flash_maxsim", None)
+    rates = measure.Ceilings(1e12, 1e12, 1e12)
+    assert gpu_tokens.line("flash-maxsim", (2, 3, 4, 8), rates).startswith("| 2 | 3 | 4 | flash-maxsim | not installed")
 
 
 # ------------------------------------------------------------------------------------------------------- one process

@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from contrastive_zoo.engine.kernels.blocks import MAX_TILES, Tile, tiles
+from contrastive_zoo.engine.kernels.max_sim import token_tiles
+from contrastive_zoo.engine.kernels.max_sim_tiles import best_tokens, query_gradients, token_gradients
 from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
 from contrastive_zoo.engine.kernels.softmax_tiles import log_sum_exps, softmax_weights
 
@@ -45,19 +47,53 @@ def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edg
     given["MAX_ROWS"] = MAX_TILES * tile.rows
     given = {x: value for x, value in given.items() if x in kernel.arg_names}
     blocks = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": (tile.rows, tile.columns // 2)}
-    numbers = {"n", "m", "d", "ahead", "partner", "chunk", "rows_stride", "columns_stride"}
-    signature = {}
-    for x in kernel.arg_names:
-        if x in given:
-            signature[x] = "constexpr"
-        elif x in blocks:
-            signature[x] = f"tensordesc<{NAMES[dtype]}[{blocks[x][0]},{blocks[x][1]}]>"
-        else:
-            signature[x] = "i32" if x in numbers else "*i32" if x in ("precision_lost", "excluded") else "*fp32"
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(x),): value for x, value in given.items()})
-    return triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    return _built(kernel, given, blocks, NAMES[dtype], capability, num_warps=warps, num_stages=stages)
+
+
+TOKEN_KERNELS = (best_tokens, token_gradients, query_gradients)
+FEATURES = LONGEST = 128
+"""Of tokens, and tokens of a document."""
+
+
+def compiled_for_tokens(kernel: Any, capability: int, dtype: torch.dtype, precision: str) -> Any:
+    """A kernel as late interaction launches it: 128 features, documents of 128 tokens."""
+    rows, (plain, _) = torch.empty(0, FEATURES, dtype=dtype), tiles(dtype, precision, capability)
+    products, gradients = token_tiles(plain, rows, precision, LONGEST)
+    tile = products if kernel is best_tokens else gradients
+    given = {**tile.options, "PRECISION": precision, "SELECT": True, "RESIDENT": tile.depth >= FEATURES}
+    blocks = {"queries": (tile.rows, tile.depth), "tokens": (tile.columns, tile.depth)}
+    warps, stages = given.pop("num_warps"), given.pop("num_stages")
+    if kernel is query_gradients:
+        given["BLOCK_M"], warps, blocks = 16, 4, {}
+    given = {x: value for x, value in given.items() if x in kernel.arg_names}
+    return _built(kernel, given, blocks, NAMES[dtype], capability, num_warps=warps, num_stages=stages)
+
+
+NUMBERS = {"n", "m", "d", "t", "documents", "ahead", "partner", "chunk", "rows_stride", "columns_stride", "stride"}
+POINTERS = {
+    "i32": ("precision_lost", "excluded", "tiles", "first_tiles", "sets"), "i64": ("starts",), "u8": ("selected",)
+}  # fmt: skip
+
+
+def _built(
+    kernel: Any, constants: dict[str, Any], blocks: dict[str, Any], dtype: str, capability: int, **options: int
+) -> Any:
+    types = {x: f"*{of}" for of, names in POINTERS.items() for x in names} | dict.fromkeys(NUMBERS, "i32")
+    types |= {"tokens": f"*{dtype}"} | ({"weights": f"*{dtype}"} if kernel is token_gradients else {})
+    types |= {x: f"tensordesc<{dtype}[{height},{width}]>" for x, (height, width) in blocks.items()}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {x: types.get(x, "*fp32") for x in kernel.arg_names}
+    places = {x: (kernel.arg_names.index(x),) for x in signature}
+    aligned = (
+        [x for x, of in signature.items() if of[0] == "*" or x in ("d", "stride")] if kernel in TOKEN_KERNELS else []
     )
+    source = ASTSource(
+        kernel,
+        signature,
+        {places[x]: value for x, value in constants.items()},
+        {places[x]: [["tt.divisibility", 16]] for x in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(binary: bytes) -> dict[str, int]:
@@ -97,6 +133,13 @@ def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = F
                 "edge": 2 if "SupCon" in name else edge,
                 **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
             })  # fmt: skip
+    of_tokens = TOKEN_KERNELS[:1] if inner else TOKEN_KERNELS
+    for kernel in of_tokens:
+        built = compiled_for_tokens(kernel, capability, dtype, precision)
+        found.append({
+            "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": kernel.__name__, "edge": 2,
+            **resources(built.asm["cubin"]), "shared": built.metadata.shared,
+        })  # fmt: skip
     return found
 
 
