@@ -27,7 +27,7 @@ from contrastive_zoo.ranks.collectives import all_gather, broadcast
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
-from contrastive_zoo.ranks.session import Session, agree_on_shards
+from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.distributed import LossAttributes
 from contrastive_zoo.wrapper.options import GradReduction
@@ -158,6 +158,10 @@ class DistributedSentenceLoss(LossAttributes):
                 output = encode(*args, **kwargs)
                 names = _OF_TOKENS if isinstance(encoder, MultiVectorEncoder) else _OF_SAMPLES
                 local = {key: output[key] for key in names if isinstance(output.get(key), Tensor)}
+                if not local:
+                    refuse(
+                        name, f"asks its encoder for embeddings by the names {', '.join(names)}, got none.", world=world
+                    )
                 of_all, rows = _gathered(name, local, rows, world)
                 shared_stream.enter_context(one_stream(world, device))
                 return {**output, **of_all}

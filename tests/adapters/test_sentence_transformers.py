@@ -499,6 +499,11 @@ def test_an_unknown_reduction_is_refused() -> None:
         DistributedSentenceLoss(mnrl(words()), grad_reduction="avg")
 
 
+def nameless() -> SentenceTransformer:
+    """A model that returns the embeddings of tokens alone, as PyLate's does."""
+    return SentenceTransformer(modules=[Tokens()], device="cpu")
+
+
 def complaints() -> list[str | None]:
     """Return the error of every rank for each mistake of rank 1 alone."""
     mistaken = dist.get_rank() == 1
@@ -518,6 +523,7 @@ def complaints() -> list[str | None]:
         job(classifier, 2, entry()[:2], float("nan") if mistaken else 1.0),
         job(cosent, 2, drawn(0), rows=0),
         job(CASES["MultipleNegativesRankingLoss"], 2, None, rows=0),
+        error_message(lambda: DistributedSentenceLoss(mnrl(nameless()))(features(2, slice(2)), None)),
     ]
 
 
@@ -525,7 +531,7 @@ def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
     found = worlds.run(3, complaints, timeout=30.0)
     assert found[0] == found[1] == found[2]
     expected = ["has 2 rows where the labels", "brought labels, rank 1 brought none", "number of columns"]
-    expected += ["NaN or infinite", "no rank brought a row", "no rank brought a row"]
+    expected += ["NaN or infinite", "no rank brought a row", "no rank brought a row", "by the names sentence_embedding"]
     for text, part in zip(found[0], expected, strict=True):
         assert text is not None
         assert part in text
