@@ -74,6 +74,15 @@ def test_gradients_are_those_of_one_step_at_once(chunk_size: int) -> None:
     same(gradients(by_step), gradients(at_once))
 
 
+def test_masks_of_false_negatives_are_those_of_the_whole_batch() -> None:
+    rows, loss_fn = [numbers(8, IN, seed=seed) for seed in range(3)], cz.MNRL(false_negative_margin=0.1)
+    ids = [torch.tensor(x) for x in ([0, 1, 2, 0, 3, 4, 5, 1], [9, 1, 9, 2, 0, 7, 7, 7], [0, 1, 2, 3, 4, 4, 5, 6])]
+    at_once, in_chunks = mlp(), mlp()
+    for encoder in (at_once, GradCache(in_chunks, 3)):
+        loss_fn(*(encoder(x) for x in rows), None, *ids).backward()
+    same(gradients(in_chunks), gradients(at_once))
+
+
 def test_several_towers_and_several_outputs() -> None:
     x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
