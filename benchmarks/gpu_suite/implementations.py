@@ -81,12 +81,24 @@ class Implementation:
     )
 
 
-def kernel(module: str, name: str, rows: Literal["bfloat16", "TF32", "float32"] = "bfloat16") -> Implementation:
-    """Return a kernel of this library, which is imported with Triton."""
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "CLIP": cz.Clip,
+    "InfoNCE": cz.InfoNCE,
+    "SigLIP": cz.SigLIP,
+    "NT-Xent": cz.NTXent,
+}
+
+
+def kernel(loss: str, rows: Literal["bfloat16", "TF32", "float32"] = "bfloat16") -> Implementation:
+    """Return this library's kernels of a loss of unit embeddings, at any size."""
+
+    def compute(a: Tensor, b: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
+        settings = {"logit_bias": bias[0]} if bias else {}
+        with cz.engine.use_implementation("triton"):
+            return KINDS[loss](temperature=1 / scale, normalize=False, **settings)(a, b)
+
     note = "" if rows == "bfloat16" else f"float32 embeddings, multiplied in {rows}"
-    return Implementation(
-        lambda scale: getattr(import_module(f"contrastive_zoo.engine.kernels.{module}"), name), "ours", note, rows=rows
-    )
+    return Implementation(lambda scale: compute, "ours", note, rows=rows)
 
 
 def as_called(loss: str) -> Construct:
@@ -111,12 +123,12 @@ def compiled(formula: Loss) -> Construct:
     return construct
 
 
-def all_of(loss: str, module: str, name: str, others: dict[str, Implementation]) -> dict[str, Implementation]:
+def all_of(loss: str, others: dict[str, Implementation]) -> dict[str, Implementation]:
     """Return a kernel of this library, then the peers, which are timed in the minutes after it, then the dense formula."""
     return {
-        OURS: kernel(module, name),
-        TF32: kernel(module, name, "TF32"),
-        FLOAT32: kernel(module, name, "float32"),
+        OURS: kernel(loss),
+        TF32: kernel(loss, "TF32"),
+        FLOAT32: kernel(loss, "float32"),
         **others,
         EAGER: Implementation(lambda scale: DENSE[loss], "dense"),
         COMPILED: Implementation(compiled(DENSE[loss]), "dense"),
@@ -210,9 +222,9 @@ _OF_SIGLIP = {
 }
 
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
-    "CLIP": all_of("CLIP", "softmax", "clip", _OF_CLIP),
-    "InfoNCE": all_of("InfoNCE", "softmax", "info_nce", _OF_INFO_NCE),
-    "SigLIP": all_of("SigLIP", "sigmoid", "siglip", _OF_SIGLIP),
-    "NT-Xent": all_of("NT-Xent", "softmax", "nt_xent", {}),
+    "CLIP": all_of("CLIP", _OF_CLIP),
+    "InfoNCE": all_of("InfoNCE", _OF_INFO_NCE),
+    "SigLIP": all_of("SigLIP", _OF_SIGLIP),
+    "NT-Xent": all_of("NT-Xent", {}),
 }
 """By loss; the first is this library's."""

@@ -19,7 +19,8 @@ A rank holds four shards of columns at a time: its own, the one that it passes o
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,11 @@ class GatherExchange:
         for block in self.blocks[1:]:
             yield by_rank[block.ahead][block.columns].to(self.columns.dtype)
 
+    def windows(self, prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
+        """Yield all blocks, and their columns as one matrix of what ``prepare`` makes of the columns of each."""
+        columns = [prepare(x) for x in self]
+        yield self.blocks, columns[0] if len(columns) == 1 else torch.cat(columns)
+
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
         # where shards are even, all ranks take all columns of every other, or none does
@@ -136,14 +142,22 @@ class SendReceive:
         return self.received[: self.count]
 
 
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors, added one after the other."""
+    return reduce(torch.add, parts)
+
+
 def merge_at_owners(
     total: Tensor,
     parts: Iterable[Tensor],
     blocks: Sequence[RankBlock],
     world: World,
-    merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
+    merge: Callable[[Sequence[Tensor]], Tensor] = add_up,
 ) -> Tensor:
-    """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs."""
+    """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs.
+
+    ``merge`` gets all parts of the same columns at once.
+    """
     send, receive = [0] * world.size, [0] * world.size
     for block in blocks:
         send[block.ahead], receive[block.behind] = _length(block.columns), _length(block.sent)
@@ -154,8 +168,9 @@ def merge_at_owners(
     if world.size == 1:
         return total
     received = exchange_rows(outgoing, send, receive, world).split(receive)
-    for block in sorted(blocks, key=lambda x: x.behind):
-        total[block.sent] = merge(total[block.sent], received[block.behind])
+    for sent, parts_of in groupby(sorted(blocks, key=lambda x: (x.sent.start, x.sent.stop)), lambda x: x.sent):
+        behind = sorted(block.behind for block in parts_of)
+        total[sent] = merge([total[sent], *(received[rank] for rank in behind)])
     return total
 
 
@@ -198,6 +213,11 @@ class Ring:
                 visiting = visiting if arriving is None else arriving.wait()
             relayed = relayed if from_machine is None else from_machine.wait()
 
+    def windows(self, prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
+        """Yield each block, and what ``prepare`` makes of its columns."""
+        for block, columns in zip(self.blocks, self, strict=True):
+            yield [block], prepare(columns)
+
     def _fetch(self, rows: Tensor, block: RankBlock) -> SendReceive:
         """Start to receive the columns of a block from their owner, and to send the local ones to the rank behind."""
         return SendReceive(rows[block.sent], block.behind, _length(block.columns), block.ahead, self.world)
@@ -236,6 +256,11 @@ def _add(pending: _Arriving | None) -> None:
 
 def _length(x: slice) -> int:
     return x.stop - x.start
+
+
+def lengths(blocks: Sequence[RankBlock]) -> list[int]:
+    """Return the numbers of columns of blocks."""
+    return [_length(block.columns) for block in blocks]
 
 
 def start_exchange(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.ranks.devices import float32_matmuls
-from contrastive_zoo.ranks.world import World
 
 # up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
 SMALL_BATCH_ELEMENTS = 2**16
@@ -194,11 +193,6 @@ _IN_FLOAT32 = (
 
 
 NO_KERNELS = Kernels()
-
-
-def is_one_call(reduction: str, world: World) -> bool:
-    """Return whether one function of the kernels is the loss; elsewhere kernels compute an engine's blocks."""
-    return world.size == 1 and reduction == "mean"
 
 
 def _problem(rows: Tensor) -> str | None:

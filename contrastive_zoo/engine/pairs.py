@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
 from contrastive_zoo.engine.batch import Batch, Reduction, is_embedding
-from contrastive_zoo.engine.implementation import is_dense, is_one_call
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows, sum_over_anchors
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
@@ -74,11 +74,6 @@ class ViewPairs(_Pairs):
             return small_batch_info_nce(
                 batch, first, views[1], temperature=self.temperature, comparison="views", reduction=reduction
             )
-        if on_kernel and is_one_call(reduction, batch.world):
-            from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
-
-            a, b = (x.to(first.dtype) for x in self.rows)
-            return softmax.nt_xent(a, b, self.scale)
         others, positives = self.sums(on_kernel=on_kernel)
         losses = cross_entropy_of_several(positives, others)
         return batch.reduce(losses.to(self.rows[0].dtype), reduction=reduction)
@@ -126,15 +121,8 @@ class TowerPairs(_Pairs):
             return small_batch_info_nce(
                 batch, queries, keys, temperature=self.temperature, comparison=comparison, reduction=reduction
             )
-        q, k, *extra = self.rows
-        if on_kernel and is_one_call(reduction, batch.world):
-            from contrastive_zoo.engine.kernels import softmax  # imported here: Triton is optional
-
-            candidates = torch.cat([k, *extra]) if extra else k
-            compute = softmax.clip if symmetric else softmax.info_nce
-            return compute(q.to(queries.dtype), candidates.to(queries.dtype), self.scale)
         losses = self._losses(symmetric=symmetric, in_batch_negatives=in_batch_negatives, on_kernel=on_kernel)
-        return batch.reduce(losses.to(q.dtype), reduction=reduction)
+        return batch.reduce(losses.to(self.rows[0].dtype), reduction=reduction)
 
     def sums(
         self, *, symmetric: bool = False, on_kernel: bool = False
@@ -195,10 +183,6 @@ class TowerPairs(_Pairs):
                 batch, queries, keys, temperature=self.temperature, bias=bias, reduction=reduction
             )
         (x, y), scale = self.rows, 1 / self.temperature
-        if on_kernel and is_one_call(reduction, batch.world):
-            from contrastive_zoo.engine.kernels import sigmoid  # imported here: Triton is optional
-
-            return sigmoid.siglip(x.to(queries.dtype), y.to(queries.dtype), scale, bias)
         where: dict[str, Any] = {"shards": batch.samples, "reduction": reduction, "world": batch.world}
         if is_dense():
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)

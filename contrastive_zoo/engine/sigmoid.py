@@ -120,9 +120,10 @@ class _Sweep:
                 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
 
                 block = KernelBlock(left, scale, bias, learns, normalizes, dtype)
+                parts = block.parts(exchange, dcandidates)
             else:
                 block = _Block(left, scale, bias, learns, normalizes, weights)
-            parts = self._parts(block, exchange, dcandidates)
+                parts = self._parts(block, exchange, dcandidates)
             if not learns:
                 for _ in parts:
                     pass
@@ -133,7 +134,7 @@ class _Sweep:
         dscale, dbias = sum_over_ranks(sums, gradient="partial", world=self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
-    def _parts(self, block: Any, exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
+    def _parts(self, block: "_Block", exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
         for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)

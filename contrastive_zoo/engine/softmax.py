@@ -199,9 +199,10 @@ class _LogSumExp(Function):
             dcolumns = drows if sweep.one_tower else None
             if ctx.needs_input_grad[2] and not sweep.one_tower:
                 dcolumns = gradient_buffer(columns, local)
+            products = rows.new_zeros(())
             parts = sweep.gradients(
                 ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale, row_statistics, column_statistics,
-                dpositives, drows, dcolumns, tiles,
+                dpositives, drows, dcolumns, tiles, products,
             )  # fmt: skip
             if dcolumns is None:
                 for _ in parts:  # it yields nothing, but fills drows
@@ -209,9 +210,7 @@ class _LogSumExp(Function):
             else:
                 exchange.return_gradients(dcolumns, parts)
             ctx.cached.release()
-            dscale = None
-            if ctx.needs_input_grad[3]:  # with one tower each pair appears in two rows
-                dscale = torch.dot(rows.flatten(), drows.flatten()) / (2 if sweep.one_tower else 1)
+            dscale = sweep.dscale(rows, drows, products) if ctx.needs_input_grad[3] else None
             if not isinstance(ctx.scale, Tensor):
                 dscale = None if dscale is None else dscale / ctx.scale
             else:  # which gradients lack so far

@@ -1,12 +1,14 @@
 """Cross-entropies from log-sum-exps, and the exponentials of a tile: shifted by one number, or each row by its own maximum.
 
 Both classes have the same methods. ``empty`` is the accumulator before the first tile, ``transform`` changes a tile of
-logits in place, ``add`` accumulates the tile over a dimension, ``merge`` joins two accumulators, ``log`` turns an
+logits in place, ``add`` accumulates the tile over a dimension, ``merge`` joins accumulators, ``log`` turns an
 accumulator into log-sum-exps. For the backward pass ``statistics`` joins accumulators and the gradients of log-sum-exps,
 [n, 2], ``coefficients`` prepares them, and from these ``weights`` computes G of a tile.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +81,8 @@ class ShiftedSums(Sums):
     def add(self, total: Tensor, e: Tensor, dim: int) -> None:
         total += e.sum(dim)
 
-    def merge(self, total: Tensor, part: Tensor) -> Tensor:
-        return total + part
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        return functools.reduce(torch.add, parts)
 
     def log(self, total: Tensor) -> Tensor:
         return total.log() + self.u
@@ -107,8 +109,8 @@ class ExactSums(Sums):
     def add(self, total: Tensor, s: Tensor, dim: int) -> None:
         torch.logaddexp(total, s.logsumexp(dim), out=total)
 
-    def merge(self, total: Tensor, part: Tensor) -> Tensor:
-        return torch.logaddexp(total, part)
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([*parts]).logsumexp(0)
 
     def log(self, total: Tensor) -> Tensor:
         return total

@@ -201,11 +201,13 @@ class SoftmaxSweep:
         drows: Tensor,
         dcolumns: Tensor | None,
         stored: list[Tensor | None],
+        products: Tensor,
     ) -> Iterator[Tensor]:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
         Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. ``dpositives`` are the
-        weights of partners. The caller multiplies gradients by a scale that is a tensor.
+        weights of partners. The caller multiplies gradients by a scale that is a tensor. ``products`` is for
+        :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
         """
         alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, row_weights, column_weights = self._scratch(rows), arithmetic.coefficients(row_statistics), None
@@ -243,6 +245,10 @@ class SoftmaxSweep:
                         part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part
+
+    def dscale(self, rows: Tensor, drows: Tensor, products: Tensor) -> Tensor:
+        """Return Σ G_ij a_i·b_j from the complete G B, with one tower of pairs of which each appears in two rows."""
+        return torch.dot(rows.flatten(), drows.flatten()) / (2 if self.one_tower else 1)
 
 
 def gradient_buffer(like: Tensor, block: RankBlock) -> Tensor:

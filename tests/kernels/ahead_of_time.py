@@ -4,6 +4,7 @@ python -m tests.kernels.ahead_of_time 90 bfloat16 tf32    as JSON
 python -m tests.kernels.ahead_of_time                     all chips and dtypes, a table of benchmarks/gpu.md
 """
 
+import itertools
 import json
 import os
 import re
@@ -30,10 +31,10 @@ _TWO_TOWERS = {"ONE_TOWER": False, "COLUMNS": True, "EXCLUDED": False}
 _SUP_CON = {"ONE_TOWER": True, "COLUMNS": True, "EXCLUDED": True}
 
 KERNELS = {
-    "log_sum_exps": (log_sum_exps, {"UPPER": False, "IF_LOST": False, **_TWO_TOWERS}),
+    "log_sum_exps": (log_sum_exps, {"SIDE": 0, "IF_LOST": False, **_TWO_TOWERS}),
     "softmax_weights": (softmax_weights, {"UNIT": 0, **_TWO_TOWERS}),
     "sigmoid_pairs": (sigmoid_pairs, {"GRADIENT": True, "UNIT": 0}),
-    "log_sum_exps, SupCon": (log_sum_exps, {"UPPER": True, "IF_LOST": False, **_SUP_CON}),
+    "log_sum_exps, SupCon": (log_sum_exps, {"SIDE": 1, "IF_LOST": False, **_SUP_CON}),
     "softmax_weights, SupCon": (softmax_weights, {"UNIT": 0, **_SUP_CON}),
 }
 
@@ -69,7 +70,8 @@ def compiled_for_tokens(kernel: Any, capability: int, dtype: torch.dtype, precis
     return _built(kernel, given, blocks, NAMES[dtype], capability, num_warps=warps, num_stages=stages)
 
 
-NUMBERS = {"n", "m", "d", "t", "documents", "ahead", "partner", "chunk", "rows_stride", "columns_stride", "stride"}
+NUMBERS = {"n", "m", "d", "t", "documents", "ahead", "partner", "local", "corner_row", "corner_column", "chunk"}
+NUMBERS |= {"rows_stride", "columns_stride", "stride"}
 POINTERS = {
     "i32": ("precision_lost", "excluded", "tiles", "first_tiles", "sets"), "i64": ("starts",), "u8": ("selected",)
 }  # fmt: skip
@@ -120,19 +122,19 @@ def resources(binary: bytes) -> dict[str, int]:
 
 def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> list[dict[str, Any]]:
     """One for every kernel and launch, or for launches without masks only."""
-    plain, edges = tiles(dtype, precision, capability)
     found = []
-    launches = [(2, edges)] if plain == edges else [(0, plain), (1, edges)]
-    for edge, tile in launches[:1] if inner else launches:
-        for name in KERNELS:
-            if "SupCon" in name and edge == 0:
-                continue
-            kernel = compiled(name, capability, dtype, precision, 2 if "SupCon" in name else edge, tile)
-            found.append({
-                "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name,
-                "edge": 2 if "SupCon" in name else edge,
-                **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
-            })  # fmt: skip
+    for index, name in itertools.product(range(1 if inner else 2), KERNELS):
+        plain, edges = tiles(dtype, precision, capability, name.split(",")[0])
+        launches = [(2, edges)] if plain == edges else [(0, plain), (1, edges)]
+        if index >= len(launches) or ("SupCon" in name and launches[index][0] == 0):
+            continue
+        edge, tile = launches[index]
+        kernel = compiled(name, capability, dtype, precision, 2 if "SupCon" in name else edge, tile)
+        found.append({
+            "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name,
+            "edge": 2 if "SupCon" in name else edge,
+            **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
+        })  # fmt: skip
     of_tokens = TOKEN_KERNELS[:1] if inner else TOKEN_KERNELS
     for kernel in of_tokens:
         built = compiled_for_tokens(kernel, capability, dtype, precision)

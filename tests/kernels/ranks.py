@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.kernels import blocks, max_sim, sigmoid, softmax
+from contrastive_zoo.engine.kernels.blocks import NO_PARTNER
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import ExponentSums, KernelSweep, SoftmaxPairs
+from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.wrapper.step import splitting
 from tests import zoo
 from tests.helpers import learnt
@@ -183,6 +185,45 @@ class Case:
         return errors
 
 
+@dataclass(frozen=True)
+class Collapsed:
+    """bfloat16 embeddings that are nearly alike: the gradient of the scale is small beside the products that it is of.
+
+    Its error beside that of the dense formula in float32 of the same factors, unit embeddings rounded to 16 bits.
+    """
+
+    loss: str
+    cosine: float  # of any two samples, in the mean
+    dtype: str = "float32"  # of the sums
+    large: int = 0
+
+    def shards(self, world: int, index: int) -> Sequence[Sequence[int]]:
+        return [[32 + 64 // world] * world]
+
+    def inputs(self, count: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        center, samples, *noise = (torch.randn(n, 32, generator=generator) for n in (1, count, count, count))
+        views = [F.normalize(F.normalize(samples, dim=1) + 0.5 * F.normalize(x, dim=1), dim=1) for x in noise]
+        alike = math.sqrt(self.cosine) * F.normalize(center, dim=1)
+        return [(alike + math.sqrt(1 - self.cosine) * x).to(DEVICE, torch.bfloat16) for x in views]
+
+    def derivative(self, rows: Sequence[Tensor]) -> float:
+        log_scale = torch.tensor(1 / 0.07, device=DEVICE).log().to(rows[0].dtype).requires_grad_()
+        (result,) = torch.autograd.grad(LOSSES[self.loss][1](*rows, log_scale.exp()), log_scale)
+        return float(result)
+
+    def errors(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+        (sizes,) = shards
+        loss = cz.DistributedLoss(LOSSES[self.loss][0](**learnt(0.07))).to(DEVICE)
+        rows = self.inputs(sum(sizes))
+        with splitting(always=True), cz.engine.use_implementation("triton"):
+            value = loss(*(x.split([*sizes])[rank] for x in rows))
+        (found,) = torch.autograd.grad(value, [*loss.parameters()])
+        unit = [F.normalize(x.double(), dim=1) for x in rows]
+        truth, dense = self.derivative(unit), self.derivative([x.bfloat16().float() for x in unit])
+        return [(abs(float(found) - truth) / abs(truth), abs(dense - truth) / abs(truth))]
+
+
 def _errors(found: Tensor, dense: Tensor, truth: Tensor, norm: float) -> tuple[float, float]:
     """Return the errors of both, relative to a norm."""
     x, y = (float((x.double().reshape(truth.shape) - truth).norm()) / max(norm, 1e-30) for x in (found, dense))
@@ -209,6 +250,7 @@ LARGE_CASES = [
     *(Case(loss, "float16", ring=True, large=256) for loss in ("NTXent", "Clip", "SigLIP")),
     *(Case(loss, "bfloat16", large=4096) for loss in ("NTXent", "Clip", "SigLIP")),
 ]
+COLLAPSED = [Collapsed("Clip", 0.9), Collapsed("NTXent", 0.98)]
 
 
 # ----------------------------------------------------------------------------------------------------- mutants, and reads
@@ -226,16 +268,19 @@ class NoReads(TorchDispatchMode):
 
 def without_reads(patch: pytest.MonkeyPatch) -> None:
     """Run what kernels do of a step within :class:`NoReads`."""
-    gradients = KernelSweep.gradients
+    gradients, parts = KernelSweep.gradients, KernelBlock.parts
 
-    def checked_gradients(*args: Any) -> Iterator[Tensor]:
-        parts = gradients(*args)
-        while True:
-            with NoReads():
-                part = next(parts, None)
-            if part is None:
-                return
-            yield part
+    def checked_parts(function: Callable[..., Iterator[Tensor]]) -> Callable[..., Iterator[Tensor]]:
+        def run(*args: Any) -> Iterator[Tensor]:
+            results = function(*args)
+            while True:
+                with NoReads():
+                    part = next(results, None)
+                if part is None:
+                    return
+                yield part
+
+        return run
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -244,11 +289,12 @@ def without_reads(patch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    functions = [(KernelSweep, "sums"), (KernelBlock, "add")]
+    functions = [(KernelSweep, "sums")]
     functions += [(max_sim.KernelSweep, name) for name in ("block_scores", "add_gradients")]
     for of, name in functions:
         patch.setattr(of, name, checked(getattr(of, name)))
-    patch.setattr(KernelSweep, "gradients", checked_gradients)
+    patch.setattr(KernelSweep, "gradients", checked_parts(gradients))
+    patch.setattr(KernelBlock, "parts", checked_parts(parts))
 
 
 def reading(patch: pytest.MonkeyPatch) -> None:
@@ -263,23 +309,34 @@ def reading(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SoftmaxPairs, "add_precise_sums", wrong)
 
 
+def with_pairs(patch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Change what is known of the pairs of a matrix."""
+    pairs = KernelSweep._pairs
+    patch.setattr(KernelSweep, "_pairs", lambda *given: replace(pairs(*given), **fields))
+
+
 def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """The mutant that takes rows of equal index on other ranks for positives."""
-    pairs, add = KernelSweep._pairs, KernelBlock.add
+    with_pairs(patch, partner=0, local=NO_PARTNER)
+    add = sigmoid.add_pairs
+    patch.setattr(sigmoid, "add_pairs", lambda *args, ahead: add(*args))
 
-    def wrong_pairs(self: KernelSweep, *block: Any) -> SoftmaxPairs | None:
-        result = pairs(self, *block)
-        return None if result is None else replace(result, partner=self.partners.offsets[0])
 
-    patch.setattr(KernelSweep, "_pairs", wrong_pairs)
-    patch.setattr(KernelBlock, "add", lambda self, *args, local: add(self, *args, local=True))
+def partners_among_all_columns(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that takes a column of another rank for a view of the same sample, by its offset in the matrix."""
+    with_pairs(patch, local=NO_PARTNER)
+
+
+def shared_blocks_twice(patch: pytest.MonkeyPatch) -> None:
+    """The mutant whose ranks both compute all sums of a block that they share."""
+    with_pairs(patch, corner=(NO_PARTNER, NO_PARTNER))
 
 
 def mantissas_only(patch: pytest.MonkeyPatch) -> None:
     """The mutant that adds sums as if their exponents were equal."""
 
-    def wrong_merge(self: ExponentSums, total: Tensor, part: Tensor) -> Tensor:
-        return torch.stack([total[:, 0], total[:, 1] + part[:, 1]], 1)
+    def wrong_merge(self: ExponentSums, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([parts[0][:, 0], sum(x[:, 1] for x in parts)], 1)
 
     patch.setattr(ExponentSums, "merge", wrong_merge)
 
@@ -296,6 +353,11 @@ def never_recomputed(patch: pytest.MonkeyPatch) -> None:
 def not_transposed(patch: pytest.MonkeyPatch) -> None:
     """The mutant that takes the excluded columns of rows for the excluded rows of columns."""
     patch.setattr(SoftmaxPairs, "_excluded_rows", lambda self: self.excluded)
+
+
+def products_of_rounded_weights(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that takes the gradient of the scale from those of the embeddings, whose weights are rounded to 16 bits."""
+    patch.setattr(KernelSweep, "dscale", SoftmaxSweep.dscale)
 
 
 class _Inner:
@@ -319,10 +381,13 @@ def inner_logits_too_large(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, name, _Inner(getattr(module, name)))
 
 
-MUTANTS = [
+MUTANTS: list[tuple[Mutant, Case | Collapsed | TokenCase]] = [
+    *((products_of_rounded_weights, case) for case in COLLAPSED),
     *((inner_logits_too_large, Case(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
-    (partners_on_every_rank, Case("Clip")),
-    (partners_on_every_rank, Case("SigLIP")),
+    (partners_on_every_rank, Case("Clip", ring=True)),
+    (partners_on_every_rank, Case("SigLIP", ring=True)),
+    (partners_among_all_columns, Case("NTXent")),
+    (shared_blocks_twice, Case("NTXent")),
     (mantissas_only, Case("Clip")),
     (never_recomputed, Case("Clip", temperature=0.01, width=8, rows="opposite")),
     (not_transposed, Case("SupCon", temperature=0.01, width=8, rows="opposite")),
@@ -349,16 +414,16 @@ def interpret_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def selected() -> list[tuple[Mutant | None, Case | TokenCase]]:
+def selected() -> list[tuple[Mutant | None, Case | Collapsed | TokenCase]]:
     """Return cases that the arguments choose, the first and the step, a large one, and mutants if a third asks for them."""
     first, step, *mutants = sys.argv[1:]
     every = DEVICE == "cuda" or os.environ.get("ALL_DTYPES")
     world = int(os.environ["WORLD_SIZE"])
-    cases: list[Case | TokenCase] = [*CASES, *LARGE_CASES, *TOKEN_CASES, *LARGE_TOKEN_CASES]
+    cases: list[Case | Collapsed | TokenCase] = [*CASES, *LARGE_CASES, *TOKEN_CASES, *LARGE_TOKEN_CASES]
     if not every:
         cases = [*CASES[int(first) :: int(step)], LARGE_CASES[world - 1]]
         cases += [*TOKEN_CASES[world::2][:2], LARGE_TOKEN_CASES[world - 1]]
-    return [*((None, case) for case in cases), *(MUTANTS if mutants else [])]
+    return [*((None, case) for case in [*cases, *COLLAPSED]), *(MUTANTS if mutants else [])]
 
 
 def main() -> None:
@@ -378,7 +443,7 @@ def main() -> None:
             shards = case.shards(world, index)
             if mutant and (case.large or isinstance(case, TokenCase)):
                 shards = shards[:1]
-            elif mutant:
+            elif mutant and isinstance(case, Case):
                 shards = [SIZES[world][0][0], SIZES[world][1][1]]
             if case.large and isinstance(case, TokenCase):
                 launched_as_many(patch)

@@ -1,7 +1,7 @@
 """Compute contrastive losses with Triton, on NVIDIA GPUs of compute capability 8.0 and later.
 
-They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later. ``softmax`` and ``sigmoid`` are means on
-one process. On several ranks, and for other reductions, kernels compute the blocks of the engines.
+They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later. On any number of ranks
+they compute the sums of the engines.
 """
 
 import os

@@ -62,34 +62,6 @@ def store_halves(out, w, i, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     out.store([i, j + BLOCK_N // 2], right)
 
 
-@triton.jit
-def scaled_rows(
-    x,  # [n, d], float32
-    rows,  # [n, d]: the embeddings whose gradient is computed
-    out,  # [n, d]
-    dots,  # [n]
-    scale,
-    factor,
-    n,
-    d,
-    stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write ``out = scale * factor * x`` and ``dots = factor * (x * rows).sum(1)``, reading each element once."""
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    multiplier = tl.load(factor)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    for first in range(0, d, BLOCK_D):
-        columns = first + tl.arange(0, BLOCK_D)
-        inside = (i < n)[:, None] & (columns < d)[None, :]
-        values = tl.load(x + i[:, None] * d + columns[None, :], mask=inside, other=0.0) * multiplier
-        row = tl.load(rows + i[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(values * row, 1)
-        tl.store(out + i[:, None] * d + columns[None, :], values * tl.load(scale), mask=inside)
-    tl.store(dots + i, total, mask=i < n)
-
-
 # Largest size of a block of weights. A smaller block needs more passes over the float32 gradients: a block of 16,384² in
 # bfloat16 adds 2 · 16,384 · d elements per 2 · 16,384² · d multiplications.
 WEIGHT_BYTES = 512 * 2**20
@@ -122,7 +94,13 @@ class Tile:
         return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def tiles(dtype: torch.dtype, precision: str, capability: int) -> tuple[Tile, Tile]:
+# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most for which Triton 3.4 to 3.9 compile a
+# kernel without spills. The weights need registers for their products, too.
+MOST_ROWS = {"log_sum_exps": 256, "sigmoid_pairs": 256}
+ROWS = 128  # of other kernels
+
+
+def tiles(dtype: torch.dtype, precision: str, capability: int, kernel: str = "") -> tuple[Tile, Tile]:
     """Return the tiles without and with masks, as large as registers allow without spills (see the tests' table)."""
     if dtype == torch.float32 and precision == "ieee":
         return Tile(64, 64, 16, 8, 2), Tile(64, 64, 16, 8, 2)
@@ -130,7 +108,7 @@ def tiles(dtype: torch.dtype, precision: str, capability: int) -> tuple[Tile, Ti
     if capability < 90:  # correct but not measured: these devices read tiles without asynchronous copies
         return Tile(64, 64, depth, 8, 3), Tile(64, 64, depth, 8, 3)
     edges = Tile(64, 128, depth, 8, 3)
-    return Tile(256 if dtype.itemsize == 2 else 128, 128, depth, 8, 4), edges
+    return Tile(MOST_ROWS.get(kernel, ROWS) if dtype.itemsize == 2 else 128, 128, depth, 8, 4), edges
 
 
 @dataclass(frozen=True)
@@ -212,24 +190,12 @@ class Weights:
         return self.buffer[: i.stop - i.start, : j.stop - j.start]
 
 
-def add_product(out: Tensor, x: Tensor, y: Tensor, *, first: bool = False, alpha: float = 1.0) -> None:
-    """Compute ``out += alpha * x @ y`` with float32 accumulation; ``out = alpha * x @ y`` if it is the first product."""
-    beta = 0 if first else 1
-    if out.dtype == x.dtype:
-        out.addmm_(x, y, beta=beta, alpha=alpha)
-    elif out.is_cuda:
-        torch.addmm(out, x, y, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+def add_product(out: Tensor, x: Tensor, y: Tensor, *, alpha: float = 1.0) -> None:
+    """Compute ``out += alpha * x @ y`` with float32 accumulation."""
+    if out.dtype == x.dtype or not out.is_cuda:
+        out.addmm_(x.to(out.dtype), y.to(out.dtype), alpha=alpha)
     else:
-        out.addmm_(x.to(out.dtype), y.to(out.dtype), beta=beta, alpha=alpha)
-
-
-def write_scaled(x: Tensor, of: Operand, scale: Tensor, factor: Tensor, out: Tensor, dots: Tensor, part: slice) -> None:
-    """Write ``out[part] = scale * factor * x`` and ``dots[part] = factor * (x * of[part]).sum(1)``."""
-    n, width = x.shape
-    scaled_rows[(cdiv(n, 4),)](
-        x, of.rows[part], out[part], dots[part], scale, factor, n, width, of.rows.stride(0),
-        BLOCK_M=4, BLOCK_D=1024, num_warps=4,
-    )  # fmt: skip
+        torch.addmm(out, x, y, out_dtype=out.dtype, alpha=alpha, out=out)
 
 
 def as_scalar(x: float | Tensor, like: Tensor) -> Tensor:
@@ -244,8 +210,8 @@ def precision_of(x: Tensor) -> str:
     return "tf32" if x.dtype != torch.float32 else float32_matmuls()
 
 
-def tiles_for(x: Tensor, precision: str) -> tuple[Tile, Tile]:
-    return tiles(x.dtype, precision, _capability(x.get_device()))
+def tiles_for(x: Tensor, precision: str, kernel: str = "") -> tuple[Tile, Tile]:
+    return tiles(x.dtype, precision, _capability(x.get_device()), kernel)
 
 
 @cache

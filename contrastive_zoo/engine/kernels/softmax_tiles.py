@@ -1,10 +1,13 @@
 """Compute partial log-sum-exps of a block of logits, and the weights of its gradient: Triton kernels of the softmax losses.
 
-A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. The offset
-of column j from row i in the global batch is δ = j − i + ``ahead``. It determines the kind of a pair:
+A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. The first
+``local`` columns are of this rank. There the offset of column j from row i, δ = j − i + ``ahead``, is the kind of a pair:
 
     |δ| = partner                     a positive pair: excluded from sums
     δ = 0 of one tower                a row and itself: excluded as well
+
+Two ranks of one tower may share a block. Then pairs of a row ≥ ``corner_row`` and a column ≥ ``corner_column`` are not of
+this rank.
 
 A sum of exponentials s · 2ᵉ is stored as two numbers, integer exponent e and mantissa s: the fraction of a logarithm of
 100 bits or more would lose digits. (The sum is 0 where e is ``NOTHING``.)
@@ -35,7 +38,7 @@ SPREAD: tl.constexpr = tl.constexpr(80.0)
 that underflows is then below 2^(80 − 126)."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["local", "corner_row", "corner_column"])
 def log_sum_exps(
     a,  # [n, d]
     b,  # [m, d]
@@ -50,10 +53,13 @@ def log_sum_exps(
     d,
     ahead,
     partner,
+    local,
+    corner_row,
+    corner_column,
     chunk,
     EDGE: tl.constexpr,  # 0: programs without masks, 1: the other programs, 2: all
     ONE_TOWER: tl.constexpr,
-    UPPER: tl.constexpr,  # only pairs with δ > 0
+    SIDE: tl.constexpr,  # 1: only pairs with δ > 0, −1: only those with δ < 0, 0: all
     COLUMNS: tl.constexpr,
     EXCLUDED: tl.constexpr,  # with EDGE 2 only
     IF_LOST: tl.constexpr,
@@ -69,11 +75,17 @@ def log_sum_exps(
             return
     start, stop, block = own_tiles(n, m, chunk, BLOCK_N, GROUP)
     j = block * BLOCK_N
-    if UPPER:
-        stop = min(stop, j + BLOCK_N)
+    strip = start // chunk
     if EDGE < 2:
-        if (on_diagonal(start, stop, j + ahead, partner, ONE_TOWER, BLOCK_N) | (j + BLOCK_N > m)) != (EDGE == 1):
+        cut = (j + BLOCK_N > m) | ((stop > corner_row) & (j + BLOCK_N > corner_column))
+        if (on_diagonal(start, stop, j + ahead, partner, ONE_TOWER, BLOCK_N) | cut) != (EDGE == 1):
             return
+    if j >= corner_column:
+        stop = min(stop, corner_row)
+    if SIDE == 1:
+        stop = min(stop, j + ahead + BLOCK_N)
+    if SIDE == -1:
+        start += max(j + ahead - start, 0) // BLOCK_M * BLOCK_M
     k = tl.load(scale) * LOG2E
     columns = j + tl.arange(0, BLOCK_N)
     reference = NOTHING
@@ -87,11 +99,14 @@ def log_sum_exps(
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
             partner_columns = rows + partner - ahead
-            result = (rows < n) & (j <= partner_columns) & (partner_columns < min(j + BLOCK_N, m))
+            result = (rows < n) & (j <= partner_columns) & (partner_columns < min(j + BLOCK_N, local))
             tl.store(positives + rows, tl.sum(tl.where(delta == partner, acc, 0.0), 1), mask=result)
-            others = (columns < m)[None, :] & (delta != partner) & (delta != -partner)
-            if UPPER:
-                others &= delta > 0
+            same_rank = (rows < local + ahead)[:, None] & (columns < local)[None, :]
+            positive = same_rank & ((delta == partner) | (delta == -partner))
+            others = (columns < m)[None, :] & ((rows < corner_row)[:, None] | (columns < corner_column)[None, :])
+            others &= ~positive
+            if SIDE:
+                others &= delta * SIDE > 0
             elif ONE_TOWER:
                 others &= delta != 0
             if EXCLUDED:
@@ -112,14 +127,14 @@ def log_sum_exps(
             reference = highest
     if COLUMNS:
         total = tl.sum(tl.sum(sums, 0), 0)
-        place = by_column + (start // chunk).to(tl.int64) * m + columns
+        place = by_column + strip.to(tl.int64) * m + columns
         tl.store(place, tl.zeros_like(total) + (reference - 2 * LIFT), mask=columns < m)
         tl.store(place + tl.cdiv(n, chunk).to(tl.int64) * m, total, mask=columns < m)
-        last = stop + tl.zeros_like(columns)
-        if UPPER:
-            last = tl.minimum(columns, stop)
+        last = tl.where(columns < corner_column, stop, min(stop, corner_row))
+        if SIDE == 1:
+            last = tl.minimum(columns + ahead, last)
         partners = columns + ahead - partner
-        others = last - start - ((start <= partners) & (partners < last)).to(tl.int32)
+        others = last - start - ((start <= partners) & (partners < last) & (columns < local)).to(tl.int32)
         if tl.max(((total < MIN_PRECISE_SUM) & (others > 0) & (columns < m)).to(tl.int32), 0) > 0:
             tl.store(precision_lost, 1)
 
@@ -159,63 +174,22 @@ def merge(
 
 
 @triton.jit
-def finish(
-    of_rows,  # [2, ·]: sums of exponentials of row i's negatives; overwritten by exponent and factor for ``softmax_weights``
-    of_partners,  # [2, ·]: sums of column i, or of the partner row of row i
-    positives,  # [count]: dot products of pairs
-    scale,
-    losses,  # [count]
-    positive_weights,  # [count], and again at offset ``partner`` for one tower
-    count,
-    stride,
-    partner,
-    SIDES: tl.constexpr,  # softmaxes per pair
-    ONE_TOWER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute losses log(1 + negatives / positive) in nats and weights negatives / (negatives + positive), in float64."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < count
-    positive = tl.load(positives + i, mask=there, other=0.0).to(tl.float64) * (tl.load(scale) * LOG2E)
-    loss, weight = _finish_side(of_rows, stride, positive, i, there)
-    if SIDES == 2:
-        partner_loss, partner_weight = _finish_side(of_partners, stride, positive, i, there)
-        loss, weight = (loss + partner_loss) / 2, weight + partner_weight
-    tl.store(losses + i, loss.to(tl.float32), mask=there)
-    tl.store(positive_weights + i, weight.to(tl.float32), mask=there)
-    if ONE_TOWER:
-        tl.store(positive_weights + partner + i, weight.to(tl.float32), mask=there)
+def sum_in_threads(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Return the sum of a tile as one number of each thread, [WARPS, 8, 4]: no thread waits for another."""
+    parts = tl.reshape(x, (BLOCK_M // (16 * WARPS), WARPS, 2, 8, BLOCK_N // 8, 4, 2))
+    return tl.sum(tl.sum(tl.sum(tl.sum(parts, 6), 4), 2), 0)
 
 
-@triton.jit
-def _finish_side(sums, stride, positive, i, there):
-    exponent = tl.load(sums + i, mask=there, other=NOTHING).to(tl.float64)
-    mantissa = tl.load(sums + stride + i, mask=there, other=0.0).to(tl.float64)
-    some = (mantissa > 0) | (mantissa != mantissa)  # NaN is kept
-    others = tl.where(some, exponent + tl.log2(tl.where(some, mantissa, 1.0)), float("-inf"))
-    gap = others - positive
-    e = tl.exp2(-tl.abs(gap))
-    one_more = 1.0 + e
-    log1p = tl.where(one_more > 1.0, tl.log(one_more) * (e / tl.where(one_more > 1.0, one_more - 1.0, 1.0)), e)
-    log1p = tl.where(gap != gap, gap, log1p)
-    loss = tl.maximum(gap, 0.0) * (1.0 / LOG2E) + log1p
-    weight = tl.where(gap > 0, 1.0, e) / one_more
-    total = tl.maximum(others, positive) + log1p * LOG2E
-    whole = tl.ceil(total)
-    tl.store(sums + i, whole.to(tl.float32), mask=there)
-    tl.store(sums + stride + i, tl.exp2(whole - total).to(tl.float32), mask=there)
-    return loss, weight
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["local"])
 def softmax_weights(
     a,  # [n, d]
     b,  # [m, d]
     weights,  # [n, m]
     scale,
-    of_rows,  # [2, n]: exponents and factors of rows, as ``finish`` leaves them
+    of_rows,  # [2, n]: exponents and factors of rows
     of_columns,  # [2, m]
     positive_weights,  # [n]: negated weights of positive pairs
+    products,  # [programs]: sums of weights, before they are rounded, times dot products
     excluded,  # as for ``log_sum_exps``; such pairs have the weight 0
     n,
     m,
@@ -224,6 +198,7 @@ def softmax_weights(
     columns_stride,
     ahead,
     partner,
+    local,
     chunk,
     EDGE: tl.constexpr,
     ONE_TOWER: tl.constexpr,
@@ -236,12 +211,14 @@ def softmax_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Write ``2 ** (X - exponent) * factor`` of rows plus that of columns, and minus ``positive_weights`` of positives."""
     start, stop, block = own_tiles(n, m, chunk, BLOCK_N, GROUP)
     j = block * BLOCK_N
     if EDGE < 2:
-        if on_diagonal(start, stop, j + ahead, partner, ONE_TOWER, BLOCK_N) != (EDGE == 1):
+        cut = (j + BLOCK_N > m) | (start + chunk > n)
+        if (on_diagonal(start, stop, j + ahead, partner, ONE_TOWER, BLOCK_N) | cut) != (EDGE == 1):
             return
     k = tl.load(scale) * LOG2E
     columns = j + tl.arange(0, BLOCK_N)
@@ -258,32 +235,42 @@ def softmax_weights(
     rows = start + tl.arange(0, BLOCK_M)
     by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
     row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)
+    total = tl.zeros((WARPS, 8, 4), tl.float32)
     for i in tl.range(start, stop, BLOCK_M, flatten=True):
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for depth in range(0, d, BLOCK_K):
             acc = tl.dot(a.load([i, depth]), b.load([j, depth]).T, acc, input_precision=PRECISION)
         if not COLUMNS:
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None]) * row_factors[:, None]
+            if not EDGE:
+                total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
         elif shared_exponential:
             up = tl.where(by_row < float("inf"), tl.exp2(by_row - lowest), 0.0)
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None])
             w *= row_factors[:, None] + up[:, None] * column_factors[None, :]
+            if not EDGE:
+                total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
         else:
             w = tl.exp2(acc * k - (by_row - UNIT)[:, None]) * row_factors[:, None]
             factors = tl.load(of_columns + columns_stride + columns, mask=columns < m, other=0.0)
             exponents = tl.load(of_columns + columns, mask=columns < m, other=float("inf"))
             w += tl.exp2(acc * k - (exponents - UNIT)[None, :]) * factors[None, :]
+            if not EDGE:
+                total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
         rows = i + tl.arange(0, BLOCK_M)
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
             weight = tl.load(positive_weights + rows, mask=rows < n, other=0.0) * 2.0**UNIT
-            w = tl.where((delta == partner) | (delta == -partner), -weight[:, None], w)
+            positive = (columns < local)[None, :] & ((delta == partner) | (delta == -partner))
+            w = tl.where(positive, -weight[:, None], tl.where((rows < n)[:, None] & (columns < m)[None, :], w, 0.0))
             if ONE_TOWER:
                 w = tl.where(delta == 0, 0.0, w)
             if EXCLUDED:
                 left_out = tl.load(excluded + rows, mask=rows < n, other=-1)
                 w = tl.where(columns[None, :] == left_out[:, None], 0.0, w)
+            total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
         rows += BLOCK_M
         by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
         row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)
         store_halves(weights, w, i, j, BLOCK_M, BLOCK_N)
+    tl.store(products + tl.program_id(0), tl.sum(tl.sum(tl.sum(total, 2), 1), 0) * 2.0**-UNIT)

@@ -1,0 +1,103 @@
+"""Kernels that a step launches, counted on any rank of any number: what a launch does is not run here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contrastive_zoo.engine.exchange import GatherExchange, schedule
+from contrastive_zoo.engine.softmax_sweep import Partners
+from contrastive_zoo.ranks.world import Shards, World
+
+pytest.importorskip("triton")
+
+from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
+
+ROWS, WIDTH = 600, 8
+MOST = 12
+"""Launches of a step, forward and backward, of columns that were gathered."""
+
+
+class Counted:
+    """Stands in for a kernel: counts its launches."""
+
+    def __init__(self, launches: list[str], name: str) -> None:
+        self.launches, self.name = launches, name
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *arguments, **options: self.launches.append(self.name)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count launches of large batches, whose tiles with masks have a launch of their own, on a rank by itself."""
+    names: list[str] = []
+    kernels = [(softmax, ("log_sum_exps", "merge", "softmax_weights")), (sigmoid, ("sigmoid_pairs",))]
+    for module, of_module in kernels:
+        for name in of_module:
+            monkeypatch.setattr(module, name, Counted(names, name))
+    monkeypatch.setattr(blocks, "_capability", lambda device: 90)
+    monkeypatch.setattr(blocks, "SINGLE_LAUNCH_PAIRS", 0)
+    monkeypatch.setattr(softmax, "gather_rows", lambda rows, shards, world: rows.new_zeros(shards.total, rows.shape[1]))
+    monkeypatch.setattr(softmax, "merge_at_owners", lambda total, *rest: total)
+    return names
+
+
+def exchange_of(shards: Shards, rows: Tensor, *, half: bool) -> GatherExchange:
+    """Return an exchange of a rank that has all columns."""
+    (of_rank,) = schedule(shards, shards, (tuple(range(len(shards.sizes))),), half=half)
+    return GatherExchange(rows, of_rank, shards, World(), gathered=rows.new_zeros(shards.total, WIDTH))
+
+
+def softmax_step(shards: Shards, *, one_tower: bool) -> None:
+    rows, scale = torch.zeros(shards.size, WIDTH), torch.tensor(10.0)
+    offset = shards.size // 2 if one_tower else 0
+    factors = rows.bfloat16(), rows.bfloat16()
+    sweep = softmax.KernelSweep(shards, shards, World(), True, True, factors, Partners((offset,)), one_tower=one_tower)
+    arithmetic, exchange = sweep.exact_sums, exchange_of(shards, rows, half=one_tower)
+    r, c, _, _ = sweep.sums(arithmetic, rows, exchange, scale, None)
+    of_rows, of_columns = (arithmetic.statistics(x, x[:, 0]) for x in (r, r if c is None else c))
+    drows, positives = torch.empty_like(rows), [torch.zeros(shards.size - offset)]
+    dcolumns = drows if one_tower else torch.empty_like(rows)
+    step = arithmetic, rows, exchange, scale, of_rows, of_columns, positives, drows, dcolumns, None, rows.new_zeros(())
+    assert len(list(sweep.gradients(*step))) == len(exchange.blocks) - 1
+
+
+def sigmoid_step(shards: Shards) -> None:
+    rows, number = torch.zeros(shards.size, WIDTH), torch.ones(())
+    block = sigmoid.KernelBlock(rows, number, number, True, True, torch.bfloat16)
+    exchange = exchange_of(shards, rows, half=False)
+    assert len(list(block.parts(exchange, torch.zeros_like(rows)))) == len(exchange.blocks) - 1
+
+
+STEPS: dict[str, Callable[[Shards], None]] = {
+    "CLIP": lambda shards: softmax_step(shards, one_tower=False),
+    "NTXent": lambda shards: softmax_step(shards, one_tower=True),
+    "SigLIP": sigmoid_step,
+}
+
+
+def most(step: Callable[[Shards], None], launches: list[str], ranks: int) -> int:
+    """Return the launches of the rank that has most."""
+    counts = []
+    for rank in range(ranks):
+        launches.clear()
+        step(Shards((ROWS,) * ranks, rank))
+        counts.append(len(launches))
+    return max(counts)
+
+
+@pytest.mark.parametrize("loss", STEPS)
+def test_no_more_launches_on_more_ranks(loss: str, launches: list[str]) -> None:
+    for ranks in (1, 2, 3, 8):
+        assert 0 < most(STEPS[loss], launches, ranks) <= MOST, ranks
+
+
+def test_launches_for_each_rank_would_be_counted(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_rank(self: GatherExchange, prepare: Callable[[Tensor], Tensor]) -> Any:
+        return (([block], prepare(x)) for block, x in zip(self.blocks, self, strict=True))
+
+    monkeypatch.setattr(GatherExchange, "windows", by_rank)
+    assert most(STEPS["CLIP"], launches, 8) > 5 * MOST
