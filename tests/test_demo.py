@@ -1,6 +1,7 @@
 """A short run of the whole demo: right jobs agree with one process, wrong recipes differ, pictures are written."""
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
@@ -51,7 +52,10 @@ def test_it_prints_draws_and_succeeds(short, tmp_path, monkeypatch):
     _, right, wrong = short
     monkeypatch.setattr(examples.demo, "compare", lambda *_: (right, wrong))
     printed = io.StringIO()
-    assert demo(tmp_path / "new" / "folder", Console(file=printed, width=80))
+    result = demo(tmp_path / "new" / "folder", Console(file=printed, width=80))
+    assert result["ok"] is True
+    assert max(x["difference"] for x in json.loads(json.dumps(result))["right"].values()) <= TOLERANCE
+    assert min(x["difference"] for x in result["wrong"].values()) > 1e-4
     for name in ("training_curves.png", "embeddings.png"):
         assert (tmp_path / "new" / "folder" / name).read_bytes().startswith(PNG)
     text = printed.getvalue()

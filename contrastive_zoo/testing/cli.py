@@ -146,15 +146,20 @@ def audit(
     Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
     """
     _require("cli", "rich")
+    from contrastive_zoo.testing import console
     from contrastive_zoo.testing.auditing.launch import audit_script, audit_under_torchrun, is_under_torchrun
 
     _require_writable(json_file)
+    sizes = world_size or (2,)
     command = [*(["-m", module] if module else []), *(script or [])]
     show = partial(_shown, json_file=json_file)
     try:
         if is_under_torchrun():
             audit_under_torchrun(command, show, steps=steps, losses=loss or [])
-        report = audit_script(command, world_sizes=world_size or (2,), steps=steps, losses=loss or [], timeout=timeout)
+        with console.progress(f"auditing {' '.join(command)}", 2 * len(sizes)) as advance:
+            report = audit_script(
+                command, world_sizes=sizes, steps=steps, losses=loss or [], timeout=timeout, on_run=advance
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(show(report))

@@ -7,6 +7,7 @@ Two common hand-written gathers do not.
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,10 +22,11 @@ from examples.demo.training import SHARES, Comparison, Digits, Trained, run
 TOLERANCE = 1e-9  # largest difference between parameters that counts as rounding, in float64
 
 
-def demo(output: Path, console: Console | None = None) -> bool:
+def demo(output: Path, console: Console | None = None) -> dict[str, Any]:
     """Train all jobs, compare them with one process, print a table, and draw two pictures into the folder.
 
-    Return whether every right job ended with the same parameters on one process and on two.
+    Return what was compared in plain types: ``ok``, whether every right job ended with the same parameters on one process
+    and on two, and the differences of the ``right`` and the ``wrong`` jobs.
     """
     output.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=output).close()  # a folder that is not writable is found before the training
@@ -40,7 +42,14 @@ def demo(output: Path, console: Console | None = None) -> bool:
     agree = _verdict(right, console)
     console.print("Pictures: training_curves.png and embeddings.png, in this folder:")
     console.print(str(output.resolve()), soft_wrap=True, highlight=False)  # on one line, to be copied
-    return agree
+    return {"ok": agree, "folder": str(output), "right": _differences(right), "wrong": _differences(wrong)}
+
+
+def _differences(comparisons: tuple[Comparison, ...]) -> dict[str, dict[str, float]]:
+    return {
+        x.job.title: {"difference": x.difference, "difference_between_ranks": x.difference_between_ranks}
+        for x in comparisons
+    }
 
 
 def compare(

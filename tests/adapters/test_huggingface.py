@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")  # the Trainer needs it
 from transformers import Trainer, TrainingArguments
 
 from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
+from contrastive_zoo.testing.auditing.huggingface import AuditedTrainerMixin
 
 STEPS, BATCH, D, LEARNING_RATE = 10, 8, 4, 0.1
 SAMPLES = STEPS * BATCH * 2
@@ -139,7 +140,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     """Yield a function that runs ``train`` in worlds of their own: the Trainer changes the state of a process."""
     folder = str(tmp_path_factory.mktemp("trainer"))
     with Worlds(timeout=120.0) as own:
-        yield lambda world_size, *args, **kwargs: own.run(world_size, train, folder, *args, **kwargs)
+        yield lambda world_size, *args, job=train, **kwargs: own.run(world_size, job, folder, *args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +196,28 @@ def test_an_optimizer_without_the_parameters_of_the_loss_is_refused(tmp_path: Pa
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     trainer = make(model, arguments(str(tmp_path)), train_dataset=data(), optimizers=(optimizer, None))
     assert "lacks 1 parameters of compute_loss_func" in (error_message(trainer.train) or "")
+
+
+def audited(folder: str, form: str, accumulation: int, mixin: bool, every: int) -> tuple[list[Tensor], Any]:
+    """Return all parameters after ten steps with an audit, and its last report."""
+    make, model, loss = build(form, mixin)
+    settings = {"gradient_accumulation_steps": accumulation, "average_tokens_across_devices": True}
+    kind = type("Audited", (AuditedTrainerMixin, make), {})
+    trainer = kind(model, arguments(folder, **settings), train_dataset=data(), audit_every=every)
+    trainer.train()
+    return [x.detach() for x in parameters(model, loss)], trainer.online_audit.report.worlds[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "accumulation", "mixin", "mistakes"),
+    [("closed", 2, True, []), ("open", 1, False, ["times W"])],
+)
+def test_an_audited_training_goes_on_as_without(
+    form: str, accumulation: int, mixin: bool, mistakes: list[str], trainers: Callable[..., list[Any]]
+) -> None:
+    plain = trainers(2, form, accumulation, True, mixin=mixin)
+    found = trainers(2, form, accumulation, mixin, 6, job=audited)
+    for (expected, _), (actual, report) in zip(plain, found, strict=True):
+        assert all(map(torch.equal, expected, actual))
+        assert [x.mistake for x in report.findings] == mistakes, str(report)
+        assert report.ok is (not mistakes), str(report)

@@ -19,7 +19,7 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningModule, Trainer
 
-from contrastive_zoo.adapters.lightning import AuditCallback
+from contrastive_zoo.testing.auditing.lightning import AuditCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, no validation
 

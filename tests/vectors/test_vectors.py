@@ -156,9 +156,11 @@ def test_a_gradient_w_times_too_large_does_not_conform(worlds: Any, written: tup
 def test_the_command_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["vectors", str(tmp_path)])
-    runpy.run_module("tools.vectors", run_name="__main__")
-    assert f"{len(CASES)} cases in" in capsys.readouterr().out
+    for options in ([], ["--json"]):
+        monkeypatch.setattr("sys.argv", ["vectors", str(tmp_path), *options])
+        runpy.run_module("tools.vectors", run_name="__main__")
+        out = capsys.readouterr().out
+        assert json.loads(out)["cases"] == len(CASES) if options else f"{len(CASES)} cases in" in out
     assert (tmp_path / "vectors.json").exists()
 
 

@@ -1,6 +1,8 @@
 """Write conformance vectors: ``python -m tools.vectors [FOLDER]``."""
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -21,9 +23,13 @@ def writable(name: str) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tools.vectors", description="Write conformance vectors.")
     parser.add_argument("folder", nargs="?", type=writable, default="vectors", help="where they are written")
-    folder = parser.parse_args().folder
-    summary = write_vectors(folder)
-    print(
-        f"{summary.cases} cases in {folder}. NumPy formulas repeat {summary.repeated} of them; "
-        f"largest error {summary.largest_error:.0e}."
-    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    arguments = parser.parse_args()
+    summary = write_vectors(arguments.folder)
+    if arguments.json:
+        print(json.dumps({"folder": str(arguments.folder), **asdict(summary)}, indent=2))
+    else:
+        print(
+            f"{summary.cases} cases in {arguments.folder}. NumPy formulas repeat {summary.repeated} of them; "
+            f"largest error {summary.largest_error:.0e}."
+        )

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,14 +46,20 @@ def audit_script(
     steps: int = 3,
     losses: Sequence[str] = (),
     timeout: float = 300.0,
+    on_run: Callable[[int], object] = lambda count: None,
 ) -> AuditReport:
     """Run a script on several local processes and compare its first steps with one process.
 
     The command is the script and its arguments, or ``-m``, a module and its arguments. Losses that are not found by
-    themselves are ``"module:Class"`` each. The timeout in seconds is that of each run.
+    themselves are ``"module:Class"`` each. The timeout in seconds is that of each run. ``on_run`` gets how many runs have
+    ended, of two for each number of processes: theirs, and those in one process.
     """
     _require_valid(command, world_sizes, steps)
-    return AuditReport(" ".join(command), [_audit(command, size, steps, losses, timeout) for size in world_sizes])
+    report = AuditReport(" ".join(command))
+    for index, size in enumerate(world_sizes):
+        report.worlds.append(_audit(command, size, steps, losses, timeout, partial(on_run, 2 * index + 1)))
+        on_run(2 * index + 2)
+    return report
 
 
 def _require_valid(command: Sequence[str], world_sizes: Sequence[int], steps: int) -> None:
@@ -64,12 +71,20 @@ def _require_valid(command: Sequence[str], world_sizes: Sequence[int], steps: in
         raise ValueError(f"the script {' '.join(command[:1]) or '(none)'} does not exist.")
 
 
-def _audit(command: Sequence[str], world_size: int, steps: int, losses: Sequence[str], timeout: float) -> WorldReport:
+def _audit(
+    command: Sequence[str],
+    world_size: int,
+    steps: int,
+    losses: Sequence[str],
+    timeout: float,
+    on_recorded: Callable[[], object],
+) -> WorldReport:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
         folder = Path(name)
         arguments = [str(steps), ",".join(losses), *command]
         _run(folder, [rank_name(rank) for rank in range(world_size)], arguments, timeout)
+        on_recorded()
         report = judged(folder, world_size, lambda name: _run(folder, [name], arguments, timeout))
     report.seconds = time.monotonic() - start
     return report

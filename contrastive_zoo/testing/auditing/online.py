@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing.auditing.context import compared, known_losses, recorded
+from contrastive_zoo.testing.auditing.context import compared, known_losses
 from contrastive_zoo.testing.auditing.merging import tensors_of
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import snapshot
@@ -81,12 +82,47 @@ class OnlineAudit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return ``step(*args, **kwargs)``; audit it if its number says so."""
+
+        def repeat(batch: dict[Any, Any]) -> None:
+            self.step(*(batch[i] for i in range(len(args))), **{key: batch[key] for key in kwargs})
+
+        with self.watch(dict(enumerate(args)) | kwargs, repeat):
+            return self.step(*args, **kwargs)
+
+    @contextmanager
+    def watch(self, batch: dict[Any, Any], repeat: Callable[[dict[Any, Any]], object]) -> Iterator[None]:
+        """Audit the step that runs within it, if its number says so; ``repeat`` runs it with the batch of all ranks."""
         if not self.steps:
             self._require_equal()
         self.steps += 1
         if (self.steps - 1) % self.every:
-            return self.step(*args, **kwargs)
-        return self._audited(args, kwargs)
+            yield
+            return
+        begin = time.monotonic()
+        repeats = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        before = TrainingState(self.state) if repeats else None
+        recorder = Recorder(self.losses, 1, needs_group=False)
+        recorder.start()
+        try:
+            next(recorder.batches(iter([batch])))
+            yield
+        finally:
+            recorder.stop()
+
+        def again(rerun: Recorder) -> None:
+            assert before is not None
+            before.put_back()
+            merged = next(rerun.batches(iter(())))
+            repeat({key: snapshot(x, _device(batch[key])) for key, x in merged.items()})
+
+        recorder.record.unrepeatable = _unrepeatable(recorder)
+        after = TrainingState(self.state) if repeats else None
+        try:
+            world = compared(recorder, self.losses, again)
+        finally:
+            if after is not None:
+                after.put_back()
+        self._log(world, begin, repeats)
 
     def _require_equal(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -96,40 +132,17 @@ class OnlineAudit:
         if len(set(gathered)) > 1:
             raise ValueError(f"OnlineAudit: every must be the same on all ranks, got {gathered} of ranks 0, 1, …")
 
-    def _audited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        begin = time.monotonic()
-        repeats = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        batch = dict(enumerate(args)) | kwargs
-
-        def train(recorder: Recorder) -> Any:
-            if before is not None and recorder.rerun is not None:
-                before.put_back()
-            x = next(recorder.batches(iter([batch])))
-            if recorder.rerun is not None:
-                x = {key: snapshot(y, _device(batch[key])) for key, y in x.items()}
-            return self.step(*(x[i] for i in range(len(args))), **{key: x[key] for key in kwargs})
-
-        before = TrainingState(self.state) if repeats else None
-        recorder = Recorder(self.losses, 1, needs_group=False)
-        result = recorded(recorder, train)
-        recorder.record.unrepeatable = _unrepeatable(recorder)
-        after = TrainingState(self.state) if repeats else None
-        try:
-            world = compared(recorder, self.losses, train)
-        finally:
-            if after is not None:
-                after.put_back()
+    def _log(self, world: WorldReport, begin: float, is_first_rank: bool) -> None:
         now = time.monotonic()
         world.seconds = now - begin
         self.report = AuditReport(f"{self.name}, step {self.steps}", [world])
-        if repeats:
+        if is_first_rank:
             share = (
                 "" if self._ended is None else f", {world.seconds / (now - self._ended):.1%} of the time since the last"
             )
             level = logging.INFO if world.ok else logging.WARNING
             logger.log(level, "%s: step %d is %s (%.2f s%s)", self.name, self.steps, _line(world), world.seconds, share)
         self._ended = now
-        return result
 
 
 def _line(world: WorldReport) -> str:
