@@ -20,7 +20,8 @@ MATRIX = {80: "mma", 90: "wgmma"}
 
 def table(chip: int, dtype: str, precision: str, *inner: str) -> list[dict[str, Any]]:
     here = Path(__file__)
-    environment = {**os.environ, "PYTHONPATH": str(here.parents[2]), "TRITON_INTERPRET": "0"}
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(here.parents[2])])  # of another Triton
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     run = subprocess.run(
         [sys.executable, here.with_name("ahead_of_time.py"), str(chip), dtype, precision, *inner],
         capture_output=True, text=True, env=environment, timeout=900,
