@@ -366,6 +366,7 @@ def by_hand() -> dict[str, Target]:
             cz.data.mine_hard_negatives, {"queries": Z, "corpus": Z, "positives": POSITIVES, "num_negatives": 1}
         ),
         "global_sample_ids": of_function(cz.engine.global_sample_ids, {"n": 4, "views": 1}),
+        "token_chunks": of_function(cz.data.token_chunks, {"lengths": LABELS + 1, "chunk_tokens": 9}),
         "World": Target(cz.World.of, {"process_group": None}, {}),
     }
 
