@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, local_shard, numbers, split
+from tests.helpers import close, common_error, drawn, local_shard, numbers, split
 
 IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
 
@@ -259,3 +259,40 @@ def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer]
     once, often = (worlds.run(2, reductions, trainer, chunks) for chunks in (1, 4))
     assert sum(once[0].values()) > 0
     assert often == once
+
+
+class Engine(nn.Linear):
+    """A model that owns the backward pass, as a DeepSpeed engine does."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
+
+
+def around_fsdp() -> Tensor:
+    encoders = Options().encoders()
+    fully_shard(encoders[0][1])
+    step = Trainer.cached(encoders)
+    fully_shard(step, ignored_params=set(step.loss_fn.parameters()))
+    return step(*batch(0, 0, 4))
+
+
+def partitioned() -> Tensor:
+    encoder = Options().encoders()[0]
+    encoder[0].layer.weight.ds_id = 0  # as DeepSpeed marks a parameter of stage 3
+    return cz.GradCache(encoder, CHUNK)(numbers(4, IN, seed=0))
+
+
+REFUSED: dict[str, Callable[[], Tensor]] = {
+    "Call fully_shard on the encoder": around_fsdp,
+    "Use stage 1 or 2": partitioned,
+    "Engine owns the backward pass": lambda: cz.GradCache(Engine(IN, OUT), CHUNK)(torch.ones(4, IN)),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_trainer_that_would_lose_gradients_of_chunks_is_refused(text: str, worlds: Worlds) -> None:
+    found, _ = common_error(worlds, 2, REFUSED[text], lambda: 0)
+    assert text in found

@@ -227,6 +227,22 @@ class GradCache(nn.Module):
         return f"chunk_size={self.chunk_size}" if self.chunk_tokens is None else f"chunk_tokens={self.chunk_tokens}"
 
 
+def _trainer_problem(model: nn.Module) -> str | None:
+    """Return why the gradients of chunks would not arrive at a trainer, in words."""
+    if hasattr(model, "backward") and hasattr(model, "step"):
+        return f"{type(model).__name__} owns the backward pass. Put GradCache inside, around the encoder alone."
+    if any(hasattr(x, "ds_id") for x in model.parameters()):
+        return "ZeRO stage 3 gathers parameters for one module at a time, not for chunks. Use stage 1 or 2, or FSDP2."
+    sharded: list[Any] = [x for x in model.modules() if hasattr(x, "_get_fsdp_state")]
+    # the first one is outermost; it is a root unless a module around GradCache is sharded, too
+    if sharded and sharded[0]._get_fsdp_state()._is_root is False:
+        return (
+            "a module around GradCache is sharded, and FSDP would reduce the gradients of the first chunk alone. Call "
+            "fully_shard on the encoder and its blocks, not on a module that holds GradCache."
+        )
+    return None
+
+
 def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, process_group: Processes) -> list[Any]:
     """Return the encoders' outputs, after all ranks have agreed that each of them can run."""
     inputs = (x for encoder in encoders for x in tree_leaves(list(encoder.chunks)))
@@ -234,6 +250,7 @@ def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, p
         problem = problem or (
             "chunks carry a gradient, which stops here. Put trainable preprocessing into the model, or detach the inputs."
         )
+    problem = problem or next(filter(None, (_trainer_problem(encoder.model) for encoder in encoders)), None)
     if process_group is None:
         models = [encoder.model for encoder in encoders if isinstance(encoder.model, DistributedDataParallel)]
         process_group = models[0].process_group if models else None
