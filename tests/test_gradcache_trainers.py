@@ -296,3 +296,34 @@ REFUSED: dict[str, Callable[[], Tensor]] = {
 def test_a_trainer_that_would_lose_gradients_of_chunks_is_refused(text: str, worlds: Worlds) -> None:
     found, _ = common_error(worlds, 2, REFUSED[text], lambda: 0)
     assert text in found
+
+
+class Counting(nn.Linear):
+    """A layer that takes no empty batch, as many of Hugging Face, and counts its forward passes in a buffer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(IN, OUT)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) > 0
+        self.passes += 1
+        return super().forward(x).tanh()
+
+
+def test_a_rank_with_fewer_chunks_needs_no_empty_batch(worlds: Worlds) -> None:
+    def job() -> tuple[Tensor, Tensor]:
+        model = Counting().double()
+        embeddings = cz.GradCache(model, CHUNK)(local_shard(numbers(6, IN, seed=0), (5, 1)))
+        cz.DistributedLoss(cz.SupCon())(embeddings, local_shard(torch.arange(6) % 2, (5, 1))).backward()
+        cz.average_gradients(model)
+        return model.weight.grad, model.passes
+
+    model = Counting().double()
+    cz.SupCon()(model(numbers(6, IN, seed=0)), torch.arange(6) % 2).backward()
+    found = worlds.run(2, job)
+    assert [passes.item() for _, passes in found] == [3, 1]
+    assert model.weight.grad.abs().max() > 1e-3
+    for gradient, _ in found:
+        close(gradient, model.weight.grad)

@@ -62,6 +62,13 @@ class ChangedBuffers:
         finally:
             self._copy(after, present)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Run the body; afterwards buffers have the values that they had before."""
+        with self.recorded():
+            yield
+        self._copy(self._before, dict(self._module.named_buffers()))
+
     @staticmethod
     @torch.no_grad()
     def _copy(values: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
@@ -104,13 +111,15 @@ class ChunkedEncoder:
 
     tree: TreeSpec  # the structure of the encoder's output
     sizes: list[list[int]]  # of each chunk, the number of embeddings of each output tensor
+    repetitions = 0  # of the last chunk, without effect, where other ranks have more chunks
 
     def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
         self.model, self.chunks = model, chunks
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
-        self.buffers = ChangedBuffers(model.module if isinstance(model, DistributedDataParallel) else model)
+        self.module = model.module if isinstance(model, DistributedDataParallel) else model
+        self.buffers = ChangedBuffers(self.module)
         self.random_states: list[list[Tensor]] = []  # before each chunk of the first pass
 
     @contextmanager
@@ -129,6 +138,11 @@ class ChunkedEncoder:
                 self.random_states.append(random_states(self.devices))
                 leaves, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
                 result.append(leaves)
+            present_states = random_states(self.devices)
+            with ChangedBuffers(self.module).kept():
+                for _ in range(self.repetitions):
+                    self.model(*self.chunks[-1].args, **self.chunks[-1].kwargs)
+            set_random_states(present_states, self.devices)
         self.sizes = [[len(x) for x in leaves] for leaves in result]
         return [torch.cat(parts) for parts in zip(*result, strict=True)]
 
@@ -153,17 +167,31 @@ class ChunkedEncoder:
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
         chunks = list(zip(self.chunks, self.random_states, zip(*by_output, strict=True), strict=True))
         present_states = random_states(self.devices)
+        _, _, of_last = chunks[-1]
+        repeated = self.chunks[-1], self.random_states[-1], tuple(map(torch.zeros_like, of_last))
         with self.buffers.restored():
             try:
-                for index, (chunk, states, gradients) in enumerate(chunks):
-                    is_last = sync and index == len(chunks) - 1
-                    with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
-                        with torch.enable_grad(), self._autocast_of_construction():
-                            set_random_states(states, self.devices)
-                            outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
-                        self._backward(outputs, gradients, totals, is_last)
+                with ChangedBuffers(self.module).kept():
+                    for _ in range(self.repetitions):
+                        self._run_again(*repeated, totals, False)
+                for index, chunk in enumerate(chunks):
+                    self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
             finally:
                 set_random_states(present_states, self.devices)
+
+    def _run_again(
+        self,
+        chunk: Chunk,
+        states: list[Tensor],
+        gradients: Sequence[Tensor],
+        totals: dict[Tensor, Tensor],
+        is_last: bool,
+    ) -> None:
+        with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
+            with torch.enable_grad(), self._autocast_of_construction():
+                set_random_states(states, self.devices)
+                outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
+            self._backward(outputs, gradients, totals, is_last)
 
     def _backward(
         self, outputs: list[Tensor], gradients: Sequence[Tensor], totals: dict[Tensor, Tensor], is_last: bool
@@ -184,18 +212,16 @@ class ChunkedEncoder:
             if gradient is not None:
                 totals[x] = totals[x] + gradient if x in totals else gradient
 
-    def add_empty_chunks(self, caller: str, world: World, sizes: Sequence[int]) -> None:
-        """Add empty chunks until all ranks have as many: in each forward pass FSDP gathers parameters, DDP sends buffers.
+    def agree_on_passes(self, caller: str, world: World, sizes: Sequence[int]) -> None:
+        """Repeat the last chunk where other ranks have more: in a forward pass FSDP gathers parameters, DDP sends buffers.
 
-        A rank without any gets one that is shaped as another rank's. Every rank calls it with all numbers of chunks.
+        A rank without any chunk gets an empty one, shaped as another rank's. Every rank calls it with all numbers of chunks.
         """
         if min(sizes) == 0:
-            self._add_first_chunk(caller, world)
-        while len(self.chunks) < max(sizes):
-            leaves, tree = tree_flatten(tuple(self.chunks[-1]))
-            self.chunks.append(Chunk(*tree_unflatten([x[:0] if has_samples(x) else x for x in leaves], tree)))
+            self._add_empty_chunk(caller, world)
+        self.repetitions = max(sizes) - len(self.chunks)
 
-    def _add_first_chunk(self, caller: str, world: World) -> None:
+    def _add_empty_chunk(self, caller: str, world: World) -> None:
         layouts = [text for text in world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-") if text != "-"]
         if not layouts[0]:
             raise ValueError(

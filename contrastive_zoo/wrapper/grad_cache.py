@@ -44,8 +44,8 @@ def cached_step(
     The gradients are those of ``loss_fn(torch.cat([model(x) for x in chunks]), *targets).backward()``: both passes draw
     the same dropout masks under the same autocast, and buffers are updated once. DDP and FSDP2 reduce gradients once,
     during the last chunk; without them, call :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold
-    different numbers of chunks, including none. Those with fewer run the model on empty chunks, because a forward pass
-    may communicate: FSDP gathers parameters, DDP sends buffers.
+    different numbers of chunks, including none. Those with fewer repeat a chunk without effect, because a forward
+    pass may communicate: FSDP gathers parameters, DDP sends buffers. A rank without any runs the model on an empty chunk.
 
     Args:
         model: an encoder, or a sequence of encoders, one for each tower. A module may return several tensors.
@@ -259,5 +259,5 @@ def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, p
     counts = {f"chunks of tower {i}": torch.zeros(len(encoder.chunks)) for i, encoder in enumerate(encoders)}
     for encoder, shards in zip(encoders, agree_on_shards(caller, counts, world=world, problem=problem), strict=True):
         refuse_empty(caller, shards)
-        encoder.add_empty_chunks(caller, world, shards.sizes)
+        encoder.agree_on_passes(caller, world, shards.sizes)
     return encode_all(encoders)
