@@ -37,14 +37,14 @@ def train(
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, dataloader_config=config)
     encoder, loss_fn = make_encoder(), make_loss() if compute is gathered_first else cz.DistributedLoss(make_loss())
     optimizer = torch.optim.SGD([*encoder.parameters(), *loss_fn.parameters()], LEARNING_RATE, momentum=0.9)
-    batches = ShardedBatches(samples, 15)  # the batches of single ranks, which Accelerate hands out in turn
+    # the batches of single ranks, which Accelerate hands out in turn: 30 samples a step on any number of processes
+    batches = ShardedBatches(samples, 30 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(
         encoder, optimizer, DataLoader(make_dataset(samples), batch_sampler=batches)
     )
-    steps = -(-len(batches) // accelerator.num_processes)
     for epoch in range(EPOCHS):
         batches.set_epoch(epoch)
-        for images, labels in every_step(loader, steps):
+        for images, labels in every_step(loader, -(-samples // 30)):
             with accelerator.accumulate(model):
                 loss = compute(model(images), labels, loss_fn, accelerator)
                 accelerator.backward(loss)

@@ -79,6 +79,7 @@ IN_NEW_PROCESSES = {
         "times W, accumulation not divided",
     ],
     ("examples.huggingface", "compute_loss_func, accumulation 2, average_tokens=True"): [],
+    ("examples.accelerate_loop", "the same, accumulation of 5 batches"): [],
     ("examples.accelerate_loop", "the default even_batches=True"): ["repeated samples"],
     ("examples.accelerate_loop", "accelerator.gather before the loss"): ["own slice"],
     ("examples.lightning_mistakes", "Lightning's sampler, 125 samples"): ["repeated samples"],
