@@ -213,6 +213,22 @@ def test_what_raises_in_one_process_is_said() -> None:
     assert "in one process the script raises ZeroDivisionError: only once" in str(report)
 
 
+def test_an_engine_of_deepspeed_is_not_accused() -> None:
+    class DeepSpeedEngine(nn.Linear):
+        """Known by its name: the audit does not import DeepSpeed."""
+
+    def engine(kind: type[nn.Linear]) -> bool | None:
+        def once() -> None:
+            model = kind(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model(torch.eye(2)).square().sum().backward()
+            optimizer.step()
+
+        return audit(once, steps=1).ok
+
+    assert (engine(nn.Linear), engine(DeepSpeedEngine)) == (True, None)
+
+
 def test_an_exception_of_the_training_is_raised_and_hooks_are_removed() -> None:
     call, forward = nn.Module._call_impl, torch.utils.data.DataLoader.__iter__
     with pytest.raises(ZeroDivisionError):

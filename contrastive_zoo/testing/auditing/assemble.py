@@ -30,6 +30,8 @@ LOCAL_MEAN = "each rank returns the loss of its own anchors"
 def assemble(records: Sequence[Record], run: RunAgain | None) -> WorldReport:
     """Run the training again in one process; compare and diagnose."""
     finished, reason = min(x.finished for x in records), "" if run else "no process could run the training again"
+    if problem := next((x.unrepeatable for x in records if x.unrepeatable), ""):
+        return WorldReport(len(records), finished, records[0].loss_names, problem=problem)
     begun = min(len(x.steps) for x in records)
     reruns = Reruns(run or (lambda _: Record()), records)
     if run is not None and begun:

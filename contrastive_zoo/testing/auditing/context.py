@@ -95,8 +95,6 @@ def compared(recorder: Recorder, losses: list[Any], train: Train) -> WorldReport
         dist.all_gather_object(gathered, (record, recorder.inputs))
     else:
         record.initialized = True  # one process needs no group
-    if problem := next((x.unrepeatable for x, _ in gathered if x.unrepeatable), ""):
-        return WorldReport(world_size, record.finished, record.loss_names, problem=problem)
 
     def run_again(setting: Setting) -> Record:
         again = Recorder(losses, recorder.steps, needs_group=False, rerun=Rerun([x for _, x in gathered], setting))

@@ -115,7 +115,7 @@ class OnlineAudit:
             merged = next(rerun.batches(iter(())))
             repeat({key: snapshot(x, _device(batch[key])) for key, x in merged.items()})
 
-        recorder.record.unrepeatable = _unrepeatable(recorder)
+        recorder.record.unrepeatable = recorder.record.unrepeatable or _unrepeatable(recorder)
         after = TrainingState(self.state) if repeats else None
         try:
             world = compared(recorder, self.losses, again)

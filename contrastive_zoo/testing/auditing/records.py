@@ -106,7 +106,7 @@ class Record:
     initialized: bool = False  # whether the script initialised torch.distributed
     samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
     problem: str = ""  # why a rerun is not what it should be
-    unrepeatable: str = ""  # why one process cannot run the step again while the others wait
+    unrepeatable: str = ""  # why a step of one process would say nothing
     peak_bytes: int = 0  # resident memory
     seconds: float = 0.0
 

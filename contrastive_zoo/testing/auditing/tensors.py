@@ -38,6 +38,10 @@ class Tensors:
         for part in module.modules():
             if type(part).__name__ == "FullyShardedDataParallel":
                 self.groups |= dict.fromkeys(part.parameters(), part.process_group)
+        if _is_a(module, {"DeepSpeedEngine"}):
+            self.record.unrepeatable = (
+                "DeepSpeed holds gradients and parameters in buffers that the audit does not read"
+            )
         index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
         is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
         inside = [y for x in module.modules() if self.is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
