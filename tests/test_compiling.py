@@ -30,7 +30,7 @@ ENTRANCES = [
 TRACED = {
     cz.LearnableTemperature.forward, cz.MomentumEncoder.forward, cz.MemoryQueue.forward, cz.GradCache.forward,
     cz.cached_step, cz.engine.plain_formulas, cz.engine.use_implementation, cz.engine.memory_budget, cz.engine.pair_masks,
-    cz.engine.global_sample_ids,
+    cz.engine.global_sample_ids, cz.data.token_chunks,
 }  # fmt: skip
 """Arithmetic, and what calls encoders, which are compiled."""
 

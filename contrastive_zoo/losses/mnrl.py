@@ -50,7 +50,8 @@ class MNRL(Loss):
     Qwen3-Embedding's loss is ``MNRL(directions=("query_to_doc", "query_to_query", "doc_to_doc"),
     false_negative_margin=0.1)`` with document_ids: with m = 0 for false negatives, else 1,
 
-        Z_i = e^(q_i·d_i/t) + Σ_{x≠d_i} m e^(q_i·x/t) + Σ_{j≠i} m e^(q_i·q_j/t) + Σ_{x∈D, not i's} m e^(d_i·x/t)
+        Z_i = exp(q_i·d_i / t) + Σ_{x≠d_i} m exp(q_i·x / t)
+              + Σ_{j≠i} m exp(q_i·q_j / t) + Σ_{x∈D, not i's} m exp(d_i·x / t)
 
     The paper defines m by scores of queries. Implementations therefore differ in the last sum: some compare d_i·x with
     the margin, too; others, such as ms-swift, do not: ``mask_doc_to_doc=False``. NV-Retriever masks x with

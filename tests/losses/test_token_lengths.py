@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import max_sim, tiling
+from contrastive_zoo.engine import max_sim, max_sim_sweep, tiling
 from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows
@@ -66,18 +66,18 @@ def test_nothing_is_read_without_masks() -> None:
 
 
 def blocks_by(change: Callable[[Tensor, Sequence[int]], Sequence[int]]) -> Callable[..., Iterator[Any]]:
-    original = max_sim.padded_blocks
+    original = max_sim_sweep.padded_blocks
     return lambda lengths, read, *sizes: original(lengths, change(lengths, read), *sizes)
 
 
 def test_a_read_for_each_rank_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(max_sim, "padded_blocks", blocks_by(lambda lengths, read: lengths.tolist()))
+    monkeypatch.setattr(max_sim_sweep, "padded_blocks", blocks_by(lambda lengths, read: lengths.tolist()))
     assert len(step(cz.MaxSim, rows_of(Shard(7, 4), seed=1))[1]) > 1
 
 
 def test_lengths_that_are_too_small_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(Shard(7, 4), seed=1)
-    monkeypatch.setattr(max_sim, "padded_blocks", blocks_by(lambda lengths, read: [max(1, x - 1) for x in read]))
+    monkeypatch.setattr(max_sim_sweep, "padded_blocks", blocks_by(lambda lengths, read: [max(1, x - 1) for x in read]))
     found, _ = step(cz.MaxSim, rows)
     monkeypatch.undo()
     assert distance(found[0], whole_step(cz.MaxSim, rows)[0]) > 1e-3
