@@ -22,6 +22,7 @@ EXAMPLES = (
     "amp",
     "fsdp",
     "hsdp",
+    "gradient_cache",
     "tensor_parallel",
     "zero",
     "checkpoint",

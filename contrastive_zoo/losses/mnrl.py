@@ -55,7 +55,7 @@ class MNRL(Loss):
 
     The paper defines m by scores of queries. Implementations therefore differ in the last sum: some compare d_i·x with
     the margin, too; others, such as ms-swift, do not: ``mask_doc_to_doc=False``. NV-Retriever masks x with
-    q_i·x > 0.95 · q_i·d_i: ``false_negative_margin=-0.05, margin_strategy="relative"``.
+    q_i·x > 0.95 · q_i·d_i: ``false_negative_margin=-0.05, margin_strategy="relative"``, the same where q_i·d_i ≥ 0.
 
     Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids)``:
 

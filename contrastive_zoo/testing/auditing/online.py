@@ -30,8 +30,9 @@ class OnlineAudit:
     random numbers are put back bit for bit, so that the training goes on as without the audit. Rank 0 logs one line to
     ``contrastive_zoo.audit``: information, or a warning with the mistake and its fix.
 
-    An audited step costs about 1 + W steps, and three times that where something differs, and keeps two copies of the
-    training's state on the CPU of rank 0. What ``step`` does besides training, such as printing, is done again.
+    An audited step takes the time of about 3 + W steps where all is right, as one process runs W steps' samples, and three
+    times that where something differs. Rank 0 keeps two copies of the training's state on its CPU. What ``step`` does
+    besides training, such as printing, is done again.
 
     Args:
         step: a step of the optimizer, a function of the batch; a batch of micro-batches is a list of them.
