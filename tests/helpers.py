@@ -1,5 +1,6 @@
 """Helpers of several test files: numbers, comparisons, and jobs that return an error instead of raising it."""
 
+import gc
 import itertools
 import math
 import os
@@ -124,6 +125,7 @@ def groups(*of: Sequence[int]) -> Iterator[Any]:
     created = [dist.new_group(list(ranks)) for ranks in of]
     own = next(group for ranks, group in zip(of, created, strict=True) if dist.get_rank() in ranks)
     yield own
+    gc.collect()  # a DDP that is collected after its group was destroyed may wait for the group's threads forever
     dist.barrier()  # not after an error: the other ranks may not reach it
     dist.destroy_process_group(own)
 

@@ -306,14 +306,18 @@ def together(
     with within as group:
         if rank not in ranks:
             return None
-        model = build()
-        torch.manual_seed(100 + rank)
-        random.seed(100 + rank)
-        loss = wrap(case.make(model).double(), process_group=group, grad_reduction=grad_reduction)
-        if ddp:
-            trainer = SentenceTransformerTrainer.__new__(SentenceTransformerTrainer)  # needs datasets to be made
-            loss = trainer.override_model_in_loss(loss, DistributedDataParallel(model, process_group=group))
-        return measured(case, loss, model, slice(sum(shards[:rank]), sum(shards[: rank + 1])))
+
+        def of_rank() -> Found:  # whose DDP ends with it, before its group does
+            model = build()
+            torch.manual_seed(100 + rank)
+            random.seed(100 + rank)
+            loss = wrap(case.make(model).double(), process_group=group, grad_reduction=grad_reduction)
+            if ddp:
+                trainer = SentenceTransformerTrainer.__new__(SentenceTransformerTrainer)  # needs datasets to be made
+                loss = trainer.override_model_in_loss(loss, DistributedDataParallel(model, process_group=group))
+            return measured(case, loss, model, slice(sum(shards[:rank]), sum(shards[: rank + 1])))
+
+        return of_rank()
 
 
 def in_world(worlds: Worlds, *args: Any, **kwargs: Any) -> list[Found]:
