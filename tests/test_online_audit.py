@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.auditing.online import OnlineAudit, logger
-from contrastive_zoo.testing.auditing.state import TrainingState
+from contrastive_zoo.testing.auditing.state import TrainingState, is_plain
 from contrastive_zoo.testing.report import AuditReport
 from contrastive_zoo.testing.worlds import Worlds
 
@@ -156,3 +157,12 @@ def test_bad_arguments_are_refused(worlds: Worlds) -> None:
     errors = worlds.run(2, differing_intervals)
     assert errors[0] == errors[1]
     assert "got [2, 3] of ranks 0, 1" in errors[0]
+
+
+def test_tensors_of_others_are_left_alone() -> None:
+    with FakeTensorMode():
+        other = nn.Linear(2, 2)
+    state = TrainingState()
+    plain = nn.Linear(2, 2)
+    assert [is_plain(x) for x in (plain.weight, other.weight)] == [True, False]
+    state.put_back()

@@ -13,7 +13,7 @@ from contrastive_zoo.testing.auditing.context import compared, known_losses
 from contrastive_zoo.testing.auditing.merging import tensors_of
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import snapshot
-from contrastive_zoo.testing.auditing.state import TrainingState
+from contrastive_zoo.testing.auditing.state import TrainingState, is_plain
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 logger = logging.getLogger("contrastive_zoo.audit")
@@ -164,6 +164,8 @@ def _unrepeatable(recorder: Recorder) -> str:
     is_split = bool(recorder.tensors.groups) or any(hasattr(x, "device_mesh") for x in held)
     if is_split or any(hasattr(x, "consolidate_state_dict") for x in recorder.tensors.optimizers):
         return "parameters or optimizer are split over ranks: audit the script, which runs again as a whole"
+    if not all(map(is_plain, held)):
+        return "parameters are tensors with a dispatch of their own: audit the script"
     if any(getattr(x, "static_graph", False) or getattr(x, "find_unused_parameters", False) for x in parts):
         return (
             "DDP counts which parameters a backward pass uses (static_graph, find_unused_parameters): audit the script"

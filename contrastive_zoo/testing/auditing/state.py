@@ -19,17 +19,23 @@ DEPTH = 4
 """Levels of containers in an attribute that are copied: an optimizer's state has three."""
 
 
+def is_plain(x: Tensor) -> bool:
+    """Return whether operators of a tensor are torch's: a class with a dispatch of its own may hold no numbers."""
+    return not any("__torch_dispatch__" in vars(cls) for cls in type(x).__mro__ if cls not in Tensor.__mro__)
+
+
 class TrainingState:
     """A copy of what a step changes: modules, optimizers, schedulers and GradScalers of the process, random numbers.
 
     Of an object, the attributes are copied, with their lists, dictionaries and tensors, and the gradients of these. Copies
-    of tensors are on the CPU.
+    of tensors are on the CPU. Tensors that are not plain, as those of a tracer, are left out.
     """
 
     def __init__(self, further: Sequence[Any] = ()) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[Tensor, Tensor] = {}
         self._gradients: dict[Tensor, Tensor | None] = {}
+        gc.collect()  # what nothing refers to is not part of the training
         objects = [x for x in gc.get_objects() if issubclass(type(x), STATEFUL)]
         for x in (*objects, *further):
             self._add(vars(x), DEPTH)
@@ -46,7 +52,7 @@ class TrainingState:
                 self._add(y, depth - 1)
 
     def _add_tensor(self, x: Tensor) -> None:
-        if x in self._tensors or x.grad_fn is not None:
+        if not is_plain(x) or x in self._tensors or x.grad_fn is not None:
             return
         self._tensors[x] = x.detach().to("cpu", copy=True)
         if x.requires_grad:
