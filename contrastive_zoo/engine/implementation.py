@@ -79,10 +79,9 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
 
     Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon, MNRL and the scores of MaxSim and MaxSimPairwise, on any number
     of ranks: float32, bfloat16 or float16 embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0
-    or later. NTXent compares two views;
-    InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; SupCon
-    has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no ``hardness_mode``, ids, ``false_negative_margin`` or
-    direction ``doc_to_doc``.
+    or later. NTXent compares two views; InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's
+    ``reduction`` is not ``"none"``; SupCon has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no
+    ``hardness_mode``, ids, ``false_negative_margin`` or direction ``doc_to_doc``.
 
     ``"compiled"`` passes losses that are sums over anchors, such as Circle, Triplet or your own :class:`RowLoss`, block by
     block through ``torch.compile``. The first step of a loss then takes seconds to a minute; batches of other sizes need no
@@ -96,8 +95,8 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
             these losses.
 
     Raises:
-        ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if some ranks
-            only choose it.
+        ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if not all
+            ranks choose it.
 
     Examples:
         >>> import contrastive_zoo as cz

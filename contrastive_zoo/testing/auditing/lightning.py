@@ -52,17 +52,21 @@ class AuditCallback(Callback):
         run, audit = loop.automatic_optimization.run, self._audit
 
         def audited(optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
-            audit.step = lambda batch: run(optimizer, batch_idx, OrderedDict(kwargs, batch=batch))
-            return audit(kwargs["batch"])
+            batch = {"batch": kwargs["batch"]}
+            with audit.watch(batch, lambda x: run(optimizer, batch_idx, OrderedDict(kwargs, **x))):
+                return run(optimizer, batch_idx, kwargs)
 
-        progress = _progress(loop.automatic_optimization.optim_progress)
-        audit.state = (*progress, *filter(None.__ne__, [loop._results]))
+        results = [] if loop._results is None else [loop._results]
+        audit.state = (*_progress(loop.automatic_optimization.optim_progress), *results)
         loop.automatic_optimization.run = audited  # type: ignore[method-assign]  # until the training ends
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        del trainer.fit_loop.epoch_loop.automatic_optimization.run
+        self.on_exception(trainer, pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None = None
+    ) -> None:
+        """Give Lightning its function back."""
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("run", None)
 
 
