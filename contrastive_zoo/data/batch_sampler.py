@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
 from contrastive_zoo.loss_base.state import of_size
+from contrastive_zoo.ranks.group_state import GroupState, state_of
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_problem, in_one_line, is_integer
@@ -62,6 +63,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     Iteration does not change the position, since a DataLoader reads ahead of the training. The position is set by
     :meth:`set_epoch` and :meth:`load_state_dict`. :meth:`state_dict` takes the number of batches trained.
+
+    If a trainer takes one of W batches only, the first loss after the epoch has been read raises a ValueError on every rank.
 
     Construct it on every rank of the process group: ranks compare their data and settings. A
     :class:`contrastive_zoo.World` as ``process_group`` is that world's view, without messages.
@@ -135,9 +138,18 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         if (problem := weights_problem(self.rank_weights, world.size)) is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")
         weights = tuple(self.rank_weights or [1.0] * world.size)
-        for batch in self._of_epoch()[self.step :]:
+        batches = self._of_epoch()[self.step :]
+        is_view = world.size == 1 or isinstance(self.process_group, World)
+        state = GroupState() if is_view else state_of(world.process_group)
+        before, ahead = state.handshakes, 0
+        for batch in batches:
+            ahead += state.handshakes == before  # what the trainer reads before the first loss: it never has more unused
             bounds = self.bounds(batch, weights)
             yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
+        losses = state.handshakes - before
+        if losses and abs(len(batches) / world.size - losses) <= ahead < len(batches) - losses:
+            reason = f"a trainer that has called losses {losses} times while it has read all {len(batches)} batches"
+            state.problem = type(self).__name__, _split_again(reason)
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch, wherever iteration begins."""
@@ -210,7 +222,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     @property
     def drop_last(self) -> bool:
-        """What only trainers ask for that are about to split this rank's parts over the ranks again: they are refused.
+        """What only trainers ask for that are about to split this rank's parts again: they are refused before the training.
 
         Raises:
             ValueError: there are several ranks.
@@ -218,12 +230,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """
         if World.of(self.process_group).size == 1:
             raise AttributeError(f"{type(self).__name__} has no drop_last: the last batch may be smaller.")
-        raise ValueError(
-            f"{type(self).__name__}: each rank has its part of every batch, which must not be split over the ranks again, "
-            "got a trainer that asks for drop_last to do so. Accelerate, Hugging Face: do not prepare the loader, or pass "
-            "it through accelerate.data_loader.prepare_data_loader(loader, accelerator.device, num_processes=1, "
-            "process_index=0, put_on_device=True). Lightning: use_distributed_sampler=False."
-        )
+        raise ValueError(f"{type(self).__name__}: {_split_again('a trainer that asks for drop_last to do so')}")
 
     @property
     def sampler(self) -> "BaseBatchSampler":
@@ -234,6 +241,16 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     def batch_sampler(self) -> "BaseBatchSampler":
         """This sampler: Hugging Face's Trainer calls ``loader.batch_sampler.batch_sampler.set_epoch``."""
         return self
+
+
+def _split_again(evidence: str) -> str:
+    return (
+        f"each rank has its part of every batch, which must not be split over the ranks again, got {evidence}. Accelerate, "
+        "Hugging Face: do not prepare the loader, or pass it through accelerate.data_loader.prepare_data_loader(loader, "
+        "accelerator.device, num_processes=1, process_index=0, put_on_device=True). Lightning: "
+        "use_distributed_sampler=False. Other trainers: let every rank train all batches of its loader; "
+        "process_group=World(rank, world_size) turns this check off."
+    )
 
 
 def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import contrastive_zoo as cz
 from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
-from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.testing.worlds import RankError, Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
 """The last batch of an epoch has one sample, so rank 1 of 2 has none."""
@@ -167,6 +168,45 @@ def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pyte
     assert not hasattr(GlobalBatchSampler(24, batch_size=6, process_group=cz.World()), "drop_last")
     monkeypatch.setattr(BaseBatchSampler, "drop_last", False)
     assert len(split_again(0) + split_again(1)) < 24
+
+
+def trained(way: str) -> int:
+    """Return how many steps this rank takes in two epochs, by a trainer that gets its batches in some way."""
+    torchrun_variables()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data, loss = torch.arange(48.0), cz.DistributedLoss(cz.NTXent())
+    sampler = GlobalBatchSampler(48, batch_size=6, process_group=cz.World(rank, size) if "unchecked" in way else None)
+    loader: Any = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
+    if way == "dispatch":
+        from accelerate import Accelerator
+        from accelerate.utils import DataLoaderConfiguration
+
+        loader = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(loader)
+    steps = 0
+    for _ in range(2):
+        batches = iter(list(loader) if way == "reads all, trains half" else loader)
+        if "every second batch" in way:
+            batches = itertools.islice(batches, rank, None, size)
+        elif way == "reads all, trains half":
+            batches = itertools.islice(batches, 4)
+        for batch in batches:
+            z = torch.stack([batch.cos(), batch.sin()], 1).requires_grad_()
+            loss(z, z + 1).backward()
+            steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("way", ["every second batch", "dispatch"])
+def test_an_epoch_of_which_losses_received_one_batch_in_w_is_refused_on_every_rank(own: Worlds, way: str) -> None:
+    if way == "dispatch":  # only rank 0 reads its loader
+        pytest.importorskip("accelerate")
+    with pytest.raises(RankError, match=r"each rank has its part .* called losses \d times while it has read all 8"):
+        own.run(2, quietly, trained, way)
+
+
+def test_an_epoch_that_is_trained_or_left_early_is_accepted(own: Worlds) -> None:
+    steps = {"all": 16, "reads all, trains half": 8, "every second batch, unchecked": 8}
+    assert {way: own.run(2, trained, way) for way in steps} == {way: [count] * 2 for way, count in steps.items()}
 
 
 def test_lightning(own: Worlds) -> None:
