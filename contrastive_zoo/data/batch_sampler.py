@@ -143,7 +143,9 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         state = GroupState() if is_view else state_of(world.process_group)
         before, ahead = state.handshakes, 0
         for batch in batches:
-            ahead += state.handshakes == before  # what the trainer reads before the first loss: it never has more unused
+            ahead += (
+                state.handshakes == before
+            )  # what the trainer reads before the first loss: it never has more unused
             bounds = self.bounds(batch, weights)
             yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
         losses = state.handshakes - before
