@@ -32,7 +32,8 @@ def measured(loss: str, n: int, path: str) -> float:
 
 def content(device: str) -> dict[str, Any]:
     """Measure every loss, size and path; batches of all sizes count as small ones meanwhile."""
-    implementation.ON_ACCELERATORS = max(SIZES) ** 2 // implementation.SMALL_BATCH_ELEMENTS
+    small_batches = max(SIZES) ** 2 // implementation.SMALL_BATCH_ELEMENTS
+    implementation.NO_KERNELS = implementation.Kernels(small_batches=small_batches)
     ms = {x: {str(n): {path: round(measured(x, n, path), 3) for path in PATHS} for n in SIZES} for x in LOSSES}
     about = "torch operations on the whole matrix, as the losses call them"
     return {"device": f"{device}; bfloat16, d = 768, forward and backward", "matrix": about, "ms": ms}

@@ -59,9 +59,9 @@ def has_plain_formulas() -> bool:
     return torch.compiler.is_compiling() or is_dense()
 
 
-def is_small_batch(elements: int, *, on_accelerator: bool = False) -> bool:
-    """Return whether a matrix of so many elements is at most at the threshold :data:`SMALL_BATCH_ELEMENTS`."""
-    return elements <= SMALL_BATCH_ELEMENTS * (ON_ACCELERATORS if on_accelerator else 1)
+def is_small_batch(elements: int, times: int = 1) -> bool:
+    """Return whether a matrix of so many elements has at most so many times :data:`SMALL_BATCH_ELEMENTS`."""
+    return elements <= SMALL_BATCH_ELEMENTS * times
 
 
 Implementation = Literal["auto", "torch", "triton", "compiled"]
@@ -121,13 +121,15 @@ class Kernels(NamedTuple):
     """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
     ``always``: the user chose ``"triton"``, so they compute small batches, too, and what they cannot is refused.
-    ``problem`` says why they cannot ``apply``; ``warning``, what would make a large batch quicker.
+    ``problem`` says why they cannot ``apply``; ``warning``, what would make a large batch quicker. On an accelerator a
+    batch is small up to ``small_batches`` times as many similarities as elsewhere.
     """
 
     apply: bool = False
     always: bool = False
     problem: str | None = None
     warning: str | None = None
+    small_batches: int = ON_ACCELERATORS
 
     def __str__(self) -> str:
         """What ranks compare: the choice of ``"triton"``, which is refused where kernels do not apply."""
@@ -135,12 +137,16 @@ class Kernels(NamedTuple):
             return "torch or triton"
         return "triton" if self.apply else f"triton, which {self.problem}"
 
-    def on_ranks(self, capable: Sequence[bool]) -> "Kernels":
-        """Return what all ranks do, given whether kernels apply on each: all of them use kernels, or none does."""
-        if all(capable) or not any(capable):
-            return self
-        lacking = ", ".join(str(rank) for rank, applies in enumerate(capable) if not applies)
-        return _without_kernels(self.problem or f"does not run on rank {lacking}")
+    def on_ranks(self, capable: Sequence[bool], small_batches: Sequence[int]) -> "Kernels":
+        """Return what all ranks do, given what each one states: kernels compute what they compute on every rank."""
+        result = self
+        if any(capable) and not all(capable):
+            lacking = _listed(rank for rank, applies in enumerate(capable) if not applies)
+            result = _without_kernels(self.problem or f"does not run on rank {lacking}")
+        elif any(capable) and len({*small_batches}) > 1 and not self.always:
+            others = _listed(rank for rank, x in enumerate(small_batches) if x != small_batches[0])
+            result = self._replace(warning=self.warning or _TABLES_DIFFER.format(others))
+        return result._replace(small_batches=max(small_batches))
 
     def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
         """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
@@ -151,7 +157,7 @@ class Kernels(NamedTuple):
             raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
         if unsupported is not None or not (self.apply or self.warning):
             return False
-        if not self.always and is_small_batch(rows * columns, on_accelerator=True):
+        if not self.always and is_small_batch(rows * columns, self.small_batches):
             return False
         if self.warning is not None:
             _warn_once(self.warning)
@@ -175,6 +181,10 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     return Kernels(True, chosen, warning=_IN_FLOAT32 if under_autocast else None)
 
 
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
 def _without_kernels(problem: str) -> Kernels:
     """Return the torch operations, which all ranks take in place of kernels that do not run on one of them."""
     return Kernels(
@@ -190,6 +200,11 @@ _IN_FLOAT32 = (
     "torch.set_float32_matmul_precision('high')."
 )
 
+
+_TABLES_DIFFER = (
+    "The measured times of rank {} differ from those of rank 0, so kernels start where all ranks would use them. Install "
+    "the same contrastive_zoo/engine/kernel_times.json on every rank."
+)
 
 NO_KERNELS = Kernels()
 

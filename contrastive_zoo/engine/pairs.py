@@ -70,7 +70,7 @@ class ViewPairs(_Pairs):
         unsupported = None if len(views) == 2 else f"compares two views, got {len(views)}"
         on_kernel = batch.kernels.compute(batch.name, rows, rows, unsupported=unsupported)
         small = not on_kernel and len(views) == 2 and self.normalize
-        if small and uses_small_batch_path(first, reduction, batch.world, views=True):
+        if small and uses_small_batch_path(first, reduction, batch, views=True):
             return small_batch_info_nce(
                 batch, first, views[1], temperature=self.temperature, comparison="views", reduction=reduction
             )
@@ -116,7 +116,7 @@ class TowerPairs(_Pairs):
         unsupported = _unsupported(negatives, symmetric, in_batch_negatives)
         on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total + others, unsupported=unsupported)
         small = not on_kernel and not negatives and self.normalize
-        if small and uses_small_batch_path(queries, reduction, batch.world):
+        if small and uses_small_batch_path(queries, reduction, batch):
             comparison: Comparison = "rows and columns" if symmetric else "rows"
             return small_batch_info_nce(
                 batch, queries, keys, temperature=self.temperature, comparison=comparison, reduction=reduction
@@ -178,7 +178,7 @@ class TowerPairs(_Pairs):
         batch, (queries, keys) = self.batch, self.batch.rows.values()
         unsupported = "computes SigLIP with reduction='mean' or 'sum'" if reduction == "none" else None
         on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total, unsupported=unsupported)
-        if not on_kernel and self.normalize and uses_small_batch_path(queries, reduction, batch.world):
+        if not on_kernel and self.normalize and uses_small_batch_path(queries, reduction, batch):
             return small_batch_siglip(
                 batch, queries, keys, temperature=self.temperature, bias=bias, reduction=reduction
             )

@@ -27,7 +27,6 @@ from contrastive_zoo.engine.precision import (
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
-from contrastive_zoo.ranks.world import World
 
 Comparison = Literal["rows", "rows and columns", "views"]
 """The softmaxes of the loss: of each row over the columns; also of each column over the rows; or of all rows of two
@@ -40,12 +39,13 @@ LARGEST_SCALE = (
 )
 
 
-def uses_small_batch_path(a: Tensor, reduction: Reduction, world: World, *, views: bool = False) -> bool:
+def uses_small_batch_path(a: Tensor, reduction: Reduction, batch: Batch, *, views: bool = False) -> bool:
     """Return whether this module computes a loss of unit embeddings, as many as ``a`` on each side."""
-    if world.size > 1 or is_dense() or not len(a) or reduction == "none":
+    if batch.world.size > 1 or is_dense() or not len(a) or reduction == "none":
         return False
     similarities = (len(a) * (2 if views else 1)) ** 2
-    return is_small_batch(similarities // 4) if devices.on_cpu(a) else is_small_batch(similarities, on_accelerator=True)
+    on_cpu = devices.on_cpu(a)
+    return is_small_batch(similarities // 4) if on_cpu else is_small_batch(similarities, batch.kernels.small_batches)
 
 
 def small_batch_info_nce(

@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import traced_as
-from contrastive_zoo.ranks.handshake import refuse_empty
+from contrastive_zoo.ranks.handshake import Agreed, refuse_empty
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
 from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.world import Shards, World
@@ -61,6 +61,10 @@ class Stated:
     compared: Mapping[str, object]
     problem: str | None  # what is wrong with any of these on this rank, in words; None if nothing is
     kernels: Kernels  # whether Triton kernels can compute the loss on this rank
+
+    def on_ranks(self, agreed: Agreed) -> "Stated":
+        """Return the statement with the kernels that all ranks use."""
+        return replace(self, kernels=self.kernels.on_ranks(agreed.kernels, agreed.small_batches))
 
     def batch(
         self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, local_slice: slice | None = None
@@ -207,9 +211,9 @@ class Loss(Settings, GraphModule):
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
             settings = {**vars(stated.settings), **stated.compared, "implementation": stated.kernels}
             compared = {key: x for key, x in settings.items() if not isinstance(x, unlike)}
-            kernels = stated.kernels
-            agreed = agree(name, rows, world=session, problem=problem, settings=compared, kernels=kernels.apply)
-            shards, stated = agreed.shards, replace(stated, kernels=kernels.on_ranks(agreed.kernels))
+            kernels = {"kernels": stated.kernels.apply, "small_batches": stated.kernels.small_batches}
+            agreed = agree(name, rows, world=session, problem=problem, settings=compared, **kernels)
+            shards, stated = agreed.shards, stated.on_ranks(agreed)
         refuse_empty(name, shards[0])
         return stated.batch(rows, shards, session)
 

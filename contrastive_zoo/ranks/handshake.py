@@ -37,7 +37,7 @@ PAYLOAD_LIMIT = 2**20
 
 ASKS = 2  # what a rank states that asks for rank 0's parameters
 
-_REPLICABLE, _KERNELS = 1, 2  # bits of a rank's capabilities
+_REPLICABLE, _KERNELS, _DRAWS = 1, 2, 4  # bits of a rank's capabilities
 
 _IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
 
@@ -61,6 +61,7 @@ class Statement:
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
     kernels: bool = False  # whether Triton kernels can compute the loss on this rank
+    small_batches: int = 0  # how large batches are that they leave to operations on the whole matrix
     # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
     draws: bool = False
     # whether all of the loss takes every rank less time than its part and the messages, given the shards
@@ -78,6 +79,7 @@ class Agreed:
     shards: list[Shards]  # the split of each of the statement's sizes over the ranks
     replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
     kernels: Sequence[bool] = (False,)  # by rank, whether Triton kernels can compute the loss there
+    small_batches: Sequence[int] = (0,)  # by rank, how large batches are that they leave out
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
     equal: Mapping[int, int] = field(default_factory=dict)  # by index, digests of arguments that all ranks stated alike
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
@@ -99,7 +101,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     if world.size == 1:
         if statement.problem is not None:
             raise ValueError(f"{statement.caller}: {statement.problem}")
-        return Agreed([Shards((size,)) for size in statement.sizes], kernels=[statement.kernels])
+        shards = [Shards((size,)) for size in statement.sizes]
+        return Agreed(shards, kernels=[statement.kernels], small_batches=[statement.small_batches])
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
     state = state_of(world.process_group)
@@ -132,14 +135,16 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         digests = [(*first, *more[count:]) for first, more in zip(digests, rest, strict=True)]
     _refuse_differences(statement, received, world)
     shards = [Shards(of, world.rank) for of in zip(*sizes, strict=True)]
-    replicable, kernels = ([bool(x & bit) for x in received["capabilities"]] for bit in (_REPLICABLE, _KERNELS))
-    replicate = all(replicable) and (any(received["draws"]) or statement.small(shards))
+    bits = _REPLICABLE, _KERNELS, _DRAWS
+    replicable, kernels, draws = ([bool(x & bit) for x in received["capabilities"]] for bit in bits)
+    replicate = all(replicable) and (any(draws) or statement.small(shards))
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved.size
     reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
     by_argument = enumerate(zip(*digests, strict=True))
     equal = {index: of_ranks[0] for index, of_ranks in by_argument if of_ranks[0] and len({*of_ranks}) == 1}
-    return Agreed(shards, replicate, kernels, max(received["same"]), equal, payload if fits else None, number, identity)
+    same, small_batches = max(received["same"]), received["small batches"]
+    return Agreed(shards, replicate, kernels, small_batches, same, equal, payload if fits else None, number, identity)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -175,8 +180,8 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         *map(_to_bits, (statement.last_value, statement.level, statement.projection)),
         statement.fingerprint,
         statement.same,
-        _REPLICABLE * statement.replicable + _KERNELS * statement.kernels,
-        statement.draws,
+        _REPLICABLE * statement.replicable + _KERNELS * statement.kernels + _DRAWS * statement.draws,
+        statement.small_batches,
         payload,
         *arguments,
         *[0] * (ARGUMENTS - len(arguments)),

@@ -160,9 +160,9 @@ def agree(
     world: World,
     problem: str | None = None,
     settings: Mapping[str, object] | None = None,
-    kernels: bool = False,
+    **stated: Any,
 ) -> Agreed:
-    """Agree with all ranks on rows, settings, and whether Triton kernels can compute a loss of them.
+    """Agree with all ranks on rows, settings, and what else a :class:`Statement` says.
 
     Raises:
         ValueError: on every rank alike, if any rank has a problem, brings NaN or infinite rows (unless the session's
@@ -177,7 +177,7 @@ def agree(
     compared |= {name: in_one_line(value) for name, value in (settings or {}).items()}
     sizes = [len(x) if x.ndim else 1 for x in rows.values()]
     precision = tolerance(rows.values())
-    return shake_hands(Statement(caller, compared, sizes, problem, tolerance=precision, kernels=kernels), world)
+    return shake_hands(Statement(caller, compared, sizes, problem, tolerance=precision, **stated), world)
 
 
 def agree_on_shards(caller: str, rows: Mapping[str, Tensor], *, world: World, **stated: Any) -> list[Shards]:

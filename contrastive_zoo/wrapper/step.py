@@ -213,6 +213,7 @@ class OwnStep(DistributedStep):
             tolerance=tolerance(rows.values()),
             replicable=can_compute_all,
             kernels=stated.kernels.apply,
+            small_batches=stated.kernels.small_batches,
             draws=self.history.draws or inputs.whole,
             small=functools.partial(_is_small, [*rows.values()]),
             payload=payload_of(rows, self.session) if can_compute_all else None,
@@ -220,7 +221,7 @@ class OwnStep(DistributedStep):
 
     def value(self, agreed: Agreed) -> Any:
         session, rows = self.session, self.rows
-        stated = replace(self.stated, kernels=self.stated.kernels.on_ranks(agreed.kernels))
+        stated = self.stated.on_ranks(agreed)
         if not agreed.replicate:
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
             return self.compute_batch(stated.batch(scaled, agreed.shards, session))

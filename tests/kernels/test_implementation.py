@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -259,24 +260,37 @@ def steps_of(rows: Tensor, local: slice, call: Callable[..., Tensor]) -> list[li
     return [[x.detach(), *torch.autograd.grad(x, towers)] for x, towers in zip(values, leaves, strict=True)]
 
 
+BATCHES = int(1.2 * LARGEST), 2 * LARGEST
+"""Embeddings of each side: between the thresholds of two tables, one of twice as many similarities; above both."""
+
+RANKS_DIFFER: dict[str, tuple[bool, bool, str]] = {
+    "probe": (False, False, "is too old|does not run on rank 1"),
+    "table": (False, True, "measured times of rank 1 differ"),
+}
+"""What one rank has that others lack; whether kernels then compute batches of these sizes; the warning."""
+
+
 @pytest.mark.parametrize(("loss", "wrapped", "factor"), FORMS, ids=["NTXent", "a sum", "bare"])
-def test_ranks_that_differ_all_take_the_torch_operations(
+def test_ranks_that_differ_all_choose_what_every_rank_can_and_would(
     loss: Any, wrapped: bool, factor: float, worlds: Worlds
 ) -> None:
-    """The control: kernels apply on both ranks. Then one rank's probe says no, from the second step on."""
+    """Kernels apply on both ranks. One rank's probe says no, or its table says that kernels start later, from step 2 on."""
     shards = [slice(0, 3), slice(3, 7)]
     rows = torch.randn(3, 2, 7, 4, dtype=torch.float64)
 
-    def job(lacks: bool) -> Any:
+    def job(differs: str, mutant: bool) -> Any:
         rank, applied, chosen_by_ranks = dist.get_rank(), [], Kernels.compute
         call = cz.DistributedLoss(loss) if wrapped else partial(loss, world=World.of())
 
         def choose(embeddings: Any) -> Kernels:
-            problem = "is too old" if lacks and rank and applied else None
-            return Kernels(True) if problem is None else chosen._without_kernels(problem)
+            if not (rank and applied):
+                return Kernels(True)
+            if differs == "table":
+                return Kernels(True, small_batches=2 * chosen.ON_ACCELERATORS)
+            return chosen._without_kernels("is too old")
 
         def compute(kernels: Kernels, *_: Any, **named: Any) -> bool:
-            applied.append(chosen_by_ranks(kernels, "Loss", 10**4, 10**4))
+            applied.append(tuple(chosen_by_ranks(kernels, "Loss", n, n) for n in BATCHES))
             return False
 
         with (
@@ -288,17 +302,20 @@ def test_ranks_that_differ_all_take_the_torch_operations(
             patch.setattr(chosen, "_warned", set())
             patch.setattr(loss_base, "choose_kernels", choose)
             patch.setattr(Kernels, "compute", compute)
+            if mutant:
+                patch.setattr(Kernels, "on_ranks", lambda kernels, *_: kernels)
             return steps_of(rows, shards[rank], call), applied, [str(x.message) for x in said]
 
     expected = steps_of(rows, slice(None), loss)
-    for lacks in (False, True):
-        for rank, (found, applied, said) in enumerate(worlds.run(2, job, lacks)):
+    for differs, (between, above, reason) in RANKS_DIFFER.items():
+        for rank, (found, applied, said) in enumerate(worlds.run(2, job, differs, False)):
             for step, (value, *gradients) in zip(found, expected, strict=True):
                 local = [factor * x[shards[rank]] for x in gradients]
                 torch.testing.assert_close(step, [value, *local], rtol=1e-10, atol=1e-12)
-            assert applied == [True, not lacks, not lacks]
-            reason = "is too old" if rank else "does not run on rank 1"
-            assert [reason in text for text in said] == [True] * lacks
+            assert applied == [(True, True), (between, above), (between, above)]
+            assert [bool(re.search(reason, text)) for text in said] == [True]
+        (_, first, _), (_, second, _) = worlds.run(2, job, differs, True)
+        assert first != second  # a rank that heeds its own answer only
 
 
 def test_precision_follows_either_setting_of_torch() -> None:
