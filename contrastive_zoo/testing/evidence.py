@@ -15,14 +15,6 @@ Stage = Literal["start", "failure", "value", "gradient", "uneven", "other"]
 """Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
 shards, only the gradient there, only unequal shards, or a promise outside the contract."""
 
-Factor = Literal["0", "1", "W", "W²", "1/W", "1/√W"]
-"""How much larger a value or a gradient is than it should be, by the number of ranks W."""
-
-
-def factor_of(factor: Factor, world_size: int) -> float:
-    w = world_size
-    return {"0": 0, "1": 1, "W": w, "W²": w * w, "1/W": 1 / w, "1/√W": w**-0.5}[factor]
-
 
 class Ratio(NamedTuple):
     """A vector x against a reference y."""
@@ -85,6 +77,11 @@ class Gradients(NamedTuple):
         return str(max(self.ranks, key=lambda x: x.error))
 
 
+def is_scaled(compared: Ratio | Gradients | None, factor: float) -> bool:
+    """Return whether gradients are ``factor`` times those of one process; what was not compared has every factor."""
+    return compared is None or compared.is_scaled(factor)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One batch on W ranks, compared with one process. None stands for what was not compared."""
@@ -120,8 +117,7 @@ class Comparison:
 
     def is_scaled(self, encoder: float, parameters: float) -> bool:
         """Return whether both gradients have these factors; one that was not compared has every factor."""
-        pairs = (self.encoder, encoder), (self.parameters, parameters)
-        return all(gradients is None or gradients.is_scaled(factor) for gradients, factor in pairs)
+        return is_scaled(self.encoder, encoder) and is_scaled(self.parameters, parameters)
 
     def __str__(self) -> str:
         value = self.expected[:1].sum()
@@ -175,32 +171,10 @@ class Evidence:
         """Return whether a statement holds for every batch on equal shards."""
         return all(map(holds, self.comparisons))
 
-    def is_scaled(self, encoder: Factor, parameters: Factor) -> bool:
-        return self.every(lambda x: x.is_scaled(factor_of(encoder, x.world_size), factor_of(parameters, x.world_size)))
-
-    def passes_on(self, factor: Factor) -> bool:
-        """Return whether the embeddings of a training step get ``factor`` times the right gradient; True if not known."""
-        return self.every(lambda x: x.embeddings is None or x.embeddings.is_scaled(factor_of(factor, x.world_size)))
-
-    def has_mean(self, factor: Factor) -> bool:
-        """Return whether the mean of the ranks' values is ``factor`` times the value of one process."""
-        return self.every(lambda x: x.has_mean(factor_of(factor, x.world_size)))
-
-    @property
-    def has_encoder(self) -> bool:
-        return self.every(lambda x: x.encoder is not None)
-
     @property
     def has_parameters(self) -> bool:
         """Whether the loss has parameters of its own, whose gradient was compared."""
         return self.every(lambda x: x.parameters is not None)
-
-    @property
-    def has_direction(self) -> bool:
-        """Whether the gradient of the encoder has the right direction."""
-        return self.every(
-            lambda x: x.encoder is not None and all(abs(y.cosine - 1) <= x.encoder.tolerance for y in x.encoder.ranks)
-        )
 
     def __str__(self) -> str:
         probes = [x for x in (self.uneven, self.one_sided) if x and not x.has_values(1.0)]

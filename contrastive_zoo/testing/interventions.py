@@ -87,10 +87,12 @@ def interleaved(samples: Samples, shards: list[int], rank: int) -> Samples:
 
 SELECTIONS: Mapping[str, Mapping[str, tuple[Selection, ...]]] = {
     "labels": {
+        "local negatives": (local_samples,),
         "own rank first": (local_rank_first, one_input_local_rank_first),
         "labels not gathered": (local_labels,),
     },
     "views": {
+        "local negatives": (local_samples,),
         "own rank first": (local_rank_first, one_input_local_rank_first),
         "views split wrongly": (blocks_as_views, interleaved),
     },

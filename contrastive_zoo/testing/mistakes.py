@@ -1,9 +1,9 @@
 """The diagnosis: a table of known mistakes, and what each predicts of the evidence of a check or of an audit.
 
-A mistake is a row of ``mistakes.md``: its name, what it does wrong, its fix, and what can find it. Its predictions say what
-the evidence of it is: the factor and the direction of the error in the gradients of the encoder and of the loss's own
-parameters; whether ranks return the same value; what happens when the samples of some ranks change. The first mistake all of
-whose predictions hold is named. Where none is, the diagnosis says what was measured, and what speaks against the closest.
+A mistake is a row of ``mistakes.md``: its name, what it does wrong, its fix, and what can find it. Its signature is a row of
+``signatures.md``: the stage at which it shows, and the facts that it predicts, which :data:`FACTS` compares with the
+evidence. The first mistake of a stage all of whose predictions hold is named. Where none is, the diagnosis says what was
+measured, and what speaks against the closest.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contrastive_zoo.testing.evidence import Comparison, Evidence, Factor, Stage, factor_of
+from contrastive_zoo.testing.evidence import Comparison, Evidence, is_scaled
 
 NOT_RECOGNISED = "not recognised"
 """Name of the diagnosis of evidence that fits no known mistake."""
 
 FALLBACK = "gathers by itself"
 """The mistake that is tried where no other one fits."""
+
+OUTSIDE_THE_CONTRACT = (
+    *("scales_with_grad_output", "gradients_accumulate", "finite_at_extremes", "same_random_numbers"),
+    *("same_at_later_steps", "same_sharded_gradient", "same_messages"),
+)
+"""Invariants by each of which one mistake is known."""
+
+COMPETING = 2
+"""Explanations that are shown besides the best one."""
 
 
 class Mistake(NamedTuple):
@@ -28,14 +37,19 @@ class Mistake(NamedTuple):
     of_training: bool
 
 
-def _read_table() -> dict[str, Mistake]:
-    lines = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
-    return {name: Mistake(why, fix, "audit" in found_by) for name, why, fix, found_by in rows}
+def _rows(table: str) -> list[list[str]]:
+    lines = Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines()
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
-MISTAKES = _read_table()
+MISTAKES = {name: Mistake(why, fix, "audit" in found_by) for name, why, fix, found_by in _rows("mistakes.md")}
 """All mistakes by name."""
+
+SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {}
+"""By stage, the mistakes in the order in which they are tried, and the facts that each predicts."""
+
+for _stage, _name, _facts in _rows("signatures.md"):
+    SIGNATURES.setdefault(_stage, {})[_name] = tuple(_facts.split("; "))
 
 
 @dataclass(frozen=True)
@@ -71,13 +85,6 @@ class Diagnosis:
         return f"{self.mistake}: {self.why} {details}Fix: {self.fix}"
 
 
-class Prediction(NamedTuple):
-    """What a mistake predicts of the evidence, in words, and whether it is so."""
-
-    says: str
-    holds: Callable[[Evidence], bool]
-
-
 class Explanation(NamedTuple):
     """How far the predictions of a mistake hold: those before the first that does not, and that one."""
 
@@ -91,21 +98,12 @@ def explanations(evidence: Evidence) -> Iterator[Explanation]:
     """Yield an explanation for every mistake of the stages of the evidence, in the order of the table."""
     fits = False
     for stage in evidence.stages:
-        for name, predictions in SIGNATURES[stage].items():
+        for name, predicted in SIGNATURES[stage].items():
             if MISTAKES[name].of_training >= evidence.is_training and not (fits and name == FALLBACK):
-                held: list[str] = []
-                against = ""
-                for x in predictions:
-                    if not x.holds(evidence):
-                        against = x.says
-                        break
-                    held.append(x.says)
+                against = next((x for x in predicted if not FACTS[x](evidence)), "")
+                held = predicted[: predicted.index(against)] if against else predicted
                 fits = fits or not against
-                yield Explanation(name, tuple(held), against, len(held) / len(predictions))
-
-
-COMPETING = 2
-"""Explanations that are shown besides the best one."""
+                yield Explanation(name, held, against, len(held) / len(predicted))
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -126,40 +124,67 @@ def table() -> str:
     return "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows])
 
 
-# --- predictions of more than a line ---------------------------------------------------------------------------------
+# --- facts of more than a line -----------------------------------------------------------------------------------------
+
+Fact = Callable[[Evidence], bool]
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "0 times": lambda w: 0.0,
+    "exactly": lambda w: 1.0,
+    "W times": lambda w: w,
+    "W² times": lambda w: w * w,
+    "1/W times": lambda w: 1 / w,
+    "1/√W times": lambda w: w**-0.5,
+}
+"""How much larger a value or a gradient is than it should be, by the number of ranks W."""
 
 
-def _is_gathered_first(e: Evidence) -> bool:
-    return e.option is not None and e.every(lambda x: x.gathered)
+def _of_factor(says: str, holds: Callable[[Comparison, float], bool]) -> dict[str, Fact]:
+    """Return a fact for every factor: that it holds for every batch on equal shards."""
+
+    def with_factor(factor: Callable[[int], float]) -> Fact:
+        return lambda e: e.every(lambda x: holds(x, factor(x.world_size)))
+
+    return {says.format(times): with_factor(factor) for times, factor in FACTORS.items()}
+
+
+def _fails(kind: str) -> Fact:
+    return lambda e: e.failure == kind
+
+
+def _breaks(invariant: str) -> Fact:
+    return lambda e: invariant in e.broken
 
 
 def _is_summed(e: Evidence) -> bool:
     """Return whether a trainer sums gradients of a loss that expects a mean."""
-    if not e.is_step:
-        return e.trainer == "sum" and e.is_scaled("W", "W")
-    reduced = e.is_scaled("W", "W") or e.is_scaled("W", "1")
-    return e.has_encoder and reduced and e.passes_on("W")
+
+    def is_summed(x: Comparison) -> bool:
+        both, w = x.is_scaled(x.world_size, x.world_size), x.world_size
+        if not e.is_step:
+            return e.trainer == "sum" and both
+        return x.encoder is not None and (both or x.is_scaled(w, 1)) and is_scaled(x.embeddings, w)
+
+    return e.every(is_summed)
 
 
 def _is_averaged(e: Evidence) -> bool:
     """Return whether a trainer averages gradients of a loss that expects a sum."""
     is_known = e.option == "sum" or (e.has_parameters and not e.is_training)
-    return is_known and e.is_scaled("1/W", "1/W") and e.passes_on("1")
+    return is_known and e.every(
+        lambda x: x.is_scaled(1 / x.world_size, 1 / x.world_size) and is_scaled(x.embeddings, 1)
+    )
 
 
 def _lacks_parameter_reduction(e: Evidence) -> bool:
     """Return whether a step reduces the encoder's gradient but not that of the loss's parameters."""
 
     def is_local(x: Comparison) -> bool:
-        right = x.encoder is None or x.encoder.is_scaled(1.0)
-        return right and x.parameters is not None and x.parameters.lack_reduction
+        return is_scaled(x.encoder, 1) and x.parameters is not None and x.parameters.lack_reduction
 
     # of a loss for a sum trainer each rank holds 1/W of the gradient
-    return e.is_step and (e.every(is_local) or (e.option == "sum" and _has_scaled_parameters(e, "1/W")))
-
-
-def _has_scaled_parameters(e: Evidence, factor: Factor) -> bool:
-    return e.has_parameters and e.is_scaled("1", factor)
+    is_of_sum = e.option == "sum" and e.has_parameters and e.every(lambda x: x.is_scaled(1, 1 / x.world_size))
+    return e.is_step and (e.every(is_local) or is_of_sum)
 
 
 def _counts_local_samples(e: Evidence) -> bool:
@@ -186,200 +211,83 @@ def _returns_local_means(e: Evidence) -> bool:
     return x.near(weights @ x.values, x.expected)
 
 
-# --- the words of a prediction -----------------------------------------------------------------------------------------
-
-
-def _values(factor: Factor) -> Prediction:
-    says = f"every rank returns {_times(factor)} the value of one process"
-    return Prediction(says, lambda e: e.every(lambda x: x.has_values(factor_of(factor, x.world_size))))
-
-
-def _mean(factor: Factor) -> Prediction:
-    return Prediction(
-        f"the mean of the ranks' values is {_times(factor)} the value of one process", lambda e: e.has_mean(factor)
-    )
-
-
-def _gradients(encoder: Factor, parameters: Factor) -> Prediction:
-    says = f"the encoder's gradient is {_times(encoder)} the right one"
-    says += f", that of the loss's own parameters {_times(parameters)}" if parameters != encoder else ""
-    return Prediction(says, lambda e: e.is_scaled(encoder, parameters))
-
-
-def _times(factor: Factor) -> str:
-    return "exactly" if factor == "1" else f"{factor} times"
-
-
-def _changes(edit: str, says: str) -> Prediction:
-    return Prediction(f"{says} changes the value", lambda e: e.changes(edit) is True)
-
-
-def _ignores(edit: str, says: str) -> Prediction:
-    return Prediction(f"{says} changes nothing", lambda e: e.changes(edit) is False)
-
-
-def _confirmed(mistake: str, says: str) -> Prediction:
-    return Prediction(says, lambda e: e.confirms(mistake))
-
-
-def _broken(name: str) -> Prediction:
-    return Prediction(f"{name} is broken", lambda e: name in e.broken)
-
-
-_OTHER_SAMPLES = _changes("other samples", "a change of other ranks' samples")
-_OWN_SAMPLES = _ignores("other samples", "a change of other ranks' samples")
-_BY_POSITION = _changes("last shard reversed", "another order of the last rank's samples")
-_EQUAL_SAMPLES = Prediction(
-    "ranks that hold copies of the same samples return the value of one process",
-    lambda e: e.right_after("equal shards"),
-)
-_HAS_ENCODER = Prediction("the encoder has a gradient", lambda e: e.has_encoder)
-_GATHERS = Prediction("ranks gather", lambda e: e.calls("gather"))
-_REDUCES = Prediction("ranks reduce", lambda e: e.calls("reduce"))
-_NO_BACKWARD = Prediction("no rank communicates in the backward pass", lambda e: not e.calls_in_backward)
-_BACKWARD = Prediction("ranks communicate in the backward pass", lambda e: e.calls_in_backward)
-_DIRECTION = Prediction("the direction of the encoder's gradient is wrong", lambda e: not e.has_direction)
-_STEP = Prediction("it is a training step", lambda e: e.is_step)
-_PASSES_ON_1 = Prediction("the embeddings get the right gradient", lambda e: e.passes_on("1"))
-_PASSES_ON_W2 = Prediction("the embeddings get W² times the right gradient", lambda e: e.passes_on("W²"))
-_LATER = "same_at_later_steps"
-_RIGHT_WHEN_WRAPPED = _confirmed(FALLBACK, "ranks communicate, and in DistributedLoss the loss is right")
-_UNEQUAL = Prediction("parameters differ between ranks before the first step", lambda e: True)
-_GATHERED_FIRST = Prediction("a loss that gathers receives the samples of all ranks", _is_gathered_first)
-_NOT_REDUCED = Prediction(
-    "the parameters' gradient is right only after a mean over ranks, the encoder's before", _lacks_parameter_reduction
-)
-
-
-def _failure(kind: str) -> tuple[Prediction]:
-    return (Prediction(f"ranks fail: {kind}", lambda e: e.failure == kind),)
-
-
-# --- the predictions of each mistake, by the stage at which it shows, in the order in which they are tried --------------
-
-SIGNATURES: dict[Stage, dict[str, tuple[Prediction, ...]]] = {
-    "start": {"unequal parameters": (_UNEQUAL,)},
-    "failure": {kind: _failure(kind) for kind in ("hang", "raises", "uneven shards", FALLBACK)},
-    "value": {
-        "batch statistics": (
-            _confirmed("batch statistics", "an encoder that computes each shard apart gives the same results"),
-        ),
-        "gathered first": (_GATHERED_FIRST,),
-        "group of the loss": (
-            _confirmed("group of the loss", "a rank returns the loss of the samples of some ranks only"),
-        ),
-        "times W": (_values("W"),),
-        "divided by W": (_values("1/W"),),
-        "result thrown away": (
-            Prediction("the mean of the ranks' values is not that of one process", lambda e: not e.has_mean("1")),
-            _REDUCES,
-            _OWN_SAMPLES,
-        ),
-        "local negatives": (
-            _confirmed(
-                "local negatives", "a rank returns the loss of its samples alone, or the mean over ranks of these"
-            ),
-        ),
-        "local normalisation": (
-            _OTHER_SAMPLES,
-            _ignores("other samples shifted", "a constant that is added to other ranks' samples"),
-        ),
-        "own rank first": (
-            _confirmed("own rank first", "a rank returns the loss of all samples, its own before those of other ranks"),
-        ),
-        "labels not gathered": (
-            _confirmed("labels not gathered", "a rank returns the loss of all samples with its own labels repeated"),
-        ),
-        "views split wrongly": (
-            _confirmed("views split wrongly", "a rank returns the loss of views that are cut from the ranks' blocks"),
-        ),
-        "different random numbers": (
-            Prediction("ranks draw random numbers", lambda e: e.draws),
-            Prediction(
-                "with the same random numbers on every rank the value is right", lambda e: e.right_with_same_draws
-            ),
-        ),
-        "local loss × W": (_mean("W"), _gradients("W", "W")),
-        "local loss": (_mean("1"), _gradients("1", "1")),
-        "parameters not reduced": (_mean("1"), _NOT_REDUCED),
-        "detached candidates": (_mean("1"), _GATHERS, _NO_BACKWARD, _DIRECTION),
-        "local mining": (
-            _OTHER_SAMPLES,
-            _changes("other labels", "a change of other ranks' labels"),
-            Prediction(
-                "the value is right where positives, or the nearest negatives, are on the anchor's rank",
-                lambda e: e.right_after("classes by rank") or e.right_after("ranks apart"),
-            ),
-        ),
-        "mask without offset": (_EQUAL_SAMPLES, _OTHER_SAMPLES, _BY_POSITION),
-        "labels by position": (
-            _BY_POSITION,
-            _ignores("all shards reversed", "the same other order on every rank"),
-            Prediction(
-                "ranks that hold copies of the same samples are wrong", lambda e: not e.right_after("equal shards")
-            ),
-        ),
-        FALLBACK: (_RIGHT_WHEN_WRAPPED,),
-    },
-    "gradient": {
-        "gathered first": (_GATHERED_FIRST,),
-        "detached": (_HAS_ENCODER, _gradients("0", "1")),
-        "not reduced": (
-            Prediction(
-                "the encoder's gradient is right only after a mean over ranks",
-                lambda e: e.every(lambda x: x.encoder is not None and x.encoder.lack_reduction),
-            ),
-        ),
-        "trainer sums": (Prediction("the trainer sums the right gradients", _is_summed),),
-        "times W": (_STEP, _gradients("W", "W"), _PASSES_ON_W2),
-        "trainer averages": (Prediction("the trainer averages gradients that should be summed", _is_averaged),),
-        "own slice": (_HAS_ENCODER, _gradients("1/W", "1"), _PASSES_ON_1, _NO_BACKWARD, _GATHERS),
-        "statistic without gradient": (
-            *(_HAS_ENCODER, _gradients("1/W", "1"), _PASSES_ON_1, _REDUCES),
-            Prediction("no rank gathers", lambda e: not e.calls("gather")),
-        ),
-        "counted W times": (_gradients("W", "1"), _PASSES_ON_W2),
-        "rescaled by batch size": (_gradients("1/√W", "1"),),
-        "parameters not reduced": (_NOT_REDUCED,),
-        "parameters scaled": (
-            Prediction("the loss has parameters of its own", lambda e: e.has_parameters),
-            Prediction(
-                "the encoder's gradient is right, that of the loss's own parameters is W or 1/W times the right one",
-                lambda e: e.is_scaled("1", "W") or e.is_scaled("1", "1/W"),
-            ),
-        ),
-        "local parameters": (
-            Prediction("the loss has parameters of its own", lambda e: e.has_parameters),
-            _gradients("1", "1"),
-        ),
-        "wrong direction": (_BACKWARD, _DIRECTION),
-        FALLBACK: (_RIGHT_WHEN_WRAPPED,),
-    },
-    "uneven": {
-        "mean of means": (Prediction("every rank returns the mean of the ranks' means", _averages_means),),
-        "scaled by local count": (
-            Prediction("the ranks' values are scaled by their numbers of samples", _counts_local_samples),
-        ),
-        "local loss": (
-            Prediction("the ranks' values, weighted by numbers of samples, are right", _returns_local_means),
-        ),
-        "mask without offset": (_BY_POSITION, _OTHER_SAMPLES),
-        FALLBACK: (_RIGHT_WHEN_WRAPPED,),
-    },
-    "other": {
-        "ignored grad_output": (_broken("scales_with_grad_output"),),
-        "overwritten tensors": (_broken("gradients_accumulate"),),
-        "overflow": (_broken("finite_at_extremes"),),
-        "state": (
-            Prediction(
-                "the state after a step, or a later step, is wrong", lambda e: bool(e.broken & {"same_state", _LATER})
-            ),
-            Prediction("a later value depends on earlier samples", lambda e: "same_state" in e.broken or e.remembers),
-        ),
-        "different random numbers": (_broken("same_random_numbers"),),
-        "later steps": (_broken(_LATER),),
-        "sharded parameters": (_broken("same_sharded_gradient"),),
-        "messages differ": (_broken("same_messages"),),
-    },
+FACTS: dict[str, Fact] = {
+    **_of_factor("every rank returns {} the value of one process", Comparison.has_values),
+    **_of_factor("the mean of the ranks' values is {} the value of one process", Comparison.has_mean),
+    **_of_factor("the encoder's gradient is {} the right one", lambda x, f: is_scaled(x.encoder, f)),
+    **_of_factor(
+        "the gradient of the loss's own parameters is {} the right one", lambda x, f: is_scaled(x.parameters, f)
+    ),
+    **_of_factor("the embeddings get {} the right gradient", lambda x, f: is_scaled(x.embeddings, f)),
+    # failures, and the start
+    **{f"ranks fail: {x}": _fails(x) for x in ("hang", "raises", "uneven shards", FALLBACK)},
+    "parameters differ between ranks before the first step": lambda e: True,
+    # gradients
+    "the encoder has a gradient": lambda e: e.every(lambda x: x.encoder is not None),
+    "the loss has parameters of its own": lambda e: e.has_parameters,
+    "the encoder's gradient is right only after a mean over ranks": lambda e: e.every(
+        lambda x: x.encoder is not None and x.encoder.lack_reduction
+    ),
+    "the parameters' gradient is right only after a mean over ranks, the encoder's before": _lacks_parameter_reduction,
+    "the gradient of the loss's own parameters is W or 1/W times the right one": lambda e: (
+        e.every(lambda x: is_scaled(x.parameters, x.world_size))
+        or e.every(lambda x: is_scaled(x.parameters, 1 / x.world_size))
+    ),
+    "the direction of the encoder's gradient is wrong": lambda e: (
+        not e.every(lambda x: x.encoder is not None and x.encoder.has_direction)
+    ),
+    "it is a training step": lambda e: e.is_step,
+    "the trainer sums the right gradients": _is_summed,
+    "the trainer averages gradients that should be summed": _is_averaged,
+    # what ranks communicate and draw
+    "ranks gather": lambda e: e.calls("gather"),
+    "no rank gathers": lambda e: not e.calls("gather"),
+    "ranks reduce": lambda e: e.calls("reduce"),
+    "ranks communicate in the backward pass": lambda e: e.calls_in_backward,
+    "no rank communicates in the backward pass": lambda e: not e.calls_in_backward,
+    "a loss that gathers receives the samples of all ranks": lambda e: (
+        e.option is not None and e.every(lambda x: x.gathered)
+    ),
+    "ranks draw random numbers": lambda e: e.draws,
+    "with the same random numbers on every rank the value is right": lambda e: e.right_with_same_draws,
+    # values on other samples
+    "the mean of the ranks' values is not that of one process": lambda e: not e.every(lambda x: x.has_mean(1)),
+    "a change of other ranks' samples changes the value": lambda e: e.changes("other samples") is True,
+    "a change of other ranks' samples changes nothing": lambda e: e.changes("other samples") is False,
+    "a constant that is added to other ranks' samples changes nothing": lambda e: (
+        e.changes("other samples shifted") is False
+    ),
+    "a change of other ranks' labels changes the value": lambda e: e.changes("other labels") is True,
+    "another order of the last rank's samples changes the value": lambda e: e.changes("last shard reversed") is True,
+    "the same other order on every rank changes nothing": lambda e: e.changes("all shards reversed") is False,
+    "ranks that hold copies of the same samples return the value of one process": lambda e: e.right_after(
+        "equal shards"
+    ),
+    "ranks that hold copies of the same samples are wrong": lambda e: not e.right_after("equal shards"),
+    "the value is right where positives, or the nearest negatives, are on the anchor's rank": lambda e: (
+        e.right_after("classes by rank") or e.right_after("ranks apart")
+    ),
+    # values of some samples
+    "an encoder that computes each shard apart gives the same results": lambda e: e.confirms("batch statistics"),
+    "a rank returns the loss of the samples of some ranks only": lambda e: e.confirms("group of the loss"),
+    "a rank returns the loss of its samples alone, or the mean over ranks of these": lambda e: e.confirms(
+        "local negatives"
+    ),
+    "a rank returns the loss of all samples, its own before those of other ranks": lambda e: e.confirms(
+        "own rank first"
+    ),
+    "a rank returns the loss of all samples with its own labels repeated": lambda e: e.confirms("labels not gathered"),
+    "a rank returns the loss of views that are cut from the ranks' blocks": lambda e: e.confirms("views split wrongly"),
+    "ranks communicate, and in DistributedLoss the loss is right": lambda e: e.confirms(FALLBACK),
+    # uneven shards
+    "every rank returns the mean of the ranks' means": _averages_means,
+    "the ranks' values are scaled by their numbers of samples": _counts_local_samples,
+    "the ranks' values, weighted by numbers of samples, are right": _returns_local_means,
+    # promises outside of the contract
+    **{f"{x} is broken": _breaks(x) for x in OUTSIDE_THE_CONTRACT},
+    "the state after a step, or a later step, is wrong": lambda e: bool(
+        e.broken & {"same_state", "same_at_later_steps"}
+    ),
+    "a later value depends on earlier samples": lambda e: "same_state" in e.broken or e.remembers,
 }
-"""By stage, the mistakes and what they predict."""
+"""What may be so of evidence, in words."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_zoo.ranks.one_process import HeldGroupError
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, is_near
-from contrastive_zoo.testing.interventions import SELECTIONS, Selection, local_samples
+from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
 from contrastive_zoo.testing.measurement import Case, Measurement, Plan, starting_parameters, value_after, whole_batch
 from contrastive_zoo.testing.measurement import Gradients as Tensors
@@ -107,7 +107,7 @@ class LossEvidence(Evidence):
             return ["failure"]
         if not self.every(lambda x: x.has_values(1.0)):
             return ["value"]
-        if not self.is_scaled("1", "1"):
+        if not self.every(lambda x: x.is_scaled(1.0, 1.0)):
             return ["gradient"]
         if self.uneven is not None and not (self.uneven.has_values(1.0) and self.uneven.is_scaled(1, 1)):
             return ["uneven"]
@@ -150,8 +150,6 @@ class LossEvidence(Evidence):
     def confirms(self, mistake: str) -> bool:
         if mistake == FALLBACK:
             return self.option is None and not self.is_step and self.calls("") and self._is_right_when_wrapped
-        if mistake == "local negatives":
-            return all(map(self._is_local, self.comparisons))
         selections = SELECTIONS[self.case.call].get(mistake, ())
         if all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
             return True
@@ -163,17 +161,11 @@ class LossEvidence(Evidence):
         wrapped = replace(self.case, make=partial(_wrapped, self.case.make))
         return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
 
-    def _is_local(self, comparison: Comparison) -> bool:
-        local = [self._selected(comparison, local_samples, rank) for rank in range(comparison.world_size)]
-        mean = sum(local) / len(local)
-        values = [float(x) for x in comparison.values]
-        return all(map(self._near, values, local)) or all(self._near(x, mean) for x in values)
-
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
-        return all(
-            self._near(self._selected(comparison, select, rank), float(value))
-            for rank, value in enumerate(comparison.values)
-        )
+        """Return whether each rank returns the loss of the samples that it selects, or all the mean over ranks of these."""
+        local = [self._selected(comparison, select, rank) for rank in range(comparison.world_size)]
+        values, mean = [float(x) for x in comparison.values], sum(local) / len(local)
+        return all(map(self._near, values, local)) or all(self._near(x, mean) for x in values)
 
     def _selected(self, comparison: Comparison, select: Selection, rank: int) -> float:
         batch = self._trial(comparison.shards).batch

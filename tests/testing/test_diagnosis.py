@@ -1,5 +1,6 @@
 """A diagnosis names known mistakes, the same on every run; a mistake in no table is not recognised."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from contrastive_zoo.testing.gallery.recipe import (
 )
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Call, Case
-from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
+from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose
 from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
@@ -41,6 +42,14 @@ def diagnosed(case: Case, worlds: Worlds) -> Diagnosis:
 
 def mistake(make: Callable[[], Any], worlds: Worlds, call: Call = "views", **settings: Any) -> str:
     return diagnosed(Case(make, call, **settings), worlds).mistake
+
+
+def test_mistakes_predict_facts_that_can_be_compared() -> None:
+    predicted = {fact for of_stage in SIGNATURES.values() for facts in of_stage.values() for fact in facts}
+    with_factor = {fact for fact in FACTS if re.search("exactly| times ", fact)}  # of every factor, also those of no mistake
+    assert predicted <= FACTS.keys()
+    assert FACTS.keys() - with_factor <= predicted
+    assert {name for of_stage in SIGNATURES.values() for name in of_stage} <= MISTAKES.keys()
 
 
 # --- recipes of users, which differ from those of the gallery ---------------------------------------------------------
