@@ -46,7 +46,9 @@ def mistake(make: Callable[[], Any], worlds: Worlds, call: Call = "views", **set
 
 def test_mistakes_predict_facts_that_can_be_compared() -> None:
     predicted = {fact for of_stage in SIGNATURES.values() for facts in of_stage.values() for fact in facts}
-    with_factor = {fact for fact in FACTS if re.search("exactly| times ", fact)}  # of every factor, also those of no mistake
+    with_factor = {
+        fact for fact in FACTS if re.search("exactly| times ", fact)
+    }  # of every factor, also those of no mistake
     assert predicted <= FACTS.keys()
     assert FACTS.keys() - with_factor <= predicted
     assert {name for of_stage in SIGNATURES.values() for name in of_stage} <= MISTAKES.keys()
