@@ -78,6 +78,14 @@ class MaskedMNRL(cz.MNRL):
         )
 
 
+class MaskedGIST(cz.GIST):
+    """Ids that meet by chance, of values; negatives are the positives in reverse."""
+
+    def inputs(self, a: Tensor, p: Tensor, guide_a: Tensor, guide_p: Tensor) -> Inputs:
+        ids = (x[:, 0].detach().floor().long() for x in (p, 2 * p, 3 * a))
+        return super().inputs(a, p, guide_a, guide_p, p.flip(1), guide_p.flip(1), *ids)
+
+
 def learnt() -> cz.LearnableTemperature:
     return cz.LearnableTemperature(0.5)
 
@@ -148,7 +156,7 @@ IN_A_RING = {
         lambda: cz.MultiPositive(temperature=0.5), "ids", ("duplicates", ("positive", "ignore", "negative"))
     ),
     "ClipDistillation": Loss(lambda: cz.ClipDistillation(temperature=0.5), "teachers"),
-    "GIST": Loss(lambda: cz.GIST(temperature=learnt()), "teachers", ("margin", (0.0, 0.2))),
+    "GIST": Loss(lambda: MaskedGIST(temperature=learnt()), "teachers", ("margin", (0.0, 0.2))),
     "SignalToNoise": Loss(cz.SignalToNoise, "labels", ("neg_margin", (1.0, 0.8))),
     "Circle": Loss(lambda: cz.Circle(gamma=3.0), "labels", ("m", (0.4, 0.3))),
     "LiftedStructure": Loss(cz.LiftedStructure, "labels", ("neg_margin", (1.0, 0.8))),
@@ -181,7 +189,9 @@ LOSSES = {
     "DCL": Loss(lambda: cz.DCL(temperature=0.5), ring=True),
     "RowLoss": Loss(BatchHard, "labels", NORMALIZE),
     "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction")), ring=True),
-    "MNRL, masked": Loss(MaskedMNRL, "mined", ("false_negative_margin", (0.1, -0.05)), ring=True),
+    "MNRL, masked": Loss(
+        lambda: MaskedMNRL(temperature=learnt()), "mined", ("false_negative_margin", (0.1, -0.05)), ring=True
+    ),
     "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3)), ring=True),
     "WeightedSum of MNRL": Loss(
         lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction")), ring=True

@@ -1,6 +1,6 @@
 """A step in chunks has the effects of a step at once: gradients, random numbers, buffers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -74,13 +74,34 @@ def test_gradients_are_those_of_one_step_at_once(chunk_size: int) -> None:
     same(gradients(by_step), gradients(at_once))
 
 
-def test_masks_of_false_negatives_are_those_of_the_whole_batch() -> None:
-    rows, loss_fn = [numbers(8, IN, seed=seed) for seed in range(3)], cz.MNRL(false_negative_margin=0.1)
-    ids = [torch.tensor(x) for x in ([0, 1, 2, 0, 3, 4, 5, 1], [9, 1, 9, 2, 0, 7, 7, 7], [0, 1, 2, 3, 4, 4, 5, 6])]
-    at_once, in_chunks = mlp(), mlp()
-    for encoder in (at_once, GradCache(in_chunks, 3)):
-        loss_fn(*(encoder(x) for x in rows), None, *ids).backward()
-    same(gradients(in_chunks), gradients(at_once))
+IDS = [torch.tensor(x) for x in ([0, 1, 2, 0, 3, 4, 5, 1], [9, 1, 9, 2, 0, 7, 7, 7], [0, 1, 2, 3, 4, 4, 5, 6])]
+"""Of documents, negatives and queries."""
+
+
+def masked_mnrl(q: Tensor, d: Tensor, x: Tensor, ids: Sequence[Tensor] = IDS) -> Tensor:
+    return cz.DistributedLoss(cz.MNRL(false_negative_margin=0.1))(q, d, x, None, *ids)
+
+
+def masked_gist(q: Tensor, d: Tensor, x: Tensor, ids: Sequence[Tensor] = IDS) -> Tensor:
+    guides = [y.detach().sin() for y in (q, d, x)]
+    return cz.DistributedLoss(cz.GIST(margin=0.1))(q, d, *guides[:2], x, guides[2], *ids)
+
+
+@pytest.mark.parametrize("loss_fn", [masked_mnrl, masked_gist])
+def test_masks_of_false_negatives_are_those_of_the_whole_batch(loss_fn: Callable[..., Tensor], worlds: Worlds) -> None:
+    rows, at_once = [numbers(8, IN, seed=seed) for seed in range(3)], mlp()
+    loss_fn(*(at_once(x) for x in rows)).backward()
+
+    def in_chunks() -> Gradients:
+        local, ids = ([local_shard(x, (5, 3)) for x in of] for of in (rows, IDS))
+        encoder = mlp()
+        loss_fn(*(GradCache(encoder, 2)(x) for x in local), ids=ids).backward()
+        for gradient in (found := gradients(encoder)):
+            dist.all_reduce(gradient)
+        return [x / 2 for x in found]
+
+    for found in worlds.run(2, in_chunks):
+        same(found, gradients(at_once))
 
 
 def test_several_towers_and_several_outputs() -> None:

@@ -168,13 +168,17 @@ class MNRL(Loss):
         arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
         return reduce_pairs(
             batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments],
-            ids=[(batch.rows[x], batch.rows.get(y)) for x, y in _IDS.items() if x in batch.rows],
-            owners=batch.rows.get("owners"), reduction=self.reduction, unsupported=_UNSUPPORTED,
+            ids=_ids_of_pairs(batch), owners=batch.rows.get("owners"), reduction=self.reduction,
+            unsupported=_UNSUPPORTED,
         )  # fmt: skip
 
 
 _UNSUPPORTED = "computes MNRL without hardness_mode, ids, false_negative_margin and the direction doc_to_doc"
 _IDS = {"document_ids": "negative_ids", "query_ids": ""}  # of pairs, and of the negatives that they are compared with
+
+
+def _ids_of_pairs(batch: Batch) -> list[tuple[Tensor, Tensor | None]]:
+    return [(batch.rows[x], batch.rows.get(y)) for x, y in _IDS.items() if x in batch.rows]
 
 
 @dataclass(frozen=True)
@@ -300,15 +304,20 @@ class GIST(Loss):
 
         loss = mean_i [ logsumexp of i's logits  −  a_i·p_i / t ]
 
+    Ids mask candidates of all ranks, too, as those of :class:`MNRL` do, where the guide is unsure.
+
     Equal to sentence-transformers' GISTEmbedLoss on one process, which masks a_i·a_i and p_i·p_i only if the guide finds
     them closer than τ_i, that is, if τ_i < 1. On several ranks it compares anchors only with anchors of the same rank.
 
-    Called as ``loss(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives)``:
+    Called as ``loss(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives, document_ids,
+    negative_ids, query_ids)``:
 
     - anchors, positives: [n, d].
     - guide_anchors, guide_positives: [n, e], the guide's embeddings of the same samples; without gradient.
     - negatives: [m, d], candidates of every anchor of every rank; m may differ between ranks.
     - guide_negatives: [m, e].
+    - document_ids, negative_ids: [n] and [m], integers: positives and negatives of equal id are one text.
+    - query_ids: [n], integers: pairs of equal id have one anchor, whose positives are those of all of them.
 
     Args:
         temperature: t > 0, dimensionless; a tensor or a module is learnable.
@@ -319,13 +328,15 @@ class GIST(Loss):
         reduction: the mean is over all ranks' anchors, in nats.
 
     Raises:
-        ValueError: embeddings without those of the guide.
+        ValueError: embeddings without those of the guide, or invalid ids.
 
     Examples:
         >>> eye, equal = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> GIST(temperature=1.0)(eye, eye, eye, eye)   # log(e + 3) − 1
         tensor(0.7437)
         >>> GIST(temperature=1.0, margin=0.1)(eye, eye, equal, equal)   # all other pairs are masked
+        tensor(0.)
+        >>> GIST(temperature=1.0)(eye, eye, eye, eye, query_ids=torch.tensor([7, 7]))   # one anchor: log(e) − 1
         tensor(0.)
 
     Source: Solatorio 2024, §3, https://arxiv.org/abs/2402.16829
@@ -348,12 +359,18 @@ class GIST(Loss):
         guide_positives: Float[Tensor, "n e"],
         negatives: Float[Tensor, "m d"] | None = None,
         guide_negatives: Float[Tensor, "m e"] | None = None,
+        document_ids: Int[Tensor, " n"] | None = None,
+        negative_ids: Int[Tensor, " m"] | None = None,
+        query_ids: Int[Tensor, " n"] | None = None,
     ) -> Inputs:
         pairs = {"anchors": anchors, "positives": positives}
         guides = {"guide_anchors": guide_anchors, "guide_positives": guide_positives}
+        ids = {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
         problem = two_models_problem("row i is one pair everywhere", **pairs, **guides)
         problem = problem or _gist_problem(negatives, guide_negatives, anchors, guide_anchors)
-        return Inputs.of({**pairs, "negatives": negatives, **guides, "guide_negatives": guide_negatives}, problem)
+        problem = problem or _ids_problem(ids, len(anchors), negatives)
+        rows = {**pairs, "negatives": negatives, **guides, "guide_negatives": guide_negatives}
+        return Inputs.of({**rows, **ids}, problem)
 
     def compute(self, batch: Batch) -> Tensor:
         arguments = dict(batch.rows)
@@ -372,7 +389,7 @@ class GIST(Loss):
             _pair_losses, temperature=batch.settings.temperature, directions=directions, mask=mask,
             singles_of_documents=False,
         )  # fmt: skip
-        return reduce_pairs(batch, loss, rows, [guides], reduction=self.reduction)
+        return reduce_pairs(batch, loss, rows, [guides], ids=_ids_of_pairs(batch), reduction=self.reduction)
 
 
 def _gist_problem(

@@ -23,7 +23,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.engine.test_ring import GENERAL_PATH
 from tests.helpers import EVERY_CASE, EXACT, distance, local_shard
 from tests.stateful_losses import LOSSES as RINGS
-from tests.stateful_losses import Compares, D, called, global_rows
+from tests.stateful_losses import Compares, D, called, global_rows, local_rows
 from tests.stateful_rank import limits
 from tests.zoo import BatchHard, Tempered
 
@@ -57,7 +57,7 @@ def memory() -> nn.Module:
 LOSSES: dict[str, tuple[Make, Compares]] = {
     **{name: (RINGS[name].make, RINGS[name].compares) for name in (
         "Circle", "MultiSimilarity", "Triplet", "Margin", "NCA", "SINCERE", "SupCon, mask", "DCLW", "HCL",
-        "ClipDistillation", "MultiPositive", "MNRL with negatives",
+        "ClipDistillation", "MultiPositive", "MNRL with negatives", "MNRL, masked", "GIST",
     )},
     "a parameter": (BatchHard, "labels"),
     "a submodule": (Tempered, "labels"),
@@ -106,8 +106,9 @@ def steps_of(name: str, reduction: str | None, **options: Any) -> float:
     plain, compiled = (cz.DistributedLoss(x, **options) for x in losses)
     worst = 0.0
     for number, shards in enumerate(STEPS):
-        shards = shards if dist.get_world_size() == 2 else (sum(shards),)
-        rows = [local_shard(x, shards) for x in batch(call, sum(shards), number)]
+        total, rank = sum(shards), dist.get_rank()
+        start, size = (sum(shards[:rank]), shards[rank]) if dist.get_world_size() == 2 else (0, total)
+        rows = local_rows(call, batch(call, total, number), start, size)
         for loss in losses:
             if isinstance(loss, cz.Circle):  # a setting that changes
                 loss.m = 0.1 + 0.1 * number
@@ -127,15 +128,20 @@ def errors_of(names: Sequence[str], backend: Any, reductions: Sequence[str | Non
 
 
 NAMES = list(LOSSES)
+MASKS = ["MNRL, masked", "GIST"]
+IN_A_SEARCH: list[tuple[int, str, list[str], dict[str, Any]]] = [
+    (1, "aot_eager", NAMES, {}),
+    (2, "aot_eager", NAMES, {}),
+    (2, "eager", ["Circle", "NCA", *MASKS], {"ring": True}),
+    (1, "inductor", ["Circle", "a parameter", "Margin", *MASKS], {}),
+]
 
 
 @pytest.mark.parametrize(
     ("ranks", "backend", "names", "options"),
     [
-        *([(1, "aot_eager", NAMES, {})] if EVERY_CASE else []),
         (2, "eager", NAMES if EVERY_CASE else ["a parameter", "a graph break"], {}),
-        *([(2, "aot_eager", NAMES, {}), (2, "eager", ["Circle", "NCA"], {"ring": True})] if EVERY_CASE else []),
-        *([(1, "inductor", ["Circle", "a parameter", "Margin"], {})] if EVERY_CASE else []),
+        *(IN_A_SEARCH if EVERY_CASE else []),
     ],
     ids=str,
 )

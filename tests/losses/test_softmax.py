@@ -161,6 +161,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: ClipDistillation()(EYE, EYE, EYE, EYE[:2]), "row i is one sample everywhere, got teacher_images"),
     (lambda: GIST()(EYE, EYE, EYE, EYE, EYE), "GIST: negatives and guide_negatives come together"),
     (lambda: GIST()(EYE, EYE, EYE, EYE, EYE, EYE[:2]), "GIST: negatives are rows like anchors"),
+    (lambda: GIST()(EYE, EYE, EYE, EYE, query_ids=Y[:2]), "GIST: query_ids are one per row, got 2 for 3 rows"),
+    (lambda: GIST()(EYE, EYE, EYE, EYE, negative_ids=Y), "GIST: negative_ids are compared with document_ids"),
     (lambda: GIST()(EYE, EYE, EYE[:2], EYE[:2]), "GIST: row i is one pair everywhere, got guide_anchors"),
     (
         lambda: MultiPositive(duplicates="drop")(EYE, EYE, Y),

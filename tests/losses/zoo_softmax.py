@@ -181,14 +181,30 @@ class GISTOfViews(GIST):
         return super().inputs(a, p, *teacher(a, p))
 
 
+class GISTWithIds(GIST):
+    """One negative of every anchor, and ids that meet by chance."""
+
+    def inputs(self, a: Tensor, p: Tensor, x: Tensor) -> Inputs:
+        guides = teacher(a, p, x)
+        return super().inputs(a, p, *guides[:2], x, guides[2], id_of(p), id_of(x), id_of(4 * a))
+
+
 def dense_gist(
-    a: Tensor, p: Tensor, temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute"
+    *views: Tensor, temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute", with_ids: bool = False
 ) -> Tensor:
-    a, p, ga, gp = (unit(rows) for rows in (a, p, *teacher(a, p)))
+    (a, p, *x), (ga, gp, *gx) = map(unit, views), map(unit, teacher(*views))
     agreed, own = (ga * gp).sum(1, keepdim=True), (a * p).sum(1, keepdim=True)
     closest = agreed - margin * (agreed.abs() if margin_strategy == "relative" else 1)
-    blocks = [(a @ p.T, ga @ gp.T), (a @ a.T, ga @ ga.T), (p @ p.T, gp @ gp.T)]
-    kept = [s.masked_fill(itself(a) | (guide > closest), -torch.inf) for s, guide in blocks]
+    same = torch.zeros_like(a @ torch.cat([p, *x]).T, dtype=torch.bool)
+    if with_ids:
+        same = id_of(views[1])[:, None] == id_of(torch.cat(views[1:]))
+        same[:, : len(a)] |= id_of(4 * views[0])[:, None] == id_of(4 * views[0])
+    same[:, : len(a)] |= itself(a)
+    blocks = [(a, ga, [p, *x], [gp, *gx]), (a, ga, [a], [ga]), (p, gp, [p], [gp])]
+    kept = []
+    for first, guide, others, guides in blocks:
+        s = first @ torch.cat(others).T
+        kept.append(s.masked_fill(same[:, : s.shape[1]] | (guide @ torch.cat(guides).T > closest), -torch.inf))
     return (torch.cat([own, *kept], 1) / temperature).logsumexp(1).mean() - own.mean() / temperature
 
 
@@ -365,7 +381,7 @@ ENTRIES: list[Entry] = [
     row("MNRL, masked", MNRLWithIds, dense_mnrl, "views", 4, directions=ALL, **MASKED, **HARD),
     row("MNRL, Qwen3", MNRLOfViews, dense_mnrl, "views", 4, directions=QWEN3, false_negative_margin=0.1),
     row("GIST", GISTOfViews, dense_gist, "views"),
-    row("GIST, relative margin", GISTOfViews, dense_gist, "views", margin=0.3, margin_strategy="relative"),
+    row("GIST, masked", GISTWithIds, dense_gist, "views", 3, margin=0.3, margin_strategy="relative", with_ids=True),
     row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
     row("SupCon, in", partial(SupCon, variant="in"), dense_sup_con_in, "labels"),
     row("SupCon, one view's anchors", SupConOfViews, dense_sup_con_of_views, "views", 3),
