@@ -141,15 +141,18 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         batches = self._of_epoch()[self.step :]
         is_view = world.size == 1 or isinstance(self.process_group, World)
         state = GroupState() if is_view else state_of(world.process_group)
-        before, ahead = state.handshakes, 0
+        before, rows_before, samples = state.handshakes, state.rows, 0
+        ahead = 0  # batches that the trainer reads before the first loss: it never has more unused
         for batch in batches:
-            ahead += (
-                state.handshakes == before
-            )  # what the trainer reads before the first loss: it never has more unused
+            ahead += state.handshakes == before
             bounds = self.bounds(batch, weights)
-            yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
-        losses = state.handshakes - before
-        if losses and abs(len(batches) / world.size - losses) <= ahead < len(batches) - losses:
+            part = batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
+            samples += len(part)
+            yield part
+        losses, rows = state.handshakes - before, state.rows - rows_before
+        # a loss that is called once with the embeddings of W batches gets all rows
+        is_part = 2 * world.size * rows <= (world.size + 1) * samples
+        if losses and is_part and abs(len(batches) / world.size - losses) <= ahead < len(batches) - losses:
             reason = f"a trainer that has called losses {losses} times while it has read all {len(batches)} batches"
             state.problem = type(self).__name__, _split_again(reason)
 

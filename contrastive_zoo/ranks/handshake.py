@@ -110,6 +110,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         statement = replace(statement, caller=state.problem[0], problem=state.problem[1])
         state.problem = None
     reserved, number = state.reserved, begun_handshake(world)
+    state.rows += sum(statement.sizes[:1])
     state.conversation = (number, backward_pass())
     header = [0, number, *_header(statement, lines)]
     headers, payload = exchange_headers(header, statement.payload or (), reserved.size, world)

@@ -189,6 +189,8 @@ def trained(way: str) -> int:
             batches = itertools.islice(batches, rank, None, size)
         elif way == "reads all, trains half":
             batches = itertools.islice(batches, 4)
+        elif way == "a loss of every two batches":
+            batches = (torch.cat(pair) for pair in zip(*[batches] * 2, strict=True))
         for batch in batches:
             z = torch.stack([batch.cos(), batch.sin()], 1).requires_grad_()
             loss(z, z + 1).backward()
@@ -205,7 +207,12 @@ def test_an_epoch_of_which_losses_received_one_batch_in_w_is_refused_on_every_ra
 
 
 def test_an_epoch_that_is_trained_or_left_early_is_accepted(own: Worlds) -> None:
-    steps = {"all": 16, "reads all, trains half": 8, "every second batch, unchecked": 8}
+    steps = {
+        "all": 16,
+        "reads all, trains half": 8,
+        "every second batch, unchecked": 8,
+        "a loss of every two batches": 8,
+    }
     assert {way: own.run(2, trained, way) for way in steps} == {way: [count] * 2 for way, count in steps.items()}
 
 
