@@ -267,13 +267,8 @@ class _Search:
     def _candidates(
         self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None, k: int
     ) -> Neighbors:
-        """Return the k best items of each query that are not excluded and have none of the query's labels.
-
-        The number of items with the query's labels is not known before, so the search is repeated with twice the depth for
-        queries that need it; all ranks repeat it together.
-
-        ``excluded`` are global indices, −1 for none; ``labels`` are the query's, of each kind, or None.
-        """
+        """Return the k best items of each query that are not excluded and have none of the query's labels."""
+        # How many items have a query's labels is not known, so all ranks repeat the search with twice the depth.
         everything = self.corpus.total
         k = min(k, everything)
         results = self._searched(queries, excluded, k)

@@ -96,11 +96,6 @@ class Ranking:
         """[l], relevant items at each level."""
         return whole_sums(self.level, self.count, len(self.query))
 
-    @property
-    def found_higher(self) -> Ints:
-        """[l], relevant items of the same query at higher levels."""
-        return running_before(self.query, self.relevant)
-
 
 def levels_of(groups: Groups) -> Levels:
     """Return the levels of groups that hold every item of a score."""

@@ -112,7 +112,8 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
     Source: MAP@R: Musgrave et al. 2020, https://arxiv.org/abs/2003.08505
     """
-    result, above, higher = ranking.relevant, ranking.found_higher, ranking.higher
+    result, higher = ranking.relevant, ranking.higher
+    above = running_before(ranking.query, result)
     total = np.maximum(ranking.total, 1)
     if ties != "expected":
         start = higher + (ranking.tied - result) * (ties == "pessimistic")

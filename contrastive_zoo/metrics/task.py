@@ -175,10 +175,7 @@ def agreed_task(
 
 
 def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
-    """Return the judgements of the queries that count, ordered by query.
-
-    Of leave-one-out, each query ignores itself, also where it is judged to be relevant to itself.
-    """
+    """Return the judgements of the queries that count, by query; of leave-one-out, each query ignores itself."""
     assert inputs.judgements is not None
     query, item, grade = (x.detach().cpu() for x in inputs.judgements)
     if inputs.gallery is None:
@@ -199,11 +196,7 @@ def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: W
 
 
 def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
-    """Return which samples are the first with their id, in the order of all ranks'.
-
-    Samplers that pad repeat samples, so that every rank has equally many; these count once. Rank ``id mod W`` compares the
-    samples with this id.
-    """
+    """Return which samples are the first with their id, in the order of all ranks': rank ``id mod W`` compares them."""
     ids = ids.cpu()
     home = ids.remainder(world.size)
     order = home.argsort(stable=True)

@@ -4,7 +4,6 @@ import math
 import sys
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,14 +182,6 @@ def test_queries_and_gallery_have_splits_of_their_own(worlds):
     assert all(found == results[0] for found in results), results
 
 
-def test_a_certain_search_is_the_same_as_a_comparison_with_all_rows():
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(300, 8, generator=draw)
-    rows[100:] = rows[:100].repeat(2, 1)  # every item three times: the eighth neighbour ties with the ninth
-    found = cz.metrics.top_k(rows[:20], rows, k=2)
-    assert found.indices.tolist() == [[i, i + 100] for i in range(20)]
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e25])  # at 1e25 the dot products exceed float32
 def test_only_candidates_that_may_be_neighbours_of_all_ranks_are_compared(scale, worlds):
     draw = torch.Generator().manual_seed(0)
@@ -228,13 +219,6 @@ def test_a_rank_compares_its_share_of_the_candidates():
     found = [half.top(unit, 30, nothing, x, floor) for half, x in zip(halves, proposals, strict=True)]
     compared = sum((scores > -math.inf).sum().item() for scores, _, _ in found)
     assert 60 * 30 <= compared <= 60 * 30 + 6
-
-
-def test_a_memory_map_is_searched(tmp_path):
-    rows = np.memmap(tmp_path / "rows", dtype=np.float32, mode="w+", shape=(50, 4))
-    rows[:] = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).numpy()
-    gallery = torch.from_numpy(rows)
-    assert cz.metrics.top_k(gallery[:7], gallery, k=1).indices.flatten().tolist() == list(range(7))
 
 
 def test_an_index_is_an_approximation_whose_recall_is_measured(worlds):

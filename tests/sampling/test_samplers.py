@@ -35,12 +35,6 @@ LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 # ------------------------------------------------------------------------------------------------------------ position
 
 
-def test_the_last_step_of_an_epoch_is_the_first_position_of_the_next() -> None:
-    sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
-    positions = [sampler.state_dict(step=step) for step in range(4)]
-    assert [(x["epoch"], x["step"]) for x in positions] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-
-
 def test_a_loaded_step_belongs_to_its_epoch() -> None:
     sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     whole = list(sampler)
@@ -63,13 +57,6 @@ def test_workers_and_batches_without_samples() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- samplers
-
-
-@pytest.mark.parametrize(("singletons", "expected"), [("keep", 9), ("drop", 8)])
-def test_singletons_are_kept_or_dropped(singletons: Any, expected: int) -> None:
-    labels = ["a", "a", "b", "b", "c", "a", "a", "b", "b"]
-    sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, singletons=singletons, process_group=ONE_PROCESS)
-    assert len({x for batch in sampler for x in batch}) == expected
 
 
 def test_a_long_tail_is_warned_of() -> None:

@@ -71,7 +71,8 @@ class Measurement:
         for kind, of_kind, total in zip(("positive", "negative"), counts, sums, strict=True):
             result[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
             for q in self.quantiles:
-                result[f"{kind}_similarity_q{100 * q:g}"] = _center(_quantile_bin(of_kind, q))
+                index = _quantile_bin(of_kind, q)
+                result[f"{kind}_similarity_q{100 * q:g}"] = math.nan if index is None else (index + 0.5) * 2 / BINS - 1
         anchors, without = self.totals["anchors"].item(), self.totals["without_positive"].item()
         forward = _ratio(self.totals["hits"].item(), anchors - without)
         result["top1_forward"] = result["top1_backward"] = forward
@@ -120,10 +121,6 @@ def _quantile_bin(counts: Tensor, q: float) -> int | None:
     total = counts.sum().item()
     wanted = max(1, math.ceil(q * total - 1e-9))  # 0.05 · 20 is a little more than 1 in binary
     return int(torch.searchsorted(counts.cumsum(0), wanted).item()) if total else None
-
-
-def _center(index: int | None) -> float:
-    return math.nan if index is None else (index + 0.5) * 2 / BINS - 1
 
 
 def _ratio(total: float, count: float) -> float:
