@@ -143,8 +143,6 @@ class Evidence:
     broken: frozenset[str] = frozenset()  # names of the broken invariants
     failure: str | None = None  # "hang", "raises" or "uneven shards" if a rank fails on some batch
     draws = False  # whether random numbers are drawn, from any generator
-    right_with_same_draws = False  # whether the value is right where all ranks draw the same numbers
-    remembers = False  # whether the value of a step on one process depends on the samples of the step before
     calls_in_backward = False  # whether a collective of embeddings or gradients is called in the loss's backward pass
 
     def confirms(self, mistake: str) -> bool:
@@ -156,7 +154,7 @@ class Evidence:
         return None
 
     def right_after(self, edit: str) -> bool:
-        """Return whether ranks return the value of one process after a change of the samples."""
+        """Return whether ranks return the value of one process after a change of the samples or of what is drawn."""
         return False
 
     def place(self) -> str:

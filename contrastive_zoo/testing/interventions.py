@@ -38,6 +38,7 @@ def _ranks_apart(parts: list[Tensor]) -> list[Tensor]:
 
 EDITS: Mapping[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "": lambda parts: parts,
+    "same draws": lambda parts: parts,  # all random numbers are the same on every rank, whatever their seed
     "other samples": _other_samples,
     "other samples shifted": _other_samples_shifted,
     "other labels": _other_labels,

@@ -13,7 +13,7 @@ import torch
 from contrastive_zoo.testing.invariant import Broken, close, first_line, invariant, require, same_gradients
 from contrastive_zoo.testing.measurement import Measurement, Plan
 from contrastive_zoo.testing.messages import Message
-from contrastive_zoo.testing.trial import Outcome, StepError, Training, Trial
+from contrastive_zoo.testing.trial import Outcome, Training, Trial
 from contrastive_zoo.testing.worlds import RankError
 
 MIN_STEPS = 4
@@ -137,15 +137,10 @@ def finite_at_extremes(trial: Trial) -> None:
 
     When it fails, a single unusual batch turns the model's parameters to NaN.
     """
-    require(_is_finite(trial.on_one_process()), "the value or gradients of one process are not finite")
+    require(trial.on_one_process().is_finite, "the value or gradients of one process are not finite")
     for rank, result in enumerate(trial.on_ranks()):
-        if not _is_finite(result):
+        if not result.is_finite:
             raise Broken(f"rank {rank} has NaN or infinite numbers in its value or its gradients")
-
-
-def _is_finite(result: Measurement) -> bool:
-    tensors = [torch.tensor(result.value), *result.encoder.values(), *result.parameters.values()]
-    return all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
 # --- invariants of a training -------------------------------------------------------------------------------------------
@@ -230,8 +225,8 @@ def _steps(trial: Trial, training: Training) -> Iterator[tuple[int, Measurement,
 def _measured(outcomes: tuple[Outcome, ...], step: int) -> list[Measurement]:
     """Return the measurements of all ranks at one step; raise Broken if a rank raised."""
     for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, StepError):
-            raise Broken(f"one process computes a value at step {step}, but rank {rank} raised {outcome.message}")
+        if isinstance(outcome, str):
+            raise Broken(f"one process computes a value at step {step}, but rank {rank} raised {outcome}")
     return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
 
 

@@ -65,6 +65,10 @@ def call_form(loss: Any) -> Call:
     return "labels" if any(name.lower() in ("labels", "label", "y", "target", "targets") for name in names) else "views"
 
 
+COMPARED = "encoder", "parameters", "sharded", "state"
+"""The groups of tensors of a measurement that are compared with one process."""
+
+
 @dataclass
 class Measurement:
     value: float
@@ -90,8 +94,7 @@ class Measurement:
 
     def tensors(self) -> Gradients:
         """Return all numbers that are compared, by name."""
-        groups = {"encoder": self.encoder, "parameters": self.parameters, "sharded": self.sharded, "state": self.state}
-        named = {f"{group}.{name}": x for group, tensors in groups.items() for name, x in tensors.items()}
+        named = {f"{group}.{name}": x for group in COMPARED for name, x in getattr(self, group).items()}
         return {"value": torch.tensor(self.value, dtype=torch.float64), **named}
 
 
@@ -105,7 +108,6 @@ class Plan:
     one_by_one: bool = False  # whether the first backward pass runs before the second forward pass
     record: bool = False  # whether to record collectives and the precision, which slows every operation down
     edit: str = ""  # a key of interventions.EDITS
-    same_draws: bool = False  # whether all random numbers are the same on every rank, whatever their seed
     rounding: tuple[int, torch.dtype] | None = None  # a seed, and the dtype by half a unit of which embeddings change
 
 
@@ -119,8 +121,8 @@ def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
     world = World.of()
 
     def measured(seed: int | None) -> Measurement:
-        draws = Draws(same=plan.same_draws)
-        with splitting(always=case.shared), draws if plan.record or plan.same_draws else nullcontext():
+        draws = Draws(same=plan.edit == "same draws")
+        with splitting(always=case.shared), draws if plan.record or draws.same else nullcontext():
             subject = Subject(case, batch.d, plan.rounding)
             if seed is not None:
                 torch.default_generator.manual_seed(seed)
@@ -145,19 +147,8 @@ def average(results: Sequence[Measurement]) -> Measurement:
         if stacked.numel():
             error = float(stacked.std(0).max()) / len(results) ** 0.5
             noise = max(noise, error / max(1.0, float(means[name].abs().max())))
-
-    def mean_of(group: str) -> Gradients:
-        return {name: means[f"{group}.{name}"] for name in getattr(first, group)}
-
-    return replace(
-        first,
-        value=float(means["value"]),
-        encoder=mean_of("encoder"),
-        parameters=mean_of("parameters"),
-        sharded=mean_of("sharded"),
-        state=mean_of("state"),
-        noise=noise,
-    )
+    groups: Any = {x: {name: means[f"{x}.{name}"] for name in getattr(first, x)} for x in COMPARED}
+    return replace(first, value=float(means["value"]), noise=noise, **groups)
 
 
 def set_float64_and_seed() -> None:

@@ -249,7 +249,7 @@ FACTS: dict[str, Fact] = {
         e.option is not None and e.every(lambda x: x.gathered)
     ),
     "ranks draw random numbers": lambda e: e.draws,
-    "with the same random numbers on every rank the value is right": lambda e: e.right_with_same_draws,
+    "with the same random numbers on every rank the value is right": lambda e: e.right_after("same draws"),
     # values on other samples
     "the mean of the ranks' values is not that of one process": lambda e: not e.every(lambda x: x.has_mean(1)),
     "a change of other ranks' samples changes the value": lambda e: e.changes("other samples") is True,
@@ -288,6 +288,6 @@ FACTS: dict[str, Fact] = {
     "the state after a step, or a later step, is wrong": lambda e: bool(
         e.broken & {"same_state", "same_at_later_steps"}
     ),
-    "a later value depends on earlier samples": lambda e: "same_state" in e.broken or e.remembers,
+    "a later value depends on earlier samples": lambda e: "same_state" in e.broken or e.confirms("state"),
 }
 """What may be so of evidence, in words."""

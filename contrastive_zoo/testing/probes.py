@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,6 +150,8 @@ class LossEvidence(Evidence):
     def confirms(self, mistake: str) -> bool:
         if mistake == FALLBACK:
             return self.option is None and not self.is_step and self.calls("") and self._is_right_when_wrapped
+        if mistake == "state":
+            return self._remembers
         selections = SELECTIONS[self.case.call].get(mistake, ())
         if all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
             return True
@@ -193,13 +195,7 @@ class LossEvidence(Evidence):
         return False
 
     def right_after(self, edit: str) -> bool:
-        return self._is_right(Plan(edit=edit))
-
-    @cached_property
-    def right_with_same_draws(self) -> bool:  # type: ignore[override]  # measured when it is asked for
-        return self._is_right(Plan(same_draws=True))
-
-    def _is_right(self, plan: Plan) -> bool:
+        plan = Plan(edit=edit)
         try:
             for x in self.comparisons:
                 trial = self._trial(x.shards)
@@ -210,8 +206,9 @@ class LossEvidence(Evidence):
             return False
         return True
 
-    @cached_property
-    def remembers(self) -> bool:  # type: ignore[override]  # measured when it is asked for
+    @property
+    def _remembers(self) -> bool:
+        """Return whether the value of a step on one process depends on the samples of the step before."""
         batch = self._trial(EVEN[0]).batch
         first, second = (self.worlds.run(1, value_after, self.case, batch, seed)[0] for seed in (1, 2))
         return not self._near(first, second)

@@ -61,14 +61,8 @@ class Training:
         return Training(steps, seed_per_rank=self.seed_per_rank)
 
 
-@dataclass(frozen=True)
-class StepError:
-    """The message of the error in which a step ended."""
-
-    message: str
-
-
-Outcome: TypeAlias = Measurement | StepError
+Outcome: TypeAlias = Measurement | str
+"""What a step computes, or the message of the error in which it ended."""
 
 
 def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]:
@@ -89,7 +83,7 @@ def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]
             try:
                 outcomes.append(subject.measure([local_shard(case, batch, UNCHANGED)]))
             except expected_errors as error:
-                outcomes.append(StepError(str(error)))
+                outcomes.append(str(error))
         with torch.no_grad():
             for parameter in {*subject.model.parameters(), *subject.parameters.values()}:
                 parameter.mul_(PARAMETER_FACTOR)
