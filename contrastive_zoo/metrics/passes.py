@@ -177,7 +177,7 @@ def nearest_ranking(
 def _nearest_groups(
     block: Round, gallery: Gallery, relevance: Relevance, question: Question, queries: Float[Tensor, "g d"], k: int
 ) -> list[Tensor]:
-    """Return query, score, value and count of this rank's items among the k nearest, and all tied with the k-th, by query."""
+    """Return query, score, value, count of this rank's items among the k nearest, or tied with the k-th, by query."""
     scores, positions, complete = gallery.nearest(block, queries, k, question.excluded)
     depth = min(k, len(gallery))
     kth = scores[:, depth - 1] if depth else torch.empty(len(queries), dtype=torch.float64)
@@ -205,7 +205,7 @@ def _counted(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, totals: Totals) -> Ranking:
-    """Return the positions of all relevant items: owners send their scores round, and ranks count what is higher or equal."""
+    """Return the positions of all relevant items: owners send scores round, ranks count what is higher or equal."""
     question, rows = relevance.question(block), block.gathered(queries)
     pairs = relevance.pairs(question)
     scores = gallery.pair_scores(rows, pairs.query, pairs.position)
