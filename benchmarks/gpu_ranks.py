@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node=gpu benchmarks/gpu_ranks.py [--rows N] [--width D] [--out FILE]
 
 Forward and backward of ``DistributedLoss`` in bfloat16, N embeddings a tower of all ranks together (NT-Xent: of both views).
-A step's time is that of its slowest rank, by CUDA events; medians. Memory is the peak of a rank beyond its inputs.
+A step's time is that of its slowest rank, by CUDA events; medians. Memory is the peak of a rank beyond its inputs. On GPUs
+the last rows are steps that a CUDA graph replays.
 """
 
 import argparse
@@ -47,12 +48,33 @@ def slowest(value: float, device: torch.device) -> float:
     return largest.item()
 
 
-def measured(name: str, implementation: str, ring: bool, options: argparse.Namespace, device: torch.device) -> str:
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Return the replay of a step that a CUDA graph recorded, after the usual ones on another stream."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread of NCCL asks for events meanwhile
+        step()
+    return graph.replay
+
+
+def measured(
+    name: str,
+    implementation: str,
+    ring: bool,
+    options: argparse.Namespace,
+    device: torch.device,
+    *,
+    capture: bool = False,
+) -> str:
     count = options.rows // dist.get_world_size() // (2 if name == "NT-Xent" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     views = (F.normalize(torch.randn(count, options.width, generator=generator), dim=1) for _ in range(2))
     rows = [x.to(device, torch.bfloat16).requires_grad_() for x in views]
-    settings = {"static_shapes": True, "check_finite": False, "check_equal": False}
+    settings = {"static_shapes": True, "check_finite": False, "check_equal": False, "check_distinct": False}
     loss = cz.DistributedLoss(LOSSES[name](), ring=ring, **settings).to(device)
 
     def step() -> None:
@@ -61,6 +83,8 @@ def measured(name: str, implementation: str, ring: bool, options: argparse.Names
         for x in rows:
             x.grad = None
 
+    if capture:
+        step = captured(step)
     times = []
     for index in range(options.steps + 3):
         dist.barrier()
@@ -71,8 +95,15 @@ def measured(name: str, implementation: str, ring: bool, options: argparse.Names
     memory = "–"
     if device.type == "cuda":
         memory = f"{slowest(torch.cuda.max_memory_allocated() - before, device) / 1e6:.0f}"
-    exchange = "ring" if ring else "gathered"
+    exchange = "ring" if ring else "gathered, captured" if capture else "gathered"
     return f"| {name} | {implementation} | {exchange} | {statistics.median(times[3:]):.3g} | {memory} |"
+
+
+def write(lines: list[str], options: argparse.Namespace) -> None:
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n")
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -93,10 +124,9 @@ def main() -> None:
     ]
     cases = product(LOSSES, ("auto", "torch"), (False, True))
     lines += [measured(*case, options, device) for case in cases]
-    if dist.get_rank() == 0:
-        print(*lines, sep="\n")
-        if options.out:
-            options.out.write_text("\n".join(lines) + "\n")
+    write(lines, options)
+    if device.type == "cuda":  # last, since a capture that fails may end the ranks
+        write([*lines, *(measured(x, "auto", False, options, device, capture=True) for x in LOSSES)], options)
     dist.destroy_process_group()
 
 

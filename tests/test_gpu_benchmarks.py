@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 
+import crossover
 import gpu
 import gpu_tokens
 from gpu_suite import measure, report
@@ -272,3 +274,32 @@ def test_the_program_writes_the_page_while_it_measures(
     assert "- Before SigLIP: matrix product 8192³ bf16 737 TFLOP/s" in text
     assert "| SigLIP ≤ 34 ms | 30.0 ms | met |" in text
     assert "InfoNCE by" not in text.split("| target")[0]
+
+
+def test_one_command_times_all_sizes_by_both_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Operations on the matrix are run, with 16 embeddings; times are invented, by which kernels win from 3,000 on."""
+    file, timed = tmp_path / "kernel_times.json", []
+
+    def step(loss: str, function: Any, n: int, d: int) -> tuple[str, int]:
+        path = crossover.implementation._implementation.get()
+        if path == "torch":
+            rows = [torch.randn(16, d, requires_grad=True) for _ in range(2)]
+            measure.value_and_gradients(function, rows)
+        timed.append((loss, n, path))
+        return path, n
+
+    file.write_text(json.dumps({}))
+    monkeypatch.setattr(crossover, "FILE", file)
+    monkeypatch.setattr(crossover, "steps", step)
+    monkeypatch.setattr(crossover, "median_ms", lambda of: 3.0 if of[0] == "triton" else of[1] / 1000)
+    monkeypatch.setattr(crossover.implementation, "NO_KERNELS", crossover.implementation.NO_KERNELS)  # restores it
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(sys, "argv", ["crossover.py"])
+    crossover.main()
+    sizes = (1024, 2048, 4096, 8192, 16_384)
+    assert sorted(timed) == sorted(product(("CLIP", "SigLIP", "NT-Xent"), sizes, ("triton", "torch")))
+    assert json.loads(file.read_text())["ms"]["CLIP"]["8192"] == {"kernels": 3.0, "matrix": 8.192}
+    assert "| SigLIP | 4,096 | 3 | 4.1 |" in (text := capsys.readouterr().out)
+    assert "above 3,000 embeddings" in text or "above 2,999 embeddings" in text
