@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .c
 # each of the many processes of a test compiles the package once, not each time that it is imported
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu triton-versions quick search lint types examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu test-trainers triton-versions quick search lint types examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -23,14 +23,19 @@ $(BIN)/python:
 	touch .venv/.demo-installed $@
 
 # other libraries' loss code, without their dependencies; one that cannot be had is named, skipped and tried again next time
-.venv/.peers-installed: .ci/peers.txt .venv/.installed
-	if $(BIN)/python -m tools.peer_losses.packages .venv/peers; then touch $@; fi
+.venv/.peers-installed: .ci/peers.txt .ci/trainers.txt .venv/.installed
+	if $(BIN)/python -m tools.peer_losses.packages .venv/peers && \
+		$(BIN)/python -m tools.peer_losses.packages .venv/trainers trainers.txt; then touch $@; fi
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m examples.demo
 
 test: .venv/.installed .venv/.peers-installed lint types
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+# GradCache with DeepSpeed, which no other test needs
+test-trainers: .venv/.examples-installed .venv/.peers-installed
+	$(BIN)/python -m pytest tests/test_gradcache_trainers.py tests/test_gradcache_peers.py
 
 # for the inner loop: what a change breaks first, in under 90 seconds on 2 cores
 quick: .venv/.installed lint types

@@ -50,6 +50,11 @@ class Block(nn.Module):
         return checkpoint(self.activations, x, use_reentrant=False) if self.recomputed else self.activations(x)
 
 
+def encoder_of(options: "Options") -> nn.Module:
+    blocks = [Block(options.layer(i, MIDDLE), options.dropout, options.recomputed) for i in (IN, MIDDLE)]
+    return nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT))
+
+
 class Options(NamedTuple):
     """What is trained."""
 
@@ -58,13 +63,13 @@ class Options(NamedTuple):
     recomputed: bool = False
     towers: int = 1
     accumulate: int = 1
+    encoder: Callable[["Options"], nn.Module] = encoder_of
 
     def encoders(self) -> list[nn.Module]:
         result = []
         for seed in range(self.towers):
             torch.manual_seed(seed)
-            blocks = [Block(self.layer(i, MIDDLE), self.dropout, self.recomputed) for i in (IN, MIDDLE)]
-            result.append(nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT)).double())
+            result.append(self.encoder(self).double())
         return result
 
 
@@ -187,7 +192,7 @@ class FSDP(Trainer):
     def __init__(self, options: Options) -> None:
         encoders = options.encoders()
         for encoder in encoders:
-            for module in (*encoder, encoder):
+            for module in (*(encoder if isinstance(encoder, nn.Sequential) else ()), encoder):
                 fully_shard(module, mesh=self.mesh())
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
         self.step = self.cached(encoders)
@@ -279,15 +284,8 @@ def around_fsdp() -> Tensor:
     return step(*batch(0, 0, 4))
 
 
-def partitioned() -> Tensor:
-    encoder = Options().encoders()[0]
-    encoder[0].layer.weight.ds_id = 0  # as DeepSpeed marks a parameter of stage 3
-    return cz.GradCache(encoder, CHUNK)(numbers(4, IN, seed=0))
-
-
 REFUSED: dict[str, Callable[[], Tensor]] = {
     "Call fully_shard on the encoder": around_fsdp,
-    "Use stage 1 or 2": partitioned,
     "Engine owns the backward pass": lambda: cz.GradCache(Engine(IN, OUT), CHUNK)(torch.ones(4, IN)),
 }
 

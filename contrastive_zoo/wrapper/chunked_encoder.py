@@ -148,14 +148,57 @@ class ChunkedEncoder:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients the node returns: none if hooks of DDP or FSDP collect them."""
-        hooked = self._is_sharded or any(hasattr(x, "no_sync") for x in self.model.modules())
+        """Return the parameters whose gradients the node returns: none if hooks of DDP, FSDP or ZeRO 3 collect them."""
+        hooked = self._is_sharded or self._partitioned or any(hasattr(x, "no_sync") for x in self.model.modules())
         return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
 
     @property
     def _is_sharded(self) -> bool:
         """Whether FSDP2 reduces the gradients of each backward pass that arrives at a parameter."""
         return any(hasattr(x, "set_requires_gradient_sync") for x in self.model.modules())
+
+    @property
+    def _partitioned(self) -> list[Any]:
+        """Return the trainable parameters that stage 3 of ZeRO gathers for each module, and whose gradients it reduces."""
+        return [x for x in self.model.parameters() if x.requires_grad and hasattr(x, "ds_id")]
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Run the body such that gradients add up on this rank; ZeRO 3 reads a mark of each parameter."""
+        parameters = self._partitioned
+        with getattr(self.model, "no_sync", nullcontext)():
+            for x in parameters:
+                x.ds_grad_is_ready = False
+            try:
+                yield
+            finally:
+                for x in parameters:
+                    x.ds_grad_is_ready = True
+
+    @contextmanager
+    def _reduced(self) -> Iterator[None]:
+        """Run the body, in which hooks reduce gradients; those of ZeRO 3 only once, of parameters that the body uses."""
+        parameters, arrived = self._partitioned, set[Tensor]()
+        backward_pass = torch._C._current_graph_task_id()
+        if any(getattr(x, "reduced_in_backward_pass", None) == backward_pass for x in parameters):
+            raise ValueError(
+                "GradCache: ZeRO stage 3 reduces an encoder's gradients once in a backward pass, got two calls of it. "
+                "Encode all samples by one call, such as encode(torch.cat([view1, view2])).chunk(2)."
+            )
+        handles = [x.register_post_accumulate_grad_hook(arrived.add) for x in parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for x in parameters:
+            x.reduced_in_backward_pass = backward_pass
+            # DeepSpeed itself completes the gradients of its leaf modules
+            if x.grad is not None and x not in arrived and not hasattr(x, "ds_z3_leaf_module"):
+                raise ValueError(
+                    "GradCache: with ZeRO stage 3 each chunk uses the same parameters, got one of shape "
+                    f"{list(x.ds_shape)} that the last chunk does not use. Use stage 1 or 2, or FSDP2."
+                )
 
     def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
         """Run the second pass: each chunk with a graph, and its outputs' gradients through that graph.
@@ -187,7 +230,7 @@ class ChunkedEncoder:
         totals: dict[Tensor, Tensor],
         is_last: bool,
     ) -> None:
-        with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
+        with self._reduced() if is_last else self._held():
             with torch.enable_grad(), self._autocast_of_construction():
                 set_random_states(states, self.devices)
                 outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))

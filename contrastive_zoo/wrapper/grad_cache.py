@@ -15,6 +15,7 @@ Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from typing import Any, TypeGuard
 
 import torch
@@ -150,7 +151,8 @@ class GradCache(nn.Module):
         ValueError: a chunk size below 1, or not one of ``chunk_size`` and ``chunk_tokens``. At the call, on every rank
             alike: tensors that differ in their numbers of samples, no tensor at all, inputs that need a gradient, an
             attention mask that is missing or padded on both sides, or a sample longer than ``chunk_tokens``. On its rank:
-            an encoder without one embedding per sample, with ``chunk_tokens``.
+            an encoder without one embedding per sample, with ``chunk_tokens``. In the backward pass, with stage 3 of ZeRO: a
+            second call of the encoder in it, or a last chunk that does not use a parameter of the others.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
@@ -232,7 +234,9 @@ def _trainer_problem(model: nn.Module) -> str | None:
     if hasattr(model, "backward") and hasattr(model, "step"):
         return f"{type(model).__name__} owns the backward pass. Put GradCache inside, around the encoder alone."
     if any(hasattr(x, "ds_id") for x in model.parameters()):
-        return "ZeRO stage 3 gathers parameters for one module at a time, not for chunks. Use stage 1 or 2, or FSDP2."
+        installed = metadata.version("deepspeed")
+        if tuple(map(int, installed.split(".")[:2])) < (0, 17):
+            return f"ZeRO stage 3 reduces gradients of all chunks at once since DeepSpeed 0.17, got {installed}. Upgrade it."
     sharded: list[Any] = [x for x in model.modules() if hasattr(x, "_get_fsdp_state")]
     # the first one is outermost; it is a root unless a module around GradCache is sharded, too
     if sharded and sharded[0]._get_fsdp_state()._is_root is False:
