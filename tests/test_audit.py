@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from tests import audit_trainings
 from tests.audit_random import audit_random_training
 from tests.audit_runner import Runner, audit_here
 from tests.helpers import EVERY_CASE
-from tests.interpreter import python
+from tests.interpreter import python, torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
 
@@ -308,9 +306,8 @@ def test_the_command_audits_a_script_and_writes_json(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("environment")
 def test_the_processes_of_torchrun_are_audited() -> None:
     pytest.importorskip("typer")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    audit = ["-m", "contrastive_zoo", "audit", str(ROOT / "benchmarks" / "audit_script.py"), "16", "--steps", "1"]
-    done = subprocess.run([*torchrun, *audit], capture_output=True, text=True, timeout=120)
+    script = str(ROOT / "benchmarks" / "audit_script.py")
+    done = torchrun(2, "-m", "contrastive_zoo", "audit", script, "16", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the training is the same as on one process" in done.stdout
 
