@@ -19,7 +19,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 import accuracy
 import bench
 import checks
-import doctor
 import scaling
 import wrapper
 from suite import harness, report
@@ -300,9 +299,3 @@ def test_times_of_ranks_have_a_row_for_each_exchange() -> None:
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 3 * 2 * 2
     assert all(float(row[3]) > 0 for row in rows)
-
-
-def test_the_doctor_is_run_on_losses_of_several_libraries() -> None:
-    right = [*doctor.right_losses()]
-    assert len({(x.library, x.name) for x in right}) == len(right)
-    assert {"contrastive_zoo", "pytorch-metric-learning", "lightly", "solo-learn"} <= {x.library for x in right}

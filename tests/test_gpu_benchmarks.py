@@ -18,7 +18,7 @@ import crossover
 import gpu
 import gpu_tokens
 from gpu_suite import measure, report
-from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, OURS, PUBLIC, normalised
+from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
@@ -154,24 +154,6 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
     assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
 
 
-def test_the_process_prints_measurements_and_hides_what_peers_print(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measuring(loss: str, name: str, sizes: list[measure.Size]) -> Any:
-        print("noise of a peer")
-        return (Measurement(loss, name, n, d, 1.0, 2.0) for n, d in sizes)
-
-    monkeypatch.setattr(measure, "measure", measuring)
-    monkeypatch.setattr(sys, "argv", ["measure", "a folder", "CLIP", OURS, "8x4", "16x4"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    measure.main()
-    assert sys.path[0] == "a folder"
-    lines = capsys.readouterr().out.splitlines()
-    assert [Measurement(**json.loads(x.removeprefix(measure.MARK))) for x in lines] == [
-        Measurement("CLIP", OURS, n, 4, 1.0, 2.0) for n in (8, 16)
-    ]
-
-
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -195,42 +177,14 @@ def verdicts(found: list[Measurement]) -> dict[str, tuple[str, str]]:
     return {target: (figure, verdict) for target, figure, verdict in (row[2:-2].split(" | ") for row in rows)}
 
 
-def test_targets_are_met_and_missed_by_the_same_run() -> None:
+def test_targets_are_met_missed_or_not_measured() -> None:
     met = verdicts(invented(**{"CLIP ours": 44.0, "NT-Xent ours": 20.0, "CLIP memeff": 88.0}))
-    assert met["CLIP ≤ 45 ms"] == ("44.0 ms", "met")
-    assert met["CLIP ≤ 1 GB beyond inputs"] == ("0.900 GB, gradients included", "met")
     assert met["CLIP ≥ 2 × faster than the best public kernel"] == ("2.00 × (memeff 88.0 ms, ours 44.0 ms)", "met")
-    assert met["InfoNCE ≥ 2 × faster than the best public kernel"][1] == "met"
-    assert met["SigLIP ≤ 34 ms"] == ("30.0 ms", "met")
-    assert met["NT-Xent ≥ 1.6 × faster than two towers of as many rows"] == ("2.20 × (44.0 ms, 20.0 ms)", "met")
     assert {verdict for _, verdict in met.values()} == {"met"}
-    missed = verdicts(
-        invented(**{"CLIP ours": 45.5, "NT-Xent ours": 40.0, "SigLIP ours": 50.0, "SigLIP siglip-kernel": 48.0})
-    )
+    missed = verdicts(invented(**{"CLIP ours": 45.5, "SigLIP ours": "out of memory"}))
     assert missed["CLIP ≤ 45 ms"] == ("45.5 ms", "missed")
-    assert missed["SigLIP ≤ 34 ms"] == ("50.0 ms", "missed")
-    assert missed["NT-Xent ≥ 1.6 × faster than two towers of as many rows"] == ("1.14 × (45.5 ms, 40.0 ms)", "missed")
-    assert missed["CLIP ≥ 2 × faster than the best public kernel"] == (
-        "1.98 × (Inf-CL 90.0 ms, ours 45.5 ms)",
-        "missed",
-    )
-    assert [x for target, x in missed.items() if "46.9" in target] == [
-        ("0.96 × (siglip-kernel 48.0 ms, ours 50.0 ms)", "missed")
-    ]
-
-
-def test_a_target_without_its_figures_says_why() -> None:
-    found = verdicts(invented(**{"CLIP ours": "out of memory", "SigLIP siglip-kernel": "not installed: siglip_kernel"}))
-    assert found["CLIP ≤ 45 ms"] == ("–", "not measured: ours: out of memory")
-    assert found["NT-Xent ≥ 1.6 × faster than two towers of as many rows"][1] == "not measured: ours: out of memory"
-    assert [verdict for target, (_, verdict) in found.items() if "46.9" in target] == [
-        "not measured: siglip-kernel: not installed: siglip_kernel"
-    ]
-    one_peer = verdicts(invented(**{"InfoNCE memeff": "x", "InfoNCE Inf-CL": 61.0, "InfoNCE cut-cross-entropy": "y"}))
-    assert one_peer["InfoNCE ≥ 2 × faster than the best public kernel"][0] == "2.03 × (Inf-CL 61.0 ms, ours 30.0 ms)"
-    assert {verdict for _, verdict in verdicts([]).values()} > {
-        "not measured: CLIP by ours with 65,536 rows was not run"
-    }
+    assert missed["CLIP ≥ 2 × faster than the best public kernel"][1] == "missed"
+    assert missed["SigLIP ≤ 34 ms"] == ("–", "not measured: ours: out of memory")
 
 
 def test_the_tables_have_each_implementation_beside_ours() -> None:
@@ -247,33 +201,6 @@ def test_the_tables_have_each_implementation_beside_ours() -> None:
     assert all(row.count("|") == table[0].count("|") for row in table)
     assert all(row.count("|") == kernels[0].count("|") for row in kernels)
     assert any("no gradient of the scale" in line for line in report.notes(results))
-
-
-def test_the_program_writes_the_page_while_it_measures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, lengths = tmp_path / "gpu-times.md", []
-
-    def measured(loss: str, name: str, sizes: list[measure.Size], folder: str) -> list[Measurement]:
-        assert folder == str(tmp_path)
-        lengths.append(len(out.read_text()) if out.exists() else 0)
-        return [x for x in invented() if (x.loss, x.implementation) == (loss, name) and (x.n, x.d) in sizes]
-
-    monkeypatch.setattr(gpu, "measured", measured)
-    monkeypatch.setattr(gpu.Ceilings, "measured", lambda: gpu.Ceilings(*(1e12 * x for x in gpu.H100)))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    arguments = ["gpu.py", "--quick", "--only", "CLIP", "SigLIP", "--peers", str(tmp_path), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    gpu.main()
-    assert len(lengths) == 19
-    assert sorted(set(lengths)) == lengths
-    text = out.read_text()
-    assert text in capsys.readouterr().out
-    assert text.startswith("a GPU, torch")
-    assert "Peers: none. Not installed: inf-cl==1.2.1, memeff" in text
-    assert "- Before SigLIP: matrix product 8192³ bf16 737 TFLOP/s" in text
-    assert "| SigLIP ≤ 34 ms | 30.0 ms | met |" in text
-    assert "InfoNCE by" not in text.split("| target")[0]
 
 
 def test_one_command_times_all_sizes_by_both_paths(
