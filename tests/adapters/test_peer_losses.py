@@ -3,6 +3,7 @@
 import ast
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from torch import nn
 
+import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tools.peer_losses import packages
 from tools.peer_losses.losses import LEFT_OUT, PeerLoss, table
 from tools.peer_losses.measurement import Compared, compare, measure
 from tools.peer_losses.page import drawn, page
+from tools.peer_losses.trainers import REPLACEMENTS, SIZES, replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
 PACKAGES = list(dict.fromkeys(peer.package for peer in table()))
@@ -23,13 +26,18 @@ ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}
 """Losses of lightly that have failed: their buffers are empty, and one is never set."""
 
 
-def of_package(package: str) -> list[PeerLoss]:
-    """The losses of a package; the test is skipped if it is not installed."""
+def need(package: str) -> None:
+    """Skip the test if a package is not installed."""
     absent = packages.missing(packages.FOLDER, packages.required())
     if requirement := next((x for x in absent if x.startswith(f"{package}==")), None):
         pytest.skip(f"{requirement} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
     if package not in packages.required():
         pytest.importorskip(package.replace("-", "_"))
+
+
+def of_package(package: str) -> list[PeerLoss]:
+    """The losses of a package that is installed."""
+    need(package)
     return [peer for peer in table() if peer.package == package]
 
 
@@ -46,8 +54,6 @@ def bare(loss: Any, **_: Any) -> Any:
 
 
 def times_size(loss: Any, **_: Any) -> Any:
-    import contrastive_zoo as cz
-
     loss_fn = cz.DistributedLoss(loss)
     return lambda **named: 2 * loss_fn(**named)
 
@@ -57,6 +63,21 @@ def test_a_wrong_wrapper_is_detected(mutant: Callable[..., Any], worlds: Worlds)
     losses = [x for x in of_package("open-clip-torch") if x.name == "SigLipLoss"]
     (compared,) = measure(worlds, losses, (2,), mutant)
     assert "differs by" in (compared[2].wrong(losses[0]) or "")
+
+
+@pytest.mark.parametrize("package", dict.fromkeys(x.package.lower() for x in REPLACEMENTS))
+def test_what_replaces_a_trainers_loss_is_their_own_code_on_one_process(package: str, worlds: Worlds) -> None:
+    need(package)
+    chosen = [x for x in REPLACEMENTS if x.package.lower() == package]
+    for peer, compared in zip(chosen, measure(worlds, chosen, SIZES, replaced), strict=True):
+        assert {size: of.wrong(peer) for size, of in compared.items()} == dict.fromkeys(SIZES), str(peer)
+
+
+def test_another_temperature_than_theirs_is_detected(worlds: Worlds) -> None:
+    need("colpali-engine")
+    (peer,) = (replace(x, ours=cz.InfoNCE(normalize=False)) for x in REPLACEMENTS if x.name == "BiEncoderLoss")
+    (compared,) = measure(worlds, [peer], (2,), replaced)
+    assert "differs by" in (compared[2].wrong(peer) or "")
 
 
 SUFFIXES = ("Loss", "Regularizer", "_loss_func", "Contrastive", "Distillation", "InfoNCE")

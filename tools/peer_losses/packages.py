@@ -87,6 +87,22 @@ BARE: dict[str, Bare] = {
         {".utils": ".utils.distributed"},
         {"pylate.models": lambda: SimpleNamespace(ColBERT=SimpleNamespace(skiplist_mask=_all_documents))},
     ),
+    "tevatron": Bare(),
+    "FlagEmbedding": Bare(
+        (
+            *("", ".abc", ".abc.finetune", ".abc.finetune.embedder", ".finetune", ".finetune.embedder"),
+            *(".finetune.embedder.encoder_only", ".finetune.embedder.encoder_only.base"),
+        ),
+        {".abc.finetune.embedder": ".abc.finetune.embedder.AbsModeling"},
+    ),
+    "swift": Bare(
+        ("", ".loss"),
+        stand_ins={
+            "swift.sequence_parallel": lambda: SimpleNamespace(sequence_parallel=SimpleNamespace()),
+            "swift.utils": lambda: SimpleNamespace(get_dist_setting=lambda: (0, 0, 1, 1)),
+        },
+    ),
+    "nemo_automodel": Bare(("", ".components", ".components.loss")),
 }
 
 
@@ -117,11 +133,16 @@ def _names_of(module: str) -> Callable[[str], Any]:
     return name
 
 
-def loaded(module: str) -> ModuleType:
-    """Return a module of a package in :data:`FOLDER`, or of one that is installed whole."""
+def is_there(module: str, folder: Path | str) -> bool:
+    """Return whether a folder has the file of a module, which no version of a package needs to have."""
+    return Path(folder, *module.split(".")).with_suffix(".py").is_file()
+
+
+def loaded(module: str, folder: Path | str = FOLDER) -> ModuleType:
+    """Return a module of a package in the folder, or of one that is installed whole."""
     package = module.partition(".")[0]
     if package in BARE and package not in sys.modules:
-        assert opened(package, FOLDER), f"{package} is not in {FOLDER}"
+        assert opened(package, folder), f"{package} is not in {folder}"
     return importlib.import_module(module)
 
 

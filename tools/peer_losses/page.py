@@ -30,7 +30,8 @@ def page(rows: Sequence[tuple[PeerLoss, Mapping[int, Compared]]]) -> str:
     ]
     refused = [(peer, next(iter(of.values())).words) for peer, of in rows]
     installed = {**required(), "sentence-transformers": version("sentence-transformers")}
-    versions = ", ".join(f"{name} {number}" for name, number in installed.items())
+    packages = {peer.package for peer, _ in rows}
+    versions = ", ".join(f"{name} {number}" for name, number in installed.items() if name in packages)
     return "\n".join(
         [
             f"{len(rows)} losses. {versions}.",
