@@ -6,7 +6,7 @@ such as a clone, on one, two and three ranks. The page "Coming from another libr
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ REPLACEMENTS = [
 ]  # fmt: skip
 
 
-def main(folders: list[str]) -> int:
+def main(folders: Sequence[str | Path]) -> int:
     """Compare what is in the folders, print each result, and return 1 if any differs."""
     chosen = [
         replace(x, folder=Path(folder))
