@@ -446,6 +446,17 @@ class ScaledRate(OpenClip):
         return clip_loss(*z)
 
 
+@training("a reference on one process before the group")
+class AfterReference(OpenClip):
+    def __init__(self) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in DataLoader(torch.ones(4, 2), 2):  # type: ignore[arg-type]  # a tensor is a dataset
+            model(batch).square().sum().backward()
+            optimizer.step()
+        super().__init__()
+
+
 class Accumulating(Right):
     """Four micro-batches in a step."""
 

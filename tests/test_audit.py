@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 pytest.importorskip("sklearn")
@@ -22,7 +23,7 @@ from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis, table
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from contrastive_zoo.testing.worlds import Worlds
-from tests import audit_trainings
+from tests import audit_deepspeed, audit_trainings
 from tests.audit_random import audit_random_training
 from tests.audit_runner import Runner, audit_here
 from tests.helpers import EVERY_CASE
@@ -53,12 +54,13 @@ IN_A_POOL = {
         name: [mistake] if mistake else []
         for name, (_, mistake) in audit_trainings.TRAININGS.items()
         if mistake not in ("not sharded", "different numbers of steps", "sampler seeded per rank")
-        and "before DistributedLoss" not in name
+        and " before " not in name
     },
 }
 """Trainings in plain torch and their diagnoses, by module."""
 
 IN_NEW_PROCESSES = {
+    (OWN, "a reference on one process before the group"): [],
     (OWN, "every rank draws from all samples"): ["not sharded"],
     (OWN, "a sampler with a seed per rank"): ["sampler seeded per rank"],
     (OWN, "one rank has fewer batches"): ["different numbers of steps"],
@@ -211,20 +213,43 @@ def test_what_raises_in_one_process_is_said() -> None:
     assert "in one process the script raises ZeroDivisionError: only once" in str(report)
 
 
-def test_an_engine_of_deepspeed_is_not_accused() -> None:
-    class DeepSpeedEngine(nn.Linear):
-        """Known by its name: the audit does not import DeepSpeed."""
+class DeepSpeedEngine(nn.Linear):
+    """Known by its name: the audit does not import DeepSpeed."""
 
-    def engine(kind: type[nn.Linear]) -> bool | None:
-        def once() -> None:
-            model = kind(2, 2)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            model(torch.eye(2)).square().sum().backward()
-            optimizer.step()
+    optimizer = None
 
-        return audit(once, steps=1).ok
 
-    assert (engine(nn.Linear), engine(DeepSpeedEngine)) == (True, None)
+def _report_of(kind: type[nn.Linear]) -> AuditReport:
+    def once() -> None:
+        torch.manual_seed(0)
+        model = kind(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.eye(2)[[dist.get_rank()]]).square().mean().backward()
+        cz.average_gradients(model)
+        optimizer.step()
+
+    return audit(once, steps=1)
+
+
+def test_an_engine_in_a_group_that_lives_on_is_not_compared(worlds: Worlds) -> None:
+    assert worlds.run(2, _report_of, nn.Linear)[0].ok is not None
+    report = worlds.run(2, _report_of, DeepSpeedEngine)[0]
+    assert report.ok is None
+    assert "audit the script, which runs again as a whole" in str(report)
+
+
+@pytest.fixture(scope="module")
+def run_zero() -> Iterator[Runner]:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional library")
+    runner = Runner(["examples.deepspeed_engine", audit_deepspeed.__name__])
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize("name", [*audit_deepspeed.TRAININGS][:: 1 if EVERY_CASE else 5])
+def test_zero_is_compared(name: str, run_zero: Runner) -> None:
+    mistake = audit_deepspeed.TRAININGS[name].mistake
+    require(run_zero(audit_deepspeed.__name__, name), [mistake] if mistake else [])
 
 
 def test_an_exception_of_the_training_is_raised_and_hooks_are_removed() -> None:

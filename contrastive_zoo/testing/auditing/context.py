@@ -13,6 +13,7 @@ from contrastive_zoo.testing.auditing.assemble import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
+from contrastive_zoo.testing.auditing.zero import is_engine
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 Train = Callable[[Recorder], object]
@@ -91,6 +92,10 @@ def compared(recorder: Recorder, losses: list[Any], train: Train) -> WorldReport
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         record.rank, gathered = rank, [None] * world_size
+        if any(map(is_engine, recorder.tensors.modules)):
+            record.unrepeatable = (
+                "DeepSpeed keeps the group of all ranks: audit the script, which runs again as a whole"
+            )
         alone = this_process(dist.distributed_c10d._get_default_group())
         dist.all_gather_object(gathered, (record, recorder.inputs))
     else:

@@ -34,6 +34,7 @@ from contrastive_zoo.testing.auditing.records import (
 from contrastive_zoo.testing.auditing.rerun import Rerun, replaced
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.testing.auditing.tensors import Tensors, add
+from contrastive_zoo.testing.auditing.zero import PARAMETERS, held
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 THIRD_PARTY_LOSSES = (
@@ -80,6 +81,7 @@ class Recorder:
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
         self._epochs = 0
+        self._of_zero: list[type] = []  # classes of optimizers whose steps are watched
         self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
         self._hooks = ExitStack()
 
@@ -118,10 +120,11 @@ class Recorder:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def _has_group(self) -> bool:
-        """Return whether the script has initialised torch.distributed, or need not."""
+        """Return whether the script has initialised torch.distributed, or need not; a rerun skips what the ranks did."""
         if dist.is_available() and dist.is_initialized():
             self.record.initialized = True
-        return self.record.initialized or not self.needs_group
+        skipped = 0 if self.rerun is None else self.rerun.first.skipped
+        return self.record.initialized or (not self.needs_group and self.inputs.skipped >= skipped)
 
     def _on_loader(self, original: Any, loader: DataLoader[Any]) -> Iterator[Any]:
         """Record the batches of a loader, unless it is that of a validation; in a rerun, yield those of all ranks."""
@@ -193,6 +196,7 @@ class Recorder:
             if self.rerun is not None:
                 self.rerun.draws.begin_step()
         self.tensors.remember(module)
+        self._watch_zero(getattr(module, "optimizer", None))
         index = len(self.step.calls)
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
@@ -284,6 +288,9 @@ class Recorder:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients now; those of a closure, in which Lightning runs forward and backward, after it."""
+        if not self._has_group():
+            self.inputs.skipped += 1
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return self._look_at_step(optimizer)
@@ -297,12 +304,23 @@ class Recorder:
             return (args[0], watched, *args[2:]), kwargs
         return args, kwargs | {"closure": watched}
 
+    def _watch_zero(self, optimizer: Any) -> None:
+        """Watch the steps of an optimizer of ZeRO, which is none of torch's and runs these on flat pieces."""
+        if type(optimizer).__name__ in PARAMETERS and add(self._of_zero, type(optimizer)):
+            self._hooks.enter_context(replaced(type(optimizer), "step", self._on_zero))
+
+    def _on_zero(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._look_at_step(optimizer)
+        result = original(optimizer, *args, **kwargs)
+        self._after_step(optimizer)
+        return result
+
     def _look_at_gradients(self, tensors: Iterable[Tensor]) -> None:
         known = self.tensors.parameters()
         for name, _, gradient in self.tensors.gradients([x for x in tensors if x in known]):
             self.step.gradients.setdefault(name, sketch(gradient))
 
-    def _look_at_step(self, optimizer: Optimizer) -> None:
+    def _look_at_step(self, optimizer: Any) -> None:
         """Record what the optimizer receives, and its state before its first step."""
         if self.finished or self._in_step or not self.step.backwards:
             return
@@ -316,21 +334,20 @@ class Recorder:
         settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
         self.step.settings[index] = copy.deepcopy(settings)
         self._look_at_gradients([*self.tensors.parameters()])
-        held = [x for group in optimizer.param_groups for x in group["params"]]
-        self.step.optimized |= {self.tensors.names[x] for x in held}
-        for name, x, gradient in self.tensors.gradients(held):
+        self.step.optimized |= {self.tensors.names[x] for x in held(optimizer)}
+        for name, x, gradient in self.tensors.gradients(held(optimizer)):
             value = whole(x, self.tensors.groups.get(x))
             self.step.moved[name] = -sketch(value, gradient)
             self.step.norms[name] = float(gradient.norm()), float(self.step.moved[name].norm())
             self.step.received[name] = sketch(gradient) if self.step.clips else self.step.gradients[name]
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         if not self._in_step or not any(optimizer is x for x in self.tensors.optimizers) or self.finished:
             return
-        held = [x for group in optimizer.param_groups for x in group["params"]]
-        for name, x, gradient in self.tensors.gradients(held):
+        for name, x, gradient in self.tensors.gradients(held(optimizer)):
             if name in self.step.moved:
                 self.step.moved[name] += sketch(whole(x, self.tensors.groups.get(x)), gradient)
+        self.tensors.of_zero.clear()
         self._in_step, self._stepped = False, True
 
     def _close_step(self) -> None:
@@ -358,8 +375,10 @@ def _argument(x: Any) -> Any:
     return None if isinstance(x, Tensor) and x.requires_grad else snapshot(x)
 
 
-def _state(optimizer: Optimizer) -> Any:
+def _state(optimizer: Any) -> Any:
     """Return a copy of an optimizer's state; none where it is split over ranks, as that of ZeroRedundancyOptimizer."""
+    if not isinstance(optimizer, Optimizer):
+        return {"state": {}}
     try:
         return snapshot(optimizer.state_dict())
     except RuntimeError:

@@ -123,6 +123,7 @@ class Inputs:
     calls: list[list[ModuleCall]] = field(default_factory=list)  # of each step
     settings: list[dict[int, list[dict[str, Any]]]] = field(default_factory=list)  # of each step's optimizers
     shares_samples: bool = False  # as that of the record
+    skipped: int = 0  # steps of optimizers before a process group, as those of a reference on one process
 
 
 def snapshot(x: Any, device: torch.device | str = "cpu") -> Any:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contrastive_zoo.testing.auditing.zero import whole_parameter
+
 SIZE, ROWS = 64, 4096
 """Numbers in a sketch, and signs for each of them; a norm of a sketch has a standard deviation of √(1 / 128) = 9 %."""
 
@@ -38,10 +40,12 @@ def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return all of a tensor of which every rank holds a part: a DTensor, or a flat piece of FSDP1 in its group.
+    """Return all of a tensor of which every rank holds a part: a DTensor, a piece of FSDP1 in its group, or one of ZeRO.
 
     Every rank of the group must call it.
     """
+    if hasattr(x, "ds_id"):
+        return whole_parameter(x)
     x = x.detach()
     if hasattr(x, "full_tensor"):
         gathered: Any = x.full_tensor()

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from contrastive_zoo.testing.auditing.records import Inputs, Record, snapshot
 from contrastive_zoo.testing.auditing.rerun import Rerun
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
+from contrastive_zoo.testing.auditing.zero import held, is_engine, is_in_pieces, unreadable, whole_gradient
 
 ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 """Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
@@ -30,6 +31,7 @@ class Tensors:
         self.optimizers: list[Optimizer] = []
         self.names: dict[Tensor, str] = {}  # of parameters
         self.groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
+        self.of_zero: dict[Tensor, Tensor] = {}  # gradients in pieces of ZeRO, which are gone after the step
 
     def remember(self, module: nn.Module) -> None:
         """At the first call of a module, name its tensors and record them; in a rerun, give them rank 0's values."""
@@ -38,10 +40,8 @@ class Tensors:
         for part in module.modules():
             if type(part).__name__ == "FullyShardedDataParallel":
                 self.groups |= dict.fromkeys(part.parameters(), part.process_group)
-        if _is_a(module, {"DeepSpeedEngine"}):
-            self.record.unrepeatable = (
-                "DeepSpeed holds gradients and parameters in buffers that the audit does not read"
-            )
+        if is_engine(module):
+            self.record.unrepeatable = self.record.unrepeatable or unreadable(module.optimizer)
         index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
         is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
         inside = [y for x in module.modules() if self.is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
@@ -83,22 +83,25 @@ class Tensors:
     def parameters(self) -> dict[Tensor, str]:
         """Return the names of all parameters; those that are in an optimizer only have names of their place there."""
         for i, optimizer in enumerate(self.optimizers):
-            held = [x for group in optimizer.param_groups for x in group["params"]]
-            for j, x in enumerate(held):
+            for j, x in enumerate(held(optimizer)):
                 if x not in self.names:
                     self.names[x] = f"optimizer{i}.{j}"
                     self.record.groups |= {self.names[x]: "encoder"} if x.requires_grad else {}
         return self.names
 
     def have_gradients(self) -> bool:
-        return any(x.grad is not None for x in self.parameters())
+        return any(x.grad is not None or is_in_pieces(x) for x in self.parameters())
 
     def gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
         for x in tensors:
-            in_pieces = x in self.groups
-            gradient = x.new_zeros(0) if x.grad is None and in_pieces else x.grad
-            if gradient is not None and (gradient := whole(gradient, self.groups.get(x))).numel():
+            gradient = x.new_zeros(0) if x.grad is None and x in self.groups else x.grad
+            if is_in_pieces(x):
+                gradient = self.of_zero[x] if x in self.of_zero else whole_gradient(x)
+                self.of_zero[x] = gradient
+            elif gradient is not None:
+                gradient = whole(gradient, self.groups.get(x))
+            if gradient is not None and gradient.numel():
                 self.record.groups.setdefault(self.names[x], "encoder")  # of a parameter that was frozen at first
                 yield self.names[x], x, gradient
 
