@@ -198,6 +198,6 @@ def test_adapters_of_peft_end_as_on_one_process(trainer: type[Trainer], worlds: 
     needed("peft", "test")
     options = Options(accumulate=2, encoder=adapted)
     expected = on_one_process(options, SHARDS)
-    for found in worlds.run(2, train, trainer, options, SHARDS, timeout=60):
+    for found in worlds.run(2, train, trainer, options, SHARDS, timeout=120):
         for x, y in zip(found, expected, strict=True):
             close(x, y)
