@@ -124,13 +124,26 @@ class _Sweep:
             else:
                 block = _Block(left, scale, bias, learns, normalizes, weights)
                 parts = self._parts(block, exchange, dcandidates)
-            if not learns:
+            if learns:
+                dcandidates = exchange.return_gradients(dcandidates, parts)
+            else:
                 for _ in parts:
                     pass
-                return block.losses, []
-            dcandidates = exchange.return_gradients(dcandidates, parts)
-        danchors = block.danchors
-        sums = torch.stack([torch.dot(anchors.flatten(), danchors.flatten()), block.dbias])
+        products, danchors = block.products, block.danchors
+        if self.on_kernel:  # kernels would round the weights of positives, the largest, to 16 bits
+            of_pairs = torch.linalg.vecdot(anchors, columns)
+            x = of_pairs * scale + bias
+            g = -(-x).sigmoid()
+            block.losses += softplus(-x, threshold=_LINEAR_FROM).sum()
+            if learns:
+                danchors.addcmul_(columns, g[:, None])
+                dcandidates.addcmul_(anchors, g[:, None])
+                products += torch.dot(g, of_pairs)
+                block.dbias += g.sum()
+        if not learns:
+            return block.losses, []
+        products = torch.dot(anchors.flatten(), danchors.flatten()) if products is None else products
+        sums = torch.stack([products, block.dbias])
         dscale, dbias = sum_over_ranks(sums, gradient="partial", world=self.world).unbind()
         return block.losses, [danchors.mul_(scale), dcandidates.mul_(scale), dscale, dbias]
 
@@ -154,6 +167,7 @@ class _Block:
     learns: bool  # whether gradients are computed
     normalizes: bool  # whether products of anchors and candidates are divided by their norms
     weights: Tensor | None
+    products: Tensor | None = None  # Σ G_ij a_i·b_j, of a block that sums it by itself
 
     def __post_init__(self) -> None:
         self.losses, self.dbias = self.anchors.new_zeros(len(self.anchors)), self.anchors.new_zeros(())

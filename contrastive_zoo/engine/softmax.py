@@ -178,11 +178,14 @@ class _LogSumExp(Function):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
             ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
             with matmul_rounding(sweep.dtype, rows.device.type):
-                r, c, positives, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
+                r, c, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
             if largest is not None and not sweep.lost_precision(r, c, largest):
                 break
+        ctx.products = sweep.partners.products(*inputs)
         ctx.save_for_backward(*inputs, scale if isinstance(scale, Tensor) else None, r, c, exchange.gathered, *tiles)
-        return ctx.arithmetic.log(r), None if c is None else ctx.arithmetic.log(c), *positives
+        of_rows = ctx.arithmetic.log(r)
+        positives = [x.to(of_rows.dtype) * ctx.scale for x in ctx.products]
+        return of_rows, None if c is None else ctx.arithmetic.log(c), *positives
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, h: Tensor | None, *dpositives: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,10 +202,14 @@ class _LogSumExp(Function):
             dcolumns = drows if sweep.one_tower else None
             if ctx.needs_input_grad[2] and not sweep.one_tower:
                 dcolumns = gradient_buffer(columns, local)
+            factor = 1.0 if isinstance(ctx.scale, Tensor) else ctx.scale
+            of_partners = [x.to(rows.dtype) * factor for x in dpositives]
             products = rows.new_zeros(())
+            for x, y in zip(of_partners, ctx.products, strict=True):
+                products += torch.dot(x, y)
             parts = sweep.gradients(
                 ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale, row_statistics, column_statistics,
-                dpositives, drows, dcolumns, tiles, products,
+                drows, dcolumns, tiles, products,
             )  # fmt: skip
             if dcolumns is None:
                 for _ in parts:  # it yields nothing, but fills drows
@@ -210,6 +217,7 @@ class _LogSumExp(Function):
             else:
                 exchange.return_gradients(dcolumns, parts)
             ctx.cached.release()
+            sweep.partners.add_gradients(of_partners, rows, columns, drows, dcolumns)
             dscale = sweep.dscale(rows, drows, products) if ctx.needs_input_grad[3] else None
             if not isinstance(ctx.scale, Tensor):
                 dscale = None if dscale is None else dscale / ctx.scale

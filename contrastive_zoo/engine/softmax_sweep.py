@@ -24,7 +24,8 @@ from contrastive_zoo.ranks.world import Shards, World
 class Partners:
     """The columns stride · i + offset of the local block are the partners of row i, for each offset.
 
-    The exponentials of partners are no part of the sums. A partner's logit would cancel against the log-sum-exp that
+    Sweeps leave them out: their products and gradients are computed here, row by row. The exponentials
+    of partners are no part of the sums. A partner's logit would cancel against the log-sum-exp that
     contains it, and its weight 1 − p against the sum of the others' weights: where a batch is solved at a low temperature,
     float32 holds no digit of either difference. So every term of the loss and of its gradient keeps its relative error.
     """
@@ -32,42 +33,39 @@ class Partners:
     offsets: Sequence[int] = ()
     stride: int = 1
 
-    def empty(self, like: Tensor, rows: int, columns: int) -> list[Tensor]:
-        """Return memory for the logits of the partners of so many rows among so many columns, by offset."""
-        # of n · stride columns all rows have one
-        return [like.new_zeros(max(0, min(rows, columns - offset))) for offset in self.offsets]
+    def products(self, rows: Tensor, columns: Tensor) -> list[Tensor]:
+        """Return the products of rows and their partners, by offset."""
+        return [torch.linalg.vecdot(x, y) for x, y in self._pairs(rows, columns)]
 
-    def take(self, tile: Tensor, i: slice, j: slice, logits: Sequence[Tensor], *, mirrored: bool) -> None:
-        """Move the logits of partners from a tile of the local block to ``logits``; −inf takes their place.
+    def add_gradients(
+        self, weights: Sequence[Tensor], rows: Tensor, columns: Tensor, drows: Tensor, dcolumns: Tensor | None
+    ) -> None:
+        """Add the gradients of the weighted sums of :meth:`products`, without rounding weights to 16 bits."""
+        targets = self._pairs(drows, columns if dcolumns is None else dcolumns)
+        for weight, (x, y), (dx, dy) in zip(weights, self._pairs(rows, columns), targets, strict=True):
+            dx.addcmul_(y, weight[:, None])
+            if dcolumns is not None:
+                dy.addcmul_(x, weight[:, None])
 
-        The tile is that of rows i and columns j. ``mirrored`` says whether rows are also partners of columns, as in a tile
-        on the diagonal of one tower.
+    def _pairs(self, rows: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the rows that have a partner, and the partners, by offset."""
+        partners = [columns[offset :: self.stride][: len(rows)] for offset in self.offsets]
+        return [(rows[: len(x)], x) for x in partners]
+
+    def clear(self, tile: Tensor, i: slice, j: slice, *, mirrored: bool) -> None:
+        """Replace the logits of partners in a tile of the local block, of rows i and columns j, by −inf.
+
+        ``mirrored`` says whether rows are also partners of columns, as in a tile on the diagonal of one tower.
         """
-        for index, rows, entries in self._entries(tile, i, j, mirrored):
-            logits[index][rows] = entries
-            entries.fill_(-torch.inf)
-
-    def put(self, tile: Tensor, i: slice, j: slice, values: Sequence[Tensor], *, mirrored: bool) -> None:
-        """Overwrite the entries of partners with ``values``; arguments are those of :meth:`take`."""
-        for index, rows, entries in self._entries(tile, i, j, mirrored):
-            entries.copy_(values[index][rows])
-
-    def _entries(self, tile: Tensor, i: slice, j: slice, mirrored: bool) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield the index of each offset with partners in the tile, their rows, and a view of their entries."""
-        for index, offset in enumerate(self.offsets):
-            first, last = (-((offset - start) // self.stride) for start in (j.start, j.stop))
-            rows = slice(max(i.start, first), min(i.stop, last))
-            if rows.start < rows.stop:
-                row, column = rows.start - i.start, offset + self.stride * rows.start - j.start
-                yield index, rows, self._diagonal(tile, rows, row, column)
-                if mirrored:
-                    yield index, rows, self._diagonal(tile, rows, column, row)
-
-    def _diagonal(self, tile: Tensor, rows: slice, row: int, column: int) -> Tensor:
-        """Return a view of as many entries as rows, from a place on."""
         down, right = tile.stride()
-        start = tile.storage_offset() + row * down + column * right
-        return tile.as_strided((rows.stop - rows.start,), (down + self.stride * right,), start)
+        for offset in self.offsets:
+            first, last = (-((offset - start) // self.stride) for start in (j.start, j.stop))
+            first, last = max(i.start, first), min(i.stop, last)
+            row, column = first - i.start, offset + self.stride * first - j.start
+            for below, after in ((row, column), (column, row))[: 1 + mirrored]:
+                if first < last:
+                    start = tile.storage_offset() + below * down + after * right
+                    tile.as_strided((last - first,), (down + self.stride * right,), start).fill_(-torch.inf)
 
 
 @dataclass(frozen=True)
@@ -157,13 +155,12 @@ class SoftmaxSweep:
         exchange: GatherExchange | Ring,
         scale: float | Tensor,
         cached: CachedLogits,
-    ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
-        """Return sums of local rows over all columns, sums of local columns over all rows, partners' logits, and tiles.
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Return sums of local rows over all columns, sums of local columns over all rows, and tiles.
 
         The sums leave partners out. Tiles are those that fit into the budget, None in place of the others.
         """
         scratch, total, parts = self._scratch(rows), arithmetic.empty(len(rows), rows), []
-        positives = self.partners.empty(rows, len(rows), self.column_shards.size)
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
             block_rows, row_total, excluded = rows[block.rows], total[block.rows], self._excluded_columns(block)
@@ -177,7 +174,7 @@ class SoftmaxSweep:
                     out = torch.empty_like(tile) if keep else tile
                     s = _logits(a, columns[j], scale, out, diagonal, _in_tile(excluded, i, j), _of_tile(norms, i, j))
                     if index == 0:
-                        self.partners.take(s, i, j, positives, mirrored=diagonal)
+                        self.partners.clear(s, i, j, mirrored=diagonal)
                     arithmetic.transform(s)
                     arithmetic.add(strip_total, s, 1)
                     if self.columnwise and not diagonal:
@@ -185,9 +182,9 @@ class SoftmaxSweep:
                     stored.append(s if keep else None)
             parts.append(column_total)
         if not self.columnwise:
-            return total, None, positives, stored
+            return total, None, stored
         column_total = merge_at_owners(parts[0], parts[1:], exchange.blocks[1:], self.world, arithmetic.merge)
-        return total, None if self.one_tower else column_total, positives, stored
+        return total, None if self.one_tower else column_total, stored
 
     def gradients(
         self,
@@ -197,7 +194,6 @@ class SoftmaxSweep:
         scale: float | Tensor,
         row_statistics: Tensor,
         column_statistics: Tensor | None,
-        dpositives: Sequence[Tensor],
         drows: Tensor,
         dcolumns: Tensor | None,
         stored: list[Tensor | None],
@@ -205,9 +201,9 @@ class SoftmaxSweep:
     ) -> Iterator[Tensor]:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
-        Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. ``dpositives`` are the
-        weights of partners. The caller multiplies gradients by a scale that is a tensor. ``products`` is for
-        :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
+        Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. The
+        caller multiplies gradients by a scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums
+        Σ G_ij a_i·b_j itself.
         """
         alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, row_weights, column_weights = self._scratch(rows), arithmetic.coefficients(row_statistics), None
@@ -229,12 +225,12 @@ class SoftmaxSweep:
                     b, s, of_tile = columns[j], next(cached), _of_tile(norms, i, j)
                     if s is None:
                         s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j), of_tile)
+                        if index == 0:
+                            self.partners.clear(s, i, j, mirrored=diagonal)
                         arithmetic.transform(s)
                     weights = arithmetic.weights(
                         s, strip_weights, None if by_column is None else by_column[j], tile_of(out, i, j)
                     )
-                    if index == 0:
-                        self.partners.put(weights, i, j, dpositives, mirrored=diagonal)
                     if of_tile is not None:
                         weights.mul_(of_tile[1])
                     # the first matmul into a buffer overwrites its content

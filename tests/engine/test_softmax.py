@@ -327,7 +327,7 @@ def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatc
     def watched(*args: Any) -> Any:
         alive.append(sum(x() is not None for x in kept))
         found = sums(*args)
-        kept.extend(weakref.ref(x) for x in found[3] if x is not None)
+        kept.extend(weakref.ref(x) for x in found[2] if x is not None)
         return found
 
     monkeypatch.setattr(SoftmaxSweep, "sums", watched)

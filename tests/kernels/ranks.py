@@ -187,41 +187,58 @@ class Case:
 
 @dataclass(frozen=True)
 class Collapsed:
-    """bfloat16 embeddings that are nearly alike: the gradient of the scale is small beside the products that it is of.
+    """Embeddings of 16 bits, about one direction: unit rows that were rounded again would lose digits of their differences.
 
-    Its error beside that of the dense formula in float32 of the same factors, unit embeddings rounded to 16 bits.
+    The error is that beside the dense formula in float32 of the same embeddings, normalised in float32.
     """
 
     loss: str
+    rows: str  # their dtype
     cosine: float  # of any two samples, in the mean
+    temperature: float = 0.07
+    spread: float = 1.0  # of the logarithms of norms
     dtype: str = "float32"  # of the sums
     large: int = 0
 
     def shards(self, world: int, index: int) -> Sequence[Sequence[int]]:
-        return [[32 + 64 // world] * world]
+        return [[[96]], [[70, 26], [0, 96]], [[40, 0, 56]]][world - 1]
 
     def inputs(self, count: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(3)
-        center, samples, *noise = (torch.randn(n, 32, generator=generator) for n in (1, count, count, count))
+        center, samples, lengths, *noise = (torch.randn(n, 32, generator=generator) for n in (1, *[count] * 4))
         views = [F.normalize(F.normalize(samples, dim=1) + 0.5 * F.normalize(x, dim=1), dim=1) for x in noise]
         alike = math.sqrt(self.cosine) * F.normalize(center, dim=1)
-        return [(alike + math.sqrt(1 - self.cosine) * x).to(DEVICE, torch.bfloat16) for x in views]
+        rows = [(alike + math.sqrt(1 - self.cosine) * x) * (self.spread * lengths[:, :1]).exp() for x in views]
+        return [x.to(DEVICE, getattr(torch, self.rows)) for x in rows]
 
-    def derivative(self, rows: Sequence[Tensor]) -> float:
-        log_scale = torch.tensor(1 / 0.07, device=DEVICE).log().to(rows[0].dtype).requires_grad_()
-        (result,) = torch.autograd.grad(LOSSES[self.loss][1](*rows, log_scale.exp()), log_scale)
-        return float(result)
+    def expected(self, rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        log_scale = torch.tensor(1 / self.temperature, device=DEVICE).log().to(dtype).requires_grad_()
+        given = [x.to(dtype) if dtype == torch.float64 else x for x in rows]
+        given = [x.detach().requires_grad_() for x in given]
+        unit = [F.normalize(x.to(dtype), dim=1) for x in given]
+        bias = [torch.tensor(-10.0, device=DEVICE, dtype=dtype)] if self.loss == "SigLIP" else []
+        value = LOSSES[self.loss][1](*unit, log_scale.exp(), *bias)
+        return [value.detach(), *torch.autograd.grad(value, [*given, log_scale])]
 
     def errors(self, world: int, rank: int, shards: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
-        (sizes,) = shards
-        loss = cz.DistributedLoss(LOSSES[self.loss][0](**learnt(0.07))).to(DEVICE)
-        rows = self.inputs(sum(sizes))
-        with splitting(always=True), cz.engine.use_implementation("triton"):
-            value = loss(*(x.split([*sizes])[rank] for x in rows))
-        (found,) = torch.autograd.grad(value, [*loss.parameters()])
-        unit = [F.normalize(x.double(), dim=1) for x in rows]
-        truth, dense = self.derivative(unit), self.derivative([x.bfloat16().float() for x in unit])
-        return [(abs(float(found) - truth) / abs(truth), abs(dense - truth) / abs(truth))]
+        errors = []
+        for sizes in shards:
+            loss = cz.DistributedLoss(LOSSES[self.loss][0](**learnt(self.temperature))).to(DEVICE)
+            rows = self.inputs(sum(sizes))
+            own = [x.split([*sizes])[rank].clone().requires_grad_() for x in rows]
+            with splitting(always=True), cz.engine.use_implementation("triton"):
+                value = loss(*own)
+            (scale,) = (x for name, x in loss.named_parameters() if "temperature" in name)
+            *gradients, of_scale = torch.autograd.grad(value, [*own, scale])
+            truth, dense = (self.expected(rows, dtype) for dtype in (torch.float64, torch.float32))
+            errors.append(_errors(value.detach(), dense[0], truth[0], float(truth[0])))
+            # relative to its summands, of which only those of SigLIP do not cancel
+            norm = abs(float(truth[-1])) if self.loss == "SigLIP" else 1 / self.temperature
+            errors.append(_errors(of_scale, dense[-1], truth[-1], norm))
+            for x, *others in zip(gradients, dense[1:-1], truth[1:-1], strict=True):
+                y, z = (of.split([*sizes])[rank] for of in others)
+                errors.append(_errors(x / world, y.double(), z, float(z.norm())))
+        return errors
 
 
 def _errors(found: Tensor, dense: Tensor, truth: Tensor, norm: float) -> tuple[float, float]:
@@ -250,7 +267,15 @@ LARGE_CASES = [
     *(Case(loss, "float16", ring=True, large=256) for loss in ("NTXent", "Clip", "SigLIP")),
     *(Case(loss, "bfloat16", large=4096) for loss in ("NTXent", "Clip", "SigLIP")),
 ]
-COLLAPSED = [Collapsed("Clip", 0.9), Collapsed("NTXent", 0.98)]
+COLLAPSED = [
+    Collapsed("Clip", "bfloat16", 0.9),
+    Collapsed("NTXent", "bfloat16", 0.98),
+    Collapsed("SigLIP", "bfloat16", 0.9, 0.2),
+    Collapsed("NTXent", "float16", 0.9, 0.02),
+    Collapsed("Clip", "float16", 0.98),
+    Collapsed("InfoNCE", "bfloat16", 0.0, 0.5),
+    Collapsed("SigLIP", "bfloat16", 0.98, 0.5, spread=0.0),
+]
 
 
 # ----------------------------------------------------------------------------------------------------- mutants, and reads
@@ -360,6 +385,16 @@ def products_of_rounded_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KernelSweep, "dscale", SoftmaxSweep.dscale)
 
 
+def rounded_unit_rows(patch: pytest.MonkeyPatch) -> None:
+    """The mutant that multiplies unit rows, rounded to 16 bits."""
+    plain = blocks.Operand.of
+
+    def of(x: Tensor, precision: str, *, unit_norm: bool = False) -> blocks.Operand:
+        return plain(F.normalize(x.float(), dim=1).to(x.dtype) if unit_norm else x, precision)
+
+    patch.setattr(blocks.Operand, "of", of)
+
+
 class _Inner:
     """A kernel whose launches without masks see logits that are half as large again."""
 
@@ -382,7 +417,8 @@ def inner_logits_too_large(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: list[tuple[Mutant, Case | Collapsed | TokenCase]] = [
-    *((products_of_rounded_weights, case) for case in COLLAPSED),
+    *((products_of_rounded_weights, case) for case in COLLAPSED[:2]),
+    *((rounded_unit_rows, case) for case in COLLAPSED[:-1]),
     *((inner_logits_too_large, Case(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
     (partners_on_every_rank, Case("Clip", ring=True)),
     (partners_on_every_rank, Case("SigLIP", ring=True)),
@@ -398,7 +434,7 @@ MUTANTS: list[tuple[Mutant, Case | Collapsed | TokenCase]] = [
 
 
 def interpret_bfloat16() -> None:
-    """Teach the interpreter products of bfloat16, of which it multiplies the bits."""
+    """Teach the interpreter products of bfloat16, of which it multiplies the bits, and to round to it, not to truncate."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -411,7 +447,15 @@ def interpret_bfloat16() -> None:
                 x.data = (x.data.astype(np.uint32) << 16).view(np.float32)
         return plain(self, a, b, *rest)
 
+    convert = interpreter._convert_float
+
+    def rounded(x, of, to, *rest):  # type: ignore[no-untyped-def]
+        if of == tl.float32 and to == tl.bfloat16:
+            return torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return convert(x, of, to, *rest)
+
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._convert_float = rounded
 
 
 def selected() -> list[tuple[Mutant | None, Case | Collapsed | TokenCase]]:

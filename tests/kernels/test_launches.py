@@ -57,11 +57,11 @@ def softmax_step(shards: Shards, *, one_tower: bool) -> None:
     factors = rows.bfloat16(), rows.bfloat16()
     sweep = softmax.KernelSweep(shards, shards, World(), True, True, factors, Partners((offset,)), one_tower=one_tower)
     arithmetic, exchange = sweep.exact_sums, exchange_of(shards, rows, half=one_tower)
-    r, c, _, _ = sweep.sums(arithmetic, rows, exchange, scale, None)
+    r, c, _ = sweep.sums(arithmetic, rows, exchange, scale, None)
     of_rows, of_columns = (arithmetic.statistics(x, x[:, 0]) for x in (r, r if c is None else c))
-    drows, positives = torch.empty_like(rows), [torch.zeros(shards.size - offset)]
+    drows = torch.empty_like(rows)
     dcolumns = drows if one_tower else torch.empty_like(rows)
-    step = arithmetic, rows, exchange, scale, of_rows, of_columns, positives, drows, dcolumns, None, rows.new_zeros(())
+    step = arithmetic, rows, exchange, scale, of_rows, of_columns, drows, dcolumns, None, rows.new_zeros(())
     assert len(list(sweep.gradients(*step))) == len(exchange.blocks) - 1
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastive_zoo.engine.precision import MIN_NORM
 from contrastive_zoo.ranks.devices import float32_matmuls
 
 # mypy: ignore-errors
@@ -48,6 +49,13 @@ def on_diagonal(start, stop, j, partner, ONE_TOWER: tl.constexpr, BLOCK_N: tl.co
 @triton.jit
 def _crosses(start, stop, j, partner, BLOCK_N: tl.constexpr):
     return (start + partner < j + BLOCK_N) & (j < stop + partner)
+
+
+@triton.jit
+def sum_in_threads(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Return the sum of a tile as one number of each thread, [WARPS, 8, 4]: no thread waits for another."""
+    parts = tl.reshape(x, (BLOCK_M // (16 * WARPS), WARPS, 2, 8, BLOCK_N // 8, 4, 2))
+    return tl.sum(tl.sum(tl.sum(tl.sum(parts, 6), 4), 2), 0)
 
 
 @triton.jit
@@ -96,7 +104,7 @@ class Tile:
 
 # Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most for which Triton 3.4 to 3.9 compile a
 # kernel without spills (one word of sigmoid_pairs with 3.8). Weights need registers for their products, so they have fewer.
-MOST_ROWS = {"log_sum_exps": 256, "sigmoid_pairs": 256}
+MOST_ROWS = {"log_sum_exps": 256}
 ROWS = 128  # of other kernels
 
 
@@ -116,21 +124,33 @@ class Operand:
     """Rows in the layout that copies of tiles need: last stride 1, other strides a multiple of 16 bytes."""
 
     rows: Tensor
+    factors: Tensor  # [n], float32: products are those of rows, times the factors of both rows
 
     @classmethod
-    def of(cls, x: Tensor, precision: str) -> "Operand":
-        """Return a view of x if its strides allow it, or a copy.
+    def of(cls, x: Tensor, precision: str, *, unit_norm: bool = False) -> "Operand":
+        """Return a view of x if its strides allow it, or a copy; with ``unit_norm`` products are those of unit rows.
+
+        Unit rows of 16 bits would be rounded. Rows are multiplied by powers of two instead, so that their norms are in
+        [1, 2), and factors in (½, 1]: weights that are multiplied by these fit into float16 whatever the norms are.
 
         With TF32, tensor cores truncate the lower 13 bits of a float32, which biases every product towards 0. x is
         therefore rounded first (without rounding the error of SigLIP's loss is 700 times as large).
         """
         if x.dtype == torch.float32 and precision == "tf32":
             x = ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
-        step = 16 // x.element_size()
+        step, factors = 16 // x.element_size(), x.new_ones(len(x), dtype=torch.float32)
+        padded = x.new_empty(len(x), cdiv(x.shape[1], step) * step)[:, : x.shape[1]]
+        if unit_norm:
+            norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).clamp_(min=MIN_NORM)
+            mantissa, exponent = torch.frexp(norms)  # in [½, 1)
+            powers = torch.ldexp(factors, 1 - exponent)
+            return cls(padded.copy_(x.float() * powers[:, None]), 0.5 / mantissa)
         if x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0:
-            return cls(x)
-        padded = x.new_empty(len(x), cdiv(x.shape[1], step) * step)
-        return cls(padded[:, : x.shape[1]].copy_(x))
+            return cls(x, factors)
+        return cls(padded.copy_(x), factors)
+
+    def __getitem__(self, part: slice) -> "Operand":
+        return Operand(self.rows[part], self.factors[part])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -140,8 +160,11 @@ class Operand:
         return self.rows.shape[1]
 
     def tiles(self, part: slice, height: int, width: int) -> TensorDescriptor:
-        rows = self.rows[part]
-        return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [height, width])
+        return tiled(self.rows[part], height, width)
+
+
+def tiled(x: Tensor, height: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [height, width])
 
 
 def blocks(n: int, m: int, side: int, *, upper: bool = False) -> Iterator[tuple[slice, slice]]:

@@ -1,6 +1,6 @@
 """Compute losses and weights of a block of pairs in one sweep: the Triton kernel of the sigmoid loss.
 
-With x = scale · a_i·b_j + bias, y = 1 for the pair i = j and −1 for others: loss softplus(−y x), weight −y σ(−y x).
+With x = scale · a_i·b_j + bias: loss softplus(x), weight σ(x). Positive pairs are left out.
 """
 
 # mypy: ignore-errors
@@ -8,9 +8,7 @@ With x = scale · a_i·b_j + bias, y = 1 for the pair i = j and −1 for others:
 import triton
 import triton.language as tl
 
-from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves
-
-SIGN: tl.constexpr = tl.constexpr(-(2**31))  # the sign bit of a float32
+from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves, sum_in_threads
 
 
 @triton.jit
@@ -26,9 +24,11 @@ def sigmoid_pairs(
     a,  # [n, d]
     b,  # [m, d]
     weights,  # [n, m]; not written without GRADIENT
+    row_norms,  # [n]: factors of products, as for ``softmax_tiles``
+    column_norms,  # [m]
     scale,
     bias,
-    sums,  # [2, programs]: losses; weights
+    sums,  # [3, programs]: losses; weights; weights times products, before weights are rounded
     n,
     m,
     d,
@@ -42,6 +42,7 @@ def sigmoid_pairs(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     start, stop, block = own_tiles(n, m, chunk, BLOCK_N, GROUP)
     j = block * BLOCK_N
@@ -54,32 +55,32 @@ def sigmoid_pairs(
     loss = tl.zeros((BLOCK_M,), tl.float32)
     positive_part = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    products = tl.zeros((WARPS, 8, 4), tl.float32)
+    norms = tl.load(column_norms + columns, mask=columns < m, other=0.0)
     for i in tl.range(start, stop, BLOCK_M, flatten=True):
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for depth in range(0, d, BLOCK_K):
             acc = tl.dot(a.load([i, depth]), b.load([j, depth]).T, acc, input_precision=PRECISION)
         rows = i + tl.arange(0, BLOCK_M)
-        x = acc * k + shift
+        norms_of_rows = tl.load(row_norms + rows, mask=rows < n, other=0.0)
+        acc *= norms[None, :]
+        x = acc * (k * norms_of_rows)[:, None] + shift
         if EDGE:
             pair = (columns + ahead)[None, :] == rows[:, None]
-            inside = (rows < n)[:, None] & (columns < m)[None, :]
-            x = tl.where(inside, tl.where(pair, -x, x), float("-inf"))
+            x = tl.where((rows < n)[:, None] & (columns < m)[None, :] & ~pair, x, float("-inf"))
         positive_part += tl.sum(tl.maximum(x, 0.0), 1)
-        # exp(−|x|) with the sign of x in its sign bit: x itself would not fit into registers, too
-        bits = tl.exp2(-tl.abs(x)).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN)
-        e = bits.to(tl.float32, bitcast=True)
-        loss += tl.sum(log1p(tl.abs(e)), 1)
+        e = tl.exp2(-tl.abs(x))
+        loss += tl.sum(log1p(e), 1)
         if GRADIENT:
-            negative = e.to(tl.int32, bitcast=True) < 0  # true for −0, unlike e < 0
-            q = tl.rsqrt(
-                1.0 + tl.abs(e)
-            )  # rsqrt squared, since a division takes four operations, mostly for values beyond 2¹²⁶
-            w = tl.where(negative, -e, 1.0) * q * q
-            if EDGE:
-                w = tl.where(pair, -w, w)
+            # rsqrt squared, since a division takes four operations, mostly for values beyond 2¹²⁶
+            q = tl.rsqrt(1.0 + e)
+            w = tl.where(x < 0, e, 1.0) * q * q
             total += tl.sum(w, 1)
-            store_halves(weights, w * 2.0**UNIT, i, j, BLOCK_M, BLOCK_N)
+            w *= norms_of_rows[:, None]
+            products += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
+            store_halves(weights, w * (2.0**UNIT * norms)[None, :], i, j, BLOCK_M, BLOCK_N)
     programs = tl.num_programs(0)
     tl.store(sums + tl.program_id(0), tl.sum(loss + positive_part * (1.0 / LOG2E), 0))
     if GRADIENT:
         tl.store(sums + programs + tl.program_id(0), tl.sum(total, 0))
+        tl.store(sums + 2 * programs + tl.program_id(0), tl.sum(tl.sum(tl.sum(products, 2), 1), 0))

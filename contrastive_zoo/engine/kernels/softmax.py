@@ -33,6 +33,7 @@ from contrastive_zoo.engine.kernels.blocks import (
     launches,
     precision_of,
     rows_per_program,
+    tiled,
     tiles_for,
 )
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING, log_sum_exps, merge, softmax_weights
@@ -72,8 +73,7 @@ class SoftmaxPairs:
         """Return the pairs of some rows, from the first on, and some columns: all of this rank's, or none."""
         excluded = None if self.excluded is None else self.excluded[i] - j.start
         partner = self.partner if j.start < self.local else NO_PARTNER
-        a, b = Operand(self.a.rows[i]), Operand(self.b.rows[j])
-        return replace(self, a=a, b=b, one_tower=one_tower, partner=partner, excluded=excluded)
+        return replace(self, a=self.a[i], b=self.b[j], one_tower=one_tower, partner=partner, excluded=excluded)
 
     def _excluded_rows(self) -> Tensor:
         assert self.excluded is not None
@@ -83,10 +83,8 @@ class SoftmaxPairs:
         of_columns = torch.full_like(rows[:1], -1).expand(columns + 1).clone()
         return of_columns.scatter_(0, self.excluded.where(inside, columns).long(), rows)[:columns]
 
-    def add_sums(
-        self, of_rows: Tensor, of_columns: Tensor, positives: Tensor, precision_lost: Tensor, *, if_lost: bool = False
-    ) -> None:
-        """Add the sums [2, ·] of all pairs to ``of_rows`` and ``of_columns``, and write the dot products of positive pairs.
+    def add_sums(self, of_rows: Tensor, of_columns: Tensor, precision_lost: Tensor, *, if_lost: bool = False) -> None:
+        """Add the sums [2, ·] of all pairs but positive ones to ``of_rows`` and ``of_columns``.
 
         ``precision_lost`` is set to 1 if a sum of a column may lack terms. With ``if_lost`` nothing is done unless it is 1.
         """
@@ -105,10 +103,10 @@ class SoftmaxPairs:
             of_block = [(2, edges)] if if_lost or excluded is not None else launches(n, m, plain, edges)
             for edge, tile in of_block:
                 log_sum_exps[(cdiv(n, rows) * cdiv(m, tile.columns),)](
-                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), self.scale,
-                    by_row, by_column, positives[i], positives if excluded is None else excluded, precision_lost, n, m,
-                    a.width, j.start - i.start, self.partner, self.local - j.start, self.corner[0] - i.start,
-                    self.corner[1] - j.start, rows,
+                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth), a.factors[i],
+                    b.factors[j], self.scale, by_row, by_column, a.factors if excluded is None else excluded,
+                    precision_lost, n, m, a.width, j.start - i.start, self.partner, self.local - j.start,
+                    self.corner[0] - i.start, self.corner[1] - j.start, rows,
                     EDGE=edge, ONE_TOWER=self.one_tower, SIDE=self.side, COLUMNS=self.symmetric,
                     EXCLUDED=excluded is not None, IF_LOST=if_lost, PRECISION=self.precision,
                     WARPS=min(tile.warps, tile.rows // 16), **tile.options,
@@ -120,24 +118,21 @@ class SoftmaxPairs:
                     IF_LOST=if_lost, BLOCK_N=32, BLOCK_P=64, num_warps=4,
                 )  # fmt: skip
 
-    def add_precise_sums(self, of_rows: Tensor, of_columns: Tensor, positives: Tensor) -> None:
+    def add_precise_sums(self, of_rows: Tensor, of_columns: Tensor) -> None:
         """Add sums as :meth:`add_sums`, but recompute those of columns if one lost precision, each with its own maximum."""
-        precision_lost = positives.new_zeros((), dtype=torch.int32)
-        self.add_sums(of_rows, of_columns, positives, precision_lost)
+        precision_lost = of_rows.new_zeros((), dtype=torch.int32)
+        self.add_sums(of_rows, of_columns, precision_lost)
         if not self.symmetric:
             return
         recomputed = torch.full_like(of_columns, NOTHING.value)
-        unread = torch.empty_like(recomputed[0])
-        self.swapped.add_sums(recomputed, recomputed, unread, precision_lost, if_lost=True)  # or does nothing
+        self.swapped.add_sums(recomputed, recomputed, precision_lost, if_lost=True)  # or does nothing
         of_columns.copy_(torch.where(precision_lost > 0, recomputed, of_columns))
 
-    def fill(
-        self, w: Tensor, i: slice, j: slice, of_rows: Tensor, of_columns: Tensor, positive_weights: Tensor, bits: int
-    ) -> Tensor:
+    def fill(self, w: Tensor, i: slice, j: slice, of_rows: Tensor, of_columns: Tensor, bits: int) -> Tensor:
         """Write the weights of rows i and columns j into ``w``, in units of 2^−bits; return Σ w · a·b, not rounded.
 
         ``of_rows`` and ``of_columns`` are [2, ·], exponents and factors: the weight of a pair is factor · 2^(logit in
-        bits − exponent), and the same of its column. ``positive_weights`` are the negated weights of positive pairs.
+        bits − exponent), and the same of its column, times the factors of both operands; 0 of positive pairs.
         """
         n, m = w.shape
         plain, edges = tiles_for(self.a.rows, self.precision, "softmax_weights")
@@ -147,8 +142,8 @@ class SoftmaxPairs:
         for edge, tile in of_block:
             softmax_weights[(len(products),)](
                 self.a.tiles(i, tile.rows, tile.depth), self.b.tiles(j, tile.columns, tile.depth),
-                Operand(w).tiles(slice(None), tile.rows, tile.columns // 2), self.scale, of_rows[:, i], of_columns[:, j],
-                positive_weights[i], products, positive_weights if excluded is None else excluded, n, m, self.a.width,
+                tiled(w, tile.rows, tile.columns // 2), self.a.factors[i], self.b.factors[j], self.scale, of_rows[:, i],
+                of_columns[:, j], products, products if excluded is None else excluded, n, m, self.a.width,
                 of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner, self.local - j.start, rows,
                 EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, EXCLUDED=excluded is not None,
                 PRECISION=self.precision, UNIT=bits, MAX_ROWS=MAX_TILES * plain.rows,
@@ -157,11 +152,12 @@ class SoftmaxPairs:
         return products.sum()
 
     def add_gradients(
-        self, statistics: tuple[Tensor, Tensor, Tensor], of_rows: Tensor, of_columns: Tensor | None, dscale: Tensor
+        self, statistics: tuple[Tensor, Tensor], of_rows: Tensor, of_columns: Tensor | None, dscale: Tensor
     ) -> None:
         """Add W B to ``of_rows``, Wᵀ A to ``of_columns`` and Σ w · a·b to ``dscale``.
 
-        With one tower both gradients are ``of_rows``, and each pair counts once.
+        A and B are the rows as read; gradients lack the reciprocal of the factor of each row. With one tower both
+        gradients are ``of_rows``, and each pair counts once.
         """
         a, b, weights = self.a, self.b, Weights.of(self.a, self.b)
         for i, j in blocks(len(a), len(b), weights.side, upper=self.one_tower):
@@ -219,24 +215,21 @@ class KernelSweep(SoftmaxSweep):
 
     def sums(
         self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
-    ) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor | None]]:
-        """Return sums of local rows, and of local columns, over all others; partners' float64 logits; no tiles."""
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Return sums of local rows, and of local columns, over all others but partners; no tiles."""
         a, factor = self._operand(rows), as_scalar(scale, rows)
         total, parts = arithmetic.empty(len(rows), rows), []
-        positives = torch.zeros_like(rows[:, 0])
-        for blocks_here, columns in exchange.windows(self._operand):
+        for blocks_here, columns in exchange.windows(self._narrow):
             column_total = arithmetic.empty(len(columns), rows)
             if len(rows) and len(columns):
                 pairs = self._pairs(a, columns, blocks_here, factor, self.columnwise)
-                pairs.add_precise_sums(total.T, column_total.T, positives)
+                pairs.add_precise_sums(total.T, column_total.T)
             parts += column_total.split(lengths(blocks_here))
-        counts = [len(x) for x in self.partners.empty(rows, len(rows), self.column_shards.size)]
-        logits = [positives[:count].double() * scale for count in counts]
         if not self.columnwise:
-            return total, None, logits, []
+            return total, None, []
         local = arithmetic.merge([total, parts[0]]) if self.one_tower else parts[0]
         local = merge_at_owners(local, parts[1:], exchange.blocks[1:], self.world, arithmetic.merge)
-        return (local, None, logits, []) if self.one_tower else (total, local, logits, [])
+        return (local, None, []) if self.one_tower else (total, local, [])
 
     def gradients(
         self,
@@ -246,7 +239,6 @@ class KernelSweep(SoftmaxSweep):
         scale: float | Tensor,
         row_statistics: Tensor,
         column_statistics: Tensor | None,
-        dpositives: Sequence[Tensor],
         drows: Tensor,
         dcolumns: Tensor | None,
         stored: object,
@@ -255,23 +247,21 @@ class KernelSweep(SoftmaxSweep):
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
         Weights are in units of the power of two above the largest gradient, which float16 can hold: on any number of ranks
-        they are rounded alike. ``products`` becomes Σ G_ij a_i·b_j of this rank, times a scale that is a number.
+        they are rounded alike. Σ G_ij a_i·b_j of this rank, times a scale that is a number, is added to ``products``.
         """
         symmetric, factor = column_statistics is not None, as_scalar(scale, rows)
         columns_of_all = row_statistics[:0] if column_statistics is None else column_statistics
         if symmetric:
             columns_of_all = gather_rows(columns_of_all, self.column_shards, self.world)
-        dpositives = [x.to(rows.dtype) for x in dpositives]
-        weighed = [rows.new_full((1,), SMALLEST), row_statistics[:, 2], columns_of_all[:, 2], *dpositives]
+        weighed = [rows.new_full((1,), SMALLEST), row_statistics[:, 2], columns_of_all[:, 2]]
         unit = torch.cat(weighed).abs().amax()
         unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)
         row_weights, column_weights = (arithmetic.coefficients(x, unit) for x in (row_statistics, columns_of_all))
         by_rank = column_weights.split(self.column_shards.sizes if symmetric else [0] * self.world.size, 1)
-        positive_weights = self._positive_weights(dpositives, rows) / unit
-        restored = unit if isinstance(scale, Tensor) else unit * scale
+        restored, total = unit if isinstance(scale, Tensor) else unit * scale, torch.zeros_like(products)
         # a ring adds other ranks' gradients of the local rows to ``drows`` in the meantime
         a, of_rows = self._operand(rows), torch.zeros_like(rows) if dcolumns is drows else drows.zero_()
-        for blocks_here, columns in exchange.windows(self._operand):
+        for blocks_here, columns in exchange.windows(self._narrow):
             pairs, parts = self._pairs(a, columns, blocks_here, factor, symmetric), lengths(blocks_here)
             of_window = torch.cat([by_rank[x.ahead][:, x.columns] for x in blocks_here], 1)
             first = parts.pop(0) if pairs.one_tower else 0  # of columns that are the rows, gradients are in ``of_rows``
@@ -280,38 +270,36 @@ class KernelSweep(SoftmaxSweep):
                 piece = pairs.part(i, j, one_tower=diagonal)
                 target = None if of_columns is None else of_columns[j.start - first : j.stop - first]
                 if len(piece.a) and len(piece.b):
-                    statistics = row_weights[:, i], of_window[:, j], positive_weights[i]
-                    piece.add_gradients(statistics, of_rows[i], of_rows if diagonal else target, products)
+                    statistics = row_weights[:, i], of_window[:, j]
+                    piece.add_gradients(statistics, of_rows[i], of_rows if diagonal else target, total)
             if dcolumns is None or of_columns is None:
                 continue
-            gradients = iter(of_columns.mul_(restored).split(parts))
+            gradients = iter(of_columns.mul_((restored / pairs.b.factors[first:])[:, None]).split(parts))
             if pairs.one_tower:
                 dcolumns.zero_()
             elif self._is_local(blocks_here[0]):
                 dcolumns.copy_(next(gradients))
             yield from gradients
-        products *= restored
+        products += total * restored
+        of_rows.mul_((restored / a.factors)[:, None])
         if dcolumns is drows:
-            drows.addcmul_(of_rows, restored)
-        else:
-            drows.mul_(restored)
+            drows += of_rows
 
     def dscale(self, rows: Tensor, drows: Tensor, products: Tensor) -> Tensor:
         return products
 
     def _pairs(
-        self, rows: Tensor, columns: Tensor, blocks_here: Sequence[RankBlock], scale: Tensor, symmetric: bool
+        self, a: Operand, columns: Tensor, blocks_here: Sequence[RankBlock], scale: Tensor, symmetric: bool
     ) -> SoftmaxPairs:
         """Return the pairs of the local rows and the columns of some blocks, of which the last may have fewer rows."""
         has_local, last = self._is_local(blocks_here[0]), blocks_here[-1]
         one_tower = self.one_tower and has_local
         start = len(columns) - lengths(blocks_here)[-1]
-        a, b = (Operand.of(x, precision_of(x)) for x in (rows, columns))
         return SoftmaxPairs(
-            a, b, scale, symmetric, one_tower, side=int(one_tower),
+            a, self._operand(columns), scale, symmetric, one_tower, side=int(one_tower),
             partner=self.partners.offsets[0] if has_local and self.partners.offsets else NO_PARTNER,
             local=self.column_shards.size if has_local else 0,
-            corner=(last.rows.stop, start) if last.rows.stop < len(rows) else (NO_PARTNER, NO_PARTNER),
+            corner=(last.rows.stop, start) if last.rows.stop < len(a) else (NO_PARTNER, NO_PARTNER),
             excluded=self._excluded_of(blocks_here),
         )  # fmt: skip
 
@@ -337,14 +325,9 @@ class KernelSweep(SoftmaxSweep):
             start += length
         return columns.int()
 
-    def _operand(self, factors: Tensor) -> Tensor:
-        norms = self.inverse_norms(factors)
-        return (factors if norms is None else factors * norms[:, None]).to(self.dtype or factors.dtype)
+    def _narrow(self, rows: Tensor) -> Tensor:
+        return rows.to(self.dtype or rows.dtype)
 
-    def _positive_weights(self, dpositives: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Return the negated weight of each row's positive; with one tower both rows of a pair have it."""
-        weights = torch.zeros_like(rows[:, 0])
-        for offset, gradient in zip(self.partners.offsets, dpositives, strict=True):
-            for start in (0, offset) if self.one_tower else (0,):
-                torch.neg(gradient, out=weights[start : start + len(gradient)])
-        return weights
+    def _operand(self, rows: Tensor) -> Operand:
+        x = self._narrow(rows)
+        return Operand.of(x, precision_of(x), unit_norm=self.unit_norm and self.factors is not None)

@@ -1,6 +1,7 @@
 """Compute partial log-sum-exps of a block of logits, and the weights of its gradient: Triton kernels of the softmax losses.
 
-A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. The first
+A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. Rows of A
+and B are those that kernels read, times a factor each: reciprocals of norms, where they are to have unit length. The first
 ``local`` columns are of this rank. There the offset of column j from row i, δ = j − i + ``ahead``, is the kind of a pair:
 
     |δ| = partner                     a positive pair: excluded from sums
@@ -21,7 +22,7 @@ tiles (``EDGE``) processes them, so that the first launch has no masks.
 import triton
 import triton.language as tl
 
-from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves
+from contrastive_zoo.engine.kernels.blocks import LOG2E, on_diagonal, own_tiles, store_halves, sum_in_threads
 
 NOTHING: tl.constexpr = tl.constexpr(-1e30)  # the maximum of an empty set; unlike −inf, its difference with itself is 0
 
@@ -42,10 +43,11 @@ that underflows is then below 2^(80 − 126)."""
 def log_sum_exps(
     a,  # [n, d]
     b,  # [m, d]
+    row_norms,  # [n]: factors of the rows' products
+    column_norms,  # [m]
     scale,
     by_row,  # [2, column blocks, n]: exponents and mantissas of each row of a tile
     by_column,  # [2, chunks, m]: of each column of a program's rows
-    positives,  # [n]: dot products of positive pairs, neither scaled nor in bits
     excluded,  # [n]: a column that each row's sum and, by its row, the column's sum leave out; not read without EXCLUDED
     precision_lost,  # set to 1 if a column's sum may lack terms that are far below those of its tile
     n,
@@ -88,6 +90,7 @@ def log_sum_exps(
         start += max(j + ahead - start, 0) // BLOCK_M * BLOCK_M
     k = tl.load(scale) * LOG2E
     columns = j + tl.arange(0, BLOCK_N)
+    of_columns = tl.load(column_norms + columns, mask=columns < m, other=1.0)
     reference = NOTHING
     # the rows of one thread in a matmul are 8 apart, so these sums cross no thread before the end
     sums = tl.zeros((WARPS, 8, BLOCK_N), tl.float32)
@@ -96,11 +99,9 @@ def log_sum_exps(
         for depth in range(0, d, BLOCK_K):
             acc = tl.dot(a.load([i, depth]), b.load([j, depth]).T, acc, input_precision=PRECISION)
         rows = i + tl.arange(0, BLOCK_M)
+        acc *= of_columns[None, :]
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
-            partner_columns = rows + partner - ahead
-            result = (rows < n) & (j <= partner_columns) & (partner_columns < min(j + BLOCK_N, local))
-            tl.store(positives + rows, tl.sum(tl.where(delta == partner, acc, 0.0), 1), mask=result)
             same_rank = (rows < local + ahead)[:, None] & (columns < local)[None, :]
             positive = same_rank & ((delta == partner) | (delta == -partner))
             others = (columns < m)[None, :] & ((rows < corner_row)[:, None] | (columns < corner_column)[None, :])
@@ -113,8 +114,9 @@ def log_sum_exps(
                 left_out = tl.load(excluded + rows, mask=rows < n, other=-1)
                 others &= columns[None, :] != left_out[:, None]
             acc = tl.where(others, acc, float("-inf"))
-        top = tl.maximum(tl.ceil(tl.max(acc, 1) * k), NOTHING)
-        e = tl.exp2(acc * k - (top - LIFT)[:, None])
+        k_rows = k * tl.load(row_norms + rows, mask=rows < n, other=1.0)
+        top = tl.maximum(tl.ceil(tl.max(acc, 1) * k_rows), NOTHING)
+        e = tl.exp2(acc * k_rows[:, None] - (top - LIFT)[:, None])
         place = by_row + block.to(tl.int64) * n + rows
         tl.store(place, top - LIFT, mask=rows < n)
         tl.store(place + tl.cdiv(m, BLOCK_N).to(tl.int64) * n, tl.sum(e, 1), mask=rows < n)
@@ -173,24 +175,18 @@ def merge(
     tl.store(out + stride + columns, total, mask=there)
 
 
-@triton.jit
-def sum_in_threads(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Return the sum of a tile as one number of each thread, [WARPS, 8, 4]: no thread waits for another."""
-    parts = tl.reshape(x, (BLOCK_M // (16 * WARPS), WARPS, 2, 8, BLOCK_N // 8, 4, 2))
-    return tl.sum(tl.sum(tl.sum(tl.sum(parts, 6), 4), 2), 0)
-
-
 @triton.jit(do_not_specialize=["local"])
 def softmax_weights(
     a,  # [n, d]
     b,  # [m, d]
     weights,  # [n, m]
+    row_norms,  # [n], as for ``log_sum_exps``
+    column_norms,  # [m]
     scale,
     of_rows,  # [2, n]: exponents and factors of rows
     of_columns,  # [2, m]
-    positive_weights,  # [n]: negated weights of positive pairs
     products,  # [programs]: sums of weights, before they are rounded, times dot products
-    excluded,  # as for ``log_sum_exps``; such pairs have the weight 0
+    excluded,  # as for ``log_sum_exps``; such pairs and positives have the weight 0
     n,
     m,
     d,
@@ -213,7 +209,7 @@ def softmax_weights(
     GROUP: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Write ``2 ** (X - exponent) * factor`` of rows plus that of columns, and minus ``positive_weights`` of positives."""
+    """Write ``2 ** (X - exponent) * factor`` of rows plus that of columns, times both norms: weights of rows as read."""
     start, stop, block = own_tiles(n, m, chunk, BLOCK_N, GROUP)
     j = block * BLOCK_N
     if EDGE < 2:
@@ -222,6 +218,7 @@ def softmax_weights(
             return
     k = tl.load(scale) * LOG2E
     columns = j + tl.arange(0, BLOCK_N)
+    norms = tl.load(column_norms + columns, mask=columns < m, other=0.0)
     if COLUMNS:  # beyond the last row or column, exponents are infinite and weights 0
         by_column = tl.load(of_columns + columns, mask=columns < m, other=float("inf"))
         lowest = tl.min(by_column, 0)
@@ -235,42 +232,40 @@ def softmax_weights(
     rows = start + tl.arange(0, BLOCK_M)
     by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
     row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)
+    norms_of_rows = tl.load(row_norms + rows, mask=rows < n, other=0.0)
     total = tl.zeros((WARPS, 8, 4), tl.float32)
     for i in tl.range(start, stop, BLOCK_M, flatten=True):
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for depth in range(0, d, BLOCK_K):
             acc = tl.dot(a.load([i, depth]), b.load([j, depth]).T, acc, input_precision=PRECISION)
+        k_rows = (k * norms_of_rows)[:, None]
+        acc *= norms[None, :]
         if not COLUMNS:
-            w = tl.exp2(acc * k - (by_row - UNIT)[:, None]) * row_factors[:, None]
-            if not EDGE:
-                total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
+            w = tl.exp2(acc * k_rows - (by_row - UNIT)[:, None]) * row_factors[:, None]
         elif shared_exponential:
             up = tl.where(by_row < float("inf"), tl.exp2(by_row - lowest), 0.0)
-            w = tl.exp2(acc * k - (by_row - UNIT)[:, None])
+            w = tl.exp2(acc * k_rows - (by_row - UNIT)[:, None])
             w *= row_factors[:, None] + up[:, None] * column_factors[None, :]
-            if not EDGE:
-                total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
         else:
-            w = tl.exp2(acc * k - (by_row - UNIT)[:, None]) * row_factors[:, None]
+            w = tl.exp2(acc * k_rows - (by_row - UNIT)[:, None]) * row_factors[:, None]
             factors = tl.load(of_columns + columns_stride + columns, mask=columns < m, other=0.0)
             exponents = tl.load(of_columns + columns, mask=columns < m, other=float("inf"))
-            w += tl.exp2(acc * k - (exponents - UNIT)[None, :]) * factors[None, :]
-            if not EDGE:
-                total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
+            w += tl.exp2(acc * k_rows - (exponents - UNIT)[None, :]) * factors[None, :]
+        w *= norms_of_rows[:, None]
         rows = i + tl.arange(0, BLOCK_M)
         if EDGE:
             delta = (columns + ahead)[None, :] - rows[:, None]
-            weight = tl.load(positive_weights + rows, mask=rows < n, other=0.0) * 2.0**UNIT
             positive = (columns < local)[None, :] & ((delta == partner) | (delta == -partner))
-            w = tl.where(positive, -weight[:, None], tl.where((rows < n)[:, None] & (columns < m)[None, :], w, 0.0))
+            w = tl.where((rows < n)[:, None] & (columns < m)[None, :] & ~positive, w, 0.0)
             if ONE_TOWER:
                 w = tl.where(delta == 0, 0.0, w)
             if EXCLUDED:
                 left_out = tl.load(excluded + rows, mask=rows < n, other=-1)
                 w = tl.where(columns[None, :] == left_out[:, None], 0.0, w)
-            total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
+        total += sum_in_threads(w * acc, BLOCK_M, BLOCK_N, WARPS)
         rows += BLOCK_M
         by_row = tl.load(of_rows + rows, mask=rows < n, other=float("inf"))
         row_factors = tl.load(of_rows + rows_stride + rows, mask=rows < n, other=0.0)
-        store_halves(weights, w, i, j, BLOCK_M, BLOCK_N)
+        norms_of_rows = tl.load(row_norms + rows, mask=rows < n, other=0.0)
+        store_halves(weights, w * norms[None, :], i, j, BLOCK_M, BLOCK_N)
     tl.store(products + tl.program_id(0), tl.sum(tl.sum(tl.sum(total, 2), 1), 0) * 2.0**-UNIT)
