@@ -449,7 +449,7 @@ def interpret_bfloat16() -> None:
 
     convert = interpreter._convert_float
 
-    def rounded(x, of, to, *rest):  # type: ignore[no-untyped-def]
+    def rounded(x, of, to, *rest):  # type: ignore[no-untyped-def]  # Triton's own has no types
         if of == tl.float32 and to == tl.bfloat16:
             return torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
         return convert(x, of, to, *rest)

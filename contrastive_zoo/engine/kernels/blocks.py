@@ -103,7 +103,7 @@ class Tile:
 
 
 # Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most for which Triton 3.4 to 3.9 compile a
-# kernel without spills (one word of sigmoid_pairs with 3.8). Weights need registers for their products, so they have fewer.
+# kernel without spills. Weights need registers for their products, so they have fewer.
 MOST_ROWS = {"log_sum_exps": 256}
 ROWS = 128  # of other kernels
 
