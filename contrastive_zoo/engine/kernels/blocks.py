@@ -102,9 +102,9 @@ class Tile:
         return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most for which Triton 3.6 and 3.7 compile a
-# kernel without spills (3.4 and 3.5 spill one word of log_sum_exps, 3.9 has 90 instructions on spilled weights). Weights need
-# registers for their products, so they have fewer.
+# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most for which Triton 3.6 and 3.7 compile
+# a kernel without spills (3.4 and 3.5 spill one word of log_sum_exps, 3.9 has 90 instructions on spilled weights). Weights
+# need registers for their products, so they have fewer.
 MOST_ROWS = {"log_sum_exps": 256}
 ROWS = 128  # of other kernels
 
