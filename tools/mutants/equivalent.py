@@ -40,7 +40,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("engine/pairs.py", "TowerPairs.sums_by_direction", "if shards.total: → if True:"): _PATHS,
     ("engine/pairs.py", "TowerPairs.sum_over", "False → True"): "Sums of the other side, too, which are dropped.",
     ("engine/tiling.py", "tile_shape", "1 → 2"): _GUARD,
-    ("engine/small_batch.py", "uses_small_batch_path", "True → False"): _PATHS,
     ("engine/small_batch.py", "_learnt", "0.0 → 1.0"): "Of a constant temperature the derivative is not read.",
     (
         "engine/small_batch.py",
