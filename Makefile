@@ -104,9 +104,8 @@ bench: .venv/.peers-installed
 bench-full: .venv/.peers-installed
 	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers --full
 
-# kernels compiled ahead of time by other versions of Triton: none may spill registers. 3.8.0 is left out, as its sigmoid_pairs
-# spills one word.
-TRITONS = 3.4.0 3.5.1 3.6.0 3.7.1 3.9.0
+# kernels compiled ahead of time by other versions of Triton: none may spill registers
+TRITONS = 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0
 triton-versions: .venv/.installed
 	for version in $(TRITONS); do \
 		$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton-$$version triton==$$version && \

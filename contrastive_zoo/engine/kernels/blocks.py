@@ -102,10 +102,14 @@ class Tile:
         return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most for which Triton 3.6 and 3.7 compile
-# a kernel without spills (3.4 and 3.5 spill one word of log_sum_exps, 3.9 has 90 instructions on spilled weights). Weights
-# need registers for their products, so they have fewer.
+# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most with which no kernel spills registers.
+# Weights need registers for their products, so they have fewer than log-sum-exps. Some versions of Triton allow fewer still.
 MOST_ROWS = {"log_sum_exps": 256}
+MOST_ROWS_OF_VERSION = {
+    "3.4": {"log_sum_exps": 128},
+    "3.5": {"log_sum_exps": 128},
+    "3.9": {"softmax_weights": 64},
+}
 ROWS = 128  # of other kernels
 
 
@@ -116,8 +120,9 @@ def tiles(dtype: torch.dtype, precision: str, capability: int, kernel: str = "")
     depth = 128 // dtype.itemsize
     if capability < 90:  # correct but not measured: these devices read tiles without asynchronous copies
         return Tile(64, 64, depth, 8, 3), Tile(64, 64, depth, 8, 3)
-    edges = Tile(64, 128, depth, 8, 3)
-    return Tile(MOST_ROWS.get(kernel, ROWS) if dtype.itemsize == 2 else 128, 128, depth, 8, 4), edges
+    version = ".".join(triton.__version__.split(".")[:2])
+    most = (MOST_ROWS | MOST_ROWS_OF_VERSION.get(version, {})).get(kernel, ROWS)
+    return Tile(most if dtype.itemsize == 2 else 128, 128, depth, 8, 4), Tile(64, 128, depth, 8, 3)
 
 
 @dataclass(frozen=True)
