@@ -102,8 +102,8 @@ class Tile:
         return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most with which no kernel spills registers.
-# Weights need registers for their products, so they have fewer than log-sum-exps. Some versions of Triton allow fewer still.
+# Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most with which no kernel spills
+# registers. Weights need some for their products, so they have fewer rows. Some versions of Triton allow fewer still.
 MOST_ROWS = {"log_sum_exps": 256}
 MOST_ROWS_OF_VERSION = {
     "3.4": {"log_sum_exps": 128},
