@@ -151,7 +151,8 @@ def tf_idf(data: Texts, **settings: Any) -> dict[str, float]:
 
 def main(folder: str | None = None) -> None:
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)  # a folder that cannot be written is an error before the training
+        # a folder that cannot be written is an error before the training
+        Path(folder).mkdir(parents=True, exist_ok=True)
     begin, data = time.perf_counter(), texts()
     letters = tf_idf(data, analyzer="char_wb", ngram_range=(3, 5))
     baselines = {"TF-IDF of words": tf_idf(data), "TF-IDF of 3 to 5 letters": letters}
