@@ -23,7 +23,7 @@ import torch
 from scaling import write_scaling
 from suite import harness
 from suite.cases import BARE, CASES, GEMM, Case
-from suite.harness import Absent, StoppingRule
+from suite.harness import Absent
 from suite.report import Results, headline, load_results, summary, versions, write_benchmarks
 from torch import Tensor
 
@@ -31,13 +31,14 @@ from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import ROOT, fill
 
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
-QUICK, FULL = StoppingRule(rounds=2, seconds=5.0), StoppingRule(rounds=7, seconds=60.0)
+QUICK, FULL = (4, 10.0), (9, 60.0)  # the least rounds and seconds of a case
 MANY = ("small", "scaling")  # groups of many cases; a case of these or of few rows gets a quarter of the time
 SMALL = 512
+SHORTEST = 0.02  # seconds of a reading, in which a quicker implementation is called several times
 ROWS_FOR_ERRORS = 1024
 
 
-def measure_times(case: Case, implementations: Sequence[str], rule: StoppingRule) -> dict[str, Any]:
+def measure_times(case: Case, implementations: Sequence[str], limits: dict[str, Any]) -> dict[str, Any]:
     """Measure the times of the implementations and report the absent ones; runs in this process or on a rank."""
     found: dict[str, Any] = {"absent": {}}
     runners = {GEMM: case.bare(GEMM)}
@@ -48,7 +49,7 @@ def measure_times(case: Case, implementations: Sequence[str], rule: StoppingRule
                 runners[implementation] = (case.bare if implementation in BARE else case.step)(implementation)
             except Absent as why:
                 found["absent"][implementation] = str(why)
-        found["rounds"] = harness.time_interleaved(runners, rule)
+        found["rounds"] = harness.in_rounds(runners, reading=SHORTEST, **limits)
     found["absent"] |= dict.fromkeys(runners.keys() - {GEMM}.union(*found["rounds"]), "out of memory")
     return found
 
@@ -109,18 +110,17 @@ def memory_or_error(case: Case, implementation: str, folders: Sequence[str]) -> 
 
 def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[str, Any]:
     implementations = (*case.implementations, *(case.full_implementations if given.full else ()))
-    rule = FULL if given.full else QUICK
-    if case.group in MANY or case.rows <= SMALL:
-        rule = replace(rule, seconds=rule.seconds / 4)
+    least, seconds = FULL if given.full else QUICK
+    limits = {"rounds": least, "seconds": seconds / 4 if case.group in MANY or case.rows <= SMALL else seconds}
     found: dict[str, Any] = {}
     if implementations:
         if case.shards:
-            found = worlds.run(case.world, measure_times, case, implementations, rule, timeout=3600.0)[0]
+            found = worlds.run(case.world, measure_times, case, implementations, limits, timeout=3600.0)[0]
         else:
-            found = measure_times(case, implementations, rule)
+            found = measure_times(case, implementations, limits)
         found["rounds"] = [{name: float(f"{x:.5g}") for name, x in of_round.items()} for of_round in found["rounds"]]
     if implementations and case.group == "adversarial" and case.shards:
-        by_rank = worlds.run(case.world, errors, case, implementations, timeout=600.0)
+        by_rank = worlds.run(case.world, errors, case, implementations, limitsout=600.0)
         found["errors"] = {name: [max(x[name][i] for x in by_rank) for i in (0, 1)] for name in by_rank[0]}
     elif case.group in ("softmax", "rows", "adversarial"):
         found["errors"] = errors(case, implementations)

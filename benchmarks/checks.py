@@ -128,7 +128,6 @@ def measure(encoder: str, seconds: float) -> dict[str, float]:
     """Return the 10th percentile of the seconds per step of each loss; runs on a rank."""
     step = loss_step if encoder == ONE_PROCESS else partial(training_step, ENCODERS[encoder])
     runners = {name: step(construct()) for name, construct in LOSSES.items()}
-    in_rounds(runners, rounds=2)  # warms up
     found = in_rounds(runners, seconds=seconds)
     return {name: float(np.quantile([x[name] for x in found], 0.1)) for name in runners}
 

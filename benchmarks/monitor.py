@@ -65,7 +65,6 @@ def measure(name: str, rounds: int) -> list[Round]:
             assert monitor.take()
 
     runners = {"plain": lambda: step(plain), "measured": lambda: step(watched)}
-    in_rounds(runners, rounds=1)  # warms up
     return in_rounds(runners, rounds=rounds)
 
 

@@ -98,7 +98,7 @@ def times(name: str, repeats: int) -> list[Round]:
     given = local_inputs(SUBJECTS[name].rows)
     losses_by_name = {x: construct(name, x) for x in IMPLEMENTATIONS}
     runners = {x: lambda loss=loss: step(loss, *given) for x, loss in losses_by_name.items()}
-    return in_rounds(runners, rounds=repeats + 1)[1:]  # the first warms up
+    return in_rounds(runners, rounds=repeats)
 
 
 def memory(name: str, implementation: str) -> float:

@@ -74,11 +74,8 @@ def measure(case: Case, before: str | None, rounds: int) -> Found:
         loss(*inputs).backward()
 
     runners = {name: lambda loss=loss: step(loss) for name, loss in losses.items()}
-    for run in runners.values():
-        for _ in range(10):
-            run()
-    calls = {name: calls_per_step(run) for name, run in runners.items()}
-    return Found(in_rounds(runners, rounds=rounds), calls)
+    times = in_rounds(runners, rounds=rounds)
+    return Found(times, {name: calls_per_step(run) for name, run in runners.items()})
 
 
 def calls_per_step(run: Callable[[], object]) -> float:

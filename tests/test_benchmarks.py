@@ -23,10 +23,10 @@ import scaling
 import wrapper
 from suite import harness, report
 from suite.cases import BARE, CASES, LOSSES, SOFTMAX, TARGETS, Case
-from suite.harness import Absent, StoppingRule
+from suite.harness import Absent
 
 ROUNDS = [{"GEMM": 1.0, "ours": 2.0, "peer": 10.0}, {"GEMM": 2.0, "ours": 3.0}, {"GEMM": 1.0, "ours": 4.0}]
-ONCE = StoppingRule(rounds=1, seconds=0.0, reading=0.0)
+ONCE = {"rounds": 1}
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
@@ -37,56 +37,24 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert harness.relative_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 
 
-class Clock:
-    """Prepared readings of each implementation, and the order in which they are read."""
-
-    def __init__(self, **seconds: list[float]) -> None:
-        self.seconds, self.read = seconds, []
-        self.runners = {name: (lambda name=name: name) for name in seconds}
-
-    def __call__(self, run: Any, calls: int) -> float:
-        name = run()
-        self.read.append((name, calls))
-        mine = self.seconds[name]
-        seconds = mine.pop(0) if len(mine) > 1 else mine[0]
-        if seconds == torch.inf:
-            raise torch.OutOfMemoryError
-        return seconds
-
-
-def time_interleaved(monkeypatch: pytest.MonkeyPatch, clock: Clock, rule: StoppingRule) -> list[harness.Round]:
-    monkeypatch.setattr(harness, "reading", clock)
-    return harness.time_interleaved(clock.runners, rule)
-
-
-def test_all_implementations_have_the_minimum_of_rounds_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(GEMM=[1.0], slow=[9.0], quick=[2.0, 2.0, 1.0, 2.0])
-    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=18.0, spread=0.0))
-    assert [sorted(x) for x in rounds] == [["GEMM", "quick", "slow"]] * 2 + [["GEMM", "quick"]] * 2  # its share is 6 s
-    assert [name for name, _ in clock.read[3:9]] == ["GEMM", "slow", "quick", "slow", "quick", "GEMM"]  # another begins
-
-
-def test_a_settled_implementation_stops_before_its_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(GEMM=[1.0], steady=[2.0], restless=[1.0, 3.0] * 20)
-    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=60.0, spread=0.1))
-    assert sum("steady" in x for x in rounds) == 6
-    assert 8 < sum("restless" in x for x in rounds) < harness.MOST_ROUNDS
-
-
-def test_a_doubtful_figure_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(GEMM=[1.0], sure=[2.0, 2.0, 2.0, 2.2] * 20, doubtful=[1.0, 3.0] * 20)
-    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=2, seconds=24.0, spread=0.0))
-    assert sum("sure" in x for x in rounds) == 4  # eight seconds
-    assert 32 <= sum(x.get("doubtful", 0) for x in rounds) <= 34
-
-
-def test_fast_implementations_are_called_often_and_those_out_of_memory_are_left_out(
+def test_implementations_are_measured_in_rotated_order_until_rounds_and_seconds_are_spent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock(GEMM=[0.5], tiny=[0.001], huge=[torch.inf])
-    rounds = time_interleaved(monkeypatch, clock, StoppingRule(rounds=1, seconds=0.0, reading=0.02))
-    assert rounds == [{"GEMM": 0.5, "tiny": 0.001}]
-    assert ("tiny", 20) in clock.read
+    seconds, read = {"GEMM": 0.5, "tiny": 0.001, "huge": torch.inf}, []
+
+    def seconds_per_call(run: Any, calls: int) -> float:
+        read.append((run(), calls))
+        if seconds[run()] == torch.inf:
+            raise torch.OutOfMemoryError
+        return seconds[run()]
+
+    monkeypatch.setattr(harness, "seconds_per_call", seconds_per_call)
+    runners = {name: (lambda name=name: name) for name in seconds}
+    assert harness.in_rounds(runners, rounds=1, reading=0.02) == [{"GEMM": 0.5, "tiny": 0.001}]
+    assert ("tiny", 20) in read
+    assert len(harness.in_rounds(runners, rounds=1, seconds=1.2)) == 3
+    assert len(harness.in_rounds(runners, rounds=4, seconds=1.2)) == 4
+    assert [name for name, _ in read[-8:]] == ["GEMM", "tiny", "tiny", "GEMM"] * 2
 
 
 def test_memory_is_the_peak_minus_the_memory_before() -> None:

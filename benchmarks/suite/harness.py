@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,6 @@ Result = TypeVar("Result")
 Runner = Callable[[], object]
 Round = dict[str, float]  # seconds per call, by implementation, of those measured in the round
 DOUBTFUL = 0.15  # distance of the quartiles relative to the median, above which a figure is doubtful
-
-MOST_ROUNDS = 50
-
-MOST_CALLS = 10_000  # largest number of calls in one reading
-SLOW = 1.0  # seconds of a first call above which no second call estimates the number of calls per reading
 
 
 class Absent(Exception):
@@ -42,78 +37,37 @@ def command_line(description: str | None, **defaults: Any) -> argparse.ArgumentP
 # --------------------------------------------------------------------------------------------------------------- time
 
 
-@dataclass(frozen=True)
-class StoppingRule:
-    """When to stop measuring an implementation.
+def in_rounds(
+    runners: Mapping[str, Runner], *, rounds: int = 1, seconds: float = 0.0, reading: float = 0.0
+) -> list[Round]:
+    """Return the seconds per call of each implementation, interleaved in rounds, each in rotated order.
 
-    Args:
-        rounds: smallest number of readings of each implementation.
-        seconds: time for a case, shared equally. An implementation stops when its share is spent, or four shares if its
-            figure is :data:`DOUBTFUL`.
-        spread: an implementation stops earlier when its quartiles are this close, relative to the median.
-        reading: shortest reading in seconds; faster implementations are called several times in one reading.
+    There are at least so many rounds, and more until ``seconds`` are spent. An implementation quicker than ``reading``
+    seconds is called several times in a reading. On ranks a reading is that of the slowest rank, so that all stop together.
+    Two calls of each come first, which import and allocate; an implementation that runs out of memory in them is left out.
     """
-
-    rounds: int
-    seconds: float
-    spread: float = 0.03
-    reading: float = 0.02
-
-
-def time_interleaved(runners: Mapping[str, Runner], rule: StoppingRule) -> list[Round]:
-    """Measure the seconds per call of all implementations, interleaved in rounds, each in rotated order.
-
-    The first runner is the reference and is measured in every round. On ranks a reading is that of the slowest rank; all
-    ranks see the same numbers and stop together. An implementation that runs out of memory is left out.
-    """
-    reference, share = next(iter(runners)), rule.seconds / len(runners)
     calls: dict[str, int] = {}
     for name, run in runners.items():
-        try:
-            once = reading(run, 1)
-            if once < SLOW:
-                once = reading(run, 1)  # the first call includes imports and allocations
-        except torch.OutOfMemoryError:
-            continue
-        calls[name] = min(MOST_CALLS, max(1, math.ceil(rule.reading / once)))
-    rounds: list[Round] = []
-    spent = dict.fromkeys(runners, 0.0)
-
-    def done(name: str) -> bool:
-        ratios = ratio(rounds, name, reference)
-        if len(ratios) < rule.rounds:
-            return False
-        spread = relative_spread(ratios)
-        settled = len(ratios) >= 3 * rule.rounds and spread <= rule.spread
-        return settled or spent[name] >= (4 * share if spread > DOUBTFUL else share)
-
-    while len(rounds) < MOST_ROUNDS and (remaining := [name for name in calls if name != reference and not done(name)]):
-        names = [reference, *remaining]
-        turn = len(rounds) % len(names)
-        found = {}
-        for name in [*names[turn:], *names[:turn]]:
-            found[name] = reading(runners[name], calls[name])
-            spent[name] += found[name] * calls[name]
-        rounds.append(found)
-    return rounds
+        with suppress(torch.OutOfMemoryError):
+            seconds_per_call(run, 1)
+            calls[name] = min(MOST_CALLS, max(1, math.ceil(reading / seconds_per_call(run, 1))))
+    names, found, spent = list(calls), list[Round](), 0.0
+    while len(found) < rounds or spent < seconds:
+        found.append({name: seconds_per_call(runners[name], calls[name]) for name in names})
+        spent += sum(calls[name] * x for name, x in found[-1].items())
+        names = [*names[1:], names[0]]
+    return found
 
 
-def reading(run: Runner, calls: int) -> float:
+MOST_CALLS = 10_000
+
+
+def seconds_per_call(run: Runner, calls: int) -> float:
     slowest(0.0)  # all ranks begin at the same time
     start = time.perf_counter()
     for _ in range(calls):
         run()
     return slowest(time.perf_counter() - start) / calls
-
-
-def in_rounds(runners: Mapping[str, Runner], *, rounds: float = math.inf, seconds: float = math.inf) -> list[Round]:
-    """Return the seconds of one call of each implementation, in rotated order, for so many rounds or seconds."""
-    names, found, spent = list(runners), list[Round](), 0.0
-    while len(found) < rounds and spent < seconds:  # readings are equal on all ranks
-        found.append({name: reading(runners[name], 1) for name in names})
-        spent += sum(found[-1].values())
-        names = [*names[1:], names[0]]
-    return found
 
 
 def slowest(seconds: float) -> float:
