@@ -148,6 +148,10 @@ class Gpu:
     row_element: int = FLOAT  # bytes of an element of an embedding on the wire
     machine: int = 8  # ranks
 
+    @property
+    def has_kernels(self) -> bool:
+        return self.touched == math.inf  # tiles stay on the chip
+
     def rates(self, ranks: int) -> Rates:
         link = self.inside if ranks <= self.machine else self.outside
         return Rates(1 / self.flop, 1 / self.touched, 1 / link, self.latency, self.block, self.step)
@@ -161,7 +165,7 @@ class Gpu:
 KERNEL = 65_536, 768, 46.1e-3  # rows, width and seconds of CLIP on an H100: benchmarks/gpu.md, bfloat16
 _BLOCK, _STEP = 9 * 80e-6, 1.5e-3  # as measured there: launches of 50 to 110 µs, nine a block; a small step
 _TF32 = Gpu(2.5e14, 2.5e12, inside=3e11, outside=4e10, latency=1e-5, block=_BLOCK, step=_STEP, memory=8e10)
-_OF_KERNEL = {"flop": 8 * KERNEL[0] ** 2 * KERNEL[1] / KERNEL[2], "touched": math.inf}  # its tiles stay on the chip
+_OF_KERNEL = {"flop": 8 * KERNEL[0] ** 2 * KERNEL[1] / KERNEL[2], "touched": math.inf}
 GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), **_OF_KERNEL, "row_element": 2})}
 WIDTH = 768
 ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024, 4096)
@@ -189,6 +193,10 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
     b, found = rows // ranks, []
     for collective, share in ((doublings(ranks), 0.5), (ranks - 1, 1.0)):
         work = amounts(option, b, WIDTH, ranks, gpu.row_element, collective)
+        if gpu.has_kernels and not option.ring:
+            work = work._replace(
+                blocks=0.0
+            )  # all gathered columns are one or two rectangles, which the fixed cost launches
         parts = [x * rate for x, rate in zip(work, gpu.rates(ranks), strict=True)]
         computing = parts[0] + parts[1]
         parts[2] = work.sent * gpu.seconds_a_byte(ranks) if option.mesh else parts[2] / (1 if option.ring else share)
@@ -201,7 +209,7 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
 
 
 def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Forecast] | None:
-    caching = (False,) if gpu.touched == math.inf else (True, False)  # kernels keep no logits
+    caching = (False,) if gpu.has_kernels else (True, False)  # kernels keep no logits
     options = [Option(towers, kept, ring) for kept in caching for ring in (False, True)]
     if ranks > gpu.machine:
         options += [Option(towers, kept, ring=True, mesh=True) for kept in caching]
@@ -228,9 +236,10 @@ the network limits ranks with few anchors: with the GPUs assumed below, fewer th
 gather the candidates if they fit, otherwise use the ring; between machines use a ring of two levels."""
 
 LIMITS_IN_WORDS = """\
-- **Launches.** A rank computes one block for each other rank, by nine launches of about 80 µs. So a step takes at least
-  {block_ms:.1f} ms for each rank, however few rows it has: {launched:.1f} s on 4,096 ranks, where messages take
-  {messages_ms:.0f} ms with 65,536 rows. Gathered candidates could be one block, or two; they are not yet.
+- **Launches.** In a ring, and without kernels, a rank computes one block for each other rank, by nine launches of about
+  80 µs. So a step takes at least {block_ms:.1f} ms for each rank, however few rows it has: {launched:.1f} s on 4,096 ranks.
+  With kernels, gathered candidates are one or two blocks: at most 12 launches on any number of ranks, and messages take
+  {messages_ms:.0f} ms on 4,096 ranks with 65,536 rows.
 - **Latency.** Handshakes and other small messages take log₂ W rounds, collectives of rows log₂ W or W − 1, a ring 2 W.
 - **Passes over tiles.** Without kernels, element-wise operations read or write each similarity ten times, {tile_bytes}
   bytes, against {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger, so these
@@ -336,7 +345,10 @@ def assumption_table() -> str:
             "kernels in bf16",
             f"{kernel.flop / 1e12:.0f} TFLOP/s: {1e3 * KERNEL[2]:.1f} ms measured at {rows:,} rows",
         ],
-        ["launches of a block, of each other rank", f"{1e3 * gpu.block:.2f} ms: 9 of 50 to 110 µs, measured"],
+        [
+            "launches of a block, of each other rank unless kernels take gathered ones",
+            f"{1e3 * gpu.block:.2f} ms: 9 of 50 to 110 µs, measured",
+        ],
         [f"link to the {gpu.machine} of one machine", f"{gpu.inside / 1e9:.0f} GB/s"],
         ["link beyond", f"{gpu.outside / 1e9:.0f} GB/s"],
         ["a round of messages", f"{1e6 * gpu.latency:.0f} µs"],
