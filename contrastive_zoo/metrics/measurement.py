@@ -59,7 +59,7 @@ def evaluate(
 
     A query without a relevant item does not count, except for ``knn_accuracy``.
 
-    Metrics, k being a number (sources beside the functions in :mod:`contrastive_zoo.metrics.ranking_metrics`):
+    Metrics, k being a number:
 
     - ``precision@k``: relevant items among the first k, divided by k.
     - ``recall@k``: relevant items among the first k, divided by R, the number of relevant items.
@@ -67,7 +67,8 @@ def evaluate(
     - ``r_precision``: precision at R.
     - ``map``, ``map@k``, ``map@r``: precision at each relevant item (within the first k or R), summed and divided by R.
     - ``mrr``, ``mrr@k``: 1 / position of the first relevant item.
-    - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by the largest possible value.
+    - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by the largest possible value. For the exponential gain of
+      Burges et al. 2005 pass ``2^grade − 1`` as grades.
     - ``knn_accuracy@k``: whether most of the k nearest items have the label of the query.
 
     Metrics with a k alone need one faiss search. The others compare every query with every item in float64, which takes
@@ -104,6 +105,10 @@ def evaluate(
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
         >>> evaluate(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1", "map"])
         {'hit_rate@1': 0.75, 'map': 0.8333333333333333}
+
+    Source: ``mrr``: Voorhees 1999, https://trec.nist.gov/pubs/trec8/papers/qa_report.pdf; ``map@r``: Musgrave et al. 2020,
+    https://arxiv.org/abs/2003.08505; ``ndcg``: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; ties:
+    McSherry & Najork 2008, https://doi.org/10.1007/978-3-540-78646-7_38
     """
     arguments = EvaluationInputs(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label)
     settings = Settings(ties, normalize, index)

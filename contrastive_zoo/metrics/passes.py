@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import Gallery
-from contrastive_zoo.metrics.ranking import Floats, Groups, Ints, Levels, Ranking, changes, levels_of
+from contrastive_zoo.metrics.ranking import Graded, Groups, Levels, Ranking, changes
 from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -136,10 +136,9 @@ def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Relevance = Labels | Judgements
-Totals = tuple[Ints, Floats, Ints]  # query, grade, and number of relevant items with this grade; ordered by query
 
 
-def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Totals, int]:
+def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Graded, int]:
     """Return the relevant items of the local queries, counted, and the largest number that a query of any rank has."""
     parts: list[list[Tensor]] = []
     for block in rounds(queries, world):
@@ -148,16 +147,16 @@ def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Tota
         counts, _ = block.answered_unevenly(answer[2], answer[0])
         parts += [[x + block.local.start, y, z] for x, y, z in zip(at, grades, counts, strict=True)]
     if not parts:
-        return (np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64)), 0
+        return Graded(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64)), 0
     query, grade, count = (np.asarray(torch.cat(x)) for x in zip(*parts, strict=True))
     kept = np.lexsort((grade, query))
     kept = kept[count[kept] > 0]
     most = int(np.bincount(query, weights=count).max(initial=0)) if len(query) else 0
-    return (query[kept], grade[kept], count[kept]), max(x[0] for x in world.exchange([most]))
+    return Graded(query[kept], grade[kept], count[kept]), max(x[0] for x in world.exchange([most]))
 
 
 def nearest_ranking(
-    block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, k: int, totals: Totals
+    block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, k: int, totals: Graded
 ) -> tuple[Groups, Ranking]:
     """Return the nearest items of all ranks for the local queries of a round, and the ranking of their first k places.
 
@@ -171,7 +170,7 @@ def nearest_ranking(
     grade = relevance.grades(block, torch.from_numpy(groups.query), torch.from_numpy(groups.value)).numpy()
     kept = grade > 0
     relevant = Groups(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
-    return groups, Ranking.of(levels_of(groups), relevant, _of_round(totals, block), block.shards.size)
+    return groups, Ranking.of(Levels.of(groups), relevant, _of_round(totals, block), block.shards.size)
 
 
 def _nearest_groups(
@@ -204,7 +203,7 @@ def _counted(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pairs // max(1, len(values)), values[pairs % max(1, len(values))], count
 
 
-def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, totals: Totals) -> Ranking:
+def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, totals: Graded) -> Ranking:
     """Return the positions of all relevant items: owners send scores round, ranks count what is higher or equal."""
     question, rows = relevance.question(block), block.gathered(queries)
     pairs = relevance.pairs(question)
@@ -252,10 +251,10 @@ def _counts_at(
     return result
 
 
-def _of_round(totals: Totals, block: Round) -> Totals:
+def _of_round(totals: Graded, block: Round) -> Graded:
     query, grade, count = totals
     begin, end = np.searchsorted(query, [block.local.start, block.local.stop])
-    return query[begin:end] - block.local.start, grade[begin:end], count[begin:end]
+    return Graded(query[begin:end] - block.local.start, grade[begin:end], count[begin:end])
 
 
 def expanded(counts: Int[Tensor, " n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:

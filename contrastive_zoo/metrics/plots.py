@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 from torch import Tensor
 
-from contrastive_zoo.metrics.exact import prepared, similarities
-from contrastive_zoo.metrics.rounds import rounds
+from contrastive_zoo.metrics.monitor.figures import Measurement
+from contrastive_zoo.metrics.monitor.sums import pair_sums, unit
 from contrastive_zoo.metrics.search import rows_problem
 from contrastive_zoo.ranks.row_checks import labels_problem
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -36,7 +36,7 @@ STYLE |= {
     "figure.dpi": 160,
 }
 
-_ROWS = 4096  # embeddings of the gallery that are compared with a round of queries at once
+_JOINED = 16  # bins of a measurement that are drawn as one
 
 
 @torch.no_grad()
@@ -213,6 +213,31 @@ def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: st
     axis.legend(loc="upper left")
 
 
+def measurement_picture(measurement: Measurement) -> Figure:
+    """Draw the similarities of pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension."""
+    with styled_figure(1, 3, figsize=(13.0, 3.6)) as (figure, axes):
+        draw_similarities(axes[0], measurement)
+        for colour, encoder in zip((DARK, *TEN), measurement.encoders, strict=False):
+            spectrum, variance = measurement.spectrum(encoder), measurement.variance(encoder).sort(descending=True)[0]
+            d = len(variance)
+            label = encoder if len(measurement.encoders) > 1 else None
+            axes[1].plot(range(1, d + 1), spectrum.clamp(min=1e-12).tolist(), color=colour, lw=1.8, label=label)
+            axes[2].plot(range(1, d + 1), variance.clamp(min=1e-12).tolist(), color=colour, lw=1.8, label=label)
+        for axis in axes[1:]:
+            axis.axhline(1 / d, color=PALE, lw=4, alpha=0.7, zorder=0)
+            axis.set(yscale="log", ylim=(1e-9, 2))
+            if len(measurement.encoders) > 1:
+                axis.legend()
+        axes[1].set(xlabel="eigenvalue, largest first", title="Eigenvalues of ZᵀZ / N; pale: 1 / d")
+        axes[2].set(xlabel="dimension, sorted", title="Variance of dimensions")
+    return figure
+
+
+def draw_similarities(axis: Any, measurement: Measurement) -> None:
+    for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
+        draw_density(axis, torch.tensor(counts).view(-1, _JOINED).sum(1), name, colour)
+
+
 def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
     centred = rows - rows.mean(0)
     return centred @ torch.linalg.svd(centred).Vh.T[:, :2]
@@ -233,23 +258,11 @@ def _pair_counts(
     arguments = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
     settings = {"bins": bins, "among the queries": gallery is None}
     name = "similarity_histogram"
-    shards, of_gallery, _ = agree_on_shards(name, arguments, world=world, problem=problem, settings=settings)
+    _, of_gallery, _ = agree_on_shards(name, arguments, world=world, problem=problem, settings=settings)
     assert of_rows is not None  # the problem has been raised
-    compared, own_labels = prepared(queries, normalize=True), labels.cpu().long()
-    positions = torch.arange(shards.start, shards.start + shards.size)
-    counts = torch.zeros(2, bins, dtype=torch.int64)
-    for block in rounds(shards, world, size=256):
-        of_block, indices, here = block.gathered(own_labels), block.gathered(positions), block.gathered(compared)
-        for start in range(0, len(rows), _ROWS):
-            some = slice(start, start + _ROWS)
-            cosines = similarities(here, prepared(rows[some], normalize=True))
-            bin_of = ((cosines + 1) * (bins / 2)).long().clamp(0, bins - 1)
-            same = of_block[:, None] == of_rows[some].cpu()
-            itself = indices[:, None] == torch.arange(start, start + cosines.shape[1]) + of_gallery.start
-            counted = ~itself if gallery is None else torch.ones_like(same)
-            counts[0] += torch.bincount(bin_of[counted & same], minlength=bins)
-            counts[1] += torch.bincount(bin_of[counted & ~same], minlength=bins)
-    positive, negative = torch.tensor(world.exchange(counts.flatten().tolist())).sum(0).view(2, bins)
+    of_both = labels.to(queries.device), of_rows.to(rows.device)
+    sums = pair_sums(unit(queries), unit(rows), of_both, of_gallery, world, among_themselves=gallery is None, bins=bins)
+    positive, negative = torch.tensor(world.exchange(sums["counts"].long().tolist())).sum(0).view(2, bins)
     return positive, negative
 
 

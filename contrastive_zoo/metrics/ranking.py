@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -38,6 +39,26 @@ class Levels(NamedTuple):
     higher: Ints
     tied: Ints
 
+    @classmethod
+    def of(cls, groups: Groups) -> Levels:
+        """Return the levels of groups that hold every item of a score."""
+        first = changes(groups.query, groups.score)
+        query, tied = groups.query[first], sums_between(groups.size, first)
+        return cls(query, groups.score[first], running_before(query, tied), tied)
+
+
+class Graded(NamedTuple):
+    """Relevant items with one grade, counted: the query or the level that they are of, the grade, and their number."""
+
+    where: Ints
+    grade: Floats
+    number: Ints
+
+    def ordered(self, *, best_first: bool) -> Graded:
+        """Return the same by ascending ``where``, and then by grade."""
+        order = np.lexsort((-self.grade if best_first else self.grade, self.where))
+        return Graded(self.where[order], self.grade[order], self.number[order])
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -47,17 +68,11 @@ class Ranking:
     query: Ints  # [l], the query of each level
     higher: Ints  # [l], items with a higher score
     tied: Ints  # [l], items with this score
-    level: Ints
-    """[g], the level of each group of relevant items with one grade; ascending. ``grade`` and ``count`` are theirs."""
-    grade: Floats
-    count: Ints
-    ideal_query: Ints
-    """[h], the query of each group of all its relevant items with one grade; the next two are that and their number."""
-    ideal_grade: Floats
-    ideal_count: Ints
+    groups: Graded  # relevant items by level, ascending
+    ideal: Graded  # all relevant items by query
 
     @classmethod
-    def of(cls, levels: Levels, relevant: Groups, ideal: tuple[Ints, Floats, Ints], queries: int) -> Ranking:
+    def of(cls, levels: Levels, relevant: Groups, ideal: Graded, queries: int) -> Ranking:
         """Return the ranking of n queries; levels and groups are ordered by query and falling score.
 
         Raises:
@@ -67,41 +82,22 @@ class Ranking:
         begins = np.zeros(len(relevant.query), dtype=np.int64)
         begins[first] = 1
         at = _places_of(levels, relevant.query[first], relevant.score[first])
-        of_levels = levels.query[at], levels.higher[at], levels.tied[at]
-        total = whole_sums(ideal[0], ideal[2], queries)
-        ranking = cls(total, *of_levels, begins.cumsum() - 1, relevant.value, relevant.size, *ideal)
-        if (ranking.relevant > ranking.tied).any() or (
-            whole_sums(relevant.query, relevant.size, queries) > total
-        ).any():
+        total = whole_sums(ideal.where, ideal.number, queries)
+        groups = Graded(begins.cumsum() - 1, relevant.value, relevant.size)
+        ranking = cls(total, levels.query[at], levels.higher[at], levels.tied[at], groups, ideal)
+        ranked = whole_sums(relevant.query, relevant.size, queries)
+        if (ranking.relevant > ranking.tied).any() or (ranked > total).any():
             raise AssertionError("a query ranks more relevant items than there are. Please report this.")
         return ranking
-
-    @classmethod
-    def of_items(cls, scores: ArrayLike, grades: ArrayLike) -> Ranking:
-        """Return the ranking of one query, given the score and the grade of every item; grade 0 is not relevant."""
-        score, grade = np.asarray(scores, dtype=np.float64), np.asarray(grades, dtype=np.float64)
-        one, items = np.ones(len(score), dtype=np.int64), np.arange(len(score))
-        groups = Groups.joined([Groups(0 * one, score, items, one)])
-        grade = grade[groups.value]
-        kept = grade > 0
-        relevant = Groups(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
-        return cls.of(levels_of(groups), relevant, (relevant.query, relevant.value, relevant.size), queries=1)
 
     @property
     def queries(self) -> int:
         return len(self.total)
 
-    @property
+    @cached_property
     def relevant(self) -> Ints:
         """[l], relevant items at each level."""
-        return whole_sums(self.level, self.count, len(self.query))
-
-
-def levels_of(groups: Groups) -> Levels:
-    """Return the levels of groups that hold every item of a score."""
-    first = changes(groups.query, groups.score)
-    query, tied = groups.query[first], sums_between(groups.size, first)
-    return Levels(query, groups.score[first], running_before(query, tied), tied)
+        return whole_sums(self.groups.where, self.groups.number, len(self.query))
 
 
 def _places_of(levels: Levels, query: Ints, score: Floats) -> Ints:
@@ -125,9 +121,7 @@ def sums_between(x: Ints, first: Ints) -> Ints:
 
 
 def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
-    sums = np.zeros(size, dtype=np.int64)
-    np.add.at(sums, where, x)
-    return sums
+    return np.bincount(where, weights=x, minlength=size).astype(np.int64)  # exact below 2^53
 
 
 def running_before(where: Ints, x: Ints) -> Ints:

@@ -1,8 +1,9 @@
 """Retrieval metrics of one query each, as functions of a ranking with ties.
 
-Each takes the ranking of n queries, a cutoff per query where it has one, and what ties mean: ``"pessimistic"`` (irrelevant
-items come first), ``"optimistic"`` (relevant ones first, the most relevant before) or ``"expected"`` (the mean over all
-orders of ties). Each returns [n] values from 0 to 1; where a query has no relevant item the value has no meaning.
+Each takes the ranking of n queries, a cutoff per query, and what ties mean: ``"pessimistic"`` (irrelevant items come first),
+``"optimistic"`` (relevant ones first, the most relevant before) or ``"expected"`` (the mean over all orders of ties). Each
+returns [n] values from 0 to 1; where a query has no relevant item the value has no meaning. Definitions and sources are in
+:func:`contrastive_zoo.metrics.evaluate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,48 +19,26 @@ Ties: TypeAlias = Literal["pessimistic", "optimistic", "expected"]
 
 def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return the number of relevant items among the first ``cutoff`` items."""
-    places = _places(ranking, cutoff)
-    result = ranking.relevant
-    if ties == "pessimistic":
-        at_level = np.maximum(0, places - (ranking.tied - result)).astype(np.float64)
-    elif ties == "optimistic":
-        at_level = np.minimum(places, result).astype(np.float64)
+    if ties == "expected":
+        at_level = ranking.relevant * _places(ranking, cutoff) / ranking.tied
     else:
-        at_level = result * places / ranking.tied
+        at_level = np.clip(cutoff[ranking.query] - _before(ranking, ties), 0, ranking.relevant).astype(np.float64)
     return _sums(ranking.query, at_level, ranking.queries)
 
 
 def precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return the share of relevant items among the first ``cutoff`` items.
-
-    Examples:
-        >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
-        >>> [precision(ranking, np.array([2]), ties).item() for ties in ("pessimistic", "optimistic", "expected")]
-        [0.0, 0.5, 0.25]
-    """
     return hits(ranking, cutoff, ties) / np.maximum(cutoff, 1)
 
 
 def recall(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return the share of the relevant items that are among the first ``cutoff`` items.
-
-    Examples:
-        >>> recall(Ranking.of_items(scores=[0.9, 0.5, 0.1], grades=[0, 1, 1]), np.array([2]), "pessimistic")
-        array([0.5])
-    """
     return hits(ranking, cutoff, ties) / np.maximum(ranking.total, 1)
 
 
 def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return whether a relevant item is among the first ``cutoff`` items: the "recall@k" of metric learning.
+    """Return whether a relevant item is among the first ``cutoff`` items.
 
     Its expected value over the orders of t ties, r of them relevant and p of them within the cutoff, is
     ``1 − C(t − r, p) / C(t, p)``.
-
-    Examples:
-        >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.5], grades=[0, 1, 0])
-        >>> [hit_rate(ranking, np.array([2]), ties).item() for ties in ("pessimistic", "optimistic", "expected")]
-        [0.0, 1.0, 0.5]
     """
     if ties != "expected":
         return (hits(ranking, cutoff, ties) > 0).astype(np.float64)
@@ -74,104 +53,62 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
 
 def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return 1 / position of the first relevant item; 0 if it is beyond the cutoff.
-
-    Examples:
-        >>> reciprocal_rank(Ranking.of_items(scores=[0.9, 0.5, 0.1], grades=[0, 1, 1]), np.array([3]), "pessimistic")
-        array([0.5])
-
-    Source: Voorhees 1999, The TREC-8 question answering track report, https://trec.nist.gov/pubs/trec8/papers/qa_report.pdf
-    """
+    """Return 1 / position of the first relevant item; 0 if it is beyond the cutoff."""
     first = changes(ranking.query)
-    query, higher, tied = ranking.query[first], ranking.higher[first], ranking.tied[first]
-    result, limit = ranking.relevant[first], cutoff[query]
-    value = np.zeros(ranking.queries)
+    query, value = ranking.query[first], np.zeros(ranking.queries)
     if ties != "expected":
-        position = higher + 1 + (tied - result) * (ties == "pessimistic")
-        value[query] = np.where(position <= limit, 1.0 / position, 0.0)
-        return value
-    cases, which = np.unique(
-        np.stack([higher, tied, result, np.minimum(limit, higher + tied)]), axis=1, return_inverse=True
-    )
-    by_case = np.array([_expected_reciprocal(*map(int, case)) for case in cases.T])
-    value[query] = by_case[which.reshape(-1)] if len(query) else 0.0
+        position = _before(ranking, ties)[first] + 1
+        value[query] = np.where(position <= cutoff[query], 1.0 / position, 0.0)
+    elif len(query):
+        higher, tied, result = ranking.higher[first], ranking.tied[first], ranking.relevant[first]
+        cases = np.stack([higher, tied, result, np.minimum(cutoff[query], higher + tied)])
+        cases, which = np.unique(cases, axis=1, return_inverse=True)
+        value[query] = np.array([_expected_reciprocal(*map(int, case)) for case in cases.T])[which.reshape(-1)]
     return value
 
 
 def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return the sum of precisions at the relevant items within the cutoff, divided by the number of relevant items.
 
-    With ``cutoff`` R, the number of relevant items, this is MAP@R (Musgrave et al. 2020); without a cutoff, MAP. The
-    expected value over the orders of ties is that of McSherry and Najork 2008, equation 7
+    The expected value over the orders of ties is that of McSherry and Najork 2008, equation 7
     (https://doi.org/10.1007/978-3-540-78646-7_38).
-
-    Examples:
-        >>> ranking = Ranking.of_items(scores=[0.9, 0.5, 0.1, 0.0], grades=[0, 1, 0, 1])
-        >>> average_precision(ranking, np.array([4]), "pessimistic")   # (1/2 + 2/4) / 2
-        array([0.5])
-
-    Source: MAP@R: Musgrave et al. 2020, https://arxiv.org/abs/2003.08505
     """
     result, higher = ranking.relevant, ranking.higher
     above = running_before(ranking.query, result)
-    total = np.maximum(ranking.total, 1)
     if ties != "expected":
-        start = higher + (ranking.tied - result) * (ties == "pessimistic")
+        start = _before(ranking, ties)
         level, number = _within(start, result, cutoff[ranking.query])
-        values = (above[level] + number) / (start[level] + number)
-        return _sums(ranking.query[level], values, ranking.queries) / total
-    places = _places(ranking, cutoff)
-    harmonic = _inverse_sums(higher, places)
-    others = (result - 1) / np.maximum(1, ranking.tied - 1)
-    values = result / ranking.tied * ((above + 1) * harmonic + others * (places - (higher + 1) * harmonic))
-    return _sums(ranking.query, values, ranking.queries) / total
+        query, values = ranking.query[level], (above[level] + number) / (start[level] + number)
+    else:
+        query, places = ranking.query, _places(ranking, cutoff)
+        harmonic = _inverse_sums(higher, places)
+        others = (result - 1) / np.maximum(1, ranking.tied - 1)
+        values = result / ranking.tied * ((above + 1) * harmonic + others * (places - (higher + 1) * harmonic))
+    return _sums(query, values, ranking.queries) / np.maximum(ranking.total, 1)
 
 
 def ndcg(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return Σ grade / log2(1 + position) over the first ``cutoff`` items, divided by that of the best possible order.
-
-    Grades are used as they are; for the exponential gain of Burges et al. 2005 pass ``2^grade − 1`` as grades.
-
-    Examples:
-        >>> ndcg(Ranking.of_items(scores=[0.9, 0.5], grades=[0, 1]), np.array([2]), "pessimistic")   # 1 / log2(3)
-        array([0.63092975])
-
-    Source: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418
-    """
-    limit = cutoff[ranking.query]
+    """Return Σ grade / log2(1 + position) over the first ``cutoff`` items, divided by that of the best possible order."""
+    limit, queries = cutoff[ranking.query], ranking.queries
     if ties == "expected":
-        gain = _sums(ranking.level, ranking.grade * ranking.count, len(ranking.query)) / ranking.tied
-        owner, number = _within(ranking.higher, ranking.tied, limit)
-        gained = _sums(ranking.query[owner], gain[owner] / np.log2(ranking.higher[owner] + number + 1), ranking.queries)
+        level, grade, count = ranking.groups
+        mean = _sums(level, grade * count, len(ranking.query)) / ranking.tied
+        gained = _gained(ranking.query, mean, ranking.higher, ranking.tied, limit, queries)
     else:
-        order = np.lexsort((ranking.grade if ties == "pessimistic" else -ranking.grade, ranking.level))
-        level, grade, count = ranking.level[order], ranking.grade[order], ranking.count[order]
-        worst = (ranking.tied - ranking.relevant) * (ties == "pessimistic")
-        start = (ranking.higher + worst)[level] + running_before(level, count)
-        gained = _gained(ranking.query[level], grade, start, count, limit[level], ranking.queries)
-    order = np.lexsort((-ranking.ideal_grade, ranking.ideal_query))
-    query, grade, count = ranking.ideal_query[order], ranking.ideal_grade[order], ranking.ideal_count[order]
-    best = _gained(query, grade, running_before(query, count), count, cutoff[query], ranking.queries)
+        level, grade, count = ranking.groups.ordered(best_first=ties == "optimistic")
+        start = _before(ranking, ties)[level] + running_before(level, count)
+        gained = _gained(ranking.query[level], grade, start, count, limit[level], queries)
+    query, grade, count = ranking.ideal.ordered(best_first=True)
+    best = _gained(query, grade, running_before(query, count), count, cutoff[query], queries)
     return gained / np.where(best > 0, best, 1.0)
 
 
 def knn_accuracy(groups: Groups, labels: Ints, k: int, ties: Ties) -> Floats:
-    """Return whether most of the k nearest items have the label of the query.
+    """Return whether most of the k nearest items have the label of the query, given all items that score at least the k-th.
 
     Items that tie for the last places share them equally, whatever ``ties`` says. Of labels with equally many votes
     ``"pessimistic"`` chooses a wrong one, ``"optimistic"`` the right one, ``"expected"`` each with the same probability.
 
-    Args:
-        groups: the groups of all items whose score is at least the k-th.
-        labels: [n], of the queries.
-        k: number of neighbours.
-        ties: what ties mean.
-
-    Examples:
-        >>> one = np.ones(3, dtype=np.int64)
-        >>> groups = Groups(query=0 * one, score=np.array([0.9, 0.8, 0.7]), value=np.array([5, 7, 7]), size=one)
-        >>> knn_accuracy(groups, np.array([7]), 3, "pessimistic")
-        array([1.])
     """
     first = changes(groups.query, groups.score)
     sizes = np.diff(np.append(first, len(groups.query)))
@@ -201,6 +138,11 @@ def knn_accuracy(groups: Groups, labels: Ints, k: int, ties: Ties) -> Floats:
 def _places(ranking: Ranking, cutoff: Ints) -> Ints:
     """Return how many items of each level are within the cutoff."""
     return np.clip(cutoff[ranking.query] - ranking.higher, 0, ranking.tied)
+
+
+def _before(ranking: Ranking, ties: Ties) -> Ints:
+    """Return how many items are before the first relevant one of each level."""
+    return ranking.higher + (ranking.tied - ranking.relevant) * (ties == "pessimistic")
 
 
 def _sums(where: Ints, x: Floats, size: int) -> Floats:
@@ -238,6 +180,8 @@ def _expected_reciprocal(higher: int, tied: int, relevant: int, limit: int) -> f
     return float(np.sum(none_before * relevant / (tied - i) / (higher + i + 1)))
 
 
+KNN = "knn_accuracy"
+
 _AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {
     "precision": precision,
     "recall": recall,
@@ -246,9 +190,10 @@ _AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {
     "mrr": reciprocal_rank,
     "ndcg": ndcg,
 }
-"""Functions of a ranking and a cutoff per query, by name."""
 
-KNN = "knn_accuracy"
+_WHOLE = {"r_precision": ("precision", 0), "map": ("map", None), "map@r": ("map", 0), "mrr": ("mrr", None)}
+_WHOLE |= {"ndcg": ("ndcg", None)}
+"""Metrics of all positions: function and cutoff, as of :class:`Metric`."""
 
 NAMES = "precision@k, recall@k, hit_rate@k, r_precision, map, map@k, map@r, mrr, mrr@k, ndcg, ndcg@k, knn_accuracy@k"
 """What users may write, k being a number."""
@@ -264,13 +209,9 @@ class Metric:
 
     @classmethod
     def of(cls, name: str) -> Optional["Metric"]:
-        kind, at, cutoff = str(name).partition("@")
-        if name == "r_precision":
-            return cls(name, "precision", 0)
-        if not at:
-            return cls(name, kind, None) if kind in ("map", "mrr", "ndcg") else None
-        if cutoff == "r":
-            return cls(name, kind, 0) if kind == "map" else None
+        if name in _WHOLE:
+            return cls(name, *_WHOLE[name])
+        kind, _, cutoff = str(name).partition("@")
         valid = (kind in _AT_CUTOFF or kind == KNN) and cutoff.isdecimal() and int(cutoff) > 0
         return cls(name, kind, int(cutoff)) if valid else None
 
@@ -281,10 +222,8 @@ class Metric:
 
     def values(self, ranking: Ranking, ties: Ties) -> Floats:
         """Return the value for each query of a ranking; NaN for a query without a relevant item."""
-        if self.k is None:
-            cutoff = np.full(ranking.queries, np.iinfo(np.int64).max // 2)
-        else:
-            cutoff = np.full(ranking.queries, self.k) if self.k else ranking.total
+        beyond_all = np.iinfo(np.int64).max // 2
+        cutoff = ranking.total if self.k == 0 else np.full(ranking.queries, self.k or beyond_all)
         values, counts = _AT_CUTOFF[self.kind](ranking, cutoff, ties), ranking.total > 0
         return np.where(counts, bounded(self.name, np.where(counts, values, 0.0)), np.nan)
 

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import measured
 from contrastive_zoo.metrics.ranking_metrics import Ties, names_problem
-from contrastive_zoo.metrics.task import EvaluationInputs, Settings
+from contrastive_zoo.metrics.task import JUDGED, NUMBERS, ROWS, EvaluationInputs, Settings
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem
+from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, World
 
-_ROWS = ("queries", "gallery")
-_NUMBERS = ("labels", "gallery_labels", "ids", "gallery_ids")
-_JUDGED = ("judged_queries", "judged_items", "grades")
-STATES = (*_ROWS, *_NUMBERS, *_JUDGED)
+STATES = (*ROWS, *NUMBERS, *JUDGED)
 """What is collected, by name; an attribute each."""
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -107,15 +104,17 @@ class RetrievalMetrics(nn.Module):
             judgements: ids of queries of this rank, ids of the gallery, and grades, [j] each.
 
         Raises:
-            ValueError: on this rank: embeddings that are not [n, d] or of another width than those of earlier batches,
-                numbers that are not one integer per embedding, or judgements that are not three tensors of one length.
+            ValueError: on this rank: embeddings that are not [n, d] of one width and dtype, or of another width than those
+                of earlier batches, numbers that are not one integer per embedding, or judgements that are not three tensors
+                of one length.
         """
-        arguments = {"queries": queries, "labels": labels, "gallery": gallery, "gallery_labels": gallery_labels}
-        arguments |= {"ids": ids, "gallery_ids": gallery_ids}
-        if judgements is not None and not (isinstance(judgements, (list, tuple)) and len(judgements) == 3):
-            raise ValueError(f"RetrievalMetrics: judgements are three tensors, got {described(judgements)}.")
-        arguments |= zip(_JUDGED, judgements or (), strict=judgements is not None)
-        self._collect({name: x for name, x in arguments.items() if x is not None})
+        inputs = EvaluationInputs(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids)
+        if (problem := inputs.shapes_problem()) is not None:
+            raise ValueError(f"RetrievalMetrics: {problem}")
+        # of one dtype on every rank, also on one that has collected nothing
+        dtypes = {**dict.fromkeys(ROWS, queries.dtype), "grades": torch.float64}
+        batch = inputs.tensors().items()
+        self._store({name: [x.to("cpu", dtypes.get(name, torch.int64), copy=True)] for name, x in batch})
 
     @uncompiled
     def forward(self, queries: Tensor, labels: Tensor | None = None, **more: Any) -> None:
@@ -141,21 +140,12 @@ class RetrievalMetrics(nn.Module):
         """
         world = World.of(self.process_group, "RetrievalMetrics")
         tensors = self._collected(world)
-        judged, items, grades = (tensors.pop(name, None) for name in _JUDGED)
+        judged, items, grades = (tensors.pop(name, None) for name in JUDGED)
         judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
         arguments = EvaluationInputs(**tensors, judgements=judgements, ignore_label=self.ignore_label)
         result = measured("RetrievalMetrics", arguments, self.names, self.settings, world)
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
-
-    def _collect(self, batch: Mapping[str, Tensor]) -> None:
-        """Store a batch; all of it is checked before any of it is stored."""
-        if problem := next(filter(None, (_problem(name, x, batch) for name, x in batch.items())), None):
-            raise ValueError(f"RetrievalMetrics: {problem}")
-        # of one dtype on every rank, also on one that has collected nothing
-        dtypes = {**{name: x.dtype for name, x in batch.items() if name in _ROWS}, "grades": torch.float64}
-        copies = {name: x.detach().to("cpu", dtypes.get(name, torch.int64), copy=True) for name, x in batch.items()}
-        self._store({name: [copied] for name, copied in copies.items()})
 
     def _store(self, batches: Mapping[str, list[Tensor]]) -> None:
         """Store batches; their widths are checked before any of them is stored."""
@@ -180,24 +170,5 @@ class RetrievalMetrics(nn.Module):
         for name, *known in zip(STATES, *(x[2:] for x in by_rank), strict=True):
             if name not in tensors and (any(known) or name == "queries"):
                 numbers = torch.empty(0, dtype=torch.float64 if name == "grades" else torch.int64)
-                tensors[name] = empty if name in _ROWS else numbers
+                tensors[name] = empty if name in ROWS else numbers
         return tensors
-
-
-_OWNERS = {
-    "labels": "queries", "ids": "queries", "gallery_labels": "gallery", "gallery_ids": "gallery",
-    "judged_items": "judged_queries", "grades": "judged_queries",
-}  # fmt: skip
-"""What there is one number for each embedding of."""
-
-
-def _problem(name: str, x: Tensor, batch: Mapping[str, Tensor]) -> str | None:
-    """Return why this tensor of a batch cannot be collected, in words; None if it can. Owners have been checked before."""
-    if name in _ROWS:
-        return tensor_problem(name, x) or (None if x.ndim == 2 else f"{name} are rows [n, d], got {described(x)}.")
-    if name in _OWNERS and _OWNERS[name] not in batch:
-        return f"{name} belong to {_OWNERS[name]}, got none in this batch. Pass both in one call."
-    rows = len(batch[_OWNERS[name]]) if name in _OWNERS else None
-    if name != "grades":
-        return labels_problem(name, x, rows)
-    return tensor_problem(name, x) or (None if x.shape == (rows,) else f"grades are [{rows}], got {described(x)}.")

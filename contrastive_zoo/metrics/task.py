@@ -21,7 +21,8 @@ from contrastive_zoo.ranks.world import Shards, World
 _GRADES = 1e300
 """The largest grade: a query has fewer than 1e8 judged items."""
 
-_JUDGED = ("judged queries", "judged items", "grades")
+ROWS, NUMBERS = ("queries", "gallery"), ("labels", "gallery_labels", "ids", "gallery_ids")
+JUDGED = ("judged_queries", "judged_items", "grades")
 
 
 class EvaluationInputs(NamedTuple):
@@ -41,28 +42,42 @@ class EvaluationInputs(NamedTuple):
         return self.queries if self.gallery is None else self.gallery
 
     def tensors(self) -> dict[str, Tensor]:
-        result = {"queries": self.queries, "gallery": self.rows}
-        for name in ("labels", "gallery_labels", "ids", "gallery_ids"):
-            if (x := getattr(self, name)) is not None:
-                result[name] = x
+        """Return what there is, by name; the three parts of judgements by names of their own."""
+        result = {name: x for name in (*ROWS, *NUMBERS) if (x := getattr(self, name)) is not None}
         if isinstance(self.judgements, (list, tuple)) and len(self.judgements) == 3:
-            result |= zip(_JUDGED, self.judgements, strict=True)
+            result |= zip(JUDGED, self.judgements, strict=True)
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in result.items()}
 
-    def problem(self) -> str | None:
+    def shapes_problem(self) -> str | None:
         if (problem := rows_problem(self.queries, self.rows)) is not None:
             return problem
-        for name in ("labels", "ids"):
-            for prefix, of in (("", self.queries), ("gallery_", self.gallery)):
-                x = getattr(self, prefix + name)
-                if x is None:
-                    continue
-                if of is None:
-                    return (
-                        f"{prefix}{name} belong to a gallery, got none. Rows that search among themselves have {name}."
-                    )
-                if problem := labels_problem(prefix + name, x, len(of)):
-                    return problem
+        for name in NUMBERS:
+            x, of = getattr(self, name), self.gallery if name.startswith("gallery") else self.queries
+            if x is not None and of is None:
+                name_of_queries = name.removeprefix("gallery_")
+                return (
+                    f"{name} belong to a gallery, got none. Rows that search among themselves have {name_of_queries}."
+                )
+            if x is not None and of is not None and (problem := labels_problem(name, x, len(of))):
+                return problem
+        if self.judgements is None:
+            return None
+        if not isinstance(self.judgements, (list, tuple)) or len(self.judgements) != 3:
+            return f"judgements are query ids, gallery ids and grades, three tensors, got {described(self.judgements)}."
+        for name, x in zip(JUDGED, self.judgements, strict=True):
+            if problem := tensor_problem(name, x):
+                return problem
+        query, item, grade = self.judgements
+        if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
+            shapes = ", ".join(described(x) for x in self.judgements)
+            return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
+        if query.is_floating_point() or item.is_floating_point():
+            return f"judgements name integer ids, got {described(query)} and {described(item)}."
+        return None
+
+    def problem(self) -> str | None:
+        if (problem := self.shapes_problem()) is not None:
+            return problem
         if self.gallery is None and self.labels is None and self.judgements is None:
             return "rows that search among themselves need labels or judgements."
         if self.gallery is not None and (self.labels is None) != (self.gallery_labels is None):
@@ -71,29 +86,17 @@ class EvaluationInputs(NamedTuple):
             return "ignore_label needs labels."
         if not (self.ignore_label is None or is_integer(self.ignore_label, at_least=-(2**63), at_most=2**63 - 1)):
             return f"ignore_label is an integer of 64 bits or None, got {described(self.ignore_label)}."
-        return self._judgements_problem()
-
-    def _judgements_problem(self) -> str | None:
         if self.judgements is None:
             return None
         if self.labels is not None:
             return "relevant is what has the same label or what is judged: pass labels or judgements, not both."
         if self.ids is None or (self.gallery is not None and self.gallery_ids is None):
             return "judgements name rows by id: pass ids and gallery_ids."
-        if not isinstance(self.judgements, (list, tuple)) or len(self.judgements) != 3:
-            return f"judgements are query ids, gallery ids and grades, three tensors, got {described(self.judgements)}."
-        for name, x in zip(_JUDGED, self.judgements, strict=True):
-            if problem := tensor_problem(name, x):
-                return problem
-        query, item, grade = self.judgements
-        if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
-            shapes = ", ".join(described(x) for x in self.judgements)
-            return f"judgements are query ids [j], gallery ids [j] and grades [j], got {shapes}."
+        query, item, grade = (
+            x.cpu() for x in self.judgements
+        )  # they may come from the data set, and ids from the model
         if _GRADES < (largest := float(grade.max()) if len(grade) else 0.0) < torch.inf:
             return f"grades must be at most {_GRADES:g}, as gains are added, got {largest:g}."
-        if query.is_floating_point() or item.is_floating_point():
-            return f"judgements name integer ids, got {described(query)} and {described(item)}."
-        query, item = query.cpu(), item.cpu()  # they may come from the data set, and ids from the model
         if bool((unknown := ~torch.isin(query, self.ids.cpu())).any()):
             return f"judgements name query {query[unknown][0].item()}, which is not in ids of this rank."
         if len(torch.stack([query, item]).unique(dim=1).T) < len(query):
@@ -144,7 +147,8 @@ def agreed_task(
             problem = "knn_accuracy needs labels, got judgements."
     leave_one_out = inputs.gallery is None
     compared = {"metrics": names, **vars(settings), "ignore_label": inputs.ignore_label, "leave one out": leave_one_out}
-    queries, gallery, *_ = agree_on_shards(caller, inputs.tensors(), world=world, problem=problem, settings=compared)
+    shards = agree_on_shards(caller, inputs.tensors(), world=world, problem=problem, settings=compared)
+    queries, gallery = shards[0], shards[0 if leave_one_out else 1]
     if inputs.labels is None and inputs.judgements is None and queries.total != gallery.total:
         raise ValueError(
             f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "

@@ -3,17 +3,10 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-
-import torch
-from torch import Tensor
-
-Grades = Sequence[float]
-"""Grades of the items of a ranking, best score first."""
 
 
-def value_of(name: str, ranked: Grades) -> float:
-    """Return a metric of one ranking."""
+def value_of(name, ranked):
+    """Return a metric of one ranking: the grades of its items, best score first."""
     kind, _, cutoff = name.partition("@")
     relevant = [position for position, grade in enumerate(ranked, 1) if grade > 0]
     total = len(relevant)
@@ -37,19 +30,16 @@ def value_of(name: str, ranked: Grades) -> float:
     return gained / best
 
 
-def orders(scores: Sequence[float], grades: Grades, ties: str) -> Iterator[Grades]:
+def orders(scores, grades, ties):
     """Yield the orders that count: all orders of ties, or the worst or best one."""
     sign = {"pessimistic": 1, "optimistic": -1, "expected": 0}[ties]
     items = sorted(zip(scores, grades, strict=True), key=lambda x: (-x[0], sign * x[1]))
     levels = [[grade for _, grade in level] for _, level in itertools.groupby(items, key=lambda x: x[0])]
-    if sign:
-        yield [grade for level in levels for grade in level]
-    else:
-        for choice in itertools.product(*map(itertools.permutations, levels)):
-            yield [grade for level in choice for grade in level]
+    choices = [levels] if sign else itertools.product(*map(itertools.permutations, levels))
+    return ([grade for level in choice for grade in level] for choice in choices)
 
 
-def metric(name: str, scores: Tensor, grades: Tensor, ties: str = "pessimistic") -> float:
+def metric(name, scores, grades, ties="pessimistic"):
     """Return the mean over the queries with a relevant item; a grade of NaN is an item that does not count."""
     values = []
     for row, of_row in zip(scores.tolist(), grades.tolist(), strict=True):
@@ -60,9 +50,9 @@ def metric(name: str, scores: Tensor, grades: Tensor, ties: str = "pessimistic")
     return sum(values) / len(values) if values else math.nan
 
 
-def knn_accuracy(scores: Tensor, labels: Tensor, own: Tensor, k: int, ties: str) -> float:
+def knn_accuracy(scores, labels, own, k, ties):
     """Return the share of queries whose k nearest mostly have the right label; −∞ is an item that does not count."""
-    right: dict[str, Callable[[list[int], int], float]] = {
+    right = {
         "pessimistic": lambda winners, label: float(winners == [label]),
         "optimistic": lambda winners, label: float(label in winners),
         "expected": lambda winners, label: (label in winners) / len(winners),
@@ -76,10 +66,4 @@ def knn_accuracy(scores: Tensor, labels: Tensor, own: Tensor, k: int, ties: str)
         votes = {y: above[y] * tied.total() + tied[y] * (k - above.total()) for y in above | tied}
         winners = [y for y in votes if votes[y] == max(votes.values())]
         values.append(right[ties](winners, label))
-    return sum(values) / len(values)
-
-
-def few_scores(n: int, m: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return queries and items whose dot products are small integers, with many ties."""
-    draw = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(-1, 2, (rows, 3), generator=draw).double() for rows in (n, m))  # type: ignore[return-value]  # of two elements
+    return sum(values) / len(values) if values else math.nan

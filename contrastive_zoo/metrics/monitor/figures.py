@@ -11,6 +11,24 @@ from torch.linalg import vector_norm
 
 from contrastive_zoo.metrics.monitor.sums import BINS, Totals
 
+_MEANINGS = {
+    "positive_similarity": "mean cosine of positive pairs",
+    "negative_similarity": "mean cosine of negative pairs",
+    "top1_forward": "anchors whose nearest candidate is positive",
+    "top1_backward": "the same from the second view or encoder to the first",
+    "anchors_without_positive": "share of anchors",
+    "likely_false_negatives": "negative pairs as similar as positive ones",
+    "alignment": "mean squared distance of positive pairs",
+    "uniformity": "log mean Gaussian potential; lower is more uniform",
+    "effective_rank": "dimensions in use",
+    "variance_min": "smallest variance of a dimension",
+    "variance_mean": "mean variance; 1 / d if nothing has collapsed",
+    "variance_max": "largest variance of a dimension",
+    "temperature": "of the loss",
+    "loss_drift": "distance of a rank's parameters from rank 0's",
+    "encoder_drift": "distance of a rank's parameters from rank 0's",
+}
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -41,6 +59,28 @@ class Measurement:
     def figures(self) -> dict[str, float]:
         """Every figure as a plain float, NaN where it is not defined."""
         return {**self._of_pairs(), **self._of_encoders(), **self._of_parameters()}
+
+    def __str__(self) -> str:
+        """Return the figures with their meaning, one a line.
+
+        Examples:
+            >>> import torch, contrastive_zoo as cz
+            >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=0.1))
+            >>> monitor = cz.Monitor(loss_fn)
+            >>> _ = loss_fn(torch.eye(4), torch.eye(4))
+            >>> print(monitor)
+            call 0                        value  meaning
+            positive_similarity               1  mean cosine of positive pairs
+            positive_similarity_q5       0.9995  5 % quantile
+            ...
+            temperature                     0.1  of the loss
+        """
+        rows = [(f"call {self.call}", "value", "meaning")]
+        for name, value in self.figures.items():
+            plain, _, quantile = name.rpartition("/")[2].partition("_q")
+            rows.append((name, f"{value:.4g}", f"{quantile} % quantile" if quantile else _MEANINGS[plain]))
+        first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+        return "\n".join(f"{name:<{first}}  {value:>{second}}  {meaning}" for name, value, meaning in rows)
 
     def counts(self) -> tuple[list[int], list[int]]:
         """Return the numbers of positive and of negative pairs in each of the 2,048 bins between −1 and 1."""

@@ -124,11 +124,11 @@ class Monitor:
             ValueError: no call has been measured.
             ImportError: matplotlib is not installed.
         """
-        from contrastive_zoo.metrics.monitor.views import picture  # matplotlib is an optional dependency
+        from contrastive_zoo.metrics.plots import measurement_picture  # matplotlib is an optional dependency
 
         if self.measurement is None:
             raise ValueError("Monitor: no call has been measured yet. Call the loss in training mode first.")
-        return picture(self.measurement)
+        return measurement_picture(self.measurement)
 
     def remove(self) -> None:
         """Stop measuring; the last figures stay. Call it on every rank."""
@@ -181,10 +181,8 @@ class Monitor:
         )
 
     def __str__(self) -> str:
-        """Return the last figures as a table; needs rich."""
-        from contrastive_zoo.metrics.monitor.views import table  # rich is an optional dependency
-
-        return repr(self) if self.measurement is None else table(self.measurement)
+        """Return the last figures as a table."""
+        return repr(self) if self.measurement is None else str(self.measurement)
 
 
 def _temperature(loss: Any) -> float:

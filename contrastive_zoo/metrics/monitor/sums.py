@@ -57,14 +57,14 @@ class Samples:
             other, second = others[0]
             is_real = second.is_floating_point()
             if second.ndim == 1 and not is_real and not second.is_complex() and shards[1].sizes == of.sizes:
-                stacked = _unit(torch.cat([x.detach() for x in views]))
+                stacked = unit(torch.cat([x.detach() for x in views]))
                 labels = second.to(stacked.device).repeat(len(views))
                 return cls({"embeddings": [stacked]}, {"embeddings": of.times(len(views))}, labels)
             if first.ndim == 2 and name.startswith("view"):
                 views += [x for key, x in others if key.startswith("view") and x.shape[1:] == first.shape[1:]]
             elif first.ndim == 2 and is_real and second.shape[1:] == first.shape[1:]:
-                return cls({name: [_unit(first)], other: [_unit(second)]}, {name: of, other: shards[1]})
-        return cls({"embeddings": [_unit(x) for x in views]}, {"embeddings": of})
+                return cls({name: [unit(first)], other: [unit(second)]}, {name: of, other: shards[1]})
+        return cls({"embeddings": [unit(x) for x in views]}, {"embeddings": of})
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return what is compared: each two views, or the two encoders; nothing where indices do not pair."""
@@ -87,57 +87,65 @@ def samples_problem(rows: Mapping[str, Tensor]) -> str | None:
     )
 
 
-def _unit(rows: Tensor) -> Tensor:
+def unit(rows: Tensor) -> Tensor:
     """Return embeddings of unit length in float64, each a function of itself alone; one of zeros stays as it is."""
     rows = in_float64(rows.detach())
     lengths = norms(rows)
     return rows / lengths.masked_fill(lengths == 0, 1.0)
 
 
-def _blocks(rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """Yield local embeddings, the first candidate's index, candidates, and where both have one index."""
+def _blocks(anchors: int, rows: Tensor, shards: Shards, world: World) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+    """Yield local anchors, the first candidate's index, candidates, and where both have one index."""
     for index, of_round in enumerate(rounds(shards, world, size=CANDIDATES)):
         local_rows = rows[of_round.local].to(world.device).contiguous()
         gathered = gather_rows(local_rows, of_round.shards, world).to(rows.device)
         first = index * CANDIDATES
         columns = torch.arange(first, first + len(gathered), device=rows.device)
         height = max(1, _BLOCK // len(gathered))
-        for start in range(0, len(rows), height):
-            some = slice(start, min(start + height, len(rows)))
+        for start in range(0, anchors, height):
+            some = slice(start, min(start + height, anchors))
             indices = torch.arange(some.start, some.stop, device=rows.device) + shards.start
             yield some, first, gathered, indices[:, None] == columns
 
 
 def pair_sums(
-    anchors: Tensor, candidates: Tensor, labels: Tensor | None, shards: Shards, world: World
+    anchors: Tensor,
+    candidates: Tensor,
+    labels: tuple[Tensor, Tensor] | None,
+    shards: Shards,
+    world: World,
+    *,
+    among_themselves: bool = True,
+    bins: int = BINS,
 ) -> dict[str, Tensor]:
     """Return this rank's sums over the pairs of its anchors with the candidates of all ranks, both of unit length.
 
-    With labels, the candidates are the anchors themselves; those with the anchor's label are positive, and the anchor
-    itself is no pair. Without, the candidate with the anchor's index is positive.
+    With labels of both, candidates with the anchor's label are positive; the anchor itself is no pair if the candidates are
+    the anchors. Without, the candidate with the anchor's index is positive.
 
     Returns:
-        By name, in float64: ``counts`` [2, BINS] and ``sums`` [2] of positive and negative similarities; ``hits``: anchors
+        By name, in float64: ``counts`` [2, bins] and ``sums`` [2] of positive and negative similarities; ``hits``: anchors
         whose best positive is more similar than every negative; ``without_positive``; ``beaten`` [N]: whether one of this
         rank's anchors is at least as similar to a candidate as its partner is, only without labels.
     """
     if labels is None:  # the bits of a block's, as both are functions of the two embeddings alone
         shared = similarities(anchors[:, None], candidates[:, None]).flatten(1)
     else:  # the bits of an int64, gathered with the embeddings
-        shared = labels.long()[:, None].view(torch.float64)
-    counts, sums = anchors.new_zeros(3 * BINS), anchors.new_zeros(3)
+        shared = labels[1].long()[:, None].view(torch.float64)
+    counts, sums = anchors.new_zeros(3 * bins), anchors.new_zeros(3)
     best = anchors.new_full((2, len(anchors)), -torch.inf)
     beaten = torch.zeros(shards.total if labels is None else 0, dtype=torch.bool, device=anchors.device)
-    for some, first, gathered, itself in _blocks(torch.cat([candidates, shared], 1), shards, world):
+    for some, first, gathered, itself in _blocks(len(anchors), torch.cat([candidates, shared], 1), shards, world):
         result, of_candidates = similarities(anchors[some], gathered[:, :-1]), gathered[:, -1]
         if labels is None:
             kind = torch.where(itself, _POSITIVE, _NEGATIVE)
             beaten[first : first + len(gathered)] |= ((result >= of_candidates) & ~itself).any(0)
         else:
             of_candidates = of_candidates.contiguous().view(torch.int64)
-            kind = torch.where(labels[some, None] == of_candidates, _POSITIVE, _NEGATIVE).masked_fill_(itself, _ITSELF)
-        bins = ((result + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).add_(kind, alpha=BINS)
-        counts += torch.bincount(bins.flatten(), minlength=3 * BINS)
+            kind = torch.where(labels[0][some, None] == of_candidates, _POSITIVE, _NEGATIVE)
+            kind = kind.masked_fill_(itself, _ITSELF) if among_themselves else kind
+        bin_of = ((result + 1) * (bins / 2)).long().clamp_(0, bins - 1).add_(kind, alpha=bins)
+        counts += torch.bincount(bin_of.flatten(), minlength=3 * bins)
         for of_kind in (_POSITIVE, _NEGATIVE):
             is_kind = kind == of_kind
             sums[of_kind] += result.where(is_kind, 0.0).sum()
@@ -145,7 +153,7 @@ def pair_sums(
             best[of_kind, some] = torch.maximum(best[of_kind, some], nearest)
     has_positive = best[_POSITIVE] > -torch.inf
     return {
-        "counts": counts[: 2 * BINS],
+        "counts": counts[: 2 * bins],
         "sums": sums[:2],
         "hits": ((best[_POSITIVE] > best[_NEGATIVE]) & has_positive).sum().double(),
         "without_positive": (~has_positive).sum().double(),
@@ -156,7 +164,7 @@ def pair_sums(
 def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """Return Σ exp(−2 ‖x − y‖²) over the pairs of a unit embedding x of this rank with another one y of any rank."""
     total = rows.new_zeros(())
-    for some, _, candidates, itself in _blocks(rows, shards, world):
+    for some, _, candidates, itself in _blocks(len(rows), rows, shards, world):
         total += (rows[some] @ candidates.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum()
     return total
 
@@ -208,7 +216,8 @@ def _local_sums(like: Tensor, samples: Samples, world: World) -> dict[str, Tenso
     result: dict[str, Tensor] = {}
     if pairs := samples.pairs():
         shards = next(iter(samples.shards.values()))
-        parts = [pair_sums(a, b, samples.labels, shards, world) for a, b in pairs]
+        labels = None if samples.labels is None else (samples.labels, samples.labels)
+        parts = [pair_sums(a, b, labels, shards, world) for a, b in pairs]
         result = {name: sum((part[name] for part in parts[1:]), x) for name, x in parts[0].items() if name != "beaten"}
         result["anchors"] = result["sums"].new_tensor(len(pairs) * shards.size)
         result["beaten"] = torch.cat([part["beaten"] for part in parts])

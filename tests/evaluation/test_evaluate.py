@@ -1,5 +1,6 @@
-"""Outputs keep their bounds on inputs that are drawn to break them, and each check can fail."""
+"""Metrics are those of a plain computation and the same bits for every split; mistakes are caught, faults are heard of."""
 
+import math
 from contextlib import nullcontext
 from datetime import timedelta
 from unittest.mock import patch
@@ -10,33 +11,37 @@ import torch
 import torch.distributed as dist
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics import local_search
-from contrastive_zoo.metrics.ranking import Groups, Levels, Ranking
+from contrastive_zoo.metrics import measurement
+from contrastive_zoo.metrics.ranking import Graded, Groups, Levels, Ranking
 from contrastive_zoo.metrics.ranking_metrics import _AT_CUTOFF
 from contrastive_zoo.ranks.messages import CommunicationError
-from tests.evaluation.awkward import awkward, metrics_by_hand
+from tests.evaluation.awkward import awkward
 from tests.helpers import EVERY_CASE, error_message
 
-CASES = range(2000 if EVERY_CASE else 32)
+CASES = range(2000 if EVERY_CASE else 48)
 
 
 def test_awkward_inputs_have_the_metrics_of_a_plain_computation():
     for seed in CASES:
-        arguments, scores, grades = awkward(seed)
-        expected = metrics_by_hand(arguments, scores, grades)
+        arguments, expected = awkward(seed)
         assert cz.metrics.evaluate(**arguments) == pytest.approx(expected, abs=1e-12, nan_ok=True), seed
 
 
-def test_awkward_inputs_have_the_metrics_of_one_process(worlds):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_awkward_inputs_have_the_bits_of_one_process(world_size, worlds):
+    same_for_every_split(cz.metrics.evaluate, world_size, worlds)
+
+
+def same_for_every_split(measure, world_size, worlds):
     def on_rank(seeds):
-        return [evaluated_in_shards(*awkward(seed)[:1], seed) for seed in seeds]
+        return [measured_in_shards(measure, awkward(seed)[0], seed) for seed in seeds]
 
-    seeds = CASES[::16]
+    seeds = CASES[world_size::6]
     expected = [repr(cz.metrics.evaluate(**awkward(seed)[0])) for seed in seeds]
-    assert worlds.run(3, on_rank, seeds) == [expected] * 3
+    assert worlds.run(world_size, on_rank, seeds) == [expected] * world_size
 
 
-def evaluated_in_shards(arguments, seed):
+def measured_in_shards(measure, arguments, seed):
     """Return the metrics of a case whose queries and gallery are split at random; a rank has the judgements of its ids."""
     rank, size, draw = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(seed)
     rows = {name: len(arguments[name]) for name in ("queries", "gallery") if name in arguments}
@@ -49,80 +54,106 @@ def evaluated_in_shards(arguments, seed):
     if "judgements" in arguments:
         here = torch.isin(arguments["judgements"][0], local["ids"])
         local["judgements"] = tuple(x[here] for x in arguments["judgements"])
-    return repr(cz.metrics.evaluate(**local))
+    return repr(measure(**local))
 
 
-# ------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------------------------------------ mutants
 
 
-def test_ties_that_are_equal_in_every_bit_only_are_caught(monkeypatch):
-    monkeypatch.setattr(local_search, "rounded", lambda scores, bits: scores)
+@pytest.mark.parametrize(
+    ("place", "mistake"),
+    [
+        ("local_search.rounded", lambda scores, bits: scores),  # ties are equal in every bit only
+        ("ranking_metrics._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
+        ("task.first_of_each", lambda ids, world: torch.ones_like(ids, dtype=torch.bool)),  # repeated samples count
+    ],
+)
+def test_a_mistake_on_one_process_is_caught(place, mistake, monkeypatch):
+    monkeypatch.setattr(f"contrastive_zoo.metrics.{place}", mistake)
     with pytest.raises(AssertionError):
         test_awkward_inputs_have_the_metrics_of_a_plain_computation()
 
 
+def local_queries(**arguments):
+    """Each rank's number for its own queries and items."""
+    try:
+        return cz.metrics.evaluate(**arguments, process_group=cz.World())
+    except ValueError:  # a rank of too few items, or of judgements of others
+        return None
+
+
+def mean_of_means(**arguments):
+    """The mean of the ranks' means."""
+
+    def means(values, world):
+        of_rank = torch.tensor([np.nanmean([0.0, *x]) for x in values.values()])
+        dist.all_reduce(of_rank)
+        return dict(zip(values, (of_rank / world.size).tolist(), strict=True))
+
+    with patch.object(measurement, "means_over_ranks", means):
+        return cz.metrics.evaluate(**arguments)
+
+
+@pytest.mark.parametrize("mutant", [local_queries, mean_of_means])
+def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
+    with pytest.raises(AssertionError):
+        same_for_every_split(mutant, 2, worlds)
+
+
 def test_a_metric_outside_of_its_bounds_is_not_returned(monkeypatch):
     for value in (1.5, -0.1, np.nan):
-        monkeypatch.setitem(
-            _AT_CUTOFF, "map", lambda ranking, cutoff, ties, value=value: np.full(ranking.queries, value)
-        )
+        monkeypatch.setitem(_AT_CUTOFF, "map", lambda ranking, *_, value=value: np.full(ranking.queries, value))
         with pytest.raises(AssertionError, match=f"map of a query must be 0 to 1, got {value}"):
             cz.metrics.evaluate(torch.eye(3), labels=torch.zeros(3, dtype=torch.int64), metrics=["map"])
 
 
 def test_more_relevant_rows_than_there_are_is_refused():
-    one, nothing = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    score, grade = np.ones(1), np.ones(1)
+    one, nothing, score = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.ones(1)
     for tied, total in ((nothing, one), (one, nothing)):
+        levels, relevant = Levels(nothing, score, nothing, tied), Groups(nothing, score, score, one)
         with pytest.raises(AssertionError, match="more relevant items than there are"):
-            Ranking.of(
-                Levels(nothing, score, nothing, tied), Groups(nothing, score, grade, one), (nothing, grade, total), 1
-            )
+            Ranking.of(levels, relevant, Graded(nothing, score, total), 1)
 
 
-# -------------------------------------------------------------------------------------------------------- faults
+# ------------------------------------------------------------------------------------------------------------- faults
 
 ROWS, IDS = torch.eye(4), torch.arange(4)
+
+
+def refreshed(group):
+    settings = {"corpus_size": 4, "every": 1, "num_negatives": 1, "sampling": "random", "process_group": group}
+    return cz.data.RefreshedNegatives(ROWS.__getitem__, ROWS.__getitem__, IDS, **settings).update(0)
+
+
 FAULTS = {
     "evaluate": (
-        "contrastive_zoo.metrics.measurement.nearest_ranking",
+        "metrics.measurement.nearest_ranking",
         lambda group: cz.metrics.evaluate(ROWS, labels=IDS % 2, metrics=["precision@1"], process_group=group),
     ),
-    "top_k": ("contrastive_zoo.metrics.search.ordered", lambda group: cz.metrics.top_k(ROWS, k=1, process_group=group)),
+    "top_k": ("metrics.search.ordered", lambda group: cz.metrics.top_k(ROWS, k=1, process_group=group)),
     "mine_hard_negatives": (
-        "contrastive_zoo.data.mining.similarities",
+        "data.mining.similarities",
         lambda group: cz.data.mine_hard_negatives(ROWS, ROWS, IDS, num_negatives=1, process_group=group),
     ),
-    "RefreshedNegatives": (
-        "contrastive_zoo.data.refreshed.random_keys",
-        lambda group: cz.data.RefreshedNegatives(
-            ROWS.__getitem__,
-            ROWS.__getitem__,
-            IDS,
-            corpus_size=4,
-            every=1,
-            num_negatives=1,
-            sampling="random",
-            process_group=group,
-        ).update(0),
-    ),
+    "RefreshedNegatives": ("data.refreshed.random_keys", refreshed),
 }
 
 
 def of_a_fault(caller, without=nullcontext):
     """Return what each rank raises where rank 1 runs out of memory in the middle of a call."""
-    where, call = FAULTS[caller]
+    place, call = FAULTS[caller]
+    fault = patch(f"contrastive_zoo.{place}", side_effect=MemoryError("no memory"))
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.0 if without is not nullcontext else 30.0))
-    with without(), patch(where, side_effect=MemoryError("no memory")) if dist.get_rank() == 1 else nullcontext():
+    with without(), fault if dist.get_rank() == 1 else nullcontext():
         return error_message(lambda: call(group), (MemoryError, CommunicationError))
 
 
-@pytest.mark.parametrize("caller", FAULTS)
-def test_other_ranks_hear_of_a_fault_at_once(caller, worlds):
-    other, failed = worlds.run(2, of_a_fault, caller, timeout=10.0)
-    assert failed == "no memory"
-    assert "rank 0 waited in" in other
-    assert f"Rank 1 failed in {caller}: MemoryError: no memory." in other
+def test_other_ranks_hear_of_a_fault_at_once(worlds):
+    for caller in FAULTS:
+        other, failed = worlds.run(2, of_a_fault, caller, timeout=10.0)
+        assert failed == "no memory"
+        assert "rank 0 waited in" in other
+        assert f"Rank 1 failed in {caller}: MemoryError: no memory." in other
 
 
 def test_a_fault_that_is_not_reported_is_heard_of_late(worlds):
@@ -133,7 +164,7 @@ def test_a_fault_that_is_not_reported_is_heard_of_late(worlds):
     assert "not all ranks came" in other
 
 
-# ------------------------------------------------------------------------------------------------- values of queries
+# -------------------------------------------------------------------------------------------------- values of queries
 
 
 def test_means_of_queries_are_the_metrics_and_those_of_groups(worlds):
@@ -169,11 +200,11 @@ def test_a_bootstrap_is_paired_and_the_same_for_every_split(worlds):
     first, second = difficulty * 0.6 + 0.2, (difficulty * 0.6 + 0.2 + better).clamp(0, 1)
     first[::7] = second[::7] = torch.nan
     found = cz.metrics.paired_bootstrap(first, second, resamples=2000)
-    differences = (second - first)[~first.isnan()].double()
+    counted = ~first.isnan()
+    differences = (second - first)[counted].double()
     half = 1.96 * differences.std().item() / len(differences) ** 0.5  # of many queries the mean is normal
     assert found.mean == pytest.approx(differences.mean().item(), abs=1e-12)
     assert (found.mean - found.low, found.high - found.mean) == pytest.approx((half, half), rel=0.1)
-    counted = ~first.isnan()
     unpaired = cz.metrics.paired_bootstrap(first[counted], second[counted].roll(70))
     assert unpaired.high - unpaired.low > 2 * (found.high - found.low)
 
@@ -185,21 +216,19 @@ def test_a_bootstrap_is_paired_and_the_same_for_every_split(worlds):
     assert worlds.run(3, on_rank, each=each) == [found] * 3
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "settings", "says"),
-    [
-        (torch.ones(3), torch.ones(2), {}, "values of the same queries"),
-        (torch.ones(3), torch.tensor([1.0, 1.0, np.nan]), {}, "values of the same queries"),
-        (torch.ones(3), torch.ones(3) * 2, {}, "second are one number from 0 to 1 per query"),
-        (torch.ones(3), torch.ones(3).long(), {}, "second are one number from 0 to 1 per query"),
-        (torch.ones(3) * np.nan, torch.ones(3) * np.nan, {}, "no query counts"),
-        (torch.ones(3), torch.ones(3), {"confidence": 95}, "confidence is a number between 0 and 1, got 95"),
-        (torch.ones(3), torch.ones(3), {"resamples": 0}, "resamples is an integer in 1 … 1000000, got 0"),
-        (torch.ones(3), torch.ones(3), {"seed": -1}, "seed is an integer of at least 0, got -1"),
-    ],
-)
-def test_a_bootstrap_refuses_values_that_are_not_paired(first, second, settings, says):
-    with pytest.raises(ValueError, match=says):
-        cz.metrics.paired_bootstrap(first, second, **settings)
+def test_values_that_are_not_paired_are_refused():
+    ones = torch.ones(3)
+    for first, second, settings, says in (
+        (ones, torch.ones(2), {}, "values of the same queries"),
+        (ones, torch.tensor([1.0, 1.0, math.nan]), {}, "values of the same queries"),
+        (ones, ones * 2, {}, "second are one number from 0 to 1 per query"),
+        (ones, ones.long(), {}, "second are one number from 0 to 1 per query"),
+        (ones * math.nan, ones * math.nan, {}, "no query counts"),
+        (ones, ones, {"confidence": 95}, "confidence is a number between 0 and 1, got 95"),
+        (ones, ones, {"resamples": 0}, "resamples is an integer in 1 … 1000000, got 0"),
+        (ones, ones, {"seed": -1}, "seed is an integer of at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            cz.metrics.paired_bootstrap(first, second, **settings)
     with pytest.raises(ValueError, match="groups are one per row, got 2 for 3 rows"):
-        cz.metrics.mean_by_group(torch.ones(3), torch.ones(2).long())
+        cz.metrics.mean_by_group(ones, torch.ones(2).long())
