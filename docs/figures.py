@@ -12,8 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.worlds import Worlds
+from tools.gallery.recipe import GALLERY
 from tools.gallery_measurement import EVEN, Measured, measure
 
 FIGURES = Path(__file__).parent / "pages" / "figures"

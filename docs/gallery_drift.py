@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastive_zoo.testing.gallery.recipe import GALLERY, symmetric_cross_entropy
 from contrastive_zoo.testing.worlds import Worlds
 from examples.demo.recipes import TwoTowers
 from examples.demo.training import HELD_OUT, Digits
+from tools.gallery.recipe import GALLERY, symmetric_cross_entropy
 
 PICTURE = Path(__file__).parent / "pages" / "figures" / "gallery_drift.png"
 SHARES = {1: (1.0,), 4: (0.1, 0.2, 0.3, 0.4)}

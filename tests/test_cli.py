@@ -61,7 +61,7 @@ def test_a_function_of_the_users_own_file_is_found_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     module = f"own_{name.split()[0]}"
-    lines = ["from contrastive_zoo.testing.gallery import make", "def make_it():", f"    return make({name!r})"]
+    lines = ["from tools.gallery import make", "def make_it():", f"    return make({name!r})"]
     (tmp_path / f"{module}.py").write_text("\n".join(lines), encoding="utf-8")
     code, out, error = here("check", f"{module}:make_it", *QUICK, *options)
     assert code == 1, out + error

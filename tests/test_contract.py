@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.invariant import Broken, Invariant
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
@@ -29,6 +28,7 @@ from tests.helpers import EVERY_CASE, drawn
 from tests.losses import zoo_softmax
 from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
+from tools.gallery.recipe import GALLERY
 
 LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.startswith("RowLoss")]
 

@@ -22,9 +22,6 @@ ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data",
 MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue"}
 """Modules of losses that keep what all ranks have sent: more than a formula."""
 
-GALLERY = "testing.gallery"
-"""The package of testing whose subject is particular losses."""
-
 OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check_target", "cli", "console", "probes"))
 """Modules of testing that show, list and find losses; a probe tries whether the wrapper repairs one."""
 
@@ -175,7 +172,7 @@ def test_imports_point_to_rooms_before() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    arrows = {module: imported_modules(module) - {module, ""} for module in modules() if not module.endswith(GALLERY)}
+    arrows = {module: imported_modules(module) - {module, ""} for module in modules()}
     while free := [module for module, others in arrows.items() if not others & arrows.keys()]:
         for module in free:
             del arrows[module]
@@ -191,7 +188,7 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
 
 def test_imports_are_found() -> None:
     assert imported_modules("losses.nt_xent") >= {"engine.batch", "engine.pairs", "loss_base.families"}
-    assert "wrapper.distributed" in imported_modules("testing.gallery.gather")
+    assert "wrapper.distributed" in imported_modules("testing.probes")
     assert [room(name) for name in ("ranks.world", "engine.rowwise", "wrapper.distributed")] == [0, 1, 4]
 
 
@@ -228,7 +225,7 @@ def test_a_loss_names_no_rank_no_message_and_no_implementation(module: str) -> N
     assert not words & {"world", "forward"}
 
 
-@pytest.mark.parametrize("module", [x for x in modules("testing") if not x.startswith((GALLERY, *OF_LOSSES))])
+@pytest.mark.parametrize("module", [x for x in modules("testing") if not x.startswith(OF_LOSSES)])
 def test_proofs_do_not_depend_on_losses(module: str) -> None:
     found = imported_modules(module)
     assert not {x for x in found if x.startswith(("losses", "engine", "wrapper.distributed", "testing.catalogue"))}

@@ -7,11 +7,11 @@ from functools import cached_property
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.evidence import CLOSE, Ratio, is_near
-from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe
 from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.probes import compare
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
+from tools.gallery.recipe import GALLERY, Recipe
 from tools.peers import PEERS
 
 EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
@@ -57,7 +57,7 @@ class Row:
 
 def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
     """Measure and check recipes: those of the gallery and of every importable library, unless others are given."""
-    all_recipes = [*GALLERY.values(), *TRAINING_STEPS.values(), *(peer for peer in PEERS.values() if peer.importable)]
+    all_recipes = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
     return [_row(recipe, worlds, max_examples) for recipe in (all_recipes if recipes is None else recipes)]
 
 

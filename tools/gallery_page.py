@@ -6,9 +6,9 @@ Writes the tables of docs/pages/gallery.md, the sections of docs/pages/invariant
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
+from tools.gallery.recipe import GALLERY, Recipe
 from tools.gallery_measurement import Row, measure_gallery
 from tools.pages import PAGES, ROOT, fill, table
 from tools.peers import PEERS
@@ -93,9 +93,9 @@ def _about(recipe: Recipe) -> str:
     about = " ".join(recipe.about.split())
     if not about.startswith("the same"):
         return about
-    names = list(TRAINING_STEPS if recipe.step else GALLERY)
+    names = list(GALLERY)
     before = reversed(names[: names.index(recipe.name)])
-    reference = next(name for name in before if not (GALLERY | TRAINING_STEPS)[name].about.startswith("the same"))
+    reference = next(name for name in before if not GALLERY[name].about.startswith("the same"))
     return f"as *{reference}*{about.removeprefix('the same')}"
 
 

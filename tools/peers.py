@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.testing.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
 from contrastive_zoo.testing.measurement import Call, Case
+from tools.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
 
 WIDTH = 8  # width to which embeddings are padded with zeros, for losses with a fixed width
 

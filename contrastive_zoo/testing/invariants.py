@@ -1,6 +1,6 @@
 """The invariants of a global loss: functions that raise :class:`Broken` with the result and the value expected.
 
-Each invariant names the mistake that it catches: a key of :mod:`contrastive_zoo.testing.gallery`, where the mistake is
+Each invariant names the mistake that it catches: a key of :mod:`tools.gallery`, where the mistake is
 written out. The tests prove that it is caught.
 """
 

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
-from contrastive_zoo.testing.gallery.recipe import (
+from contrastive_zoo.testing.measurement import Call
+from tests.testing.wrong_losses import Known, in_words
+from tools.gallery.recipe import (
     dense_sup_con,
     gather_detached,
     shard_sizes,
     symmetric_cross_entropy,
     world_size,
 )
-from contrastive_zoo.testing.measurement import Call
-from tests.testing.wrong_losses import Known, in_words
 from tools.peer_losses.arguments import WIDTH
 from tools.peer_losses.losses import PeerLoss, table
 

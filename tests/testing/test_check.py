@@ -11,7 +11,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
-from contrastive_zoo.testing.gallery.recipe import GALLERY, TRAINING_STEPS, Recipe, make
 from contrastive_zoo.testing.invariant import Broken
 from contrastive_zoo.testing.invariants import INVARIANTS, finite_at_extremes, same_value_on_every_rank
 from contrastive_zoo.testing.measurement import Case, call_form
@@ -19,8 +18,9 @@ from contrastive_zoo.testing.strategies import global_batches
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
+from tools.gallery.recipe import GALLERY, Recipe, make
 
-RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None]
+RIGHT = [recipe for recipe in GALLERY.values() if recipe.mistake is None and not recipe.step]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def shrink_nothing(monkeypatch: pytest.MonkeyPatch, shrink_briefly: None) -> Non
     monkeypatch.setattr(check, "SHRINKING", 0.0)
 
 
-RECIPES = [*GALLERY.values(), *TRAINING_STEPS.values()]
+RECIPES = list(GALLERY.values())
 
 
 def drawn_recipes() -> list[Recipe]:

@@ -8,11 +8,11 @@ import pytest
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
-from contrastive_zoo.testing.gallery.recipe import GALLERY
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture
 from tools import gallery_measurement, gallery_page
+from tools.gallery.recipe import GALLERY
 from tools.peers import PEERS
 
 pytest_plugins = ["pytester"]

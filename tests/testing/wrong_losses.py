@@ -12,7 +12,8 @@ from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
-from contrastive_zoo.testing.gallery.recipe import (
+from contrastive_zoo.testing.measurement import Call
+from tools.gallery.recipe import (
     dense_sup_con,
     gather_detached,
     rank_and_size,
@@ -21,7 +22,6 @@ from contrastive_zoo.testing.gallery.recipe import (
     symmetric_cross_entropy,
     world_size,
 )
-from contrastive_zoo.testing.measurement import Call
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastive_zoo.ranks.collectives import all_reduce
-from contrastive_zoo.testing.gallery.recipe import rank_and_size
+from tools.gallery.recipe import rank_and_size
 
 TEMPERATURE = 0.3
 Loss = Callable[..., Any]

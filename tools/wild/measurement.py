@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import examine
-from contrastive_zoo.testing.gallery.recipe import Recipe
 from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.worlds import Worlds
+from tools.gallery.recipe import Recipe
 from tools.gallery_measurement import Row as Described
 from tools.gallery_measurement import measure
 from tools.wild import adapters

@@ -14,7 +14,8 @@ from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce, replicated
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.testing.gallery.recipe import (
+from contrastive_zoo.wrapper.distributed import DistributedLoss
+from tools.gallery.recipe import (
     DenseInfoNCE,
     dense_sup_con,
     gather_detached,
@@ -26,7 +27,6 @@ from contrastive_zoo.testing.gallery.recipe import (
     symmetric_cross_entropy,
     world_size,
 )
-from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 # --- gathers, which differ in their gradient --------------------------------------------------------------------------
 

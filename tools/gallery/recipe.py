@@ -37,19 +37,14 @@ class Recipe:
 
 
 GALLERY: dict[str, Recipe] = {}
-"""All recipes of a loss by name."""
-
-TRAINING_STEPS: dict[str, Recipe] = {}
-"""All recipes of a training step by name."""
+"""All recipes by name, those of a training step last."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def make(name: str) -> Any:
     """Construct the loss, or the training step, of a recipe."""
-    import contrastive_zoo.testing.gallery  # noqa: F401 - a rank that receives only the name has registered none yet
-
-    return (GALLERY | TRAINING_STEPS)[name].make()
+    return GALLERY[name].make()
 
 
 def recipe(
@@ -65,8 +60,7 @@ def recipe(
 
     def register(function: T) -> T:
         make = (lambda: function) if is_loss else function
-        recipes = TRAINING_STEPS if step else GALLERY
-        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], step=step)
+        GALLERY[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], step=step)
         return function
 
     return register

@@ -11,8 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.batch import FEATURES
-from contrastive_zoo.testing.gallery.gather import local_parameters
-from contrastive_zoo.testing.gallery.recipe import (
+from contrastive_zoo.wrapper.averaging import average_gradients
+from contrastive_zoo.wrapper.distributed import DistributedLoss
+from tools.gallery.gather import local_parameters
+from tools.gallery.recipe import (
     DenseInfoNCE,
     dense_sup_con,
     loss_recipe,
@@ -22,8 +24,6 @@ from contrastive_zoo.testing.gallery.recipe import (
     shard_sizes,
     world_size,
 )
-from contrastive_zoo.wrapper.averaging import average_gradients
-from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 MAX_WIDTH, CLASSES = 8, 64
 """Largest width of embeddings for which the sharded weights are drawn, and the number of classes."""
