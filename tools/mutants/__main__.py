@@ -1,147 +1,159 @@
-"""Plant mutants in the modules that ranks rest on, and run the tests that execute the changed lines.
+"""Change the modules that ranks rest on, one place at a time, and count the changes that no test notices.
 
 python -m tools.mutants --count 200 --seed 0 --out mutants.json      # continues where an earlier run of it was stopped
 python -m tools.mutants --again --out mutants.json                   # first the survivors, once there are new tests
-python -m tools.mutants --report mutants.json                        # the score
-python -m tools.mutants --report mutants.json --docs                 # writes it to docs/pages/how-it-is-tested.md
+python -m tools.mutants --count 0 --out mutants.json --docs          # writes the score to docs/pages/how-it-is-tested.md
 
 A mutant is one change of the syntax tree: a comparison, an operator, a number, a truth value, a condition, a maximum for a
-minimum, or a statement left out. Texts of errors, docstrings, annotations and assertions stay as they are. The first run
-measures which lines each test executes, on its ranks, too, and keeps that beside the output. It takes Python 3.11.
+minimum, or a statement left out. Texts of errors, docstrings, annotations and assertions stay as they are. It is written
+into a copy of the repository, where the tests of its room run until the first one fails.
 """
 
-from __future__ import annotations
-
 import argparse
+import ast
 import json
+import os
 import random
+import re
+import shutil
+import subprocess
 import sys
-import time
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pytest
+from queue import Queue
+from typing import Any
 
 from tools import pages
-from tools.mutants import report
-from tools.mutants.changes import PACKAGE, ROOT, Mutant, modules, mutants
+from tools.mutants.changes import PACKAGE, Mutant, Name, modules, mutants_of, mutated
 
-if TYPE_CHECKING:
-    from tools.mutants.suite import Suite
-
-FILES = [
-    "tests/adapters/test_native.py",
-    "tests/engine",
-    "tests/kernels/test_implementation.py",
-    "tests/losses",
-    "tests/test_accelerated_ranks.py",
-    "tests/test_accelerator.py",
-    "tests/test_averaging.py",
-    "tests/test_bad_input.py",
-    "tests/test_collectives.py",
-    "tests/test_distributed.py",
-    "tests/test_failed_calls.py",
-    "tests/test_faults.py",
-    "tests/test_gradcache.py",
-    "tests/test_handshake.py",
-    "tests/test_late_checks.py",
-    "tests/test_later_steps.py",
-    "tests/test_masks.py",
-    "tests/test_monitor.py",
-    "tests/test_precision.py",
-    "tests/test_repr.py",
-    "tests/test_solved_batches.py",
-    "tests/test_state.py",
-]
-"""The tests of the mutated modules, beside their doctests. Of whole trainings there are more; these are the quick ones."""
+TESTS = {
+    "engine": "engine losses kernels/test_implementation.py test_masks.py test_precision.py test_accelerator.py "
+    "test_accelerated_ranks.py test_solved_batches.py test_bad_input.py adapters/test_native.py test_monitor.py",
+    "ranks": "test_collectives.py test_handshake.py test_averaging.py test_late_checks.py test_failed_calls.py "
+    "test_faults.py test_distributed.py engine",
+    "wrapper": "test_distributed.py test_repr.py test_state.py test_late_checks.py test_later_steps.py test_bad_input.py "
+    "test_failed_calls.py test_gradcache.py",
+}
+"""The tests of a mutated room, and doctests of the module; those of whole trainings take longer."""
 
 CONTROLS = 10  # after so many mutants the tests of one run without it: they must pass
-BATCH = 8  # after so many mutants the output is written
 WORLD_TIMEOUT = 20  # seconds of a job of several ranks
+SECONDS = 1800.0  # limit of the tests of one mutant
+
+OUTCOMES = ("caught", "timed out", "equivalent", "survived")
+Result = dict[str, Any]
 
 
-@dataclass
-class Run:
-    """A pytest session that tries mutants in place of running its tests, first those named in ``again``."""
+def equivalent() -> dict[Name, str]:
+    """Return why no test can notice a mutant: the library promises the same with it."""
+    rows = json.loads(Path(__file__).with_name("equivalent.json").read_text(encoding="utf-8"))
+    return {(x["path"], x["function"], x["change"]): x["why"] for x in rows}
 
-    options: argparse.Namespace
-    again: list[tuple[str, str, str]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)
-    controls: list[dict[str, Any]] = field(default_factory=list)
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        # not before: the tests import the package with shapes checked
-        from tools.mutants.suite import Measured, Suite
+# --- runs -------------------------------------------------------------------------------------------------------------
 
-        covered = self.options.out.with_suffix(".tests.json")
-        known = {k: Measured(*x) for k, x in json.loads(covered.read_text()).items()} if covered.exists() else {}
-        if self.options.out.exists():
-            saved = json.loads(self.options.out.read_text())
-            self.results, self.controls = saved["results"], saved["controls"]
-        suite = Suite(session.items, known)
-        suite.prepare()
-        self.measure(suite, covered)
-        end = time.monotonic() + 60 * self.options.minutes
-        todo = self.untried()
-        while len(self.results) < self.options.count and todo and time.monotonic() < end:
-            size = min(BATCH, self.options.count - len(self.results))
-            self.attempt(suite, todo[:size])
-            self.save()
-            todo = todo[size:]
-        return True
 
-    def untried(self) -> list[Mutant]:
-        """Forget results of mutants that the code no longer has; return all others that it has, in random order."""
-        every = {x.name: x for x in mutants()}
-        self.results = [x for x in self.results if report.name_of(x) in every]
-        for result in self.results:
-            del every[report.name_of(result)]
-        again = [every.pop(name) for name in self.again if name in every]
-        todo = list(every.values())
-        random.Random(self.options.seed).shuffle(todo)
-        return again + todo
+@contextmanager
+def planted(mutant: Mutant, root: Path) -> Iterator[None]:
+    """Change the module in a copy of the repository; afterwards it is as before."""
+    file = root / PACKAGE.name / mutant.path
+    before = file.read_text(encoding="utf-8")
+    file.write_text(ast.unparse(mutated(before, mutant.number)), encoding="utf-8")
+    try:
+        yield
+    finally:
+        file.write_text(before, encoding="utf-8")
 
-    def measure(self, suite: Suite, covered: Path) -> None:
-        """Measure the files that are new, and keep what is known of their tests."""
-        from tools.mutants.suite import Measured, finished
 
-        forks = ((file, suite.measure(file)) for file in suite.files())
-        for file, status, fork in finished(forks, self.options.jobs, 900.0):
-            assert status == 0, f"{file} was not measured, exit status {status}"
-            found = {test: Measured(*x) for test, x in json.loads(fork.said()).items()}
-            suite.known |= found
-            covered.write_text(json.dumps(suite.known))
-            failing = [test for test, x in found.items() if not x.passed]
-            print(f"{file}: {len(found)} tests, {len(failing)} fail without a mutant {failing}", file=sys.stderr)
+def tests_of(mutant: Mutant) -> list[str]:
+    room = mutant.path.partition("/")[0]
+    return [f"{PACKAGE.name}/{mutant.path}", *(f"tests/{x}" for x in TESTS[room].split())]
 
-    def attempt(self, suite: Suite, batch: list[Mutant]) -> None:
-        """Try mutants, and now and then no mutant."""
-        from tools.mutants.suite import NOT_PLANTED, SECONDS, finished
 
-        killers = Counter(x["by"] for x in self.results if x["by"])
-        forks = ((key, suite.run(key[2], key[0] if key[1] else None)) for key in self.jobs(suite, batch, killers))
-        for (mutant, is_planted, tests), status, fork in finished(forks, self.options.jobs, SECONDS):
-            if status == NOT_PLANTED:
-                continue
-            verdict = "timed out" if status is None else "caught" if status else "survived"
-            seconds = round(time.monotonic() - fork.began, 2)
-            outcome = {"verdict": verdict, "by": fork.said(), "seconds": seconds, "tests": len(tests)}
-            (self.results if is_planted else self.controls).append(mutant._asdict() | outcome)
+def verdict(tests: Sequence[str], root: Path, seconds: float = SECONDS) -> Result:
+    """Run tests in a copy of the repository up to the first that fails."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", f"--world-timeout={WORLD_TIMEOUT}"]
+    command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"verdict": "timed out", "by": ""}
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    assert failed or done.returncode == 0, done.stdout + done.stderr
+    return {"verdict": "caught" if failed else "survived", "by": failed[1] if failed else ""}
 
-    def jobs(
-        self, suite: Suite, batch: list[Mutant], killers: Counter[str]
-    ) -> Iterator[tuple[Mutant, bool, list[str]]]:
-        for mutant in batch:
-            tests = suite.tests_of(mutant, killers)
-            yield mutant, True, tests
-            if len(self.results) // CONTROLS > len(self.controls):
-                yield mutant, False, tests
 
-    def save(self) -> None:
-        self.options.out.write_text(json.dumps({"results": self.results, "controls": self.controls}, indent=1))
+def attempts(todo: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Result]]:
+    """Try mutants, as many at the same time as there are copies of the repository."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "site", "shared")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: Queue[Path] = Queue()
+        for number in range(jobs):
+            copies.put(Path(shutil.copytree(pages.ROOT, Path(folder, str(number)), ignore=ignored)))
+
+        def attempt(mutant: Mutant) -> tuple[Mutant, Result]:
+            root = copies.get()
+            try:
+                with planted(mutant, root):
+                    return mutant, verdict(tests_of(mutant), root)
+            finally:
+                copies.put(root)
+
+        yield from pool.map(attempt, todo)
+
+
+def untried(results: list[Result], again: Sequence[Name], seed: int) -> list[Mutant]:
+    """Forget results of mutants that the code no longer has; return all others that it has, in random order."""
+    every = {x.name: x for path in modules() for x in mutants_of(path)}
+    results[:] = [x for x in results if name_of(x) in every and name_of(x) not in again]
+    todo = [x for x in every.values() if x.name not in set(map(name_of, results))]
+    random.Random(seed).shuffle(todo)
+    return sorted(todo, key=lambda x: x.name not in again)
+
+
+# --- the score --------------------------------------------------------------------------------------------------------
+
+
+def name_of(result: Result) -> Name:
+    return result["path"], result["place"][0], result["change"]
+
+
+def outcome(result: Result) -> str:
+    """Return what is counted of a mutant; a survivor of the list of equivalent ones apart."""
+    is_equivalent = result["verdict"] == "survived" and name_of(result) in equivalent()
+    return "equivalent" if is_equivalent else str(result["verdict"])
+
+
+def report(results: Sequence[Result], controls: Sequence[Result]) -> str:
+    """Return the score, and a table with a row for each module.
+
+    Examples:
+        >>> mutant = {"path": "engine/exchange.py", "place": ["f", 1, 1], "change": "1 → 2", "verdict": "caught"}
+        >>> print(report([mutant], []))
+        1 mutants, 1 noticed: 100.0 % of those that are not equivalent, 100.0 % of all. 0 controls, runs of the same tests without a mutant: 0 failed.
+        <BLANKLINE>
+        | module | mutants | caught | timed out | equivalent | survived |
+        | --- | ---: | ---: | ---: | ---: | ---: |
+        | `engine/exchange.py` | 1 | 1 | 0 | 0 | 0 |
+        | all | 1 | 1 | 0 | 0 | 0 |
+    """  # noqa: E501 - the line is as long in the page
+    lines = []
+    for path in [*sorted({x["path"] for x in results}), None]:
+        counts = Counter(outcome(x) for x in results if path in (None, x["path"]))
+        lines.append([f"`{path}`" if path else "all", *map(str, (counts.total(), *(counts[x] for x in OUTCOMES)))])
+    noticed, tried = counts["caught"] + counts["timed out"], len(results) - counts["equivalent"]
+    alarms = sum(x["verdict"] != "survived" for x in controls)
+    score = (
+        f"{len(results)} mutants, {noticed} noticed: {100 * noticed / max(1, tried):.1f} % of those that are not "
+        f"equivalent, {100 * noticed / max(1, len(results)):.1f} % of all. {len(controls)} controls, runs of the same "
+        f"tests without a mutant: {alarms} failed."
+    )
+    return f"{score}\n\n{pages.table(['module', 'mutants', *OUTCOMES], lines, texts=1)}"
 
 
 def main() -> None:
@@ -149,32 +161,24 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at the same time")
-    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
-    parser.add_argument("--report", type=Path, nargs="+", help="outputs to report together")
     parser.add_argument("--docs", action="store_true", help="write the report to the page")
     parser.add_argument("--again", action="store_true", help="try the survivors of --out again")
     options = parser.parse_args()
-    run = Run(options)
-    if options.report:
-        for path in options.report:
-            saved = json.loads(path.read_text())
-            run.results += saved["results"]
-            run.controls += saved["controls"]
-    else:
-        if options.again:
-            saved = json.loads(options.out.read_text())
-            run.again = [report.name_of(x) for x in saved["results"] if report.outcome(x) == "survived"]
-            saved["results"] = [x for x in saved["results"] if report.name_of(x) not in run.again]
-            options.out.write_text(json.dumps(saved))
-        settings = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--world-timeout={WORLD_TIMEOUT}"]
-        files = [*FILES, *(f"{PACKAGE.name}/{path}" for path in modules())]
-        status = pytest.main([*settings, f"--rootdir={ROOT}", *files], plugins=[run])
-        assert status in (0, 5), f"pytest ended with {status}"
-    table, summary = report.table(run.results), report.summary(run.results, run.controls)
-    print(f"{table}\n\n{summary}\n{report.survivors(run.results)}")
+    saved = json.loads(options.out.read_text()) if options.out.exists() else {"results": [], "controls": []}
+    results, controls = saved["results"], saved["controls"]
+    again = [name_of(x) for x in results if outcome(x) == "survived"] if options.again else []
+    todo = untried(results, again, options.seed)
+    for mutant, result in attempts(todo[: max(0, options.count - len(results))], options.jobs):
+        results.append(mutant._asdict() | result)
+        if len(results) // CONTROLS > len(controls):
+            controls.append(mutant._asdict() | verdict(tests_of(mutant), pages.ROOT))
+        options.out.write_text(json.dumps(saved, indent=1))
+    for x in (x for x in results if outcome(x) == "survived"):
+        print(f"survived: {x['path']}:{x['place'][1]} {x['place'][0]}: {x['change']}")
+    print(report(results, controls))
     if options.docs:
-        pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": f"{summary}\n\n{table}"})
+        pages.fill(pages.PAGES / "how-it-is-tested.md", {"mutants": report(results, controls)})
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ import ast
 import builtins
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import islice
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
+from tools.pages import ROOT
+
 PACKAGE = ROOT / "contrastive_zoo"
 MODULES = (
     "engine/*.py", "ranks/adjoints.py", "ranks/collectives.py", "ranks/group_state.py", "ranks/handshake.py",
@@ -30,6 +31,10 @@ _LEFT_OUT = {"annotation", "returns", "decorator_list", "bases", "keywords", "ty
 """Parts of definitions that are not changed; a call's keywords are."""
 
 
+Name = tuple[str, str, str]
+"""Module, function and change, which stay the same when lines of the module move."""
+
+
 class Place(NamedTuple):
     """The qualified name of the function around a node, and the lines of its statement without inner statements."""
 
@@ -50,13 +55,8 @@ class Mutant(NamedTuple):
     change: str
 
     @property
-    def name(self) -> tuple[str, str, str]:
-        """What stays the same when lines of the module move: module, function and change."""
+    def name(self) -> Name:
         return self.path, self.place.function, self.change
-
-
-def mutants() -> list[Mutant]:
-    return [mutant for path in modules() for mutant in mutants_of(path)]
 
 
 def modules() -> list[str]:
@@ -66,23 +66,18 @@ def modules() -> list[str]:
 
 def mutants_of(path: str) -> list[Mutant]:
     found, seen = [], Counter[tuple[str, str]]()
-    for number, (place, words) in enumerate(changes(original(path))):
+    for number, (place, words) in enumerate(changes(ast.parse((PACKAGE / path).read_text(encoding="utf-8")))):
         seen[place.function, words] += 1
         again = seen[place.function, words]
         found.append(Mutant(path, number, place, words if again == 1 else f"{words} ({again})"))
     return found
 
 
-def original(path: str) -> ast.Module:
-    return ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
-
-
-def mutated(path: str, wanted: int) -> ast.Module:
-    tree = original(path)
-    for number, _ in enumerate(changes(tree)):
-        if number == wanted:
-            return ast.fix_missing_locations(tree)
-    raise IndexError(f"{path} has no mutant {wanted}")
+def mutated(source: str, wanted: int) -> ast.Module:
+    """Return the syntax tree of a module with one of its changes."""
+    tree = ast.parse(source)
+    next(islice(changes(tree), wanted, None))  # the iterator stops while the tree is changed
+    return ast.fix_missing_locations(tree)
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[Place, str]]:
