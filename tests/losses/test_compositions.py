@@ -221,23 +221,6 @@ def test_anchors_may_be_kept_apart() -> None:
     close(WeightedSum(losses)(a, b), losses[0](a, b) + losses[1](a, b))
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Matryoshka(cz.SupCon(), ()), "one or more widths"),
-        (lambda: Matryoshka(cz.SupCon(), (0, 3)), "at least 1"),
-        (lambda: Matryoshka(cz.SupCon(), (1, 2), weights=[1.0]), "one weight for each of 2 terms"),
-        (lambda: Matryoshka(nn.MSELoss(), (1, 2)), "this library's, got MSELoss"),
-        (lambda: WeightedSum([]), "one weight for each of 0 terms"),
-        (lambda: WeightedSum([cz.SupCon()], weights=[1.0, 2.0]), "one weight for each of 1 terms"),
-        (lambda: WeightedSum([cz.SupCon(), nn.MSELoss()]), "this library's, got MSELoss"),
-    ],
-)
-def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make()
-
-
 def test_bad_rows_are_refused_on_every_rank(worlds: Worlds) -> None:
     def call(d: int) -> float:
         return cz.DistributedLoss(Matryoshka(cz.SupCon(), (2, 4)))(torch.ones(2, d), torch.tensor([0, 0])).item()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.pairwise import distances, squared_distances
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.strategies import global_batches, temperatures
@@ -102,3 +103,23 @@ def test_two_views_are_labelled_rows(entry: Entry) -> None:
         and not getattr(loss, "num_classes", 0)
     ):
         close(loss(*rows.chunk(2)), loss(rows, torch.arange(4).repeat(2)))
+
+
+@given(seed=st.integers(0, 99), n=st.integers(1, 40), d=st.integers(1, 6))
+def test_distances_are_torchs(seed: int, n: int, d: int) -> None:
+    a, b = numbers(n, d, seed=seed).requires_grad_(), numbers(7, d, seed=seed + 1)
+    expected = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+    torch.testing.assert_close(distances(a, b), expected, rtol=1e-9, atol=1e-7)
+    torch.testing.assert_close(squared_distances(a, b), expected.square(), rtol=1e-9, atol=1e-10)
+    assert torch.equal(distances(a, a).diagonal(), torch.zeros(n, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(distances(a, a).sum(), a)
+    assert gradient.isfinite().all()
+
+
+def test_numbers_of_hard_pairs_by_hand() -> None:
+    """A mean, and the losses of single pairs, which the table of definitions does not have."""
+    eye = torch.eye(2, dtype=torch.float64)
+    mean = cz.OnlineContrastive(reduction="mean")(eye, eye[[0, 0]], torch.tensor([1, 1]))  # of 0 and 1 > ½: 1² alone
+    close(mean, torch.tensor(1.0).double())
+    each = cz.OnlineContrastive(reduction="none")(eye, eye[[0, 0]], torch.tensor([1, 0]))
+    close(each, torch.zeros(2).double())

@@ -254,44 +254,6 @@ def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
 
 # --------------------------------------------------------------------------------------------------------- bad input
 
-TOKENS = torch.eye(3)[:, None].repeat(1, 2, 1)
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "rows": (lambda: cz.MaxSim()(torch.eye(3), TOKENS), r"queries are floating-point tokens \[n, L, d\], got float32"),
-    "width": (lambda: cz.MaxSim()(TOKENS, TOKENS[..., :2]), "documents are of the queries' width and dtype, got"),
-    "dtype": (lambda: cz.MaxSim()(TOKENS, TOKENS, None, None, TOKENS.half()), "negatives are of the queries' width"),
-    "more documents": (lambda: cz.MaxSim()(TOKENS[:2], TOKENS), "Pass further documents as negatives"),
-    "mask's shape": (lambda: cz.MaxSim()(TOKENS, TOKENS, torch.ones(3, 3).bool()), "query_mask holds a bool or an"),
-    "mask's dtype": (lambda: cz.MaxSim()(TOKENS, TOKENS, torch.ones(3, 2)), "query_mask holds a bool or an integer"),
-    "mask without tokens": (
-        lambda: cz.MaxSim()(TOKENS, TOKENS, None, None, None, torch.ones(3, 2).bool()),
-        "negative_mask came without negatives",
-    ),
-    "empty set": (
-        lambda: cz.MaxSim()(TOKENS, TOKENS, None, torch.tensor([[1, 1], [0, 0], [1, 0]])),
-        "documents have one valid token or more each, got none in row 1",
-    ),
-    "no tokens": (lambda: cz.MaxSim()(TOKENS, TOKENS[:, :0]), "documents have one valid token or more each"),
-    "word": (lambda: cz.MaxSim(token_reduction="max"), "token_reduction is 'sum' or 'mean', got 'max'"),
-    "NaN": (lambda: cz.MaxSimPairwise()(TOKENS / 0, TOKENS), "tokens of queries hold NaN or infinite values in 6"),
-    "no queries": (lambda: cz.MaxSim()(TOKENS[:0], TOKENS[:0]), "the global batch is empty"),
-    "padding of an own loss": (
-        lambda: cz.DistributedLoss(cz.MaxSim(), pad_dims={"queries": 1}),
-        "pad_dims is for a third-party loss that every rank computes; MaxSim takes sizes that differ",
-    ),
-    "padding of samples": (
-        lambda: cz.DistributedLoss(nn.MSELoss(), pad_dims={"input": 0}),
-        "pad_dims are the padded dimensions, 1 or more, by the name of the argument",
-    ),
-    "padding by a list": (lambda: cz.DistributedLoss(nn.MSELoss(), pad_dims=["input"]), r"got \['input'\]"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused(name: str) -> None:
-    call, said = BAD[name]
-    with pytest.raises(ValueError, match=said):
-        call()
-
 
 def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
     def call(length: int, mask: Tensor | None = None, width: int = 3) -> float:

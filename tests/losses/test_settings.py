@@ -305,19 +305,3 @@ def test_a_setting_spoilt_on_one_rank_is_said_on_all(worlds: Worlds) -> None:
         worlds, 2, bad, lambda: cz.DistributedLoss(cz.Triplet(), check_distinct=False)(*LABELLED).item()
     )
     assert said == "Triplet: rank 1: margin must be finite, got nan."
-
-
-# -------------------------------------------------------------------------------------- classes in place of instances
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: cz.WeightedSum([cz.NTXent(), cz.SupCon]),
-        lambda: cz.Matryoshka(cz.SupCon, (1, 2)),
-        lambda: cz.CrossBatchMemory(cz.SupCon, 8, D),
-    ],
-    ids=["WeightedSum", "Matryoshka", "CrossBatchMemory"],
-)
-def test_a_class_is_no_loss(make: Callable[[], Any]) -> None:
-    assert said_by(make).endswith(": pass an instance, SupCon(...), not the class SupCon.")

@@ -2,12 +2,10 @@
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -16,15 +14,13 @@ from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.losses.class_softmax import (
     ArcFace,
     CosFace,
-    LargeMarginSoftmax,
     NormalizedSoftmax,
     ProxyAnchor,
     ProxyNCA,
     SoftTriple,
-    SphereFace,
 )
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import Largest, assert_same
+from tests.helpers import Largest
 from tests.losses.zoo_weights import InstanceOfLabels
 
 
@@ -47,32 +43,6 @@ def labelled(seed: int, n: int = 9, d: int = 4, classes: int = 5) -> tuple[Tenso
     labels = torch.randint(classes - 1, (n,), generator=generator)
     labels[-1] = classes - 1
     return z.requires_grad_(), labels
-
-
-def large_margin(cls: Any, **settings: Any) -> torch.nn.Module:
-    """Its constructor makes tensors from NumPy numbers, about which NumPy warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return cls(6, 4, **settings)
-
-
-PEERS = [
-    (LargeMarginSoftmax(6, 4), large_margin(pml.LargeMarginSoftmaxLoss)),
-    (LargeMarginSoftmax(6, 4, margin=3, scale=0.5), large_margin(pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)),
-    (SphereFace(6, 4), large_margin(pml.SphereFaceLoss)),
-]
-
-
-@pytest.mark.parametrize(("ours", "theirs"), PEERS, ids=lambda x: f"{type(x).__name__}")
-def test_it_is_pytorch_metric_learnings(ours: ClassLoss, theirs: torch.nn.Module) -> None:
-    for seed in range(4):
-        z, labels = labelled(seed)
-        ours, theirs = ours.double(), theirs.double()
-        (weights,) = theirs.parameters()
-        weights.data = ours.weights.data.T.clone()
-        assert_same(ours, theirs, z, labels)
-        by_weights = (torch.autograd.grad(x(z, labels), w)[0] for x, w in ((ours, ours.weights), (theirs, weights)))
-        close(next(by_weights), next(by_weights).T)
 
 
 def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[str, Any]:
@@ -198,31 +168,7 @@ def test_one_class_and_equal_rows_are_finite() -> None:
             assert all(x.isfinite().all() for x in (value, *gradients)), cls.__name__
 
 
-BAD = [
-    (lambda z, y: NormalizedSoftmax(3, 4)(z, y), r"labels are classes 0 … 2, got \d. Number them"),
-    (lambda z, y: NormalizedSoftmax(3, 3)(z, y), r"as wide as embeddings, got float32 \[3, 3\]"),
-    (lambda z, y: NormalizedSoftmax(3, 4, shard_over=cz.World())(z, y), r"labels are classes 0 … 2"),
-    (lambda z, y: NormalizedSoftmax(5, 4, shard_over=cz.World(0, 2))(z, y), "hold the weights of 3 classes of 5"),
-    (lambda z, y: NormalizedSoftmax(4, 4)(z, y - 1), "got -1"),
-    (lambda z, y: NormalizedSoftmax(5, 4)(z), "labels are missing"),
-    (lambda z, y: with_weights(ProxyAnchor, torch.randn(5, 2, 4))(z, y), r"weights are \[classes, d\] and as wide"),
-    (lambda z, y: CosFace(3, 4, shard_over=2), "shard_over is a World, such as World.of"),
-]
-
-
-@pytest.mark.parametrize(("call", "complaint"), BAD)
-def test_bad_input_is_named(call: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        call(*labelled(0))
-
-
-def test_bad_constructors_and_signatures() -> None:
-    with pytest.raises(TypeError, match="no setting 'magin'"):
-        ArcFace(3, 4, magin=0.5)
-    with pytest.raises(TypeError, match="SoftTriple has no setting 'shard_over'"):
-        SoftTriple(3, 4, shard_over=cz.World())
-    with pytest.raises(TypeError, match="ProxyAnchor has no setting 'sub_centers'"):
-        ProxyAnchor(3, 4, sub_centers=2)
+def test_sizes_come_first_and_are_shown() -> None:
     assert list(ArcFace.fields)[:2] == ["num_classes", "embedding_size"]
     assert "sub_centers" in SoftTriple.fields
     described = (

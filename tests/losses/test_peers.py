@@ -1,0 +1,483 @@
+"""Formulas that nobody here wrote: those of sentence-transformers, lightly, open_clip and pytorch-metric-learning.
+
+Value and gradient in float64, on classes of unequal size, equal embeddings and equal similarities. Losses of
+pytorch-metric-learning that have a translation are in ``tests/adapters/test_native.py``.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_metric_learning import distances
+from pytorch_metric_learning import losses as pml
+from sentence_transformers.sentence_transformer import losses as st
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+import contrastive_zoo as cz
+from tests.helpers import EXACT, assert_same, drawn, numbers
+from tools.peer_losses import packages
+
+SEEDS = range(3)
+Loss = Callable[..., Tensor]
+
+
+def rows(*shape: int, seed: int) -> Tensor:
+    """Two of them equal, two of them opposite, the rest random."""
+    z = numbers(*shape, seed=seed)
+    z[1], z[3] = z[0], -z[2]
+    return z.requires_grad_()
+
+
+def classes(seed: int, smallest: int = 1) -> Tensor:
+    """Of sizes 5, 3, 2, and the smallest, in any order; the equal embeddings are of one class for even seeds."""
+    labels = torch.tensor([0] * 5 + [1] * 3 + [2] * 2 + [7] * smallest)
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
+    if seed % 2 == 0:
+        other = int((labels == labels[0]).nonzero()[-1])
+        labels[[1, other]] = labels[[other, 1]]
+    return labels
+
+
+def unit(*views: Tensor) -> list[Tensor]:
+    """Normalise, as open_clip's models do before the loss."""
+    return [F.normalize(view, dim=1) for view in views]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A loss of this library and the same of another one, as a function of the labels."""
+
+    make: Callable[[Tensor], tuple[Loss, Loss]]
+    views: int = 1  # how many tensors of embeddings both take
+    labels: Callable[[int], Tensor] = classes  # of a seed
+    tolerance: float = EXACT
+
+
+# ----------------------------------------------------------------------------------------------- sentence-transformers
+
+
+class Wordless(PreTrainedTokenizerBase):
+    def __init__(self) -> None:
+        pass
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+class EvaluationInputs(nn.Module):
+    """What a SentenceTransformer is to its losses, for embeddings that are there already."""
+
+    tokenizer, max_seq_length = Wordless(), 1
+
+    def __init__(self, column: str = "student") -> None:
+        super().__init__()
+        self.column = column
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": features[self.column]}
+
+    def __getitem__(self, _: int) -> nn.Module:
+        return self
+
+    def get_embedding_dimension(self) -> int:
+        return 6
+
+
+def called(loss: nn.Module) -> Loss:
+    """Each argument is a column of texts."""
+    return lambda *columns: loss([{"student": x} for x in columns], torch.empty(0))
+
+
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+DIRECTIONS = [(ALL[:1], "joint"), (ALL[:2], "joint"), (ALL, "joint"), ((ALL[0], ALL[2]), "per_direction")]
+HARDNESS = [None, "in_batch_negatives", "hard_negatives", "all_negatives"]
+
+
+@pytest.mark.parametrize(("direction", "hardness", "mined"), drawn(DIRECTIONS, HARDNESS, [0, 1, 2], one_in=2))
+def test_multiple_negatives_ranking(direction: Any, hardness: Any, mined: int) -> None:
+    settings = {"directions": direction[0], "partition_mode": direction[1], "hardness_mode": hardness}
+    settings["hardness_strength"] = 3.0 if hardness else 0.0
+    theirs = called(st.MultipleNegativesRankingLoss(EvaluationInputs(), scale=5.0, **settings))
+    loss = cz.MNRL(temperature=0.2, **settings)
+
+    def ours(q: Tensor, d: Tensor, *negatives: Tensor) -> Tensor:
+        return loss(q, d, torch.cat(negatives), torch.arange(len(q)).repeat(mined)) if mined else loss(q, d)
+
+    for seed in SEEDS:
+        columns = [rows(7, 4, seed=10 * seed + k) for k in range(2 + mined)]
+        columns[1].data[:2] = columns[0].data[1:3]  # documents that are other queries
+        assert_same(ours, theirs, *columns)
+
+
+def matryoshka(_: Tensor) -> tuple[Loss, Loss]:
+    model = EvaluationInputs()
+    inner = st.MultipleNegativesRankingLoss(model, scale=5.0)
+    theirs = st.MatryoshkaLoss(model, inner, matryoshka_dims=[4, 2, 1], matryoshka_weights=[0.5, 1.0, 2.0])
+    return cz.Matryoshka(cz.MNRL(temperature=0.2), (4, 2, 1), weights=[0.5, 1.0, 2.0]), called(theirs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "margin", "anchors", "positives"),
+    drawn(["absolute", "relative"], [0.0, 0.2], [True, False], [True, False], one_in=2),
+)
+def test_gist(strategy: Any, margin: float, anchors: bool, positives: bool) -> None:
+    settings = {"temperature": 0.1, "margin_strategy": strategy, "margin": margin}
+    settings |= {"contrast_anchors": anchors, "contrast_positives": positives}
+    theirs, ours = st.GISTEmbedLoss(EvaluationInputs(), EvaluationInputs("guide"), **settings), cz.GIST(**settings)
+    for seed, columns in ((seed, columns) for seed in SEEDS for columns in (2, 3)):
+        guide = [numbers(7, 3, seed=100 + seed + k) for k in range(columns)]
+
+        def in_columns(*students: Tensor, guide: list[Tensor] = guide) -> Tensor:
+            features = [{"student": x, "guide": y} for x, y in zip(students, guide, strict=True)]
+            return theirs(features, torch.empty(0))
+
+        def in_order(a: Tensor, p: Tensor, *x: Tensor, guide: list[Tensor] = guide) -> Tensor:
+            return ours(a, p, guide[0], guide[1], *x, *guide[2:])
+
+        assert_same(in_order, in_columns, *(rows(7, 4, seed=10 * seed + k) for k in range(columns)))
+
+
+TEXT_MODEL = EvaluationInputs()
+COSINE = st.BatchHardTripletLossDistanceFunction.cosine_distance
+AGAIN = torch.tensor([0, 0, 2, 2, *range(4, 12)])
+"""Which of equal embeddings is the hardest one is anybody's choice, so that the equal ones are one."""
+
+
+def batch_triplets(ours: cz.Triplet, theirs: nn.Module, smallest: int = 1) -> Peer:
+    """An anchor without a positive: sentence-transformers counts its nearest negative against a distance of 0, we do not."""
+
+    def make(labels: Tensor) -> tuple[Loss, Loss]:
+        again = AGAIN[: len(labels)]
+        return lambda z: ours(z[again], labels), lambda z: theirs([{"student": z[again]}], labels)
+
+    return Peer(make, labels=partial(classes, smallest=smallest), tolerance=1e-7)  # theirs is √(a² − 2ab + b²)
+
+
+def annotated(ours: Any, theirs: Any, y: Callable[[Tensor], Tensor], **settings: Any) -> Peer:
+    """Compare losses of pairs with scores or labels, which are made of classes."""
+    other = theirs(nn.Identity(), **settings)
+    return Peer(
+        lambda labels: (
+            lambda a, b: ours(a, b, y(labels)),
+            lambda a, b: other.compute_loss_from_embeddings([a, b], y(labels)),
+        ),
+        2,
+    )
+
+
+def first(labels: Tensor) -> Tensor:
+    return torch.arange(len(labels)) == 0
+
+
+def online(y: Callable[[Tensor], Tensor], margin: float = 2.0) -> Peer:
+    ours = cz.OnlineContrastive(margin=margin)
+    return annotated(ours, st.OnlineContrastiveLoss, lambda labels: y(labels).long(), margin=margin)
+
+
+def mega_batch(labels: Tensor) -> tuple[Loss, Loss]:
+    theirs = st.MegaBatchMarginLoss(nn.Identity(), use_mini_batched_version=False)
+    apart = numbers(len(labels), 4, seed=91)  # of equally hard keys ours shares the gradient
+    return lambda a, b: cz.MegaBatchMargin()(a, b + apart), lambda a, b: theirs.calculate_loss([[a], [b + apart]])
+
+
+def of_teacher(ours: Loss, theirs: nn.Module, labels: Tensor) -> tuple[Loss, Loss]:
+    """Compare losses of a teacher's scores, of candidates that are columns there and one tensor here."""
+    y = numbers(len(labels), 3, seed=90)
+    return lambda *x: ours(y, *x), lambda *x: theirs.compute_loss_from_embeddings(list(x), y)
+
+
+def margin_mse(y: Tensor, q: Tensor, p: Tensor, *n: Tensor) -> Tensor:
+    return cz.MarginMSE()(q, p, torch.stack(n, 1), y[:, :1] - y[:, 1:])
+
+
+def divergence(y: Tensor, q: Tensor, *candidates: Tensor) -> Tensor:
+    loss = cz.ScoreDistillation(temperature=0.5, teacher_temperature=0.5)
+    return loss(q, torch.stack(candidates, 1), y)
+
+
+def orthogonal(labels: Tensor) -> tuple[Loss, Loss]:
+    theirs = st.GlobalOrthogonalRegularizationLoss(nn.Identity())
+    return cz.OrthogonalRegularization(), lambda z: sum(theirs.compute_loss_from_embeddings([z]).values())
+
+
+OF_TEXTS: dict[str, Peer] = {
+    "Matryoshka": Peer(matryoshka, 2),
+    "all triplets, cosine": batch_triplets(
+        cz.Triplet(margin=0.5, metric="similarity"),
+        st.BatchAllTripletLoss(TEXT_MODEL, margin=0.5, distance_metric=COSINE),
+    ),
+    "hard triplets, cosine": batch_triplets(
+        cz.Triplet(margin=0.2, mining="hard", average="all", metric="similarity"),
+        st.BatchHardTripletLoss(TEXT_MODEL, margin=0.2, distance_metric=COSINE),
+        smallest=2,
+    ),
+    "hard triplets, soft": batch_triplets(
+        cz.Triplet(margin=0.0, mining="hard", soft=True, average="all", normalize=False),
+        st.BatchHardSoftMarginTripletLoss(TEXT_MODEL),
+        smallest=2,
+    ),
+    "CoSENT": annotated(cz.CoSENT(), st.CoSENTLoss, torch.Tensor.double),
+    "AnglE": annotated(cz.AnglE(), st.AnglELoss, torch.Tensor.double),
+    "OnlineContrastive": online(lambda labels: labels > 0, 0.5),
+    "OnlineContrastive, only positives": online(torch.ones_like, 0.5),
+    "OnlineContrastive, only negatives": online(torch.zeros_like),
+    "OnlineContrastive, one positive": online(first),
+    "OnlineContrastive, one negative": online(lambda labels: ~first(labels)),
+    "MegaBatchMargin": Peer(mega_batch, 2),
+    "MarginMSE": Peer(partial(of_teacher, margin_mse, st.MarginMSELoss(nn.Identity())), 4),
+    "ScoreDistillation": Peer(
+        partial(of_teacher, divergence, st.DistillKLDivLoss(nn.Identity(), temperature=0.5)), 4
+    ),
+    "OrthogonalRegularization": Peer(orthogonal),
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- pytorch-metric-learning
+
+
+def of_units(ours: Loss, theirs: Loss) -> Peer:
+    """Compare losses of unit embeddings, each with a positive: AngularLoss takes negatives as they come."""
+    return Peer(
+        lambda labels: (lambda z: ours(*unit(z), labels), lambda z: theirs(*unit(z), labels)),
+        labels=partial(classes, smallest=2),
+    )
+
+
+def of_weights(cls: Any, kind: Any, labels: Tensor, **settings: Any) -> tuple[Loss, Loss]:
+    sizes = (4, 8) if kind is pml.P2SGradLoss else (8, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # theirs makes tensors from NumPy numbers
+        ours, theirs = cls(8, 4, **settings).double(), kind(*sizes, **settings).double()
+    (weights,) = theirs.parameters()
+    # it rescales its weights in two steps, the first of which adds 1e-7
+    ours.weights.data = F.normalize(ours.weights.data, dim=1) if cls is cz.P2SGrad else ours.weights.data
+    weights.data = ours.weights.data.T.clone()
+    return lambda z: ours(z, labels), lambda z: theirs(z, labels)
+
+
+def in_float64(theirs: Loss) -> Loss:
+    """Compute with a peer that makes tensors of the default dtype."""
+
+    def loss(*args: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return theirs(*args)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return loss
+
+
+ANGLES = {"none": [0.0, 0.0, 3.14, 3.14], "one anchor's": [0.0, 0.0, 1.4, 3.14], "all": [0.0, 2.0, 0.5, 1.5]}
+
+
+@pytest.mark.parametrize("active", ANGLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_margin_of_classes(dtype: torch.dtype, active: str) -> None:
+    """With no active pair the mean is 0; with one, all anchors' ν β are over it."""
+    angle = torch.tensor(ANGLES[active], dtype=torch.float64)
+    z = torch.stack([angle.cos(), angle.sin()], 1).to(dtype).requires_grad_()
+    labels = torch.tensor([0, 0, 1, 2 if active == "one anchor's" else 1])
+    settings = {"beta": 1.25, "nu": 0.1, "num_classes": 3, "learn_beta": True}
+    ours, theirs = cz.Margin(**settings).to(dtype), pml.MarginLoss(**settings).to(dtype)
+    values = ours(z, labels), theirs(z, labels)
+    assert (values[1].item() == 0) == (active == "none")
+    found, expected = (
+        [value, *torch.autograd.grad(value, [z, loss.beta], allow_unused=True, materialize_grads=True)]
+        for value, loss in zip(values, (ours, theirs), strict=True)
+    )
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(found, expected, rtol=10 * tolerance, atol=tolerance)
+
+
+SMOOTH_AP = of_units(cz.SmoothAP(temperature=0.1, with_self=True), in_float64(pml.SmoothAPLoss(temperature=0.1)))
+OF_METRICS: dict[str, Peer] = {
+    "GeneralizedLiftedStructure": of_units(
+        cz.GeneralizedLiftedStructure(), pml.GeneralizedLiftedStructureLoss()
+    ),
+    "GeneralizedLiftedStructure, cosine": of_units(
+        cz.GeneralizedLiftedStructure(pos_margin=0.8, neg_margin=0.2, metric="similarity"),
+        pml.GeneralizedLiftedStructureLoss(0.2, 0.8, distance=distances.CosineSimilarity()),
+    ),
+    "Angular": of_units(cz.Angular(), pml.AngularLoss()),
+    "ThresholdConsistentMargin": of_units(cz.ThresholdConsistentMargin(), pml.ThresholdConsistentMarginLoss()),
+    "IntraPairVariance": of_units(cz.IntraPairVariance(), pml.IntraPairVarianceLoss()),
+    # it mistakes samples per class for classes
+    "SmoothAP": Peer(SMOOTH_AP.make, labels=lambda seed: torch.arange(4).repeat_interleave(4)),
+    "P2SGrad": Peer(partial(of_weights, cz.P2SGrad, pml.P2SGradLoss), tolerance=1e-6),
+    "LargeMarginSoftmax": Peer(partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss)),
+    "LargeMarginSoftmax, scaled": Peer(
+        partial(of_weights, cz.LargeMarginSoftmax, pml.LargeMarginSoftmaxLoss, margin=3, scale=0.5)
+    ),
+    "SphereFace": Peer(partial(of_weights, cz.SphereFace, pml.SphereFaceLoss)),
+    **{
+        f"PNP, {variant}": of_units(
+            cz.PNP(variant=variant, temperature=0.1, with_self=True), pml.PNPLoss(variant=variant, anneal=0.1)
+        )
+        for variant in pml.PNPLoss.VARIANTS
+    },
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- lightly, open_clip
+
+
+def peer(path: str) -> Any:
+    """Return a class of a library of which the wheel alone is there."""
+    module, _, name = path.rpartition(".")
+    if not (packages.FOLDER / path.partition(".")[0]).exists():
+        pytest.skip(f"{path} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
+    return getattr(packages.loaded(module), name)
+
+
+def lightly(path: str, ours: Loss, views: int = 2, **settings: Any) -> Peer:
+    return Peer(lambda _: (ours, peer(f"lightly.loss.{path}")(**settings)), views)
+
+
+def open_clip(name: str, ours: Loss, *settings: float) -> Peer:
+    return Peer(lambda _: (ours, lambda *views: peer(f"open_clip.loss.{name}")()(*unit(*views), *settings)), 2)
+
+
+def in_both_directions(_: Tensor) -> tuple[Loss, Loss]:
+    ours, theirs = cz.NegativeCosine(), peer("lightly.loss.negative_cosine_similarity.NegativeCosineSimilarity")()
+    return (
+        lambda a, b: ours(a, b) + ours(b, a),
+        lambda a, b: theirs(a, b.detach()) + theirs(b, a.detach()),
+    )
+
+
+def frossl(_: Tensor) -> tuple[Loss, Loss]:
+    theirs = peer("lightly.loss.frossl_loss.FroSSLLoss")()
+    return cz.FroSSL(), lambda *views: theirs(list(views))
+
+
+def swav(_: Tensor) -> tuple[Loss, Loss]:
+    """Apply the prototypes, which are a layer before the peer's loss."""
+    theirs, ours = peer("lightly.loss.swav_loss.SwaVLoss")(), cz.SwAV(9, 4).double()
+    (prototypes,) = unit(ours.prototypes.detach())
+
+    def of_crops(*views: Tensor) -> Tensor:
+        scores = [z @ prototypes.T for z in unit(*views)]
+        return theirs(scores[:2], scores[2:]).squeeze()
+
+    return ours, of_crops
+
+
+def other_views(labels: Tensor) -> list[Tensor]:
+    """Return views of a teacher, or of an earlier step."""
+    return [rows(len(labels), 4, seed=seed).detach() for seed in (98, 97)]
+
+
+def dino(labels: Tensor) -> tuple[Loss, Loss]:
+    """Compare one step; the first two views have a student and a teacher output."""
+    t, teacher = 2**-5, other_views(labels)  # theirs rounds t to 32 bits
+    theirs = peer("lightly.loss.dino_loss.DINOLoss")(output_dim=4, teacher_temp=t).double()
+    ours = cz.DINO(4, teacher_temperature=t).double()
+    return lambda *x: ours(torch.stack(x, 1), torch.stack(teacher, 1)), lambda *x: theirs(teacher, list(x))
+
+
+def distilled(labels: Tensor) -> tuple[Loss, Loss]:
+    """Compare with the sum of the two values that the peer returns."""
+    ours, teacher = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1), other_views(labels)
+    theirs = peer("open_clip.loss.DistillClipLoss")()
+    return (
+        lambda *views: 2 * ours(*views, *teacher),
+        lambda *views: sum(theirs(*unit(*views), 5.0, *unit(*teacher), 10.0)),
+    )
+
+
+def tico(labels: Tensor) -> tuple[Loss, Loss]:
+    """Compare the second step, whose covariance holds the first one's."""
+    ours, theirs = cz.TiCo(4).double(), peer("lightly.loss.tico_loss.TiCoLoss")()
+    for loss in (ours, theirs):
+        loss(*other_views(labels))
+    return ours.eval(), lambda *views: theirs(*views, update_covariance_matrix=False)
+
+
+def in_64_bits(theirs: Any, ours: cz.SIGReg) -> None:
+    """Give the peer's SIGReg the directions of ours, and the constants that it rounds to 32 bits."""
+    directions = F.normalize(ours.directions().double(), dim=0)
+    theirs._generate_unit_vectors = lambda *_: directions
+    t = torch.linspace(0, 3, 17, dtype=torch.float64)
+    theirs.t, theirs.phi = t, (-t.square() / 2).exp()
+    theirs.weights = theirs.phi * torch.tensor([1.0, *[2.0] * 15, 1.0], dtype=torch.float64) * (3 / 16)
+
+
+def sigreg(_: Tensor) -> tuple[Loss, Loss]:
+    ours, theirs = cz.SIGReg(4, num_slices=64).eval(), peer("lightly.loss.lejepa_loss.SIGReg")(num_vectors=64)
+    in_64_bits(theirs, ours)
+    return ours, theirs
+
+
+def lejepa(_: Tensor) -> tuple[Loss, Loss]:
+    """Compare with the same directions; the first two views are global."""
+    ours = cz.LeJEPA(4, lambda_=0.3, num_slices=64).eval()
+    theirs = peer("lightly.loss.lejepa_loss.LeJEPALoss")(lambda_param=0.3, sigreg_num_vectors=64)
+    in_64_bits(theirs.sigreg, ours)
+    return ours, lambda *views: theirs(global_proj=torch.stack(views[:2]), local_proj=torch.stack(views[2:]))
+
+
+def mmcr(_: Tensor) -> tuple[Loss, Loss]:
+    """Normalise before the peer's loss, and leave out the smoothing of ours."""
+    theirs = peer("lightly.loss.mmcr_loss.MMCRLoss")(lmda=0.5)
+    return cz.MMCR(lambda_=0.5, eps=1e-24), lambda *views: theirs(*torch.stack(unit(*views), 1).chunk(2, 1))
+
+
+OF_IMAGES: dict[str, Peer] = {
+    "NTXent": lightly("ntx_ent_loss.NTXentLoss", cz.NTXent(temperature=0.5)),
+    "DCL": lightly("dcl_loss.DCLLoss", cz.DCL(temperature=0.1)),
+    "DCLW": lightly("dcl_loss.DCLWLoss", cz.DCLW(temperature=0.1)),
+    "BarlowTwins": lightly("barlow_twins_loss.BarlowTwinsLoss", cz.BarlowTwins(lambda_=5e-3)),
+    "VICReg": lightly("vicreg_loss.VICRegLoss", cz.VICReg()),
+    "AlignUniform": lightly("hypersphere_loss.HypersphereLoss", cz.AlignUniform(t=1.0)),
+    "NegativeCosine": Peer(in_both_directions, 2),
+    "TiCo": Peer(tico, 2),
+    "FroSSL": Peer(frossl, 3),
+    "SIGReg": Peer(sigreg),
+    "LeJEPA": Peer(lejepa, 3),
+    "MMCR": Peer(mmcr, 4),
+    "SwAV": Peer(swav, 3),
+    "DINO": Peer(dino, 3),
+    "Clip": open_clip("ClipLoss", cz.Clip(temperature=0.2), 5.0),
+    "SigLIP": open_clip("SigLipLoss", cz.SigLIP(temperature=0.2, logit_bias=-3.0), 5.0, -3.0),
+    "ClipDistillation": Peer(distilled, 2),
+}
+
+
+PEERS = OF_TEXTS | OF_METRICS | OF_IMAGES
+
+
+def compare(entry: Peer, seeds: Sequence[int] = SEEDS) -> None:
+    for seed in seeds:
+        labels = entry.labels(seed)
+        embeddings = (rows(len(labels), 4, seed=10 * seed + view) for view in range(entry.views))
+        assert_same(*entry.make(labels), *embeddings, tolerance=entry.tolerance)
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs: DCLWLoss copies a tensor in a way that torch advises against
+@pytest.mark.parametrize("name", PEERS)
+def test_it_is_the_loss_of_another_library(name: str) -> None:
+    compare(PEERS[name])
+
+
+SLIPS: dict[str, Loss] = {
+    "Matryoshka": cz.MNRL(temperature=0.2),
+    "CoSENT": lambda a, b: cz.CoSENT()(a, b, torch.arange(len(a))),
+    "MegaBatchMargin": cz.MegaBatchMargin(),
+    "Clip": cz.InfoNCE(temperature=0.2),
+    "SigLIP": cz.SigLIP(temperature=0.2, logit_bias=-3.1),
+}
+"""One setting apart, one term too few, one direction."""
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_slip_is_seen(name: str) -> None:
+    peer_of, slip = PEERS[name], SLIPS[name]
+    with pytest.raises(AssertionError):
+        compare(Peer(lambda labels: (slip, peer_of.make(labels)[1]), peer_of.views))
