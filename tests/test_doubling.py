@@ -1,11 +1,9 @@
 """The gather of many ranks in ⌈log₂ W⌉ rounds: the same rows and losses, several at a time, failures that are told."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,15 +19,9 @@ from tests.helpers import distance, numbers
 from tests.simulated import value_and_gradients
 
 
-@contextmanager
-def of_many_ranks() -> Iterator[None]:
+def of_many_ranks() -> AbstractContextManager[None]:
     """Within it this rank's group, however small, gathers as a group of many ranks does."""
-    with patch.object(world_module, "_FEW_RANKS", 0):
-        yield
-
-
-def all_of(rank: int, count: int) -> Tensor:
-    return torch.arange(count * 3.0).view(count, 3) + 100 * rank
+    return patch.object(world_module, "_FEW_RANKS", 0)
 
 
 def gathered(*, one_tag: bool) -> bool:
@@ -38,7 +30,8 @@ def gathered(*, one_tag: bool) -> bool:
     A rank's threads may send in any order. With one tag rank 0's do so in the other one.
     """
     world = World.of()
-    messages = [all_of(world.rank, 1), all_of(world.rank, 1) + 50]
+    all_rows = torch.arange(3.0) + 100 * torch.arange(world.size)[:, None]
+    messages = [all_rows[world.rank], all_rows[world.rank] + 50]
     if one_tag:
         found, works = [torch.empty(world.size, *x.shape) for x in messages], []
         for index in (1, 0) if world.rank == 0 else (0, 1):
@@ -49,18 +42,13 @@ def gathered(*, one_tag: bool) -> bool:
     else:
         with of_many_ranks():
             found = [wait() for wait in [world.start_gather(x) for x in messages]]
-    expected = torch.stack([all_of(rank, 1) for rank in range(world.size)])
-    return bool((found[0] == expected).all() and (found[1] == expected + 50).all())
+    return torch.equal(found[0], all_rows) and torch.equal(found[1], all_rows + 50)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_two_gathers_at_a_time_bring_the_rows_of_all_ranks(size: int, worlds: Worlds) -> None:
-    assert all(worlds.run(size, gathered, one_tag=False))
-
-
-def test_gathers_with_one_tag_would_be_mixed_up(worlds: Worlds) -> None:
-    """The mutant."""
-    assert not all(worlds.run(2, gathered, one_tag=True))
+def test_two_gathers_at_a_time_bring_the_rows_of_all_ranks(worlds: Worlds) -> None:
+    for size in (2, 3, 5):
+        assert all(worlds.run(size, gathered, one_tag=False))
+    assert not all(worlds.run(2, gathered, one_tag=True))  # the mutant: they would be mixed up
 
 
 def step(*, many: bool) -> list[Tensor]:

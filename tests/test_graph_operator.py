@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -28,23 +27,19 @@ def forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-LOSSES: list[Callable[[], Any]] = [
+LOSSES: list[Callable[[], nn.Module]] = [
     lambda: cz.NTXent(temperature=0.2),
-    lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.3)),
     lambda: cz.InfoNCE(symmetric=True, check_finite=False),
-    lambda: cz.Clip(temperature=0.02),
-    lambda: cz.Clip(temperature=cz.LearnableTemperature(0.01)),
-    cz.SigLIP,
-    lambda: cz.DistributedLoss(cz.Clip()),
+    lambda: cz.DistributedLoss(cz.Clip(temperature=cz.LearnableTemperature(0.01))),
 ]
 
 
 @pytest.mark.parametrize("make", LOSSES)
-def test_one_graph_for_every_batch_size(make: Callable[[], Any]) -> None:
+def test_one_graph_for_every_batch_size(make: Callable[[], nn.Module]) -> None:
     """A first graph for the first size, and a second for all sizes."""
     torch.manual_seed(0)
     encoder, loss, counter = nn.Linear(6, 4), make(), CompileCounterWithBackend("aot_eager")
-    learnt = [*encoder.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else [])]
+    learnt = [*encoder.parameters(), *loss.parameters()]
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         return 3 * loss(encoder(x), encoder(y))
@@ -122,6 +117,8 @@ def clip_call(loss: cz.Clip, dtype: torch.dtype, learns: tuple[bool, ...]) -> tu
 @pytest.mark.parametrize("learns", [(True, True, True), (False, True, False)])
 def test_operators_are_what_they_declare(dtype: torch.dtype, learns: tuple[bool, ...]) -> None:
     loss = cz.Clip(temperature=cz.LearnableTemperature(0.2))
+    schema = str(loss_and_gradients._opoverload._schema)
+    assert "(Tensor[] tensors, str call, bool[] learns)" in schema  # in words: torch 2.6 infers none from list[Tensor]
     torch.library.opcheck(loss_and_gradients, clip_call(loss, dtype, learns))
     tensors, *rest = clip_call(loss, dtype, learns)
     torch.library.opcheck(loss_gradients, (torch.tensor(2.0), [x.detach() for x in tensors], *rest))
@@ -137,20 +134,15 @@ def test_float16_gradients_are_computed_after_the_scale_of_the_loss() -> None:
     assert all((x != 0).float().mean() > 0.99 for x in found)
 
 
-def test_compiled_code_refuses_what_the_loss_refuses() -> None:
+def test_compiled_code_refuses_what_the_loss_refuses_and_computes_no_gradients_without_autograd() -> None:
     compiled = torch.compile(cz.NTXent(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert not compiled(*torch.randn(2, 3, 3).requires_grad_()).requires_grad
     bad = torch.eye(3).index_fill(0, torch.tensor(1), torch.nan)
     with pytest.raises(ValueError, match="NTXent"):
         compiled(torch.eye(3), bad)
     with pytest.raises(ValueError, match="views must pair row by row"):
         compiled(torch.eye(3), torch.eye(4, 3))
-
-
-def test_no_gradients_are_computed_without_autograd() -> None:
-    rows = torch.randn(2, 5, 3).requires_grad_()
-    with torch.no_grad():
-        value = torch.compile(cz.NTXent(), fullgraph=True, backend="aot_eager")(*rows)
-    assert not value.requires_grad
 
 
 def test_a_module_is_read_when_it_runs() -> None:

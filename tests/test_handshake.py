@@ -1,6 +1,8 @@
-"""The exchange that opens a step: what follows its header, and what it ends in."""
+"""The exchange that opens a step: what follows its header, and what it ends in; a step has one, and computes once."""
 
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import contrastive_zoo as cz
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.loss_base.families import TwoViewLoss
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, shake_hands
+from contrastive_zoo.ranks.messages import begun_handshake
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import error_message
+from contrastive_zoo.wrapper.step import splitting
+from tests.helpers import drawn, error_message, local_shard, numbers
+from tests.own_losses import OWN_LOSSES, OwnLoss
+from tools.vectors.cases import VIEWS
 
 
 def statement(rows: int = 0, **given: Any) -> Statement:
@@ -97,51 +107,35 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
 SUMS = {"level": 1.0, "projection": 0.5}
 ONE, TWO = ({"w": torch.full((1,), x)} for x in (1.0, 2.0))
 
-ERRORS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "a value": ([{"last_value": 1.0}, {"last_value": 1.01}], "rank 0 found 1, rank 1 found 1.01"),
-    "a norm": (
-        [{**SUMS, "numbers": ONE}, {**SUMS, "level": 2.0, "numbers": TWO}],
-        "w has norm 1 on rank 0 and 2 on rank 1",
-    ),
-    "a direction": (
-        [SUMS, {**SUMS, "projection": -0.5}],
-        "the loss's parameters, buffers or settings differ between ranks. Build",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_one_error_on_every_rank(name: str, worlds: Worlds) -> None:
-    brought, words = ERRORS[name]
-
-    def job() -> tuple[str | None, list[int]]:
-        text = error_message(lambda: shake_hands(Statement("Loss", **brought[dist.get_rank()]), World.of()))
-        return text, list(shake_hands(Statement("Loss", sizes=[3]), World.of()).shards[0].sizes)
-
-    (text, after), other = worlds.run(2, job)
-    assert words in (text or "")
-    assert other == (text, after)
-    assert after == [3, 3]
-
-
-AGREEING: list[list[dict[str, Any]]] = [
-    [{"last_value": 1.0}, {"last_value": 1.0 + 1e-7}],
-    [{"last_value": 1.0}, {}],
-    [{"last_value": torch.nan}, {"last_value": torch.nan}],
-    [SUMS, {**SUMS, "level": 1.0 + 1e-5}],
-    [SUMS, {}],
-    [{"fingerprint": 5}, {"fingerprint": 6}],
-    [{"fingerprint": 5}, {"fingerprint": 0}],
-    [{"same": 2}, {"same": 0}],
+BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({"last_value": 1.0}, {"last_value": 1.01}, "rank 0 found 1, rank 1 found 1.01"),
+    ({**SUMS, "numbers": ONE}, {**SUMS, "level": 2.0, "numbers": TWO}, "w has norm 1 on rank 0 and 2 on rank 1"),
+    (SUMS, {**SUMS, "projection": -0.5}, "the loss's parameters, buffers or settings differ between ranks. Build"),
+    ({"last_value": 1.0}, {"last_value": 1.0 + 1e-7}, None),
+    ({"last_value": 1.0}, {}, None),
+    ({"last_value": torch.nan}, {"last_value": torch.nan}, None),
+    (SUMS, {**SUMS, "level": 1.0 + 1e-5}, None),
+    (SUMS, {}, None),
+    ({"fingerprint": 5}, {"fingerprint": 6}, None),
+    ({"fingerprint": 5}, {"fingerprint": 0}, None),
+    ({"same": 2}, {"same": 0}, None),
 ]
+"""What two ranks bring, and what is the error, if any."""
 
 
-@pytest.mark.parametrize("number", range(len(AGREEING)))
-def test_what_is_no_difference(number: int, worlds: Worlds) -> None:
-    def job() -> Tensor | None:
-        return shake_hands(Statement("Loss", **AGREEING[number][dist.get_rank()]), World.of()).payload
+def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
+    def job() -> list[tuple[str | None, tuple[int, ...]]]:
+        world, stated = World.of(), [Statement("Loss", **brought[dist.get_rank()]) for brought in BRINGS]
+        after = Statement("Loss", sizes=[3])
+        return [
+            (error_message(partial(shake_hands, x, world)), shake_hands(after, world).shards[0].sizes) for x in stated
+        ]
 
-    worlds.run(2, job)
+    one, other = worlds.run(2, job)
+    assert one == other
+    for (*_, words), (text, after) in zip(BRINGS, one, strict=True):
+        assert (text is None) if words is None else (words in str(text))
+        assert after == (3, 3)
 
 
 def test_whoever_knows_that_a_loss_draws_says_it_for_all(worlds: Worlds) -> None:
@@ -154,3 +148,75 @@ def test_whoever_knows_that_a_loss_draws_says_it_for_all(worlds: Worlds) -> None
         return [shake_hands(x, World.of()).replicate for x in statements]
 
     assert worlds.run(2, job) == [[True, False, True]] * 2
+
+
+# ----------------------------------------------------------------------------------- one a step, and the formula once
+
+WHOLE = drawn(OWN_LOSSES, (False,), one_in=6)
+
+
+def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
+    """Return the number of handshakes of a rank in a forward and backward pass."""
+    torch.manual_seed(0)
+    loss = cz.DistributedLoss(case.make(), check_distinct=False).double()
+    arguments = case.arguments(dist.get_rank(), dist.get_world_size())
+    with (
+        splitting(always=in_parts),
+        patch("contrastive_zoo.ranks.handshake.begun_handshake", wraps=begun_handshake) as handshakes,
+    ):
+        loss(*arguments.values()).sum().backward()
+    return handshakes.call_count
+
+
+def test_every_step_has_one(worlds: Worlds) -> None:
+    """A batch that ranks compute in parts has; so has one that every rank computes whole, in a part of the cases."""
+    table = dict.fromkeys([*drawn(OWN_LOSSES, (True,), one_in=1), *WHOLE], 1)
+
+    def job() -> dict[tuple[str, bool], int]:
+        return {key: in_a_step(OWN_LOSSES[key[0]], in_parts=key[1]) for key in table}
+
+    assert worlds.run(2, job) == [table] * 2
+
+
+class ShakesHandsTwice(TwoViewLoss):
+    """A formula with a handshake of its own."""
+
+    def compute(self, batch: Batch) -> Tensor:
+        agree_on_shards("ShakesHandsTwice", batch.rows, world=batch.world)
+        return batch.first.sum()
+
+
+def test_a_second_one_is_counted(worlds: Worlds) -> None:
+    assert worlds.run(2, lambda: in_a_step(OwnLoss(ShakesHandsTwice, VIEWS), in_parts=True)) == [2, 2]
+
+
+STEPS = [(3, 2), (0, 4), (700, 900), (5, 0), (1, 1)]
+"""Small batches, of which every rank computes all, and a large one, which they split."""
+
+
+class Counted(cz.NTXent):
+    """Counts how often its formula runs."""
+
+    computed = 0
+
+    def compute(self, batch: Batch) -> Tensor:
+        self.computed += 1
+        return super().compute(batch)
+
+
+def computed(*, hooked: bool) -> list[int]:
+    """How often the formula of a loss, and that of a member of a sum, runs in each step."""
+    loss, member, counts = Counted(temperature=0.3), Counted(temperature=0.2), []
+    if hooked:
+        loss.register_forward_hook(lambda *_: None)
+    wrapped = cz.DistributedLoss(cz.WeightedSum([loss, member, cz.InfoNCE()]))
+    for step, shards in enumerate(STEPS):
+        loss.computed = member.computed = 0
+        wrapped(*(local_shard(numbers(sum(shards), 4, seed=10 * step + i), shards) for i in range(2)))
+        counts += [loss.computed, member.computed]
+    return counts
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_formula_runs_once_in_a_step(worlds: Worlds, hooked: bool) -> None:
+    assert worlds.run(2, computed, hooked=hooked) == [[1, 1] * len(STEPS)] * 2

@@ -15,6 +15,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, common_error, error_message, groups, numbers
 
 D = 3
+SAME = numbers(4, D, seed=1)
 
 
 def rank() -> int:
@@ -24,14 +25,6 @@ def rank() -> int:
 def z(n: int = 4, seed: int = 0) -> Tensor:
     """Other embeddings on each rank."""
     return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
-
-
-def y(n: int = 4) -> Tensor:
-    return torch.arange(n) % 2
-
-
-def labelled(step: int, total: int) -> tuple[Tensor, Tensor]:
-    return numbers(total, D, seed=10 * step + 1), torch.arange(total) % 3
 
 
 def test_one_tensor_as_both_arguments(worlds: Worlds) -> None:
@@ -47,92 +40,71 @@ def test_one_tensor_as_both_arguments(worlds: Worlds) -> None:
     close(torch.cat(gradients), torch.autograd.grad(value, whole)[0])
 
 
-# ---------------------------------------------------------------------------------------------- what ranks disagree on
-
-
-def good() -> float:
-    return cz.DistributedLoss(cz.NTXent())(z(), z(seed=1)).item()
-
-
-class Drawing(cz.RowLoss):
-    """A user's loss that draws."""
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        return (similarity * torch.rand_like(similarity) * negative).sum(1), negative.any(1)
+# --------------------------------------------------------------------------------------------- what every rank refuses
 
 
 class DrawingOnRank1(cz.RowLoss):
-    """Its candidates need random numbers on one rank only."""
+    """A user's loss whose candidates need random numbers, on one rank or on both."""
+
+    of_all: bool = False
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        if rank() == 1:
+        if rank() == 1 or self.of_all:
             torch.rand(())
         return (similarity * negative).sum(1), negative.any(1)
 
 
-def test_embeddings_that_were_gathered_before(worlds: Worlds) -> None:
-    def gathered() -> None:
-        cz.DistributedLoss(cz.NTXent())(numbers(4, D, seed=1), numbers(4, D, seed=2))
+def after_a_validation() -> None:
+    loss = cz.DistributedLoss(cz.NTXent())
+    with torch.no_grad():
+        loss(z(), z(seed=5))
+    loss(SAME, SAME + 1)
 
-    text, _ = common_error(worlds, 2, gathered, good)
-    assert "NTXent: every rank brought the very same embeddings" in text
 
-    def after_a_validation() -> None:
-        loss_fn = cz.DistributedLoss(cz.NTXent())
-        with torch.no_grad():
-            loss_fn(z(), z(seed=5))
-        loss_fn(numbers(4, D, seed=1), numbers(4, D, seed=2))
+def in_a_checkpoint(*, reentrant: bool) -> None:
+    loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 8, D))
+    checkpoint(loss, z().float(), z(seed=1).float(), use_reentrant=reentrant).backward()
 
-    text, _ = common_error(worlds, 2, after_a_validation, good)
-    assert "NTXent: every rank brought the very same embeddings" in text
 
+def drawing(*, of_all: bool) -> None:
+    cz.DistributedLoss(DrawingOnRank1(of_all=of_all, reduction="none"))(z(), torch.arange(4) % 2)
+
+
+def same_on_rank_0() -> None:
+    rows = z()
+    cz.DistributedLoss(lambda a, b: (a @ b.T).sum())(rows, rows.clone() if rank() else rows)
+
+
+GATHERED = "NTXent: every rank brought the very same embeddings"
+TWICE = "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does"
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "gathered before": (lambda: cz.DistributedLoss(cz.NTXent())(SAME, SAME + 1), GATHERED),
+    "gathered before, after a validation": (after_a_validation, GATHERED),
+    "anchors of a loss that draws": (lambda: drawing(of_all=True), "reduction='none'"),
+    "anchors of a loss that draws on rank 1": (lambda: drawing(of_all=False), "reduction='none'"),
+    "a memory in a checkpoint": (lambda: in_a_checkpoint(reentrant=False), TWICE),
+    "a memory in a reentrant checkpoint": (lambda: in_a_checkpoint(reentrant=True), TWICE),
+    "one tensor on some rank only": (same_on_rank_0, "ranks disagree on which arguments are one tensor"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_every_rank_refuses_alike(what: str, worlds: Worlds) -> None:
+    bad, words = REFUSED[what]
+    text, _ = common_error(worlds, 2, bad, lambda: cz.DistributedLoss(cz.NTXent())(z(), z(seed=1)).item())
+    assert words in text
+
+
+def test_equal_embeddings_that_prove_nothing(worlds: Worlds) -> None:
     def coincidence() -> None:
-        same = numbers(4, D, seed=1)
-        cz.DistributedLoss(cz.NTXent(), check_distinct=False)(same, same)
-        cz.DistributedLoss(cz.NTXent())(same[:1], same[:1])  # one embedding, and embeddings all alike, prove nothing
-        cz.DistributedLoss(cz.NTXent())(same[:1].repeat(3, 1), same[:1].repeat(3, 1))
+        cz.DistributedLoss(cz.NTXent(), check_distinct=False)(SAME, SAME)
+        cz.DistributedLoss(cz.NTXent())(SAME[:1], SAME[:1])  # one embedding, and embeddings all alike
+        cz.DistributedLoss(cz.NTXent())(SAME[:1].repeat(3, 1), SAME[:1].repeat(3, 1))
 
     worlds.run(2, coincidence)
 
 
-# --------------------------------------------------------------------------------------- losses that draw, or remember
-
-
-@pytest.mark.parametrize("make", [Drawing, DrawingOnRank1])
-def test_anchors_of_a_loss_that_draws_cannot_be_told_apart(make: Callable[[], cz.RowLoss], worlds: Worlds) -> None:
-    def bad() -> None:
-        loss = make()
-        loss.reduction = "none"
-        cz.DistributedLoss(loss)(z(), y())
-
-    text, _ = common_error(worlds, 2, bad, good)
-    assert "reduction='none'" in text
-
-
-# ------------------------------------------------------------------------------------------------- activation checkpoints
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_memory_is_not_filled_twice_by_a_checkpoint(reentrant: bool, worlds: Worlds) -> None:
-    def bad() -> None:
-        loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 8, D))
-        checkpoint(loss, z().float(), z(seed=1).float(), use_reentrant=reentrant).backward()
-
-    text, _ = common_error(worlds, 2, bad, good)
-    assert "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does" in text
-
-
 # ----------------------------------------------------------------------------------------------------------- small things
-
-
-def test_static_shapes_with_a_memory_that_fills(worlds: Worlds) -> None:
-    def job() -> list[Tensor]:
-        loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 20, D), static_shapes=True)
-        return [loss(z(seed=step).float(), z(seed=9 + step).float()).detach() for step in range(4)]
-
-    first, second = worlds.run(2, job)
-    for a, b in zip(first, second, strict=True):
-        close(a, b)
 
 
 def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
@@ -151,19 +123,14 @@ def test_what_names_no_processes(group: Any) -> None:
         World.of(group)
 
 
-def test_arguments_that_are_one_tensor_on_some_rank_only(worlds: Worlds) -> None:
-    def bad() -> None:
-        rows = z()
-        cz.DistributedLoss(lambda a, b: (a @ b.T).sum())(rows, rows.clone() if rank() else rows)
-
-    text, _ = common_error(worlds, 2, bad, good)
-    assert "ranks disagree on which arguments are one tensor" in text
-
-
 def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:
+    """Nor does a memory that fills change the shapes of a step."""
+
     def job() -> list[Tensor]:
         with groups((0, 1), (2,)) as own:
-            whole, part = cz.DistributedLoss(cz.NTXent()), cz.DistributedLoss(cz.NTXent(), process_group=own)
+            memory = cz.CrossBatchMemory(cz.InfoNCE(), 20, D, dtype=torch.float64)
+            whole = cz.DistributedLoss(memory, static_shapes=True)
+            part = cz.DistributedLoss(cz.NTXent(), process_group=own)
             found = []
             for step in range(4):
                 found += [whole(z(3, step), z(3, step + 50)).detach(), part(z(2, step), z(2, step + 50)).detach()]

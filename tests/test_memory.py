@@ -35,12 +35,7 @@ with cz.engine.memory_budget({budget}):
 print(status("VmHWM") - before)
 """
 
-CALLS = {
-    "NTXent": "cz.NTXent()(z[: n // 2], z[n // 2 :])",
-    "InfoNCE": "cz.InfoNCE(symmetric=True)(z, z.flip(0))",
-    "SupCon": "cz.SupCon()(z, torch.arange(n) % 100)",
-    "dense": "(z @ z.T).logsumexp(1).sum()",
-}
+CALLS = {"InfoNCE": "cz.InfoNCE(symmetric=True)(z, z.flip(0))", "dense": "(z @ z.T).logsumexp(1).sum()"}
 
 
 def peak(name: str) -> int:
@@ -51,15 +46,6 @@ def peak(name: str) -> int:
     return int(done.stdout)
 
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells a process its peak memory")
-
-
-@linux
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "dense"])
-def test_forward_and_backward_stay_linear_in_the_rows(name: str) -> None:
-    assert peak(name) < LIMIT
-
-
-@linux
-def test_a_dense_matrix_is_detected() -> None:
-    assert peak("dense") > 3 * LIMIT
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells a process its peak memory")
+def test_forward_and_backward_stay_linear_in_the_rows_unlike_a_dense_matrix() -> None:
+    assert peak("InfoNCE") < LIMIT < peak("dense") / 3

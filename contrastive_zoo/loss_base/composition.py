@@ -66,7 +66,7 @@ class Composition(Loss):
         known = {} if known is None else known
         name = type(self).__name__
         if problem := self.settings_problem():
-            return Stated(name, Inputs({}), SimpleNamespace(), {}, problem, NO_KERNELS)
+            return Stated(name, Inputs({}), problem=problem)
         args, named = _distinct(*devices.beside_rows(args, named))
         return merged(name, [_member_stated(loss, args, named, known) for loss in self.members()])
 
@@ -75,8 +75,8 @@ class Composition(Loss):
         world = outer.with_cache() if isinstance(outer, Session) else outer
         with state_kept_on_error(self):  # a term may raise after an earlier one has moved its state
             values = self.terms(replace(batch, world=world))
-        if world is not outer and isinstance(world, Session) and world.cache is not None:
-            world.cache.clear()
+        if world is not outer and isinstance(world, Session) and world.derivations.gathered is not None:
+            world.derivations.gathered.clear()  # a graph that waits for its backward pass may hold it
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
     def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
@@ -145,9 +145,7 @@ def _member_stated(
     others = {name: x for name, x in arguments.items() if name not in rows}
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
     indices = bool(loss.index_arguments(args, named))
-    return Stated(
-        type(loss).__name__, Inputs(rows, local=indices, whole=True, host=host), SimpleNamespace(), {}, None, NO_KERNELS
-    )
+    return Stated(type(loss).__name__, Inputs(rows, local=indices, whole=True, host=host))
 
 
 def member_value(loss: Loss, batch: Batch) -> Tensor:

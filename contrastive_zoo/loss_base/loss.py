@@ -56,11 +56,11 @@ class Stated:
 
     name: str  # of the loss, the first word of its errors
     inputs: Inputs  # the tensors and what must be equal on every rank
-    settings: SimpleNamespace  # the values of the loss's settings in this step
+    settings: SimpleNamespace = field(default_factory=SimpleNamespace)  # the values of its settings in this step
     # what must be equal on every rank, besides the tensors and the attributes of the loss
-    compared: Mapping[str, object]
-    problem: str | None  # what is wrong with any of these on this rank, in words; None if nothing is
-    kernels: Kernels  # whether Triton kernels can compute the loss on this rank
+    compared: Mapping[str, object] = field(default_factory=dict)
+    problem: str | None = None  # what is wrong with any of these on this rank, in words; None if nothing is
+    kernels: Kernels = NO_KERNELS  # whether Triton kernels can compute the loss on this rank
 
     def on_ranks(self, agreed: Agreed) -> "Stated":
         """Return the statement with the kernels that all ranks use."""
@@ -183,7 +183,7 @@ class Loss(Settings, GraphModule):
         if problem is None and (self._modules or self._parameters or self._buffers):
             problem = devices.values_problem(self)
         if problem is not None:
-            return Stated(name, Inputs({}), SimpleNamespace(), {}, problem, NO_KERNELS)
+            return Stated(name, Inputs({}), problem=problem)
         one_device = len({x.device for x in (*args, *named.values()) if x is not None}) < 2  # the usual case
         if not one_device:
             args, named = devices.beside_rows(args, named)

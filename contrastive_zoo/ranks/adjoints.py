@@ -42,6 +42,10 @@ class _Linear(Function):
         return ctx.adjoint(dy), None, None, None
 
 
+def _linear(x: Tensor, run: Map, adjoint: Map, world: World) -> Tensor:
+    return x if world.size == 1 else _Linear.apply(x, run, adjoint, world)
+
+
 def all_reduced(x: Tensor, op: Reduction, gradient: Gradient, world: World) -> Tensor:
     """y_r = Σ_s x_s on every rank r;  dx_s = Σ_r dy_r, or dy_s if every rank holds the same complete dy."""
 
@@ -49,7 +53,7 @@ def all_reduced(x: Tensor, op: Reduction, gradient: Gradient, world: World) -> T
         dy = all_reduced(dy, "sum", "partial", world) if gradient == "partial" else replicated(dy, world)
         return _to_sources(dy, op, shares, world)
 
-    y: Tensor = _Linear.apply(x, lambda x: reduced_everywhere(x, op, world), adjoint, world)
+    y = _linear(x, lambda x: reduced_everywhere(x, op, world), adjoint, world)
     shares = extreme_shares(x, y, world) if op in ("max", "min") else None
     return y
 
@@ -68,7 +72,7 @@ def reduced_to(x: Tensor, dst: int, op: Reduction, world: World) -> Tensor:
     def adjoint(dy: Tensor) -> Tensor:
         return _to_sources(broadcasted(dy, dst, world), op, shares, world)
 
-    y: Tensor = _Linear.apply(x, run, adjoint, world)
+    y = _linear(x, run, adjoint, world)
     shares = extreme_shares(x, broadcasted(y.detach(), dst, world), world) if op in ("max", "min") else None
     return y
 
@@ -82,20 +86,18 @@ def broadcasted(x: Tensor, src: int, world: World) -> Tensor:
         broadcast_in_place(y, src, world)
         return from_bytes(y, one).reshape(x.shape)
 
-    return _Linear.apply(x, run, lambda dy: reduced_to(dy, src, "sum", world), world)
+    return _linear(x, run, lambda dy: reduced_to(dy, src, "sum", world), world)
 
 
 def all_gathered(rows: Tensor, shards: Shards, gradient: Gradient, world: World) -> Tensor:
     """Y_r = [x_0; …; x_{W−1}] on every rank r;  dx_s = Σ_r (slice s of dY_r), or this rank's slice of a complete dY."""
     adjoint = _own_slice if gradient == "complete" else reduce_scattered
-    return _Linear.apply(
-        rows, lambda x: gather_rows(x.detach(), shards, world), lambda dy: adjoint(dy, shards, world), world
-    )
+    return _linear(rows, lambda x: gather_rows(x.detach(), shards, world), lambda dy: adjoint(dy, shards, world), world)
 
 
 def _own_slice(rows: Tensor, shards: Shards, world: World) -> Tensor:
     """y_r = slice r of X, which every rank holds;  dX = [dy_0; …; dy_{W−1}] on every rank."""
-    return _Linear.apply(rows, lambda x: x[shards.local], lambda dy: all_gathered(dy, shards, "complete", world), world)
+    return _linear(rows, lambda x: x[shards.local], lambda dy: all_gathered(dy, shards, "complete", world), world)
 
 
 def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) -> Tensor:
@@ -105,14 +107,14 @@ def reduce_scattered(rows: Tensor, shards: Shards, world: World, over: int = 1) 
         dx = all_gathered(dy, shards, "partial", world)
         return dx if over == 1 else dx / over
 
-    return _Linear.apply(rows, lambda x: reduce_scatter_rows(x.detach(), shards, world, over=over), adjoint, world)
+    return _linear(rows, lambda x: reduce_scatter_rows(x.detach(), shards, world, over=over), adjoint, world)
 
 
 def gathered_to(rows: Tensor, dst: int, shards: Shards, world: World) -> Tensor:
     """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
     send = [shards.size if rank == dst else 0 for rank in range(world.size)]
     receive = shards.sizes if world.rank == dst else [0] * world.size
-    return _Linear.apply(
+    return _linear(
         rows,
         lambda x: exchange_rows(x.detach(), send, receive, world),
         lambda dy: scattered(dy, dst, shards, world),
@@ -131,12 +133,12 @@ def scattered(rows: Tensor, src: int, shards: Shards, world: World) -> Tensor:
         # rows of other ranks than src only declare the width
         return dx if world.rank == src else torch.cat([dx, dx.new_zeros(count, *dx.shape[1:])])
 
-    return _Linear.apply(rows, lambda x: exchange_rows(x.detach()[: sum(send)], send, receive, world), adjoint, world)
+    return _linear(rows, lambda x: exchange_rows(x.detach()[: sum(send)], send, receive, world), adjoint, world)
 
 
 def replicated(x: Tensor, world: World) -> Tensor:
     """y_r = x, the same on every rank;  dx = Σ_r dy_r on every rank."""
-    return _Linear.apply(x, lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
+    return _linear(x, lambda x: x.view_as(x), lambda dy: all_reduced(dy, "sum", "complete", world), world)
 
 
 def extreme_shares(x: Tensor, extreme: Tensor, world: World) -> Tensor:
@@ -180,7 +182,7 @@ def gather_together(
 ) -> list[Tensor]:
     """Gather several tensors at once, each as :func:`all_gather` with ``gradient="complete"`` does.
 
-    Tensors with equal shard sizes share a message. If :func:`packed` rows were the handshake's payload, there is none.
+    Tensors with equal shard sizes share a message. If the bytes of rows were the handshake's payload, there is none.
     """
     if world.size == 1:
         return list(rows)

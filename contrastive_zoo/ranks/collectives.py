@@ -38,7 +38,7 @@ from contrastive_zoo.ranks import adjoints
 from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
-from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
+from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.transport import OPS, Reduction
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
@@ -53,17 +53,10 @@ def sent_problem(x: object) -> str | None:
     return None if is_short_float else tensor_problem("x", x)
 
 
-def agree(name: str, x: Tensor, world: World, *, problem: str | None = None, **settings: object) -> None:
-    """Check that shape, dtype and settings are valid and the same on every rank."""
-    if reason := sent_problem(x):
-        refuse(name, reason, world=world)
-    agree_on_rows(name, x.reshape(1, *x.shape), world, problem=problem, **settings)
-
-
-def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None = None, **settings: object) -> Shards:
-    """Check that trailing shape, dtype and settings are valid and the same on every rank; return the shard sizes."""
-    if reason := sent_problem(rows):
-        refuse(name, reason, world=world)
+def _agree(
+    name: str, x: Tensor, world: World, *, by_row: bool = False, problem: str | None = None, **settings: object
+) -> Shards:
+    """Check that shape, of a row if ``by_row``, dtype and settings are valid and equal; return how many rows ranks hold."""
     op, gradient = settings.get("op", "sum"), settings.get("gradient", "partial")
     if not (isinstance(op, str) and op in OPS):
         problem = f"op is one of {', '.join(OPS)}, got {described(op)}."
@@ -72,15 +65,22 @@ def agree_on_rows(name: str, rows: Tensor, world: World, *, problem: str | None 
     root = settings.get("src", settings.get("dst", 0))
     if not (isinstance(root, int) and 0 <= root < world.size):
         problem = f"rank {described(root)} is not one of the group's ranks 0 … {world.size - 1}."
-    if rows.ndim == 0:
+    if by_row and isinstance(x, Tensor) and x.ndim == 0:
         problem = NO_ROWS
+    problem = sent_problem(x) or problem
+    rows = {} if problem is not None else {"x": x if by_row else x[None]}
     unchecked = Session.of(world, check_finite=False)
-    return agree_on_shards(name, {"x": rows}, world=unchecked, problem=problem, settings=settings)[0]
+    return agree_on_shards(name, rows, world=unchecked, problem=problem, settings=settings)[0]
+
+
+def _count(rows: object) -> int:
+    """The number of rows of a tensor; 0 of what has none."""
+    return len(rows) if isinstance(rows, Tensor) and rows.ndim else 0
 
 
 def sum_over_ranks(x: Tensor, *, gradient: Gradient, world: World) -> Tensor:
     """Return the sum of all ranks' x, as :func:`all_reduce` does, without checks or handshake."""
-    return x if world.size == 1 else adjoints.all_reduced(x, "sum", gradient, world)
+    return adjoints.all_reduced(x, "sum", gradient, world)
 
 
 @uncompiled
@@ -106,9 +106,9 @@ def all_reduce(
         tensor([1., 2.])
     """
     world = World.of(process_group, "all_reduce")
-    agree("all_reduce", x, world, op=op, gradient=gradient)
+    _agree("all_reduce", x, world, op=op, gradient=gradient)
     x = _averageable(x, op)
-    return x if world.size == 1 else adjoints.all_reduced(x, op, gradient, world)
+    return adjoints.all_reduced(x, op, gradient, world)
 
 
 @uncompiled
@@ -134,9 +134,9 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
         tensor([1., 2.])
     """
     world = World.of(process_group, "reduce")
-    agree("reduce", x, world, op=op, dst=dst)
+    _agree("reduce", x, world, op=op, dst=dst)
     x = _averageable(x, op)
-    return x if world.size == 1 else adjoints.reduced_to(x, dst, op, world)
+    return adjoints.reduced_to(x, dst, op, world)
 
 
 def _averageable(x: Tensor, op: Reduction) -> Tensor:
@@ -163,8 +163,8 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
         tensor(7)
     """
     world = World.of(process_group, "broadcast")
-    agree("broadcast", x, world, src=src)
-    return x if world.size == 1 else adjoints.broadcasted(x, src, world)
+    _agree("broadcast", x, world, src=src)
+    return adjoints.broadcasted(x, src, world)
 
 
 @uncompiled
@@ -196,8 +196,8 @@ def all_gather(
     """
     world = World.of(process_group, "all_gather")
     if shards is None:
-        shards = agree_on_rows("all_gather", rows, world, gradient=gradient)
-    return rows if world.size == 1 else adjoints.all_gathered(rows, shards, gradient, world)
+        shards = _agree("all_gather", rows, world, by_row=True, gradient=gradient)
+    return adjoints.all_gathered(rows, shards, gradient, world)
 
 
 @uncompiled
@@ -225,9 +225,7 @@ def reduce_scatter(
         [[1.0], [1.0]]
     """
     world = World.of(process_group, "reduce_scatter")
-    if reason := sent_problem(rows):
-        refuse("reduce_scatter", reason, world=world)
-    total = len(rows) if rows.ndim else 0
+    total = _count(rows)
     if shards is None:
         shards = Shards(_even(total, world.size), world.rank)
     problem = None
@@ -235,13 +233,11 @@ def reduce_scatter(
         problem = f"op is 'sum' or 'mean', got {op!r}."
     elif shards.total != total:
         problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
-    if rows.ndim == 0:
+    if isinstance(rows, Tensor) and rows.ndim == 0:
         problem = NO_ROWS
-    agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
+    _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
     rows = _averageable(rows, op)
-    return (
-        rows if world.size == 1 else adjoints.reduce_scattered(rows, shards, world, world.size if op == "mean" else 1)
-    )
+    return adjoints.reduce_scattered(rows, shards, world, world.size if op == "mean" else 1)
 
 
 @uncompiled
@@ -265,8 +261,8 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
         tensor([1, 2])
     """
     world = World.of(process_group, "gather")
-    shards = agree_on_rows("gather", rows, world, dst=dst)
-    return rows if world.size == 1 else adjoints.gathered_to(rows, dst, shards, world)
+    shards = _agree("gather", rows, world, by_row=True, dst=dst)
+    return adjoints.gathered_to(rows, dst, shards, world)
 
 
 @uncompiled
@@ -294,23 +290,18 @@ def scatter(
         [1, 2, 3]
     """
     world = World.of(process_group, "scatter")
-    if reason := sent_problem(rows):
-        refuse("scatter", reason, world=world)
-    total = len(rows) if rows.ndim else 0
-    if not (sizes is None or (isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes))):
-        refuse("scatter", f"sizes are {world.size} integers, one per rank, got {described(sizes)}.", world=world)
-    wanted = list(_even(total, world.size)) if sizes is None else list(sizes)
-    problem = None
-    if (
-        isinstance(src, int)
-        and world.rank == src
-        and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0)
-    ):
+    total, problem = _count(rows), None
+    wanted = list(_even(total, world.size))
+    if isinstance(sizes, (list, tuple)) and all(isinstance(x, int) for x in sizes):
+        wanted = list(sizes)
+    elif sizes is not None:
+        problem = f"sizes are {world.size} integers, one per rank, got {described(sizes)}."
+    if world.rank == src and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0):
         problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
-    agree_on_rows("scatter", rows, world, problem=problem, src=src)
+    _agree("scatter", rows, world, by_row=True, problem=problem, src=src)
     padded = (wanted + [0] * world.size)[: world.size]
     shards = Shards(tuple(world.exchange(padded)[src]), world.rank)
-    return rows if world.size == 1 else adjoints.scattered(rows, src, shards, world)
+    return adjoints.scattered(rows, src, shards, world)
 
 
 @uncompiled
@@ -336,7 +327,7 @@ def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     world = World.of(process_group, "replicated")
     if problem := tensor_problem("x", x):
         raise ValueError(f"replicated: {problem}")
-    return x if world.size == 1 else adjoints.replicated(x, world)
+    return adjoints.replicated(x, world)
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:

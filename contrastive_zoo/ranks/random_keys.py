@@ -10,8 +10,6 @@ from torch import Tensor
 
 GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the constants of SplitMix64
 
-_STEP, _MIX1, _MIX2 = (np.uint64(x) for x in (GAMMA, *MULTIPLIERS))
-
 
 def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     """Return a 64-bit random number for each element of the broadcast coordinates, which are integers.
@@ -35,24 +33,18 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     """
     if seed < 0:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")
-    state = np.asarray(int(seed) % 2**64, np.uint64)
-    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
-        for x in coordinates:
-            state = _mixed(state) + _mixed(np.asarray(x).astype(np.uint64) + _STEP)
-        return _mixed(state)
-
-
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + _STEP
-    x = (x ^ (x >> np.uint64(30))) * _MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    return x ^ (x >> np.uint64(31))
+    state = torch.tensor(_signed(int(seed) % 2**64))
+    for x in coordinates:
+        coordinate = torch.from_numpy(np.array(x).astype(np.uint64).view(np.int64))
+        state = _mixed(state) + _mixed(coordinate + _signed(GAMMA))
+    keys: NDArray[np.int64] = _mixed(state).numpy()
+    return keys.view(np.uint64)
 
 
 def device_keys(seed: Int[Tensor, ""], count: int) -> Int[Tensor, " count"]:
     """Return ``random_keys(seed, np.arange(count))`` of :mod:`contrastive_zoo.ranks.random_keys`: its bits, as int64."""
     index = torch.arange(count, device=seed.device)
-    return _mixed_on_device(_mixed_on_device(seed) + _mixed_on_device(index + _signed(GAMMA)))
+    return _mixed(_mixed(seed) + _mixed(index + _signed(GAMMA)))
 
 
 def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
@@ -69,7 +61,7 @@ def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
 _BITS = 23  # of the uniform numbers: 2 k + 1 of k in 23 bits fills the 24 bits of a float32
 
 
-def _mixed_on_device(x: Tensor) -> Tensor:
+def _mixed(x: Tensor) -> Tensor:
     """Return the finalizer of SplitMix64, in int64 that wraps around."""
     x = x + _signed(GAMMA)
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):

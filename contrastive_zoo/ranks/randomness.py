@@ -22,7 +22,10 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
         yield
         return
     states = _states(device)
-    _restore(broadcast_states(states, world), device)
+    packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
+    broadcast_in_place(packed, 0, world)  # as long on every rank
+    parts = packed.cpu().split([state.nbytes for state in states])
+    _restore([part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)], device)
     try:
         yield
     finally:
@@ -57,15 +60,6 @@ class StateWatch:
 
 def _plain(module: torch.nn.Module) -> dict[str, float | str]:
     return {name: x for name, x in vars(module).items() if type(x) in (int, float, bool, str)}
-
-
-def broadcast_states(states: list[torch.Tensor], world: World) -> list[torch.Tensor]:
-    """Return rank 0's generator states, by one message; each has the same length on every rank."""
-    packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
-    if world.size > 1:
-        broadcast_in_place(packed, 0, world)
-    parts = packed.cpu().split([state.nbytes for state in states])
-    return [part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)]
 
 
 def _states(device: torch.device | None) -> list[torch.Tensor]:

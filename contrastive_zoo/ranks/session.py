@@ -19,35 +19,36 @@ Function = Callable[..., Tensor]
 """Computes rows from one or several tensors of rows of equal length, row by row, or concatenates them."""
 
 
+Fetch = Callable[[Tensor, Shards], Tensor]
+"""Gathers: from this rank's rows and their shard sizes to the rows of all ranks."""
+
+
 @dataclass
 class Derivations:
-    """Records of each derived tensor the function and its arguments, as long as the tensor exists."""
+    """From what tensors were derived, as long as they exist; a cache also holds the rows that were gathered.
 
-    _found: WeakTensorKeyDictionary | None = None
-    """None as long as nothing is derived that may be sent, as in most steps."""
+    Its keys are the ids of this rank's tensors: equal tensors are not the same entry, and a comparison would cost a pass
+    over them. Each entry holds its tensor, so that no other tensor gets its id.
+    """
+
+    sources: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    gathered: dict[int, tuple[Tensor, Tensor]] | None = None  # None where no rows are gathered twice
 
     def derive(self, function: Function, *rows: Tensor) -> Tensor:
         """Return ``function(*rows)``, and record it unless it is one of ``rows``."""
         result = function(*rows)
         if all(result is not x for x in rows):
-            self._found = WeakTensorKeyDictionary() if self._found is None else self._found
-            self._found[result] = function, rows
+            self.sources[result] = function, rows
         return result
-
-    def of(self, rows: Tensor) -> tuple[Function, tuple[Tensor, ...]] | None:
-        """Return the function and the arguments that ``rows`` were derived from, None if they were not."""
-        results: tuple[Function, tuple[Tensor, ...]] | None = None if self._found is None else self._found.get(rows)
-        return results
 
     def narrowest(self, rows: Tensor) -> tuple[Tensor, Function]:
         """Return the rows of 16 bits that ``rows`` were derived from, and the function; ``rows`` if there are none.
 
         Sources that were concatenated are concatenated here, too. The function holds no tensor.
         """
-        results = self.of(rows)
-        if results is None:
+        if rows not in self.sources:
             return rows, unchanged
-        function, sources = results
+        function, sources = self.sources[rows]
         narrow, functions = zip(*map(self.narrowest, sources), strict=True)
         if any(x.dtype.itemsize != 2 for x in narrow):
             return rows, unchanged
@@ -59,47 +60,26 @@ class Derivations:
 
         return (narrow[0] if len(narrow) == 1 else torch.cat(narrow)), restore
 
+    def gather(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
+        """Return the rows of all ranks: stored, derived from stored rows, or fetched. Do not write to them."""
+        if self.gathered is None:
+            return fetch(rows, shards)
+        if id(rows) not in self.gathered:
+            if rows in self.sources:
+                function, sources = self.sources[rows]
+                of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
+                parts = (self.gather(x, of_source, fetch).split(list(of_source.sizes)) for x in sources)
+                with torch.no_grad():
+                    result = torch.cat([function(*of_rank) for of_rank in zip(*parts, strict=True)])
+            else:
+                result = fetch(rows, shards)
+            self.gathered[id(rows)] = rows, result
+        return self.gathered[id(rows)][1]
+
 
 def unchanged(rows: Tensor) -> Tensor:
     """Return ``rows``, which were derived from no others."""
     return rows
-
-
-Fetch = Callable[[Tensor, Shards], Tensor]
-"""Gathers: from this rank's rows and their shard sizes to the rows of all ranks."""
-
-
-class GatherCache:
-    """Stores gathered rows; rows that are derived from gathered ones are computed.
-
-    Keys are the ids of this rank's tensors: equal tensors are not the same entry, and a comparison would cost a pass over
-    them. Each entry holds its tensor, so that no other tensor gets its id.
-    """
-
-    def __init__(self, derivations: Derivations) -> None:
-        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
-        self._derivations = derivations
-
-    def gather(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
-        """Return the rows of all ranks: stored, derived from stored rows, or fetched. Do not write to them."""
-        if id(rows) not in self._gathered:
-            self._gathered[id(rows)] = rows, self._computed(rows, shards, fetch)
-        return self._gathered[id(rows)][1]
-
-    def clear(self) -> None:
-        """Drop all tensors: a graph that waits for its backward pass may hold the cache."""
-        self._gathered.clear()
-
-    def _computed(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
-        """Return the rows of all ranks, derived if possible, otherwise fetched."""
-        results = self._derivations.of(rows)
-        if results is None:
-            return fetch(rows, shards)
-        function, sources = results
-        of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
-        parts = (self.gather(source, of_source, fetch).split(list(of_source.sizes)) for source in sources)
-        with torch.no_grad():
-            return torch.cat([function(*of_rank) for of_rank in zip(*parts, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -133,8 +113,6 @@ class Session(World):
     """A world and what its ranks have agreed on in one step."""
 
     options: Options = field(default_factory=Options)
-    cache: GatherCache | None = field(default=None, repr=False)
-    """The rows gathered in this step; None where no rows are gathered twice."""
     derivations: Derivations = field(default_factory=Derivations, repr=False)
     findings: Findings = field(default_factory=Findings, repr=False)
 
@@ -148,9 +126,9 @@ class Session(World):
 
     def with_cache(self) -> Session:
         """The same session with a cache: rows that several losses compare are gathered once."""
-        if self.cache is not None or self.size == 1:
+        if self.derivations.gathered is not None or self.size == 1:
             return self
-        return replace(self, cache=GatherCache(self.derivations))
+        return replace(self, derivations=Derivations(self.derivations.sources, {}))
 
 
 def agree(

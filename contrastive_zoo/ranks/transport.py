@@ -60,10 +60,10 @@ def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Ten
     """Start to gather the rows of all ranks; the returned function waits for them."""
     if world.size == 1:
         return lambda: rows
-    cache = world.cache if isinstance(world, Session) else None
-    if cache is None:
-        return _start_uncached_gather(rows, shards, world)
-    return lambda: cache.gather(rows, shards, lambda x, of: _start_uncached_gather(x, of, world)())
+    if isinstance(world, Session) and world.derivations.gathered is not None:
+        derivations = world.derivations
+        return lambda: derivations.gather(rows, shards, lambda x, of: _start_uncached_gather(x, of, world)())
+    return _start_uncached_gather(rows, shards, world)
 
 
 def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
@@ -89,7 +89,7 @@ def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Ten
     A cache that has gathered ``rows``, and a ring that sends ``rows`` of 16 bits, apply the function to the other ranks'
     rows. All of ``rows`` have the same length, and the result is as long as all of them together.
     """
-    if isinstance(world, Session) and (world.cache is not None or world.options.ring):
+    if isinstance(world, Session) and (world.derivations.gathered is not None or world.options.ring):
         return world.derivations.derive(function, *rows)
     return function(*rows)
 
@@ -172,13 +172,8 @@ def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
     return reduced(x, op, world, run)
 
 
-def packed(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as the bytes of a handshake's payload."""
-    return [flat_bytes(x.detach()) for x in rows]
-
-
 def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) -> list[Tensor]:
-    """The rows of all ranks from their payloads, [W, bytes], which :func:`packed` made of ``rows`` on every rank."""
+    """The rows of all ranks from their payloads, [W, bytes], the :func:`flat_bytes` of ``rows`` on every rank."""
     result: list[Tensor] = []
     # NumPy cuts them in a fraction of torch's time: of a small step, that counts
     parts = payload.numpy()

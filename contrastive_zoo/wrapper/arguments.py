@@ -18,7 +18,7 @@ from contrastive_zoo.ranks.adjoints import gather_together
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import Agreed
 from contrastive_zoo.ranks.row_checks import described, in_one_line, row_kind, tensor_problem
-from contrastive_zoo.ranks.transport import flat_bytes, packed
+from contrastive_zoo.ranks.transport import flat_bytes
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
@@ -192,7 +192,7 @@ def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
     """Return the rows as bytes that may follow a handshake's header; None if two backends send them."""
     if world.on_accelerators or not all(map(on_cpu, rows.values())):
         return None
-    return packed([*rows.values()])
+    return [flat_bytes(x.detach()) for x in rows.values()]
 
 
 _COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits as an int64 has for them
