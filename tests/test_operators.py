@@ -1,32 +1,124 @@
-"""A step of a small batch on an accelerator starts few operators; there the host's time for each is the time of the step."""
+"""A step of a small batch on an accelerator starts few operators; there the host's time for each is the time of the step.
 
+``python -m tests.test_operators`` prints the table of benchmarks/gpu.md; views of tensors are left out.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
-from tests.operators import LOSSES, operators
-from tests.simulated import READS
+from contrastive_zoo.engine.precision import at_least_float32
+from tests.simulated import READS, device, put_by
 
 PAGE = Path(__file__).parents[1] / "benchmarks" / "gpu.md"
+WIDTH = 8
+
+STARTS_NOTHING = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze",
+                  "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+                  "empty", "empty_like", "new_empty", "new_empty_strided"}  # fmt: skip
+"""Operators that make a view, or memory without values."""
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators within it that start work on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.split("::")[1]
+        self.names += [name] * (name not in STARTS_NOTHING)
+        return function(*args, **(kwargs or {}))
+
+
+def dense_softmaxes(name: str, a: Tensor, b: Tensor, scale: float | Tensor) -> Tensor:
+    """Return the loss as it is written everywhere."""
+    a, b, n = F.normalize(a, dim=1), F.normalize(b, dim=1), len(a)
+    if name == "NTXent":
+        z = torch.cat([a, b])
+        logits = at_least_float32(scale * z @ z.T).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(logits, torch.arange(2 * n, device=a.device).roll(n))
+    logits, own = at_least_float32(scale * a @ b.T), torch.arange(n, device=a.device)
+    loss = F.cross_entropy(logits, own)
+    return loss if name == "InfoNCE" else (loss + F.cross_entropy(logits.T, own)) / 2
+
+
+def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Return SigLIP's loss as it is written everywhere."""
+    logits = at_least_float32(scale * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T) + bias
+    return -F.logsigmoid(logits * (2 * torch.eye(len(a), device=a.device) - 1)).sum() / len(a)
+
+
+LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
+    "InfoNCE": cz.InfoNCE,
+    "CLIP": cz.Clip,
+    "NTXent": cz.NTXent,
+    "SigLIP": cz.SigLIP,
+}
+
+
+def dense(
+    name: str, a: Tensor, b: Tensor, put: Callable[[Tensor], Tensor]
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """Return the dense formula with the logit scale exp(θ) where the loss learns it, and its parameters."""
+    learnt = [put(torch.zeros(())).requires_grad_() for _ in LOSSES[name]().parameters()]
+    if name == "SigLIP":
+        return lambda: dense_siglip(a, b, learnt[0].exp(), learnt[1]), learnt
+    return lambda: dense_softmaxes(name, a, b, learnt[0].exp() if learnt else 10.0), learnt
+
+
+def operators(name: str, dtype: torch.dtype, form: str, n: int = 9) -> list[str]:
+    """Return the operators of the second step, forward and backward, of a form: "dense", "loss" or "DistributedLoss"."""
+    with device() as mode:
+        put = put_by(mode)
+        a, b = (put(torch.randn(n, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))
+        if form == "dense":
+            compute, learnt = dense(name, a, b, put)
+        else:
+            loss = put(LOSSES[name]())
+            if form == "DistributedLoss":
+                loss = cz.DistributedLoss(loss, static_shapes=True, check_finite=False, check_equal=False)
+            compute, learnt = lambda: loss(a, b), [*loss.parameters()]
+        for _ in range(2):
+            with Operators() as found:
+                torch.autograd.grad(compute(), [a, b, *learnt])
+    return found.names
+
 
 MOST = {"InfoNCE": (25, 29), "CLIP": (35, 40), "NTXent": (26, 30), "SigLIP": (34, 39)}
 """Operators of a step of DistributedLoss, forward and backward, in float32 and in bfloat16."""
 
-DTYPES = (torch.float32, torch.bfloat16)
 
-
-def counted(name: str, form: str) -> tuple[int, ...]:
-    found = [operators(name, dtype, form) for dtype in DTYPES]
-    assert not any(READS.intersection(x) for x in found), "the host reads a value of the device"
-    return tuple(map(len, found))
+def counted(name: str, form: str, elements: int = 2**16) -> list[int]:
+    """Return the numbers, where batches of so many elements are small."""
+    with patch.object(implementation, "SMALL_BATCH_ELEMENTS", elements):
+        found = [operators(name, dtype, form) for dtype in (torch.float32, torch.bfloat16)]
+    assert elements < 0 or not any(READS.intersection(x) for x in found), "the host reads a value of the device"
+    return [*map(len, found)]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_small_batch_starts_few_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
+def test_a_small_batch_starts_few_operators(name: str) -> None:
     found = counted(name, "DistributedLoss")
     assert all(x <= most for x, most in zip(found, MOST[name], strict=True)), found
     assert all(x < y for x, y in zip(found, counted(name, "dense"), strict=True))
     assert f"| {' / '.join(map(str, MOST[name]))} |" in PAGE.read_text()
+
+
+if __name__ == "__main__":
+    print("| loss | dense formula | engine of large batches | small batch | the same in `DistributedLoss` |")
+    print("|---|---|---|---|---|")
+    for name in LOSSES:
+        forms = ("dense", 1), ("loss", -1), ("loss", 2**16), ("DistributedLoss", 2**16)
+        cells = [" / ".join(map(str, counted(name, *form))) for form in forms]
+        print(f"| {name} | {' | '.join(cells)} |")

@@ -13,7 +13,7 @@ from contrastive_zoo.engine import implementation
 from contrastive_zoo.loss_base.loss import Stated
 from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, drawn, numbers
-from tests.operators import dense_siglip, dense_softmaxes
+from tests.test_operators import dense_siglip, dense_softmaxes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, D = 24, 6

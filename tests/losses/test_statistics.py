@@ -17,7 +17,7 @@ from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message, numbers
-from tests.operators import Operators
+from tests.test_operators import Operators
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
