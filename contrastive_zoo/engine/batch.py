@@ -172,7 +172,7 @@ class Batch:
 
     def sharded(self, x: Tensor) -> Tensor:
         """Return a parameter of which each rank holds another part: no trainer adds up its gradients."""
-        factor = self.world.options.sharded_factor if isinstance(self.world, Session) else 1.0
+        factor = self.world.sharded_factor if isinstance(self.world, Session) else 1.0
         scaled: Tensor = scale_gradient(x, factor)
         return scaled
 

@@ -280,7 +280,7 @@ def start_exchange(
     columns of all ranks, if an earlier exchange gathered them. ``sent`` are
     the factors of columns of 16 bits, which are brought here in place of them.
     """
-    ring = world.options.ring if isinstance(world, Session) and world.size > 1 else ()
+    ring = world.ring if isinstance(world, Session) and world.size > 1 else ()
     one_machine = (tuple(range(len(shards.sizes))),)
     layout = one_machine if ring is True else ring or ()
     by_machine = schedule(rows or shards, shards, layout or one_machine, half=half)

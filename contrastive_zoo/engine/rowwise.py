@@ -68,7 +68,7 @@ def sum_over_anchors(
     ``reduction="none"``.
     """
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
-    where, asks_for_ring = candidate_shards or shards, isinstance(world, Session) and bool(world.options.ring)
+    where, asks_for_ring = candidate_shards or shards, isinstance(world, Session) and bool(world.ring)
     # candidates pass from rank to rank if the loss yields statistics that merge
     ring = asks_for_ring and world.size > 1 and not is_dense() and bool(getattr(loss, "can_ring", bool)())
     columns, is_alone = anchors if candidates is None else candidates, world.size == 1

@@ -202,7 +202,7 @@ class Loss(Settings, GraphModule):
         name, rows = stated.name, stated.inputs.rows
         problem = stated.problem or values_problem(stated.inputs.values, session.findings.later, waits=waits)
         if session.size == 1:
-            if problem is None and session.options.check_finite:
+            if problem is None and session.check_finite:
                 problem = first_non_finite(rows)
             if problem is not None:
                 raise ValueError(f"{name}: {problem}")

@@ -268,12 +268,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _tensor_kind(x: Tensor) -> str:
-    return _kind(x.dtype, tuple(x.shape), x.requires_grad)
-
-
-@functools.lru_cache(maxsize=1024)
-def _kind(dtype: torch.dtype, shape: tuple[int, ...], learnt: bool) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{', learnt' if learnt else ''}"
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{', learnt' if x.requires_grad else ''}"
 
 
 def _held_by_function(function: Any) -> dict[str, Any]:

@@ -35,9 +35,14 @@ class AnchorLoss(LabelledLoss):
         return bool(self.__dict__.get("normalize", True))
 
     def compute(self, batch: Batch) -> Tensor:
-        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalizes)
-        ids = batch.int64(batch.rows["labels"])
-        return reduce_rows(batch, self.block_loss(batch), z, ids, reduction=self.reduction)
+        views = [batch.prepared(x, normalize=self.normalizes) for name, x in batch.rows.items() if name != "labels"]
+        if "labels" in batch.rows:
+            z, ids = views[0], batch.int64(batch.rows["labels"])
+        else:
+            z, ids = batch.concatenated(views), batch.indices(times=len(views))
+        may_draw = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
+        loss = self.block_loss(batch)
+        return reduce_rows(batch, loss, z, ids, times=len(views), reduction=self.reduction, may_draw=may_draw)
 
 
 class RowLoss(AnchorLoss):
@@ -137,16 +142,6 @@ class RowLoss(AnchorLoss):
             others = ", ".join(sorted(arguments.keys() - {"embeddings", "labels"})) or "more tensors"
             return Inputs({}, f"compares embeddings with labels, or views; got {others} as well. Leave them out.")
         return super().inputs(arguments.get("embeddings"), arguments.get("labels"))  # type: ignore[arg-type]  # checked there
-
-    def compute(self, batch: Batch) -> Tensor:
-        views = [batch.prepared(x, normalize=self.normalize) for name, x in batch.rows.items() if name != "labels"]
-        if "labels" in batch.rows:
-            z, ids = views[0], batch.int64(batch.rows["labels"])
-        else:
-            z, ids = batch.concatenated(views), batch.indices(times=len(views))
-        may_draw = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
-        loss = self.block_loss(batch)
-        return reduce_rows(batch, loss, z, ids, times=len(views), reduction=self.reduction, may_draw=may_draw)
 
 
 class DissimilarityLoss(RowLoss):

@@ -4,7 +4,7 @@
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import starmap
 from types import SimpleNamespace, UnionType
@@ -245,7 +245,7 @@ class Settings(WholeState):
             value = getattr(self, name, None) if name not in self.__dict__ else self.__dict__[name]
             if type(value) in _PLAIN:
                 problem = _plain_problem(type(self), name, value)  # type: ignore[arg-type]  # as above
-            elif isinstance(value, nn.Module) and check.may_be_module:
+            elif isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
                 problem = None  # its value is checked at the call
             else:
                 problem = check(name, value)
@@ -276,13 +276,9 @@ class Settings(WholeState):
         return Evaluated(values, computed, problem)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self._shown())
-
-    def _shown(self) -> Iterator[tuple[str, Any]]:
-        """Yield the settings that the representation shows; modules and parameters stand below."""
-        for name, of_field in self.fields.items():
-            if of_field.init and name in self.__dict__ and not (name == "check_finite" and self.__dict__[name] is True):
-                yield name, self.__dict__[name]
+        """Show the settings; modules and parameters stand below."""
+        shown = {name: self.__dict__[name] for name, x in self.fields.items() if x.init and name in self.__dict__}
+        return ", ".join(f"{name}={x!r}" for name, x in shown.items() if name != "check_finite" or x is not True)
 
 
 _PLAIN = frozenset({float, int, bool, str, type(None)})
@@ -296,11 +292,6 @@ class Check(NamedTuple):
     bounds: Bounds | None = None
     optional: bool = False
 
-    @property
-    def may_be_module(self) -> bool:
-        """Whether a module may stand for the number."""
-        return self.bounds is not None and not self.bounds.whole
-
     def __call__(self, name: str, value: object) -> str | None:
         if value is None and self.optional:
             return None
@@ -308,7 +299,7 @@ class Check(NamedTuple):
             return self.bounds.problem(name, value)
         if self.kind is bool:
             return flag_problem(**{name: value})
-        return word_problem(name, value, self.kind, one_of=len(typing.get_args(self.kind)) > 2)
+        return word_problem(name, value, self.kind)
 
 
 @cache

@@ -21,10 +21,7 @@ BETWEEN_RANKS = "it sends messages between ranks, or searches all embeddings, an
 
 
 def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = None) -> Callable[P, R]:
-    """``function``, at which a graph that is being compiled breaks off, and after which it goes on.
-
-    If ``traced`` is given, compiled code calls that instead, and the graph breaks off only where it returns a text: the
-    reason, which the compiler repeats.
+    """``function``, at which a graph that is being compiled breaks off, unless ``traced`` returns a result and no reason.
 
     Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
     loads the compiler, for more than a second, also for those who never compile.
@@ -72,10 +69,7 @@ def gradients_are_computed() -> str:
 
 
 class Function(torch.autograd.Function):
-    """A function with a backward pass of its own, at which a graph that is being compiled breaks off, too.
-
-    A step that calls ``backward()`` inside of what is compiled is traced through it, wherever the forward pass ran.
-    """
+    """A function at whose backward pass a graph that is being compiled breaks off: a step may call ``backward()``, too."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -17,8 +17,7 @@ from torch import Tensor
 class Doubling(threading.Thread):
     """Writes the tensors of all ranks into ``gathered``, [W, …]; waited for as a work of torch.distributed is.
 
-    The rounds run in a thread: a transfer between two ranks cannot be waited for in parts. Gathers of one group that are
-    under way at a time have different tags.
+    A thread, as a transfer between two ranks cannot be waited for in parts. Gathers at a time have different tags.
     """
 
     error: RuntimeError | None = None

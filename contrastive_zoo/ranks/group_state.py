@@ -8,22 +8,6 @@ import torch.distributed as dist
 
 
 @dataclass
-class ReservedBytes:
-    """Bytes that a group's next handshake reserves for the payload."""
-
-    size: int = 0  # the number; equal on all ranks, since a handshake involves all of them
-    idle: int = 0  # how many handshakes in a row had no payload that fits
-
-    def learn(self, needed: int, *, limit: int, patience: int) -> None:
-        """Update the size, given the largest payload of this handshake in bytes; 0 if there was none."""
-        if 0 < needed <= limit:
-            self.size, self.idle = needed, 0
-        else:
-            self.idle += 1
-            self.size = self.size if self.idle < patience else 0
-
-
-@dataclass
 class GroupState:
     """What this process knows of one process group."""
 
@@ -41,7 +25,9 @@ class GroupState:
     wrappers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     # wrappers that this rank holds, by the same number
     alive: "WeakValueDictionary[int, Any]" = field(default_factory=WeakValueDictionary)
-    reserved: ReservedBytes = field(default_factory=ReservedBytes)  # what the next handshake reserves for a payload
+    # bytes that the next handshake reserves for a payload; equal on all ranks, since a handshake involves all of them
+    reserved: int = 0
+    idle: int = 0  # how many handshakes in a row had no payload that fits
     # whether its backend sends tensors on accelerators only; None until it is first read
     on_accelerators: bool | None = None
     # the same ranks in a group that sends from the CPU; None if there is none
@@ -49,6 +35,13 @@ class GroupState:
     has_looked_for_host_group: bool = False  # whether it is known if there is one
     # this process alone, which is the default group in third-party losses; None until the first one runs
     alone: dist.ProcessGroup | None = None
+
+    def reserve(self, needed: int, *, limit: int, patience: int) -> None:
+        """Update the bytes, given the largest payload of this handshake; 0 if there was none."""
+        fits = 0 < needed <= limit
+        self.idle = 0 if fits else self.idle + 1
+        if fits or self.idle >= patience:
+            self.reserved = needed if fits else 0
 
 
 _states: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()

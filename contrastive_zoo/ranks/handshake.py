@@ -113,7 +113,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     state.rows += sum(statement.sizes[:1])
     state.conversation = (number, backward_pass())
     header = [0, number, *_header(statement, lines)]
-    headers, payload = exchange_headers(header, statement.payload or (), reserved.size, world)
+    headers, payload = exchange_headers(header, statement.payload or (), reserved, world)
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
     if any(received["problem"]):
         callers, problems = _exchange_text(
@@ -140,8 +140,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     replicable, kernels, draws = ([bool(x & bit) for x in received["capabilities"]] for bit in bits)
     replicate = all(replicable) and (any(draws) or statement.small(shards))
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
-    fits = 0 < needed <= reserved.size
-    reserved.learn(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
+    fits = 0 < needed <= reserved
+    state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
     by_argument = enumerate(zip(*digests, strict=True))
     equal = {index: of_ranks[0] for index, of_ranks in by_argument if of_ranks[0] and len({*of_ranks}) == 1}
     same, small_batches = max(received["same"]), received["small batches"]

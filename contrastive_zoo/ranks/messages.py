@@ -71,12 +71,8 @@ class Member(Protocol):
 def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
     """Start a message by ``begin``, which returns one or several works or None; the returned function waits for them.
 
-    While a ``polled`` message does not arrive, a note is looked for. Works on an accelerator are not waited for by the host,
-    and a transfer between two ranks cannot be waited for in parts.
-
-    Raises:
-        CommunicationError: another rank failed, died or is late, or this process is a fork of a rank. The returned
-            function raises it, too.
+    While a ``polled`` message does not arrive, a note is looked for: not for works on an accelerator, for which the host
+    does not wait, and not for a transfer between two ranks, which cannot be waited for in parts.
     """
     status, since = _of_group(member), time.monotonic()
     if _inherited is not None and dist.group.WORLD is _inherited:
@@ -118,10 +114,7 @@ def begun_handshake(member: Member) -> int:
 
 
 def _settle(member: Member) -> None:
-    """Wait until every other rank has failed in the same call, too, or is known to have gone on without this one.
-
-    Nothing is sent: a rank that goes on waits for the rest of the call, and would take any message for that.
-    """
+    """Wait, without a message, until every other rank has failed in this call, too, or has gone on without this one."""
     status, key = _of_group(member), _key(member)
     until = time.monotonic() + waiting_time(member.process_group)
     waits_for = {rank for rank in range(member.size) if rank != member.rank}

@@ -33,16 +33,8 @@ def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any 
     """What ``compute()`` returns, which every rank computes alike, where torch.distributed consists of this process.
 
     ``torch.distributed.get_world_size()`` is 1 in it and in the backward passes of its autograd functions in Python, and
-    collectives of the default group are those of one process. Elsewhere, and in other threads, nothing changes.
-
-    Args:
-        compute: a call of a third-party loss or miner.
-        name: of it, the first word of the error.
-        world: the ranks that compute alike.
-        loss: the module, if it is one; in DDP or FSDP it sends what these need.
-
-    Raises:
-        ValueError: on every rank alike, it has sent messages by the process group of ``world``, which it holds.
+    collectives of the default group are those of one process. Elsewhere, and in other threads, nothing changes. Messages
+    by the process group of ``world`` are an error that begins with ``name``, unless ``loss`` is in DDP or FSDP.
     """
     default = dist.group.WORLD if dist.is_available() else None
     if default is None or default.size() == 1:
@@ -95,10 +87,7 @@ def _is_distributed(loss: Any) -> bool:
 
 
 def _python_functions(value: Any, first: int) -> Iterator[Any]:
-    """The nodes of autograd functions in Python in the graph of a value, from the node of number ``first`` on.
-
-    Older nodes are the encoder's, or of what a closure holds: these communicate between all ranks.
-    """
+    """The autograd functions in Python in a graph from a node on: older ones, the encoder's, send between all ranks."""
     visited: set[Any] = {None}
     nodes: list[Any] = [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor)]
     while nodes:

@@ -35,7 +35,7 @@ def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
         raise ValueError(f"random_keys: a seed is at least 0, got {seed}.")
     state = torch.tensor(_signed(int(seed) % 2**64))
     for x in coordinates:
-        coordinate = torch.from_numpy(np.array(x).astype(np.uint64).view(np.int64))
+        coordinate = torch.from_numpy(np.asarray(x).astype(np.uint64).view(np.int64))
         state = _mixed(state) + _mixed(coordinate + _signed(GAMMA))
     keys: NDArray[np.int64] = _mixed(state).numpy()
     return keys.view(np.uint64)

@@ -40,9 +40,9 @@ def is_integer(x: object, *, at_least: float = -math.inf, at_most: float = math.
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(at_least <= x <= at_most)
 
 
-def word_problem(name: str, word: object, words: Any, *, one_of: bool = False) -> str | None:
+def word_problem(name: str, word: object, words: Any) -> str | None:
     allowed = get_args(words)
-    listed = f"one of {', '.join(map(repr, allowed))}" if one_of else " or ".join(map(repr, allowed))
+    listed = f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 2 else " or ".join(map(repr, allowed))
     return None if isinstance(word, str) and word in allowed else f"{name} is {listed}, got {word!r}."
 
 

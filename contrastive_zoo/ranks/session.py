@@ -82,21 +82,6 @@ def unchanged(rows: Tensor) -> Tensor:
     return rows
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a step, equal on every rank."""
-
-    check_finite: bool = True  # whether NaN and infinite rows are refused
-    # whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks of each
-    # machine, so that shards pass first inside a machine and then between machines
-    ring: bool | Machines = False
-    # the factor of the gradient of sharded parameters, of which each rank holds another part
-    sharded_factor: float = 1.0
-
-
-UNCHECKED = Options(check_finite=False)  # of a loss whose arguments have been checked on every rank
-
-
 @dataclass
 class Findings:
     """What turns out while a step is computed."""
@@ -112,17 +97,21 @@ class Findings:
 class Session(World):
     """A world and what its ranks have agreed on in one step."""
 
-    options: Options = field(default_factory=Options)
+    check_finite: bool = True  # whether NaN and infinite rows are refused
+    # whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks of each
+    # machine, so that shards pass first inside a machine and then between machines
+    ring: bool | Machines = False
+    # the factor of the gradient of sharded parameters, of which each rank holds another part
+    sharded_factor: float = 1.0
     derivations: Derivations = field(default_factory=Derivations, repr=False)
     findings: Findings = field(default_factory=Findings, repr=False)
 
     @classmethod
-    def of(cls, world: World, **options: bool | float | Machines) -> Session:  # type: ignore[override]  # of a world, with options
+    def of(cls, world: World, **options: Any) -> Session:  # type: ignore[override]  # of a world, with options
         """``world`` if it is a session, otherwise a new one of its ranks with these options."""
         if isinstance(world, Session):
             return world
-        agreed = Options(**options)  # type: ignore[arg-type]  # by name
-        return cls(world.rank, world.size, world.group, agreed, caller=world.caller)
+        return cls(world.rank, world.size, world.group, caller=world.caller, **options)
 
     def with_cache(self) -> Session:
         """The same session with a cache: rows that several losses compare are gathered once."""
@@ -148,7 +137,7 @@ def agree(
     """
     if problem is not None:  # what is no tensor has no size
         rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
-    elif Session.of(world).options.check_finite:
+    elif Session.of(world).check_finite:
         problem = first_non_finite(rows)
     # losses of embeddings on an accelerator choose other sums than on a CPU
     compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}

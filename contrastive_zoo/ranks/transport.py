@@ -16,12 +16,6 @@ from contrastive_zoo.ranks.world import Shards, World
 Reduction = Literal["sum", "mean", "max", "min"]
 
 OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "sum": torch.sum,
-    "mean": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-}
 
 
 def flat_bytes(rows: Tensor) -> Tensor:
@@ -89,7 +83,7 @@ def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Ten
     A cache that has gathered ``rows``, and a ring that sends ``rows`` of 16 bits, apply the function to the other ranks'
     rows. All of ``rows`` have the same length, and the result is as long as all of them together.
     """
-    if isinstance(world, Session) and (world.derivations.gathered is not None or world.options.ring):
+    if isinstance(world, Session) and (world.derivations.gathered is not None or world.ring):
         return world.derivations.derive(function, *rows)
     return function(*rows)
 
@@ -105,13 +99,10 @@ def scatters_sums(shards: Shards, world: World) -> bool:
 
 
 def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
-    """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``.
+    """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``, both in at least 32 bits.
 
-    Sum and division have at least 32 bits: a mean may fit into 16 bits although the sum overflows.
-
-    If shards are even and the backend has its own reduce-scatter (NCCL), that is used: it needs no buffer for all ranks'
-    parts. Otherwise an all-to-all and a local sum in rank order send the same number of bytes, also for uneven shards.
-    gloo's reduce-scatter would send twice as many, as it is an all-reduce internally.
+    NCCL's reduce-scatter needs even shards, and no buffer for all ranks' parts. Otherwise an all-to-all and a local sum
+    send as many bytes; gloo's reduce-scatter would send twice as many, as it is an all-reduce internally.
     """
     if world.size == 1:
         return rows
@@ -164,7 +155,8 @@ def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
 
     def run(y: Tensor) -> None:
         if world.sends_directly(y):
-            y.copy_(_ACROSS[op](world.start_gather(y, "an all-reduce")(), 0))
+            across = {"max": torch.amax, "min": torch.amin}.get(op, torch.sum)
+            y.copy_(across(world.start_gather(y, "an all-reduce")(), 0))
         else:
             begin = functools.partial(dist.all_reduce, y, OPS[op], world.group, async_op=y.is_cpu)
             world.start("an all-reduce", begin, polled=y.is_cpu)()

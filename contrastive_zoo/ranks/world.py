@@ -358,4 +358,4 @@ def _open_backward(world: World) -> None:
         return
     state.conversation = conversation
     numbers = [1, world.opened, *[0] * (len(FIELDS) + SIZES - 2)]
-    exchange_headers(numbers, (), state.reserved.size, world)
+    exchange_headers(numbers, (), state.reserved, world)

@@ -113,7 +113,7 @@ class CallHistory:
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
     """The session of a step; NaN and infinite values of embeddings on an accelerator are refused in the next call."""
     on_accelerators = [x for x in rows.values() if not (x.is_cpu or x.is_meta)]
-    if not on_accelerators or not session.options.check_finite:
+    if not on_accelerators or not session.check_finite:
         return session
     floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
     if (later := session.findings.later) is not None:
@@ -121,7 +121,7 @@ def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
             here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}
             finite = torch.stack(list(here.values()))
             later.append(ValueCheck(finite, functools.partial(_finite_problem, list(here))))
-    return replace(session, options=replace(session.options, check_finite=False))
+    return replace(session, check_finite=False)
 
 
 def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None:

@@ -17,7 +17,7 @@ from contrastive_zoo.ranks.collectives import broadcast
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import ASKS, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.session import Findings, Options, Session, refuse
+from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.arguments import Arguments
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
@@ -328,8 +328,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         findings = Findings([] if check_finite else None)
         name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
         caller = f"{name}, call {self._history.calls + 1}"
-        options = Options(check_finite, ring, factor)
-        return Session(world.rank, world.size, world.group, options, findings=findings, caller=caller), problem
+        ranks = world.rank, world.size, world.group
+        return Session(*ranks, check_finite, ring, factor, findings=findings, caller=caller), problem
 
     def _options(self) -> WrapperOptions:
         return WrapperOptions(

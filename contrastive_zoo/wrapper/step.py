@@ -26,7 +26,7 @@ from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
-from contrastive_zoo.ranks.session import UNCHECKED, Session, refuse
+from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.arguments import Arguments, argument_fingerprint, as_matrix, payload_of, some_of_shared
 from contrastive_zoo.wrapper.call_history import CallHistory
@@ -156,7 +156,7 @@ class DistributedStep:
         if history.keeps_state and in_backward():
             problem = problem or _COMPUTED_AGAIN
         problem = problem or statement.problem
-        if problem is None and self.session.options.check_finite:
+        if problem is None and self.session.check_finite:
             problem = first_non_finite(self.rows)
         if self.options.static_shapes:
             problem = problem or history.shapes_problem([*statement.sizes[: len(self.rows)]], self.rows)
@@ -226,7 +226,7 @@ class OwnStep(DistributedStep):
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
             return self.compute_batch(stated.batch(scaled, agreed.shards, session))
         gathered = gathered_rows(rows, agreed, session)
-        alone = Session(options=UNCHECKED, findings=session.findings)
+        alone = Session(check_finite=False, findings=session.findings)
         shards = [Shards((len(x),)) for x in gathered.values()]
         batch = stated.batch(gathered, shards, alone, agreed.shards[0].local)
         if not self.modules.runs_third_party_code:

@@ -1,7 +1,9 @@
-"""The gather of many ranks in ⌈log₂ W⌉ rounds: the same rows and losses, several at a time, failures that are told."""
+"""The groups and gathers of a world: gathers of many ranks in ⌈log₂ W⌉ rounds, and the group that sends from the host."""
 
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from unittest.mock import patch
 
 import torch
@@ -10,13 +12,14 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks import world as world_module
+from contrastive_zoo.ranks.compat import waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
-from tests.helpers import distance, numbers
-from tests.simulated import value_and_gradients
+from tests.helpers import distance, error_message, numbers
+from tests.simulated import device, value_and_gradients
 
 
 def of_many_ranks() -> AbstractContextManager[None]:
@@ -91,3 +94,51 @@ def test_a_failure_is_told_within_the_rounds(worlds: Worlds) -> None:
     assert (
         "rank 0 waited in the handshake for a rank that has failed. Rank 1 failed in fails, call 1: KeyError" in found
     )
+
+
+# ------------------------------------------------------------------------- the group by which accelerators agree
+
+
+def test_the_host_group_has_the_time_out_of_the_users_group() -> None:
+    def job() -> float:
+        with patch.object(World, "on_accelerators", True):
+            group = World.of(dist.new_group(timeout=timedelta(seconds=37)))._host_group
+            assert group is not None
+            return waiting_time(group)
+
+    with Worlds() as worlds:  # in a pool of all tests, the name of the group may have been taken and given up
+        assert worlds.run(2, job) == [37.0, 37.0]
+
+
+def test_an_error_names_the_variable_where_gloo_cannot_connect() -> None:
+    def job() -> str | None:
+        world = World.of(dist.new_group(), "NTXent, call 1")
+        nowhere = patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nowhere0"})
+        with patch.object(World, "on_accelerators", True), nowhere:
+            return error_message(lambda: world.exchange([1]), CommunicationError)
+
+    with Worlds() as worlds:  # the name of a group that was not made is taken in its processes
+        errors = worlds.run(2, job)
+    for rank, found in enumerate(map(str, errors)):
+        assert found.startswith(f"NTXent, call 1: rank {rank}: ranks that compute on accelerators agree through gloo")
+        assert "Set GLOO_SOCKET_IFNAME to a network interface" in found
+        assert "nowhere0" in found
+
+
+def refused(*, differs: bool) -> str | None:
+    """What a rank is told where its float32 matmuls are those of the others, or on rank 1 other ones."""
+    torch.set_float32_matmul_precision("high" if differs and dist.get_rank() == 1 else "highest")
+    try:
+        with device() as mode:
+            rows = [mode.put(numbers(2, 3, seed=2 * dist.get_rank() + side, dtype=torch.float32)) for side in (0, 1)]
+            return error_message(lambda: cz.DistributedLoss(cz.NTXent())(*rows))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_ranks_that_multiply_float32_in_other_ways_are_refused(device_worlds: Worlds) -> None:
+    for found in device_worlds.run(2, refused, differs=True):
+        assert found is not None
+        assert "float32 matmuls" in found
+        assert "tf32" in found
+    assert device_worlds.run(2, refused, differs=False) == [None, None]
