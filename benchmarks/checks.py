@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.ranks.adjoints import scale_gradient
-from contrastive_zoo.ranks.session import UNCHECKED, Session
+from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
 from examples.demo.training import Digits
@@ -71,7 +71,7 @@ def nothing_agreed() -> Loss:
     world, nt_xent_loss = World.of(), cz.NTXent(temperature=TEMPERATURE)
 
     def loss(a: Tensor, b: Tensor) -> Tensor:
-        session = Session(world.rank, world.size, world.group, UNCHECKED)
+        session = Session.of(world, check_finite=False)
         rows = {"view 0": scale_gradient(a, RANKS), "view 1": scale_gradient(b, RANKS)}
         shards = {name: Shards((len(x),) * RANKS, world.rank) for name, x in rows.items()}
         return nt_xent_loss.compute(Batch(rows, shards, nt_xent_loss.evaluated().values, session))
