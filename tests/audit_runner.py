@@ -20,7 +20,7 @@ from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing import diagnosis
 from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.launch import Process, environment, judged, rank_name
+from contrastive_zoo.testing.auditing.launch import environment, judged, rank_name, record_script
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
@@ -58,7 +58,7 @@ class Runner:
                 self.pipe.recv()
 
             run([rank_name(rank) for rank in range(processes)])
-            report = judged(Path(folder), processes, lambda x: run([x]))
+            report = judged(Path(folder), processes, run)
         report.seconds = time.monotonic() - start
         return report
 
@@ -91,7 +91,7 @@ def _rank(folder: str, file: str, rank: int, world_size: int, port: int, module:
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    Process(Path(folder), file, steps, world_size=world_size).run(training(module, name))
+    record_script(Path(folder), file, steps, (), training(module, name))
 
 
 def training(module: str, name: str) -> Callable[[], object]:

@@ -6,9 +6,8 @@ from functools import cached_property
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.evidence import CLOSE, Ratio, is_near
+from contrastive_zoo.testing.evidence import CLOSE, Ratio, compare, is_near
 from contrastive_zoo.testing.measurement import Case
-from contrastive_zoo.testing.probes import compare
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.gallery.recipe import GALLERY, Recipe

@@ -129,7 +129,7 @@ def check_world_size_invariance(
         case = Case(make_loss, form, grad_reduction, step=level == "training_step", name=name)
         with suppress(RankError):  # a loss that fails is reported below
             batch = GlobalBatch((4,), d=width or DEFAULT_WIDTH)
-            pool.run(1, measure, case, batch, UNCHANGED, timeout=FIRST_CALL_TIMEOUT)
+            pool.run(1, measure, case, (batch,), UNCHANGED, timeout=FIRST_CALL_TIMEOUT)
         stack.callback(setattr, pool, "timeout", pool.timeout)
         slow = max(0.0, time.monotonic() - first_call - SHORT_CALL)
         pool.timeout += 2 * max(world_sizes) * slow  # all ranks may compile at the same time

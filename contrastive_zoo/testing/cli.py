@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterable
 from enum import Enum
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,28 +140,28 @@ def audit(
     """Run the first steps of a training script on several processes and compare them with one process.
 
     The script is not changed. It ends after the steps, before it evaluates or saves. Options after -- are the script's.
-    Under torchrun (torchrun --nproc-per-node 2 -m contrastive_zoo audit train.py) its processes are audited.
+    Under torchrun (torchrun --nproc-per-node 2 -m contrastive_zoo audit train.py) as many processes are audited.
 
     Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
     """
     _require("cli", "rich")
     from contrastive_zoo.testing import console
-    from contrastive_zoo.testing.auditing.launch import audit_script, audit_under_torchrun, is_under_torchrun
+    from contrastive_zoo.testing.auditing.launch import audit_script, torchrun_processes
 
     _require_writable(json_file)
-    sizes = world_size or (2,)
+    sizes, started = world_size or (2,), torchrun_processes()
+    if started == 0:
+        raise typer.Exit(0)  # the first process audits as many as torchrun has started
+    sizes = sizes if started is None else (started,)
     command = [*(["-m", module] if module else []), *(script or [])]
-    show = partial(_shown, json_file=json_file)
     try:
-        if is_under_torchrun():
-            audit_under_torchrun(command, show, steps=steps, losses=loss or [])
         with console.progress(f"auditing {' '.join(command)}", 2 * len(sizes)) as advance:
             report = audit_script(
                 command, world_sizes=sizes, steps=steps, losses=loss or [], timeout=timeout, on_run=advance
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(show(report))
+    raise typer.Exit(_shown(report, json_file))
 
 
 @app.command("list")

@@ -34,7 +34,7 @@ def show(report: Report | AuditReport, console: Console | None = None) -> None:
     """Print a report: tables, the mistakes and their fixes, and the verdict."""
     console = console or Console()
     for section in report.sections():
-        console.print(Text(section.title, "bold"))
+        console.print(Text(f"{section.title} ({section.seconds:.1f} s)", "bold"))
         table = _table(section.headings)
         for name, holds, measured in section.rows:
             answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])

@@ -1,7 +1,7 @@
 """The evidence of a diagnosis: what W ranks computed, relative to one process. Check and audit collect it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,6 +10,12 @@ from torch import Tensor
 
 CLOSE = 1e-6
 """Largest relative difference between a measured ratio and the one that a mistake predicts; other mistakes differ more."""
+
+ZERO = 1e-12
+"""Norm of a vector that is rounding, where that of one process is zero."""
+
+SKETCH = 64
+"""Numbers in the sketch of a tensor, by which an audit compares it."""
 
 Stage = Literal["start", "failure", "value", "gradient", "uneven", "other"]
 """Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
@@ -26,10 +32,12 @@ class Ratio(NamedTuple):
 
     @classmethod
     def between(cls, x: Tensor, y: Tensor) -> "Ratio":
-        x, y = x.double(), y.double()
+        """Compare two vectors; of different lengths, every number is NaN."""
+        if x.shape != y.shape:
+            return cls(math.nan, math.nan, math.nan, math.nan)
         norms = float(x.norm()), float(y.norm())
         if norms[1] == 0:
-            return cls(1.0, 1.0, 0.0) if norms[0] == 0 else cls(math.inf, 0.0, math.inf, math.inf)
+            return cls(1.0, 1.0, 0.0) if norms[0] <= ZERO else cls(math.inf, 0.0, math.inf, math.inf)
         cosine = float(x @ y) / (norms[0] * norms[1]) if norms[0] else 0.0
         ratio = float(x @ y) / norms[1] ** 2
         return cls(ratio, cosine, float((x - y).norm()) / norms[1], float((x - ratio * y).norm()) / norms[1])
@@ -45,6 +53,18 @@ class Ratio(NamedTuple):
 
     def __str__(self) -> str:
         return f"×{self.norms:.3g}, cosine {self.cosine:.3g}"
+
+
+def flat(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Return these tensors as one vector in float64; a missing one is a sketch of zeros."""
+    zero = torch.zeros(SKETCH, dtype=torch.float64)
+    return torch.cat([tensors.get(name, zero).double().flatten() for name in names] or [zero])
+
+
+def compare(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Ratio:
+    """Compare the gradients that both have."""
+    names = gradients.keys() & expected.keys()
+    return Ratio.between(flat(gradients, names), flat(expected, names))
 
 
 class Gradients(NamedTuple):

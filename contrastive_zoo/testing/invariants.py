@@ -11,9 +11,8 @@ from itertools import zip_longest
 import torch
 
 from contrastive_zoo.testing.invariant import Broken, close, first_line, invariant, require, same_gradients
-from contrastive_zoo.testing.measurement import Measurement, Plan
-from contrastive_zoo.testing.messages import Message
-from contrastive_zoo.testing.trial import Outcome, Training, Trial
+from contrastive_zoo.testing.measurement import UNCHANGED, Measurement, Outcome, Plan
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError
 
 MIN_STEPS = 4
@@ -153,7 +152,7 @@ def same_at_later_steps(trial: Trial) -> None:
     When it fails, the first step is right and a later one is not: a rank reuses sizes, buffers or a path of an earlier
     step.
     """
-    _same_training(trial, trial.training)
+    _same_training(trial)
 
 
 @invariant(catches="own random stream")
@@ -164,12 +163,12 @@ def same_random_numbers(trial: Trial) -> None:
     differ, as after data loading; a check reports it only if the expected value or gradient is wrong too. Applies only to
     losses with random numbers.
     """
-    training = replace(trial.training, seed_per_rank=True)
+    plan = Plan(first_seed=0)
     require(not trial.case.step, "applies to losses, not to training steps")
-    outcomes = trial.train_on_one_process(training)
+    outcomes = trial.train_on_one_process(plan)
     draws = any(isinstance(x, Measurement) and x.drew_random_numbers for x in outcomes)
     require(draws, "this loss draws no random numbers")
-    _same_training(trial, training)
+    _same_training(trial, plan)
 
 
 @invariant(catches="sharded weights, W×")
@@ -179,7 +178,7 @@ def same_sharded_gradient(trial: Trial) -> None:
     When it fails, sharded class weights have another effective learning rate than the encoder. Applies only to losses with
     sharded parameters; such a module has an attribute ``sharded = True``.
     """
-    for step, reference, outcomes in _steps(trial, trial.training):
+    for step, reference, outcomes in _steps(trial):
         shards = [result.sharded for result in _measured(outcomes, step)]
         require(any(shards), "this loss has no sharded parameters")
         whole = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
@@ -195,8 +194,9 @@ def same_messages(trial: Trial) -> None:
     When it fails, a rank decides from local data what it sends: for some batch, ranks wait for each other, or match
     messages that do not belong together.
     """
-    trained = _trained(trial, replace(trial.training, record=True))
-    first, *others = [messages for _, messages in trained]
+    trained = _trained(trial, Plan(record=True))
+    measured = [[x for x in outcomes if isinstance(x, Measurement)] for outcomes in trained]
+    first, *others = [[message for x in of_rank for message in (*x.forward, *x.backward)] for of_rank in measured]
     for rank, sent in enumerate(others, 1):
         for position, (message, of_rank_0) in enumerate(zip_longest(sent, first), 1):
             if message != of_rank_0:
@@ -205,19 +205,19 @@ def same_messages(trial: Trial) -> None:
                 )
 
 
-def _trained(trial: Trial, training: Training) -> list[tuple[list[Outcome], list[Message]]]:
-    is_training = trial.world_size > 1 and len(training.steps) >= MIN_STEPS
+def _trained(trial: Trial, plan: Plan) -> list[list[Outcome]]:
+    is_training = trial.world_size > 1 and len(trial.training) >= MIN_STEPS
     require(is_training, "there is one rank only, or one process raises at most steps")
     try:
-        return trial.train_on_ranks(training)
+        return trial.train_on_ranks(plan)
     except RankError as error:
-        raise Broken(f"in a training of {len(training.steps)} steps, {first_line(error)}") from error
+        raise Broken(f"in a training of {len(trial.training)} steps, {first_line(error)}") from error
 
 
-def _steps(trial: Trial, training: Training) -> Iterator[tuple[int, Measurement, tuple[Outcome, ...]]]:
+def _steps(trial: Trial, plan: Plan = UNCHANGED) -> Iterator[tuple[int, Measurement, tuple[Outcome, ...]]]:
     """Yield for each step its number, the measurement of one process, and the outcomes of the ranks."""
-    by_step = list(zip(*(outcomes for outcomes, _ in _trained(trial, training)), strict=True))
-    for step, reference in enumerate(trial.train_on_one_process(training)):
+    by_step = list(zip(*_trained(trial, plan), strict=True))
+    for step, reference in enumerate(trial.train_on_one_process(plan)):
         assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
         yield step + 1, reference, by_step[step]
 
@@ -230,9 +230,9 @@ def _measured(outcomes: tuple[Outcome, ...], step: int) -> list[Measurement]:
     return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
 
 
-def _same_training(trial: Trial, training: Training) -> None:
+def _same_training(trial: Trial, plan: Plan = UNCHANGED) -> None:
     """Compare value, gradients and state of every rank at every step with one process."""
-    for step, reference, outcomes in _steps(trial, training):
+    for step, reference, outcomes in _steps(trial, plan):
         by_rank = _measured(outcomes, step)
         for rank, result in enumerate(by_rank):
             close(result.value, reference.value, f"at step {step}, rank {rank} returns", "one process", trial.tolerance)

@@ -19,7 +19,7 @@ from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.interventions import EDITS
-from contrastive_zoo.testing.messages import Draws, Messages
+from contrastive_zoo.testing.messages import Draws, Message, Messages
 from contrastive_zoo.testing.noise import noisy
 from contrastive_zoo.wrapper.step import splitting
 
@@ -76,8 +76,8 @@ class Measurement:
     parameters: Gradients  # of the loss's own parameters that are replicated on every rank
     sharded: Gradients = field(default_factory=dict)  # of the local shard of the loss's sharded parameters
     state: Gradients = field(default_factory=dict)  # the loss's buffers after the step
-    collectives: frozenset[str] = frozenset()  # those of the forward pass by the dispatcher's names, if recorded
-    backward_collectives: frozenset[str] = frozenset()  # those of a loss; a training step reduces gradients there
+    forward: Sequence[Message] = ()  # until the loss returned, if recorded
+    backward: Sequence[Message] = ()  # after that
     drew_random_numbers: bool = False  # from a global generator
     random_operations: bool = False  # whether any generator is drawn from, if recorded
     start: Gradients = field(default_factory=dict)  # the loss's own parameters before the step
@@ -98,6 +98,10 @@ class Measurement:
         return {"value": torch.tensor(self.value, dtype=torch.float64), **named}
 
 
+Outcome = Measurement | str
+"""What a step computes, or the message of the error in which it ended."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Variations of a measurement."""
@@ -109,32 +113,47 @@ class Plan:
     record: bool = False  # whether to record collectives and the precision, which slows every operation down
     edit: str = ""  # a key of interventions.EDITS
     rounding: tuple[int, torch.dtype] | None = None  # a seed, and the dtype by half a unit of which embeddings change
+    first_seed: int | None = None  # of the steps' random numbers on rank 0, and one more on each further rank
 
 
 UNCHANGED = Plan()
 
 
-def measure(case: Case, batch: GlobalBatch, plan: Plan) -> Measurement:
-    """Construct the loss, call it on the local shard, run backward, and return the measurement; runs on every rank."""
-    batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
-    shards = [local_shard(case, x, plan) for x in batches]
+PARAMETER_FACTOR = 0.95
+"""Factor of every parameter after each step, so that results of the old parameters are wrong at the next step."""
+
+
+def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcome]:
+    """Construct the loss once, and call it on the local shard of each step's batch; runs on every rank."""
     world = World.of()
-
-    def measured(seed: int | None) -> Measurement:
-        draws = Draws(same=plan.edit == "same draws")
-        with splitting(always=case.shared), draws if plan.record or draws.same else nullcontext():
-            subject = Subject(case, batch.d, plan.rounding)
-            if seed is not None:
-                torch.default_generator.manual_seed(seed)
-            result = subject.measure(shards, plan.scale, record=plan.record, one_by_one=plan.one_by_one)
+    if case.repetitions:
+        # no rank ever has the random numbers of another rank, or of one process
+        seeds = [10**6 * world.size + world.size * draw for draw in range(case.repetitions)]
+        once = replace(case, repetitions=0)
+        drawn = [measure(once, steps, replace(plan, first_seed=seed))[0] for seed in seeds]
+        return [average([x for x in drawn if isinstance(x, Measurement)])]
+    # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
+    expected_errors = () if len(steps) == 1 else Exception if world.size == 1 else ValueError
+    outcomes: list[Outcome] = []
+    draws = Draws(same=plan.edit == "same draws")
+    with draws if plan.record or draws.same else nullcontext():
+        subject = Subject(case, steps[0].d, plan.rounding)
         of_encoder = 0 if case.step else 1  # its weights are drawn too
-        return replace(result, random_operations=draws.count > of_encoder)
-
-    if not case.repetitions:
-        return measured(None)
-    # no rank ever has the random numbers of another rank, or of one process
-    seeds = [10**6 * world.size + world.size * draw + world.rank for draw in range(case.repetitions)]
-    return average([measured(seed) for seed in seeds])
+        if plan.first_seed is not None:
+            for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
+                seed(plan.first_seed + world.rank)
+        for index, batch in enumerate(steps):
+            batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
+            # every second step takes the general path, in which ranks split the work
+            with splitting(always=case.shared and index % 2 == 0):
+                try:
+                    result = subject.measure([local_shard(case, x, plan) for x in batches], plan)
+                    result.random_operations = draws.count > of_encoder
+                    outcomes.append(result)
+                except expected_errors as error:
+                    outcomes.append(str(error))
+            subject.end_step()
+    return outcomes
 
 
 def average(results: Sequence[Measurement]) -> Measurement:
@@ -179,23 +198,23 @@ class Subject:
         """The loss's own parameters; those of a training step are known once it has called its loss."""
         return {**dict(self.module.named_parameters()), **self.recorder.parameters}
 
-    def measure(
-        self, shards: Sequence[Sequence[Tensor]], scale: float = 1.0, *, record: bool = False, one_by_one: bool = False
-    ) -> Measurement:
+    def measure(self, shards: Sequence[Sequence[Tensor]], plan: Plan) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
-        forward, backward, states = Messages(), Messages(), random_states()
-        self.recorder = LossRecorder(count=lambda: len(forward.sent))
+        messages, states = Messages(), random_states()
+        self.recorder = LossRecorder(count=lambda: len(messages.sent))
         values: list[Tensor] = []
-        for batches in [[x] for x in shards] if one_by_one else [shards]:
-            with forward if record else nullcontext():
+        returned = 0  # number of messages at the time
+        for batches in [[x] for x in shards] if plan.one_by_one else [shards]:
+            with messages if plan.record else nullcontext():
                 called = [self.value(x) for x in batches]
-            with backward if record else nullcontext():
+                returned = returned or len(messages.sent)
                 for value in called if self.step is None else ():
-                    (scale * value / len(shards)).backward()
+                    (plan.scale * value / len(shards)).backward()
             values += called
         calls, known = self.recorder.calls, set(self.recorder.parameters.values())
+        if self.step is not None:
+            returned = calls[-1].position if calls else 0
         encoder = self.model.named_parameters()  # with those of a loss; names are the same with and without DDP
-        first = calls[0].loss if calls else self.loss
         replicated, sharded = split_parameters(self.module, gradients(self.parameters.items()))
         return Measurement(
             sum(float(value.detach()) for value in values) / len(values),
@@ -203,15 +222,21 @@ class Subject:
             replicated,
             sharded,
             copies(self._buffers()),
-            forward.names_of_floats(None if self.step is None else calls[-1].position if calls else 0),
-            backward.names_of_floats(),
-            random_states() != states,
-            False,
-            self.start(),
-            [gradient for call in calls for gradient in call.embedding_gradients],
-            getattr(first, "grad_reduction", None),
-            forward.precision,
+            forward=messages.sent[:returned],
+            backward=messages.sent[returned:],
+            drew_random_numbers=random_states() != states,
+            start=self.start(),
+            embeddings=[gradient for call in calls for gradient in call.embedding_gradients],
+            grad_reduction=getattr(calls[0].loss if calls else self.loss, "grad_reduction", None),
+            precision=messages.precision,
         )
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Change the parameters, and clear their gradients."""
+        for parameter in {*self.model.parameters(), *self.parameters.values()}:
+            parameter.mul_(PARAMETER_FACTOR)
+            parameter.grad = None
 
     def value(self, samples: Sequence[Tensor]) -> Tensor:
         """Return the loss of these samples; a training step also runs backward."""
@@ -327,13 +352,6 @@ def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
         with suppress(Exception):
             subject.value(local_shard(case, batch, UNCHANGED))
     return subject.start()
-
-
-def value_after(case: Case, batch: GlobalBatch, seed: int) -> float:
-    """Return the value of a batch after a call with another one, of this seed; runs on one process."""
-    subject, plan = Subject(case, batch.d), Plan(whole=True)
-    subject.value(local_shard(case, replace(batch, seed=seed), plan))
-    return float(subject.value(local_shard(case, batch, plan)).detach())
 
 
 class Encoder(nn.Module):

@@ -20,6 +20,11 @@ class Message(NamedTuple):
     size: int | None  # number of elements that a rank sends, if it must be equal on all ranks
     dtype: str
 
+    @property
+    def is_of_floats(self) -> bool:
+        """Whether it sends embeddings or statistics, not int64 counts."""
+        return self.dtype not in ("int64", "")
+
     def __str__(self) -> str:
         return f"{self.name} of {'its own size' if self.size is None else self.size} {self.dtype}"
 
@@ -31,10 +36,6 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.sent: list[Message] = []
         self.precision = torch.float64  # the narrowest dtype to which floating numbers were converted
-
-    def names_of_floats(self, count: int | None = None) -> frozenset[str]:
-        """Return the names of the first ``count`` collectives of embeddings or statistics, without int64 counts."""
-        return frozenset(message.name for message in self.sent[:count] if message.dtype not in ("int64", ""))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = getattr(func, "_opname", "")

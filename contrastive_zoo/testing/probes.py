@@ -1,6 +1,5 @@
 """The evidence of a check: fixed global batches on W ranks, and interventions on their samples, measured when needed."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.one_process import HeldGroupError
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, is_near
+from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, flat, is_near
 from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
-from contrastive_zoo.testing.measurement import Case, Measurement, Plan, starting_parameters, value_after, whole_batch
-from contrastive_zoo.testing.measurement import Gradients as Tensors
+from contrastive_zoo.testing.measurement import Case, Measurement, Plan, measure, starting_parameters, whole_batch
 from contrastive_zoo.testing.mistakes import FALLBACK
 from contrastive_zoo.testing.parting import parting
 from contrastive_zoo.testing.trial import TOLERANCE, Trial, value_of
@@ -53,7 +51,7 @@ class LossEvidence(Evidence):
         self.measured = self.ranks[0][0] if self.ranks else None
         if self.measured is not None:
             self.option = self.measured.grad_reduction
-            self.calls_in_backward = bool(self.measured.backward_collectives)
+            self.calls_in_backward = not case.step and any(x.is_of_floats for x in self.measured.backward)
             self.draws = self.measured.random_operations
         self.stages = self._stages(failing)
 
@@ -80,14 +78,14 @@ class LossEvidence(Evidence):
             if not expected:
                 return None
             by_rank = by_rank if self.is_step else [trial.reduce(by_rank)]
-            names = set.intersection(*map(set, by_rank))
-            mean = {name: torch.stack([x[name] for x in by_rank]).mean(0) for name in expected if name in names}
-            return Gradients(tuple(compare(x, expected) for x in by_rank), compare(mean, expected), self.close)
+            names = [name for name in expected if all(name in x for x in by_rank)]
+            return Gradients.between([flat(x, names) for x in by_rank], flat(expected, names), self.close)
 
         embeddings, lengths = None, [[len(y) for y in x.embeddings] for x in (one, *ranks)]
         if one.embeddings and all(len(x) == len(lengths[0]) for x in lengths):
             by_input = zip(*(x.embeddings for x in ranks), strict=True)
-            embeddings = _ratio([x for of_ranks in by_input for x in of_ranks], one.embeddings)
+            of_ranks = torch.cat([x.flatten() for each in by_input for x in each])
+            embeddings = Ratio.between(of_ranks, torch.cat([x.flatten() for x in one.embeddings]))
         return Comparison(
             values=torch.tensor([[x.value] for x in ranks], dtype=torch.float64),
             expected=torch.tensor([one.value], dtype=torch.float64),
@@ -138,7 +136,7 @@ class LossEvidence(Evidence):
         return not all(map(_are_equal, starts))
 
     def calls(self, name: str) -> bool:
-        return self.measured is not None and any(name in collective for collective in self.measured.collectives)
+        return self.measured is not None and any(name in x.name for x in self.measured.forward if x.is_of_floats)
 
     # --- interventions ------------------------------------------------------------------------------------------------
 
@@ -209,9 +207,10 @@ class LossEvidence(Evidence):
     @property
     def _remembers(self) -> bool:
         """Return whether the value of a step on one process depends on the samples of the step before."""
-        batch = self._trial(EVEN[0]).batch
-        first, second = (self.worlds.run(1, value_after, self.case, batch, seed)[0] for seed in (1, 2))
-        return not self._near(first, second)
+        batch, whole = self._trial(EVEN[0]).batch, Plan(whole=True)
+        steps = ((replace(batch, seed=seed), batch) for seed in (1, 2))
+        first, second = (self.worlds.run(1, measure, self.case, x, whole)[0][-1] for x in steps)
+        return not (isinstance(first, str) or isinstance(second, str) or self._near(first.value, second.value))
 
     def place(self) -> str:
         shown = self._probed or self.comparisons
@@ -222,17 +221,6 @@ def _wrapped(make: Callable[[], Any]) -> DistributedLoss:
     return DistributedLoss(make())
 
 
-def compare(gradients: Tensors, expected: Tensors) -> Ratio:
-    return _ratio([gradients[name] for name in expected if name in gradients], list(expected.values()))
-
-
-def _ratio(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Ratio:
-    x, y = (torch.cat([part.double().flatten() for part in parts]) for parts in (tensors, expected))
-    if x.shape != y.shape:
-        return Ratio(math.nan, math.nan, math.nan)
-    return Ratio.between(x, y) if y.norm() > 0 else Ratio(1.0, 1.0, 0.0)
-
-
-def _are_equal(by_rank: Sequence[Tensors]) -> bool:
+def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:
     first, *others = by_rank
     return all(x.keys() == first.keys() and all(torch.allclose(x[name], first[name]) for name in first) for x in others)

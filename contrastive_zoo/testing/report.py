@@ -20,25 +20,41 @@ Row = tuple[str, bool | str | None, Sequence[str]]
 
 
 class Section(NamedTuple):
-    """A part of a report, as the console prints it: a table with a title, and what is said below."""
+    """A part of a report, as the console and ``str`` print it: a table with a title, and what is said below."""
 
-    headings: tuple[str, ...]
-    rows: list[Row]
     title: str
+    seconds: float
+    headings: tuple[str, ...]
+    rows: Sequence[Row]
     diagnoses: Sequence[Diagnosis]
     problems: Sequence[str] = ()  # what could not be compared
     notes: Sequence[str] = ()  # what is not a mistake, and is good to know
 
+    def __str__(self) -> str:
+        lines = [*self.problems, *(f"Diagnosis: {x}" for x in self.diagnoses)]
+        for name, holds, measured in self.rows:
+            if holds is False:
+                titled = zip(self.headings[2:], measured, strict=True)
+                lines.append(f"{name}: {', '.join(f'{title}: {x}' for title, x in titled)}")
+        lines += [f"Note: {x}." for x in self.notes]
+        return "".join("\n  " + line.replace("\n", "\n      ") for line in lines)
+
 
 class _Result:
-    """A report: ``sections`` are what the console prints, ``as_dict`` is the report in plain types, for JSON."""
+    """A report: ``sections`` are what is printed, ``as_dict`` is the report in plain types, for JSON."""
 
+    name: Any
     ok: Any
+    verdict: Any
+    sections: Any
 
     @property
     def status(self) -> int:
         """The exit status of the command: 0 the same, 1 not the same, 2 not known."""
         return {True: 0, False: 1, None: 2}[self.ok]
+
+    def __str__(self) -> str:
+        return self.verdict + "".join(f"\n{x.title}{x}".removeprefix(f"\n{self.name}") for x in self.sections())
 
 
 # --- check ----------------------------------------------------------------------------------------------------------
@@ -65,11 +81,6 @@ class Report(_Result):
     notes: list[str] = field(default_factory=list)  # how the loss computes, where it is not exact
     tried: frozenset[str] = frozenset()  # names of the invariants that applied to at least one batch
 
-    def holds(self, invariant: Invariant) -> bool | None:
-        """Return whether an invariant held on every batch; None if it was not tried."""
-        is_broken = any(finding.invariant is invariant for finding in self.findings)
-        return not is_broken if is_broken or invariant.name in self.tried else None
-
     @property
     def ok(self) -> bool:
         """Whether every invariant that was tried held on every batch."""
@@ -84,25 +95,22 @@ class Report(_Result):
         return f"{self.name} is {'' if self.ok else 'not '}the same function on any number of processes ({extent})."
 
     def _by_invariant(self) -> dict[str, tuple[bool | None, Finding | None]]:
-        """Return for every invariant whether it holds, and its finding if it is broken."""
+        """Return for every invariant whether it held on every batch, None if not tried, and its finding."""
         from contrastive_zoo.testing.invariants import INVARIANTS
 
         broken = {x.invariant.name: x for x in self.findings}
-        return {x.name: (self.holds(x), broken.get(x.name)) for x in INVARIANTS}
-
-    def __str__(self) -> str:
-        diagnosis = [] if self.diagnosis is None else [f"Diagnosis: {self.diagnosis}"]
-        broken = [f"  {x.invariant}: {x.message}\n      at {x.batch}   # {x.batch!r}" for x in self.findings]
-        return "\n".join([self.verdict, *diagnosis, *broken, *(f"Note: {self.name} {x}." for x in self.notes)])
+        names = [x.name for x in INVARIANTS]
+        return {x: (x not in broken if x in broken or x in self.tried else None, broken.get(x)) for x in names}
 
     def sections(self) -> list[Section]:
         rows: list[Row] = [
-            (name, "not tried" if holds is None else holds, [f"{x.batch}\n{x.message}"] if x else [])
+            (name, "not tried" if holds is None else holds, [f"{x.batch}   # {x.batch!r}\n{x.message}"] if x else [])
             for name, (holds, x) in self._by_invariant().items()
         ]
-        headings, title = ("invariant", "holds", "smallest batch that breaks it"), f"{self.name} ({self.seconds:.1f} s)"
+        headings = ("invariant", "holds", "smallest batch that breaks it")
+        diagnoses = [self.diagnosis] if self.diagnosis else []
         notes = [f"{self.name} {note}" for note in self.notes]
-        return [Section(headings, rows, title, [self.diagnosis] if self.diagnosis else [], notes=notes)]
+        return [Section(self.name, self.seconds, headings, rows, diagnoses, notes=notes)]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -148,12 +156,6 @@ class Quantity:
         """Whether the error is within the tolerance; None if it was not compared."""
         return None if self.ratio is None else self.ratio.error <= self.tolerance
 
-    def __str__(self) -> str:
-        if self.ratio is None:
-            return f"not compared: {self.reason}"
-        numbers = "ratio {:.4g}, cosine {:.4f}, error {:.1e}".format(*self.ratio)
-        return f"{'same' if self.ok else 'differs'}, {numbers}, tolerance {self.tolerance:.1e}"
-
     def row(self) -> Row:
         if self.ratio is None:
             return self.name, None, ()
@@ -184,38 +186,37 @@ class WorldReport:
     seconds: float = 0.0
 
     @property
+    def differing(self) -> list[Quantity]:
+        """The quantities that are not those of one process, and which no note explains."""
+        return [x for x in self.quantities if x.ok is False and not x.is_noted]
+
+    @property
+    def not_compared(self) -> list[str]:
+        """Why something was not compared, each reason once."""
+        return list(dict.fromkeys(x.reason for x in self.quantities if x.ok is None))
+
+    @property
     def ok(self) -> bool | None:
         """Whether the training is the same as on one process; None if something was not compared and no mistake found."""
-        if self.findings or any(x.ok is False and not x.is_noted for x in self.quantities):
+        if self.findings or self.differing:
             return False
-        complete = self.quantities and all(x.ok is not None for x in self.quantities)
-        return True if complete and not self.problem else None
+        return True if self.quantities and not self.not_compared and not self.problem else None
 
     def section(self) -> Section:
-        reasons = dict.fromkeys(f"Not compared: {x.reason}." for x in self.quantities if x.ok is None)
         losses = f", {', '.join(dict.fromkeys(self.losses))}" if self.losses else ""
         return Section(
+            f"{self.world_size} processes, {self.steps} steps{losses}",
+            self.seconds,
             ("compared with one process", "the same", "ratio", "cosine", "error", "tolerance"),
             [x.row() for x in self.quantities],
-            f"{self.world_size} processes, {self.steps} steps{losses} ({self.seconds:.1f} s)",
             self.findings,
-            [*reasons, *filter(None, [self.problem])],
+            [*(f"Not compared: {x}." for x in self.not_compared), *filter(None, [self.problem])],
             self.notes,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "world_size": self.world_size,
-            "ok": self.ok,
-            "steps": self.steps,
-            "losses": self.losses,
-            "quantities": [x.as_dict() for x in self.quantities],
-            "findings": [x.as_dict() for x in self.findings],
-            "notes": self.notes,
-            "problem": self.problem,
-            "peak_bytes": list(self.peak_bytes),
-            "seconds": round(self.seconds, 2),
-        }
+        lists = {name: [x.as_dict() for x in getattr(self, name)] for name in ("quantities", "findings")}
+        return vars(self) | lists | {"ok": self.ok, "seconds": round(self.seconds, 2)}
 
 
 @dataclass
@@ -252,12 +253,3 @@ class AuditReport(_Result):
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "ok": self.ok, "worlds": [x.as_dict() for x in self.worlds]}
-
-    def __str__(self) -> str:
-        lines = [self.verdict]
-        for world in self.worlds:
-            lines.append(f"{world.world_size} processes, {world.steps} steps. {world.problem}".rstrip())
-            lines += [f"  {x.name}: {x}" for x in world.quantities]
-            lines += [f"  {x}" for x in world.findings]
-            lines += [f"  Note: {x}" for x in world.notes]
-        return "\n".join(lines)

@@ -1,99 +1,31 @@
 """The measurements of a loss on a global batch and in a training of a few steps, on one process and on W ranks."""
 
-import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.measurement import (
-    UNCHANGED,
-    Case,
-    Gradients,
-    Measurement,
-    Plan,
-    Subject,
-    local_shard,
-    measure,
-)
-from contrastive_zoo.testing.messages import Message, Messages
+from contrastive_zoo.testing.measurement import UNCHANGED, Case, Gradients, Measurement, Outcome, Plan, Subject, measure
 from contrastive_zoo.testing.noise import tolerance
 from contrastive_zoo.testing.worlds import RankError, Worlds
-from contrastive_zoo.wrapper.step import splitting
-
-# --- a training: one loss object, called with different shard sizes ----------------------------------------------------
-
-PARAMETER_FACTOR = 0.95
-"""Factor of every parameter after each step, so that results of the old parameters are wrong at the next step."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """The global batch of each step of a training, and how it runs."""
+def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
+    """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
 
-    steps: tuple[GlobalBatch, ...]
-    seed_per_rank: bool = False  # rank 0 then has the random state of one process
-    record: bool = False  # whether to record collectives, which slows every operation down
+    Examples:
+        >>> [step.shards for step in training_of(GlobalBatch((2, 2)))]
+        [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
+    """
+    size = len(batch.shards)
+    on_rank_0 = (batch.total, *[0] * (size - 1))
+    splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
+    return tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits))
 
-    @classmethod
-    def of(cls, batch: GlobalBatch) -> "Training":
-        """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
-
-        Examples:
-            >>> [step.shards for step in Training.of(GlobalBatch((2, 2))).steps]
-            [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
-        """
-        size = len(batch.shards)
-        on_rank_0 = (batch.total, *[0] * (size - 1))
-        splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
-        return cls(tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits)))
-
-    def on_one_process(self) -> "Training":
-        """Return the same batches, each on one rank."""
-        steps = tuple(replace(batch, shards=(batch.total,)) for batch in self.steps)
-        return Training(steps, seed_per_rank=self.seed_per_rank)
-
-
-Outcome: TypeAlias = Measurement | str
-"""What a step computes, or the message of the error in which it ended."""
-
-
-def train(case: Case, training: Training) -> tuple[list[Outcome], list[Message]]:
-    """Construct the loss once and run every step; return each step's outcome and all messages. Runs on every rank."""
-    subject, world = Subject(case, training.steps[0].d), World.of()
-    if training.seed_per_rank:
-        torch.default_generator.manual_seed(world.rank)
-        np.random.seed(world.rank)
-        random.seed(world.rank)
-    outcomes: list[Outcome] = []
-    messages = Messages()
-    # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
-    expected_errors = Exception if world.size == 1 else ValueError
-    for index, batch in enumerate(training.steps):
-        # every second step takes the general path, in which ranks split the work
-        path = splitting(always=case.shared and index % 2 == 0)
-        with path, messages if training.record else nullcontext():
-            try:
-                outcomes.append(subject.measure([local_shard(case, batch, UNCHANGED)]))
-            except expected_errors as error:
-                outcomes.append(str(error))
-        with torch.no_grad():
-            for parameter in {*subject.model.parameters(), *subject.parameters.values()}:
-                parameter.mul_(PARAMETER_FACTOR)
-                parameter.grad = None
-    return outcomes, messages.sent
-
-
-# --- what invariants read ----------------------------------------------------------------------------------------------
-
-R = TypeVar("R")
 
 TOLERANCE = 1e-10
 """Largest allowed difference in float64, relative to the larger of 1 and the largest expected element."""
@@ -121,7 +53,7 @@ class Trial:
         self.case, self.batch, self.worlds, self.world_size = case, batch, worlds, len(batch.shards)
         self.tolerance = tolerance  # of a right result, relative to the larger of 1 and the largest expected element
         self.note = ""  # why the tolerance is not that of float64
-        self._results: dict[Any, list[Any]] = {}
+        self._results: dict[Any, list[list[Outcome]]] = {}
 
     @cached_property
     def with_noise(self) -> "Trial | None":
@@ -160,20 +92,22 @@ class Trial:
         """The narrowest dtype in which the loss computes on one process."""
         return self.on_one_process(Plan(record=True)).precision
 
-    def _run(self, size: int, job: Callable[..., R], *args: Any) -> list[R]:
-        """Run a job of the case on ``size`` ranks, unless it has run with these arguments before."""
-        key = (size, job, args)
+    def _run(self, size: int, steps: tuple[GlobalBatch, ...], plan: Plan) -> list[list[Outcome]]:
+        """Run the steps of a training on ``size`` ranks, unless that was done before."""
+        key = size, steps, plan
         if key not in self._results:
             timeout = max(self.worlds.timeout, AVERAGE_TIMEOUT) if self.case.repetitions else None
-            self._results[key] = self.worlds.run(size, job, self.case, *args, timeout=timeout)
+            self._results[key] = self.worlds.run(size, measure, self.case, steps, plan, timeout=timeout)
         return self._results[key]
 
     def on_ranks(self, plan: Plan = UNCHANGED) -> list[Measurement]:
-        return self._run(self.world_size, measure, self.batch, plan)
+        return [x for (x,) in self._run(self.world_size, (self.batch,), plan) if isinstance(x, Measurement)]
 
     def on_one_process(self, plan: Plan = UNCHANGED) -> Measurement:
         """Measure on one process that holds all samples."""
-        return self._run(1, measure, self.batch, replace(plan, whole=True))[0]
+        ((result,),) = self._run(1, (self.batch,), replace(plan, whole=True))
+        assert isinstance(result, Measurement), "one step raises its errors"
+        return result
 
     def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
         """Return the gradients after the gradient all-reduce of the trainer."""
@@ -186,18 +120,18 @@ class Trial:
         return {name: weight * torch.stack([result[name] for result in by_rank]).sum(0) for name in by_rank[0]}
 
     @cached_property
-    def training(self) -> Training:
-        """Return the steps of :meth:`Training.of` at which one process does not raise."""
-        candidates = Training.of(self.batch)
-        steps = zip(candidates.steps, self.train_on_one_process(candidates), strict=True)
-        return Training(tuple(batch for batch, outcome in steps if isinstance(outcome, Measurement)))
+    def training(self) -> tuple[GlobalBatch, ...]:
+        """The steps of :func:`training_of` at which one process does not raise."""
+        steps = training_of(self.batch)
+        outcomes = self._run(1, steps, Plan(whole=True))[0]
+        return tuple(x for x, outcome in zip(steps, outcomes, strict=True) if isinstance(outcome, Measurement))
 
-    def train_on_ranks(self, training: Training) -> list[tuple[list[Outcome], list[Message]]]:
-        """Train on W ranks; return the outcomes of all steps and the messages, by rank."""
-        return self._run(self.world_size, train, training)
+    def train_on_ranks(self, plan: Plan = UNCHANGED) -> list[list[Outcome]]:
+        """Train on W ranks; return the outcomes of all steps, by rank."""
+        return self._run(self.world_size, self.training, plan)
 
-    def train_on_one_process(self, training: Training) -> list[Outcome]:
-        return self._run(1, train, training.on_one_process())[0][0]
+    def train_on_one_process(self, plan: Plan = UNCHANGED) -> list[Outcome]:
+        return self._run(1, self.training, replace(plan, whole=True, record=False))[0]
 
 
 def _difference(x: Tensor, expected: Tensor) -> float:

@@ -87,22 +87,22 @@ def recorded(recorder: Recorder, train: Train) -> Any:
 def compared(recorder: Recorder, losses: list[Any], train: Train) -> WorldReport:
     """Gather the records of all ranks, run the training again on rank 0, and send its report to all."""
     record = recorder.record
-    gathered: list[Any] = [(record, recorder.inputs)]
+    gathered = [record]
     rank, world_size, alone = 0, 1, None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        record.rank, gathered = rank, [None] * world_size
+        record.rank, gathered = rank, [record] * world_size
         if any(map(is_engine, recorder.tensors.modules)):
             record.unrepeatable = (
                 "DeepSpeed keeps the group of all ranks: audit the script, which runs again as a whole"
             )
         alone = this_process(dist.distributed_c10d._get_default_group())
-        dist.all_gather_object(gathered, (record, recorder.inputs))
+        dist.all_gather_object(gathered, record)
     else:
         record.initialized = True  # one process needs no group
 
     def run_again(setting: Setting) -> Record:
-        again = Recorder(losses, recorder.steps, needs_group=False, rerun=Rerun([x for _, x in gathered], setting))
+        again = Recorder(losses, recorder.steps, needs_group=False, rerun=Rerun(gathered, setting))
         try:
             with nullcontext() if alone is None else default_group(alone):
                 recorded(again, train)
@@ -110,7 +110,7 @@ def compared(recorder: Recorder, losses: list[Any], train: Train) -> WorldReport
             again.record.error = f"{type(error).__name__}: {error}"
         return again.record
 
-    result = [assemble([x for x, _ in gathered], run_again) if rank == 0 else None]
+    result = [assemble(gathered, run_again) if rank == 0 else None]
     if world_size > 1:
         dist.broadcast_object_list(result, src=0)
     assert result[0] is not None

@@ -1,16 +1,17 @@
-"""One step of all ranks beside the same step of one process: vectors, and the noise of right ones."""
+"""One step of all ranks beside the same step of one process: quantities with a tolerance, and the evidence of a mistake."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.testing.auditing.records import Record, Sketches, Step
+from contrastive_zoo.testing.auditing.records import Record, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
-from contrastive_zoo.testing.evidence import Ratio
+from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio, flat
 from contrastive_zoo.testing.noise import NOISE_FACTOR, ROUNDING_FACTOR, tolerance
+from contrastive_zoo.testing.report import Quantity
 
 LOW_NOISE_FACTOR = 3.0
 """The factor of the noise under autocast: there all parameters change by up to half a unit of the 16 bits, as much as all
@@ -19,58 +20,55 @@ that is rounded to these."""
 REPETITIONS = 2
 """Reruns with changes of up to half a unit of rounding, from which the tolerance is derived."""
 
+LARGEST_TOLERANCE = 0.3
+"""A quantity that reruns change by more is not compared."""
+
+CLIPPED = "gradient after clipping"
+"""Name of what the optimizer receives."""
+
 Vector = Callable[[Step], Tensor]
 """Returns a quantity of a step as one vector."""
 
 RunAgain = Callable[[Setting], Record]
-"""Runs the training in one process."""
+"""Runs the training in one process; the same setting gives the same record."""
 
 
-class Reruns:
-    """The runs in one process, each once; the noise is measured only where a difference is above rounding."""
+class StepEvidence(Evidence):
+    """One step of all ranks, and the same step of one process.
 
-    def __init__(self, run: RunAgain, records: Sequence[Record]) -> None:
-        self._run, self._done = run, dict[Setting, Record]()
-        self.unit = max((x.low for record in records for x in record.steps), default=0.0)
+    As the evidence of a mistake it is without stale gradients, and divided by the factor that the script gives the loss.
+    """
 
-    def __call__(self, setting: Setting) -> Record:
-        if setting not in self._done:
-            self._done[setting] = self._run(setting)
-        return self._done[setting]
+    is_training = True
+    stages = ("value", "gradient")
 
-    @property
-    def noisy(self) -> list[Record]:
-        return [self(Setting(noise=seed, unit=self.unit)) for seed in range(REPETITIONS)]
-
-
-class StepEvidence:
-    """One step of all ranks, and the same step of one process."""
-
-    def __init__(self, index: int, records: Sequence[Record], reruns: Reruns, reason: str = "") -> None:
-        self.index, self.records, self.reruns, self.reason = index, records, reruns, reason
+    def __init__(self, index: int, records: Sequence[Record], run: RunAgain) -> None:
+        self.index, self.records, self.run = index, records, run
         self.ranks = [x.steps[index] for x in records]
         self.follows_difference = False  # whether an earlier step differed, so that this one starts from another state
         self.world_size, self.eps = len(records), records[0].eps or torch.finfo(torch.float32).eps
-        self.one = self.of(Setting()) if not reason else None
-        counts = {len(x.values) for x in (*self.ranks, *([self.one] if self.one else []))}
-        if self.one is None:
-            self.reason = reason or "the run in one process ended before this step"
-        elif len(counts) > 1:
+        self.unit = max(x.low for record in records for x in record.steps)  # of the rounding of an autocast
+        alone, self.reason = run(Setting()), ""  # why nothing is compared
+        self.one = self.of(Setting())
+        if not alone.steps:
+            self.reason = f"the script raises {alone.error}" if alone.error else "nothing is trained"
+            self.reason = f"in one process {self.reason}"
+        elif self.one is None:
+            self.reason = "the run in one process ended before this step"
+        elif len({len(x.values) for x in self._all}) > 1:
             self.one, self.reason = None, "the ranks and one process computed different numbers of losses in one step"
+        self.problem = alone.problem if self.one is not None else ""  # why a difference may be one of random numbers
+        called = sorted({call.module for call in self.ranks[0].losses})
+        self.option = next((records[0].options[x] for x in called if records[0].options[x]), None)
 
     def of(self, setting: Setting) -> Step | None:
         """Return this step of a rerun, None if that ended before."""
-        steps = self.reruns(setting).steps
+        steps = self.run(setting).steps
         return steps[self.index] if self.index < len(steps) else None
 
     @property
-    def problem(self) -> str:
-        """Why a difference may be one of random numbers."""
-        return self.reruns(Setting()).problem if self.one is not None else ""
-
-    @cached_property
-    def noisy(self) -> list[Step]:
-        return [x.steps[self.index] for x in self.reruns.noisy if self.index < len(x.steps)]
+    def _all(self) -> list[Step]:
+        return [*self.ranks, *([self.one] if self.one is not None else [])]
 
     def values(self, step: Step) -> Tensor:
         return torch.tensor(step.values, dtype=torch.float64)
@@ -95,35 +93,153 @@ class StepEvidence:
         names = [x for x, kind in kinds if kind != "parameter" and all(x in after for after in (first, *others))]
         return [x for x in names if not all(torch.equal(first[x], after[x]) for after in others)]
 
-    @property
-    def _all(self) -> list[Step]:
-        return [*self.ranks, *([self.one] if self.one is not None else [])]
-
     def gradient(self, names: Sequence[str]) -> Vector:
         """Return gradients before clipping; after it where only one process clips by a function that is watched."""
         if len({bool(x.clips) for x in self._all}) > 1:
             return lambda step: flat(step.received, names)
         return lambda step: flat(step.gradients, names)
 
-    def is_same(self, vector: Vector) -> bool:
-        """Return whether every rank has what one process has, but for rounding; no rerun is needed to say so."""
-        assert self.one is not None
-        return self.worst(map(vector, self.ranks), vector(self.one)).error <= ROUNDING_FACTOR * self.eps
+    # --- quantities ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def quantities(self) -> list[Quantity]:
+        """What is compared with one process, and what must be equal on all ranks."""
+        value = self._judged("value of the loss", self.values)
+        value.is_noted = value.ok is False and self.is_local_mean
+        names_of = {group: names for group in ("encoder", "loss") if (names := self.names(group))}
+        result = [value, *(self._judged(f"gradient of the {x}", self.gradient(y)) for x, y in names_of.items())]
+        if any(x.clips for x in self.ranks):
+            names = sorted({name for x in self.ranks for name in x.received})
+            result.append(self._judged(CLIPPED, lambda x: flat(x.received, names)))
+        result += [self._moved(f"{group} after the step", x) for group, x in names_of.items()]
+        if (others := self.other_parameters) and self.one is not None:
+            result.append(self._moved_without_optimizer("other parameters after the step", others))
+        return [*result, *(self.equality(group, names) for group, names in names_of.items())]
+
+    @property
+    def are_gradients_right(self) -> bool:
+        """Whether values and gradients before clipping are those of one process, as far as they were compared."""
+        return all(
+            x.ok is not False or x.is_noted for x in self.quantities if x.name.startswith(("value", "gradient of"))
+        )
+
+    def equality(self, group: str, names: Sequence[str]) -> Quantity:
+        """Compare these parameters of all ranks after the step with those of rank 0."""
+        after = [flat(x.after, names) for x in self.ranks]
+        return Quantity(f"{group} equal on all ranks", worst(after, after[0]), ROUNDING_FACTOR * self.eps)
 
     def tolerance(self, vector: Vector, floor: float = 0.0) -> float:
         """Return the largest relative error of a right result, from reruns with other roundings."""
         assert self.one is not None
-        expected = vector(self.one)
-        differences = [Ratio.between(vector(x), expected).error for x in self.noisy]
-        factor = LOW_NOISE_FACTOR if self.reruns.unit else NOISE_FACTOR
+        noisy = [self.of(Setting(noise=seed, unit=self.unit)) for seed in range(REPETITIONS)]
+        differences = [Ratio.between(vector(x), vector(self.one)).error for x in noisy if x is not None]
+        factor = LOW_NOISE_FACTOR if self.unit else NOISE_FACTOR
         return tolerance(differences, self.eps, noise_factor=factor, floor=floor)
 
-    def worst(self, vectors: Iterable[Tensor], expected: Tensor) -> Ratio:
-        ratios = [Ratio.between(x, expected) for x in vectors]
-        return max(ratios, key=lambda x: math.inf if math.isnan(x.error) else x.error)
+    def _judged(self, name: str, vector: Vector, floor: float = 0.0) -> Quantity:
+        """Compare a quantity of all ranks with one process; noise is measured where they differ by more than rounding."""
+        if self.one is None:
+            return Quantity(name, reason=self.reason)
+        ratio, bound = worst(map(vector, self.ranks), vector(self.one)), floor + ROUNDING_FACTOR * self.eps
+        if not ratio.error <= bound:
+            bound = self.tolerance(vector, floor)
+        if bound > LARGEST_TOLERANCE or math.isnan(bound):
+            return Quantity(name, reason=f"reruns in one process differ: the tolerance would be {bound:.1e}")
+        if not ratio.error <= bound and self.problem:
+            return Quantity(name, reason=self.problem)
+        return Quantity(name, ratio, bound)
+
+    def _moved(self, name: str, names: Sequence[str]) -> Quantity:
+        """Compare what the optimizer adds, weighted by the gradient: Adam moves elements without gradient at random."""
+        names = [x for x in names if x in self.ranks[0].optimized]
+        if self.one is None or not names:
+            return Quantity(name, reason=self.reason if names else "no optimizer holds the parameters")
+
+        def norm(x: Step, of: int) -> float:
+            return math.hypot(*(x.norms.get(y, (0.0, 0.0))[of] for y in names))
+
+        def vector(x: Step) -> Tensor:
+            return flat(x.moved, names) / (norm(x, 0) or 1.0)
+
+        moved = float(flat(self.one.moved, names).norm())
+        return self._judged(name, vector, self.eps * norm(self.one, 1) / max(moved, 1e-300))
+
+    def _moved_without_optimizer(self, name: str, names: Sequence[str]) -> Quantity:
+        """Compare how far parameters have moved since the start."""
+        assert self.one is not None
+        start = flat(self.records[0].start, names)
+        moved = float((flat(self.one.after, names) - start).norm())
+        rounding = 10 * self.eps * float(start.norm()) / moved if moved else 0.0
+        return self._judged(name, lambda x: flat(x.after, names) - start, rounding)
+
+    @cached_property
+    def is_local_mean(self) -> bool:
+        """Whether the mean of the ranks' values is that of one process, whatever each is."""
+        if self.one is None:
+            return False
+        bound = self.tolerance(self.values)
+        return torch.allclose(torch.stack([*map(self.values, self.ranks)]).mean(0), self.values(self.one), bound, bound)
+
+    # --- the evidence of a mistake ------------------------------------------------------------------------------------
+
+    @property
+    def factor(self) -> float:
+        """How much larger the factor of the loss is than in one process."""
+        ranks, one = self.ranks[0].factor, self.one.factor if self.one is not None else None
+        return ranks / one if ranks and one else 1.0
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        assert self.one is not None
+        return self._compared(self.one)
+
+    def _compared(self, one: Step) -> Comparison:
+        return Comparison(
+            values=torch.stack([self.values(x) for x in self.ranks]),
+            expected=self.values(one),
+            encoder=self._gradients("encoder", one),
+            parameters=self._gradients("loss", one),
+            tolerance=max(self.tolerance(self.values), 1e-12),
+        )
+
+    def _gradients(self, group: str, one: Step) -> Gradients | None:
+        names = [x for x in self.names(group) if x in one.gradients or x in self.ranks[0].gradients]
+        if not names:
+            return None
+        of = self.gradient(names)
+        ranks = [(of(x) - flat(x.stale, names)) / self.factor for x in self.ranks]
+        return Gradients.between(ranks, of(one) - flat(one.stale, names), self.tolerance(of))
+
+    def confirms(self, mistake: str) -> bool:
+        x = self.comparison
+        if mistake == "group of the loss" or (mistake == "local negatives" and not self.option):
+            groups = self.records[0].loss_groups if mistake == "group of the loss" else [(0,)]
+            return self.index == 0 and any(self._has_value_of(y) for y in groups if len(y) < self.world_size)
+        if mistake == "batch statistics":
+            by_shard = self.of(Setting(by_shard=True))
+            result = self._compared(by_shard) if by_shard is not None else x
+            return not x.is_scaled(1.0, 1.0) and result.has_values(1.0) and result.is_scaled(1.0, 1.0)
+        return False
+
+    def _has_value_of(self, ranks: Sequence[int]) -> bool:
+        """Return whether rank 0 has the value of a training on the samples of some ranks only."""
+        alone, x = self.of(Setting(ranks=tuple(ranks))), self.comparison
+        return alone is not None and not x.has_values(1.0) and x.near(x.values[0], self.values(alone))
+
+    def calls(self, name: str) -> bool:
+        """Return whether the script gathers, which it must where the loss does not."""
+        return name == "gather" and self.option is None
 
 
-def flat(sketches: Sketches, names: Sequence[str]) -> Tensor:
-    """Return the sketches of these tensors as one vector; a missing one counts as zero."""
-    zero = torch.zeros(64, dtype=torch.float64)
-    return torch.cat([sketches.get(name, zero) for name in names] or [zero])
+def worst(vectors: Iterable[Tensor], expected: Tensor) -> Ratio:
+    """Compare vectors with one; return the comparison with the largest error."""
+    ratios = [Ratio.between(x, expected) for x in vectors]
+    return max(ratios, key=lambda x: math.inf if math.isnan(x.error) else x.error)
+
+
+def undisturbed(steps: Sequence[StepEvidence]) -> Iterator[StepEvidence]:
+    """Yield the steps up to the first that differs from one process: the others start from another state."""
+    for step in steps:
+        yield step
+        if any(x.ok is False and not x.is_noted for x in step.quantities):
+            return

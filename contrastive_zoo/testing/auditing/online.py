@@ -153,8 +153,7 @@ def _line(world: WorldReport) -> str:
         return f"the same on {world.world_size} processes as on one, largest error {max(errors):.0e}"
     if world.findings:
         return f"not the same as on one process: {' '.join(map(str, world.findings))}"
-    reasons = dict.fromkeys(x.reason for x in world.quantities if x.ok is None)
-    return f"not compared: {'; '.join(filter(None, [*reasons, world.problem]))}"
+    return f"not compared: {'; '.join(filter(None, [*world.not_compared, world.problem]))}"
 
 
 def _unrepeatable(recorder: Recorder) -> str:

@@ -21,16 +21,7 @@ from torch.utils.data import DataLoader
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.testing.auditing.merging import token_length
-from contrastive_zoo.testing.auditing.records import (
-    Draws,
-    Inputs,
-    LossCall,
-    ModuleCall,
-    Record,
-    Step,
-    digests,
-    snapshot,
-)
+from contrastive_zoo.testing.auditing.records import Draws, LossCall, ModuleCall, Record, Step, digests, snapshot
 from contrastive_zoo.testing.auditing.rerun import Rerun, replaced
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.testing.auditing.tensors import Tensors, add
@@ -75,8 +66,8 @@ class Recorder:
         self._loss_modules = [x for x in losses if isinstance(x, nn.Module)]
         self._loss_names = {x for x in losses if isinstance(x, str)}  # of classes, with or without their modules
         self._are_losses: dict[nn.Module, bool] = {}
-        self.record, self.inputs, self.step = Record(unknown_losses=set(self._loss_names)), Inputs(), Step()
-        self.tensors = Tensors(self.record, self.inputs, rerun, self._is_loss)
+        self.record, self.step = Record(unknown_losses=set(self._loss_names)), Step()
+        self.tensors = Tensors(self.record, rerun, self._is_loss)
         self.losses: list[nn.Module] = []
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
@@ -124,7 +115,7 @@ class Recorder:
         if dist.is_available() and dist.is_initialized():
             self.record.initialized = True
         skipped = 0 if self.rerun is None else self.rerun.first.skipped
-        return self.record.initialized or (not self.needs_group and self.inputs.skipped >= skipped)
+        return self.record.initialized or (not self.needs_group and self.record.skipped >= skipped)
 
     def _on_loader(self, original: Any, loader: DataLoader[Any]) -> Iterator[Any]:
         """Record the batches of a loader, unless it is that of a validation; in a rerun, yield those of all ranks."""
@@ -136,23 +127,23 @@ class Recorder:
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Record the batches of an epoch that begins; in a rerun, yield those of all ranks."""
         self._epochs += 1
-        index = len(self.inputs.loaders)
-        self.inputs.loaders.append([])
-        self.inputs.states.append([])
+        index = len(self.record.loaders)
+        self.record.loaders.append([])
+        self.record.states.append([])
         return self._recorded(source, index) if self.rerun is None else self.rerun.batches(index)
 
     def _recorded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         for batch in batches:
             if not self.finished:
-                self.inputs.loaders[index].append(snapshot(batch))
-                self.inputs.states[index].append(torch.get_rng_state())
+                self.record.loaders[index].append(snapshot(batch))
+                self.record.states[index].append(torch.get_rng_state())
             yield batch
 
     def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
         length: int = original(loader)
         if self.rerun is not None:
             return self.rerun.length(length)
-        self.inputs.lengths.append(length)
+        self.record.lengths.append(length)
         return length
 
     # --- forward ------------------------------------------------------------------------------------------------------
@@ -201,7 +192,7 @@ class Recorder:
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
             is_input = not any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-            arguments = None if any(self.inputs.loaders) else [_argument(x) for x in leaves]
+            arguments = None if any(self.record.loaders) else [_argument(x) for x in leaves]
             call = ModuleCall(digests(leaves) if is_input else [], list(map(token_length, leaves)), arguments)
         else:
             args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
@@ -289,7 +280,7 @@ class Recorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients now; those of a closure, in which Lightning runs forward and backward, after it."""
         if not self._has_group():
-            self.inputs.skipped += 1
+            self.record.skipped += 1
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -330,7 +321,7 @@ class Recorder:
         if self.rerun is not None:
             self.rerun.configure(len(self.record.steps), index, optimizer)
         elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
-            self.inputs.optimizers.append(_state(optimizer))
+            self.record.optimizers.append(_state(optimizer))
         settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
         self.step.settings[index] = copy.deepcopy(settings)
         self._look_at_gradients([*self.tensors.parameters()])
@@ -362,11 +353,7 @@ class Recorder:
             self.on_finish()
 
     def _append_step(self) -> None:
-        self.inputs.calls.append(self.step.calls)
-        self.inputs.settings.append(self.step.settings)
         self.step.samples = list(dict.fromkeys(y for x in self.step.calls for y in x.samples))
-        self.step.draws = any(x.draws for x in self.step.calls)
-        self.step.calls = []
         self.record.steps.append(self.step)
         self.step = Step()
 

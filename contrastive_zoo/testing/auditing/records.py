@@ -1,4 +1,4 @@
-"""What one process records of a few training steps: inputs, values of losses, sketches of gradients and parameters."""
+"""What one process records of a few training steps: batches, values of losses, sketches of gradients and parameters."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -53,22 +53,22 @@ class Step:
     stale: Sketches = field(default_factory=dict)  # gradients before the first backward pass, where not zero
     gradients: Sketches = field(default_factory=dict)  # before clipping by a function of torch.nn.utils
     received: Sketches = field(default_factory=dict)  # those that the optimizer receives
-    moved: Sketches = field(
-        default_factory=dict
-    )  # what the step adds to each parameter, times the gradient's magnitude
+    moved: Sketches = field(default_factory=dict)  # what is added to each parameter, times the gradient's magnitude
     norms: dict[str, tuple[float, float]] = field(
         default_factory=dict
     )  # of the gradient, and of it times the parameter
-    after: Sketches = field(
-        default_factory=dict
-    )  # all parameters, buffers and other tensors of modules, after the step
+    after: Sketches = field(default_factory=dict)  # parameters, buffers and other tensors of modules, after the step
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
     clips: list[str] = field(default_factory=list)  # names of the functions that clip
     is_scaled: bool = False  # whether a GradScaler scales the loss
     low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
-    draws: bool = False  # whether a module drew random numbers
     epoch: int = 0  # how often a DataLoader had been started
+
+    @property
+    def draws(self) -> bool:
+        """Whether a module drew random numbers."""
+        return any(x.draws for x in self.calls)
 
     @property
     def values(self) -> list[float]:
@@ -90,6 +90,8 @@ class Step:
 
 @dataclass
 class Record:
+    """What one process recorded; the last fields are what a rerun needs."""
+
     rank: int = 0
     steps: list[Step] = field(default_factory=list)  # the last may be unfinished if the script raised
     finished: int = 0  # number of finished steps
@@ -109,20 +111,11 @@ class Record:
     unrepeatable: str = ""  # why a step of one process would say nothing
     peak_bytes: int = 0  # resident memory
     seconds: float = 0.0
-
-
-@dataclass
-class Inputs:
-    """What a rerun needs of one rank."""
-
     loaders: list[list[Any]] = field(default_factory=list)  # the batches of every epoch that a loader began
     states: list[list[Tensor]] = field(default_factory=list)  # of torch's random numbers after each of these
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
-    calls: list[list[ModuleCall]] = field(default_factory=list)  # of each step
-    settings: list[dict[int, list[dict[str, Any]]]] = field(default_factory=list)  # of each step's optimizers
-    shares_samples: bool = False  # as that of the record
     skipped: int = 0  # steps of optimizers before a process group, as those of a reference on one process
 
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from contrastive_zoo.testing.auditing.merging import (
     token_length,
 )
 from contrastive_zoo.testing.auditing.randomness import ShardedDraws
-from contrastive_zoo.testing.auditing.records import Inputs, digests
+from contrastive_zoo.testing.auditing.records import ModuleCall, Record, digests
 from contrastive_zoo.testing.auditing.zero import assign, is_in_pieces
 from contrastive_zoo.testing.noise import noisy
 
@@ -59,15 +58,15 @@ def replaced(home: Any, name: str, function: Callable[..., Any]) -> Iterator[Non
 class Rerun:
     """Give one process what the ranks had: batches, state, settings of optimizers, random numbers."""
 
-    def __init__(self, inputs: Sequence[Inputs], setting: Setting) -> None:
-        self.first, self.setting, self.problem = inputs[0], setting, ""
-        ranks = setting.ranks or range(len(inputs))
-        self.inputs = [inputs[rank] for rank in ranks]
+    def __init__(self, records: Sequence[Record], setting: Setting) -> None:
+        self.first, self.setting, self.problem = records[0], setting, ""
+        ranks = setting.ranks or range(len(records))
+        self.records = [records[rank] for rank in ranks]
         if self.first.shares_samples:  # tensor parallel ranks hold the same samples, which count once
-            distinct = [i for i, x in enumerate(self.inputs) if not any(_same(x, y) for y in self.inputs[:i])]
-            self.inputs = [self.inputs[i] for i in distinct]
+            distinct = [i for i, x in enumerate(self.records) if not any(_same(x, y) for y in self.records[:i])]
+            self.records = [self.records[i] for i in distinct]
         self.draws = ShardedDraws()
-        self.has_draws = any(call.draws for x in self.inputs for step in x.calls for call in step)
+        self.has_draws = any(step.draws for x in self.records for step in x.steps)
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
         self._lengths = iter(self.first.lengths)
 
@@ -75,8 +74,8 @@ class Rerun:
 
     def batches(self, loader: int) -> Iterator[Any]:
         """Yield the batches of all ranks, together, of the epoch that a loader begins."""
-        epochs = [x.loaders[loader] if loader < len(x.loaders) else [] for x in self.inputs]
-        states = [x.states[loader] if loader < len(x.loaders) else [] for x in self.inputs]
+        epochs = [x.loaders[loader] if loader < len(x.loaders) else [] for x in self.records]
+        states = [x.states[loader] if loader < len(x.loaders) else [] for x in self.records]
         for index in range(max(map(len, epochs))):
             parts = [x[index] for x in epochs if index < len(x)]
             whole = len(parts) == len(epochs) > 1 and _equal(parts) and self._is_sliced_later()
@@ -97,8 +96,9 @@ class Rerun:
     def _order(self, leaves: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
         """Return the order in which modules use the samples: where a script splits its batch, part after part."""
         calls = []
-        for x, tensors in zip(self.inputs, leaves, strict=False):
-            first = {y: i for i, call in reversed(list(enumerate(itertools.chain(*x.calls)))) for y in call.samples}
+        for x, tensors in zip(self.records, leaves, strict=False):
+            of_rank = [call for step in x.steps for call in step.calls]
+            first = {y: i for i, call in reversed([*enumerate(of_rank)]) for y in call.samples}
             used = ([first.get(y) for y in digests([tensor])] for tensor in tensors)
             calls += next((y for y in used if None not in y), [])
         return torch.tensor(calls).argsort(stable=True) if len(calls) == sum(sizes) else torch.arange(sum(sizes))
@@ -115,7 +115,7 @@ class Rerun:
 
     def _is_sliced_later(self) -> bool:
         """Return whether ranks with equal batches give different samples to their modules."""
-        first = [x.calls[0][0].samples if x.calls and x.calls[0] else [] for x in self.inputs]
+        first = [x.steps[0].calls[0].samples if x.steps and x.steps[0].calls else [] for x in self.records]
         return any(x != first[0] for x in first)
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Rerun:
 
     def configure(self, step: int, index: int, optimizer: Optimizer) -> None:
         """Give the groups of an optimizer the settings that they had on rank 0; a script may scale lr with W."""
-        of_step = self.first.settings[step] if step < len(self.first.settings) else {}
+        of_step = self.first.steps[step].settings if step < len(self.first.steps) else {}
         for group, settings in zip(optimizer.param_groups, of_step.get(index, ()), strict=False):
             group.update(settings)
         if step == 0 and index < len(self.first.optimizers):
@@ -152,9 +152,8 @@ class Rerun:
 
     def enter(self, step: int, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the script's call of a module; set the ranks' random numbers."""
-        if any(step >= len(x.calls) or index >= len(x.calls[step]) for x in self.inputs):
+        if len(calls := self._calls(step, index)) < len(self.records):
             return args, kwargs
-        calls = [x.calls[step][index] for x in self.inputs]
         if all(call.arguments is not None for call in calls):
             args, kwargs = self._substituted(calls, args, kwargs)
         columns = zip(map(token_length, tree_leaves((args, kwargs))), *(call.lengths for call in calls), strict=False)
@@ -166,7 +165,7 @@ class Rerun:
         rows = [[order[x].pop(0) for x in call.samples if order.get(x)] for call in calls]
         if [len(x) for x in rows] == [len(call.samples) for call in calls] and any(rows):
             self.draws.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
-        elif order and order.keys() <= {y for x in self.inputs for call in x.calls[step] for y in call.samples}:
+        elif order and order.keys() <= {y for x in self.records for y in x.steps[step].samples}:
             self.problem = (
                 self.problem or "the script splits a batch, into other parts in one process than on the ranks"
             )
@@ -177,11 +176,15 @@ class Rerun:
                 self.problem = self.problem or "some ranks draw random numbers where others do not"
         return args, kwargs
 
+    def _calls(self, step: int, index: int) -> list[ModuleCall]:
+        """Return the ranks' calls of a module, of those that made it."""
+        calls = [x.steps[step].calls if step < len(x.steps) else [] for x in self.records]
+        return [x[index] for x in calls if index < len(x)]
+
     def leave(self, step: int, index: int) -> None:
         """Compare the ranks' states of random numbers after a call with the recorded ones."""
-        calls = [x.calls[step][index] for x in self.inputs if step < len(x.calls) and index < len(x.calls[step])]
-        after = [call.draws.after for call in calls if call.draws]
-        is_lost = len(after) == len(self.inputs) and not all(map(torch.equal, after, self.draws.states))
+        after = [call.draws.after for call in self._calls(step, index) if call.draws]
+        is_lost = len(after) == len(self.records) and not all(map(torch.equal, after, self.draws.states))
         if is_lost or self.draws.is_ambiguous:
             self.problem = (
                 self.problem or "the random numbers of the ranks cannot be assigned to samples of one process"
@@ -257,7 +260,6 @@ def _equal(batches: Sequence[Any]) -> bool:
     return bool(first) and all(len(x) == len(first) and all(map(torch.equal, x, first)) for x in others)
 
 
-def _same(x: Inputs, y: Inputs) -> bool:
-    return [[call.samples for call in step] for step in x.calls] == [
-        [call.samples for call in step] for step in y.calls
-    ]
+def _same(x: Record, y: Record) -> bool:
+    first, second = ([[call.samples for call in step.calls] for step in each.steps] for each in (x, y))
+    return first == second

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.testing.auditing.zero import whole_parameter
+from contrastive_zoo.testing.evidence import SKETCH
 
-SIZE, ROWS = 64, 4096
+SIZE, ROWS = SKETCH, 4096
 """Numbers in a sketch, and signs for each of them; a norm of a sketch has a standard deviation of √(1 / 128) = 9 %."""
 
 

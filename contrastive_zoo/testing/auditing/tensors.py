@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from contrastive_zoo.testing.auditing.records import Inputs, Record, snapshot
+from contrastive_zoo.testing.auditing.records import Record, snapshot
 from contrastive_zoo.testing.auditing.rerun import Rerun
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.testing.auditing.zero import held, is_engine, is_in_pieces, unreadable, whole_gradient
@@ -23,10 +23,8 @@ WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 class Tensors:
     """Name tensors at the first call of their module, and record them; in a rerun, give them rank 0's values."""
 
-    def __init__(
-        self, record: Record, inputs: Inputs, rerun: Rerun | None, is_loss: Callable[[nn.Module], bool]
-    ) -> None:
-        self.record, self.inputs, self.rerun, self.is_loss = record, inputs, rerun, is_loss
+    def __init__(self, record: Record, rerun: Rerun | None, is_loss: Callable[[nn.Module], bool]) -> None:
+        self.record, self.rerun, self.is_loss = record, rerun, is_loss
         self.modules: list[nn.Module] = []  # those that the script calls
         self.optimizers: list[Optimizer] = []
         self.names: dict[Tensor, str] = {}  # of parameters
@@ -58,14 +56,14 @@ class Tensors:
                 if x.is_floating_point():
                     self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
                 if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
-                    self.inputs.shares_samples = self.record.shares_samples = True
+                    self.record.shares_samples = True
             self.record.kinds[name] = kind
             if self.rerun is not None:
                 self.rerun.restore(name, x)
             value = whole(x, self.groups.get(x))
             self.record.start[name] = sketch(value)
             if is_first and self.rerun is None:
-                self.inputs.tensors[name] = snapshot(value)
+                self.record.tensors[name] = snapshot(value)
 
     def of(self, index: int, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the name, the kind and each tensor of a module: parameters, buffers and attributes that are no result."""
