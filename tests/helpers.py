@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import contrastive_zoo as cz
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.testing.worlds import Worlds
 
@@ -117,6 +118,30 @@ def common_error(worlds: Worlds, world_size: int, bad: Callable[[], Any], good: 
     assert None not in texts, f"some rank did not raise: {texts}"
     assert len(set(texts)) == 1, f"ranks raise different errors: {texts}"
     return texts[0] or "", [value for _, value in found]
+
+
+def a_step() -> float:
+    """A step of this rank that nothing is wrong with."""
+    rows = (numbers(4, 3, seed=seed + dist.get_rank()).requires_grad_() for seed in (0, 9))
+    return cz.DistributedLoss(cz.NTXent())(*rows).item()
+
+
+def refused(worlds: Worlds, world_size: int, bad: Callable[[], Any], words: str) -> str:
+    """Assert that all ranks raise one error for ``bad`` and take :func:`a_step` afterwards; return the message.
+
+    Args:
+        words: what the message must say, parts separated by …: what came, what was expected, the fix.
+    """
+    text, after = common_error(worlds, world_size, bad, a_step)
+    assert_says(text, words)
+    assert "|" not in text, "the format in which ranks compare notes is nobody's business"
+    assert len(set(after)) == 1
+    return text
+
+
+def assert_says(text: str | None, words: str) -> None:
+    for part in words.split(" … "):
+        assert part in (text or ""), f"{part!r} is not in {text!r}"
 
 
 @contextmanager

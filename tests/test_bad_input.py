@@ -1,7 +1,6 @@
 """Bad input is one clear sentence, the same on every rank, and the next step finds every rank ready."""
 
 import random
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, drawn, later, numbers
+from contrastive_zoo.wrapper.arguments import GlobalIndices
+from tests.helpers import assert_says, close, drawn, later, numbers, refused
 
 Wrap = Callable[..., Callable[..., Any]]
+Mistake = Callable[[bool, Wrap], Any]
+"""A call that is bad where the first argument is true; the second is DistributedLoss, or nothing on one process."""
 
 
 def z(
@@ -61,303 +64,189 @@ class MyRows(cz.RowLoss):
         return (similarity * negative).sum(1), negative.any(1)
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A call that is bad where ``is_bad``, which is the last rank alone (or every rank).
-
-    Args:
-        call: ``call(is_bad, wrap)``, with ``wrap`` DistributedLoss, or nothing on one process.
-        words: what the sentence must say, parts separated by …: what came, what was expected, the fix.
-        alone: whether one process makes it too.
-        on_all_ranks: whether every rank makes the mistake.
-    """
-
-    call: Callable[[bool, Wrap], Any]
-    words: str
-    alone: bool = True
-    on_all_ranks: bool = False
+@dataclass
+class Pair:
+    z: Tensor
 
 
-def between(call: Callable[[bool, Wrap], Any], words: str) -> Mistake:
-    """One that takes two ranks to make."""
-    return Mistake(call, words, alone=False)
+class Mining(nn.Module):
+    """A miner with a setting."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return INDICES
 
 
-def own(name: str, call: Callable[[bool, Wrap], Any], words: str, on_all_ranks: bool = False) -> dict[str, Mistake]:
-    """A rank's own fault: of the last rank alone, and of all."""
-    of_all = {f"{name}, everywhere": Mistake(call, words, on_all_ranks=True)}
-    return of_all if on_all_ranks else of_all | {name: Mistake(call, words)}
+INDICES = (torch.tensor([0]),) * 3
 
+OWN: dict[str, Mistake] = {
+    "NTXent: … views must pair row by row … view 0 float32 [4, 3] … view 1 float32 [3, 3] … same samples": (
+        lambda bad, wrap: wrap(cz.NTXent())(z(4), z(4 - bad))
+    ),
+    "two or more views … got 1 … loss(view1, view2)": lambda bad, wrap: wrap(cz.NTXent())(*[z()] * (2 - bad)),
+    "NTXent: … view 1 … NoneType": lambda bad, wrap: wrap(cz.NTXent())(z(), None if bad else z()),
+    "InfoNCE: … row i of queries belongs to row i of keys … keys float32 [5, 3] … negatives": (
+        lambda bad, wrap: wrap(cz.InfoNCE())(z(4), z(4 + bad))
+    ),
+    "floating-point rows [n, d], got float32 [12]": (
+        lambda bad, wrap: wrap(cz.SupCon())(z().flatten() if bad else z(), y(12 if bad else 4))
+    ),
+    "negatives are shared [m, d] or per query [n, m, d] … got float32 [5, 4] … queries float32 [4, 3]": (
+        lambda bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(5, 3 + bad))
+    ),
+    "per query [n, m, d] … got float32 [5, 2, 3]": (
+        lambda bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(4 + bad, 6).view(-1, 2, 3))
+    ),
+    "SupCon: … labels … list": lambda bad, wrap: wrap(cz.SupCon())(z(), y().tolist() if bad else y()),
+    "labels are missing … call loss": lambda bad, wrap: wrap(cz.SupCon())(z(), *[y()] * (not bad)),
+    "one per row, got 5 for 4 rows … own labels": lambda bad, wrap: wrap(cz.SupCon())(z(), y(4 + bad)),
+    "labels are one integer per row, got float32 [4] … labels.long()": (
+        lambda bad, wrap: wrap(cz.SupCon())(z(), y().float() if bad else y())
+    ),
+    "labels are one integer per row, got int64 [4, 4] … labels.argmax(1)": (
+        lambda bad, wrap: wrap(MyRows())(z(), torch.eye(4).long() if bad else y())
+    ),
+    "temperature must be positive and finite … got 0.0 … temperature=1/s": (
+        lambda bad, wrap: wrap(later(cz.NTXent(), temperature=0.0 if bad else 0.1))(z(), z())
+    ),
+    "temperature must be positive and finite … got nan": (
+        lambda bad, wrap: wrap(later(cz.NTXent(), temperature=float("nan") if bad else 0.1))(z(), z())
+    ),
+    "temperature must be positive and finite, got -1.0": (
+        lambda bad, wrap: wrap(later(cz.SupCon(), temperature=torch.tensor(-1.0 if bad else 1.0)))(z(), y())
+    ),
+    "reduction is one of 'mean', 'sum', 'none', got 'average'": (
+        lambda bad, wrap: wrap(later(cz.InfoNCE(), reduction="average" if bad else "mean"))(z(), z())
+    ),
+    "view 1 hold NaN or infinite values in 1 of 4 rows (row 2) … check_finite=False": (
+        lambda bad, wrap: wrap(cz.NTXent())(z(), spoilt(torch.nan) if bad else z())
+    ),
+    "view 0 hold NaN or infinite values in 1 of 4 rows (row 2)": (
+        lambda bad, wrap: wrap(cz.NTXent())(spoilt(-torch.inf) if bad else z(), z())
+    ),
+}
+"""A rank's own mistakes, which one process makes, too, by what is said: parts separated by …."""
 
-MISTAKES: dict[str, Mistake] = {
-    # ---- rows
-    **own(
-        "views of different length",
-        lambda is_bad, wrap: wrap(cz.NTXent())(z(4), z(4 - is_bad)),
-        "NTXent: … views must pair row by row … view 0 float32 [4, 3] … view 1 float32 [3, 3] … same samples",
+BETWEEN: dict[str, Mistake] = {
+    "InfoNCE: … 'keys'": lambda bad, wrap: wrap(cz.InfoNCE())(*[z()] * (2 - bad)),
+    "SupCon: … 'lables'": lambda bad, wrap: wrap(cz.SupCon())(z(), **{"lables" if bad else "labels": y()}),
+    "NTXent: ranks disagree on the width of view 0 … rank 0 brought d=3 … brought d=5 … same encoder head": (
+        lambda bad, wrap: wrap(cz.NTXent())(z(4, 3 + 2 * bad), z(4, 3 + 2 * bad))
     ),
-    **own(
-        "a single view",
-        lambda is_bad, wrap: wrap(cz.NTXent())(*[z()] * (2 - is_bad)),
-        "two or more views … got 1 … loss(view1, view2)",
+    "third_party: ranks disagree on the width of embeddings … d=3 … d=5": (
+        lambda bad, wrap: wrap(third_party)(z(4, 3 + 2 * bad), y())
     ),
-    **own(
-        "keys without a query",
-        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(4), z(4 + is_bad)),
-        "InfoNCE: … row i of queries belongs to row i of keys … keys float32 [5, 3] … negatives",
+    "SupCon: ranks disagree on the dtype of embeddings … float32 … bfloat16 … same precision": (
+        lambda bad, wrap: wrap(cz.SupCon())(z(dtype=torch.bfloat16 if bad else torch.float32), y())
     ),
-    "keys forgotten": between(lambda is_bad, wrap: wrap(cz.InfoNCE())(*[z()] * (2 - is_bad)), "InfoNCE: … 'keys'"),
-    "a misspelt argument": between(
-        lambda is_bad, wrap: wrap(cz.SupCon())(z(), **{"lables" if is_bad else "labels": y()}), "SupCon: … 'lables'"
+    "ranks disagree on what they bring … view 2 … on every rank or on none": (
+        lambda bad, wrap: wrap(cz.NTXent())(*[z()] * (2 + bad))
     ),
-    **own(
-        "flat embeddings",
-        lambda is_bad, wrap: wrap(cz.SupCon())(z().flatten() if is_bad else z(), y(12 if is_bad else 4)),
-        "floating-point rows [n, d], got float32 [12]",
+    "ranks disagree on what they bring … brought negatives, rank 0 brought none": (
+        lambda bad, wrap: wrap(cz.InfoNCE())(z(), z(), *[z()] * bad)
     ),
-    **own(
-        "negatives of another width",
-        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(5, 3 + is_bad)),
-        "negatives are shared [m, d] or per query [n, m, d] … got float32 [5, 4] … queries float32 [4, 3]",
+    "disagree on whether view 0 carry a gradient … rank 0 brought rows with gradient … without gradient … empty batch": (
+        lambda bad, wrap: wrap(cz.NTXent())(z(learnt=not bad), z(learnt=not bad))
     ),
-    **own(
-        "negatives of another number",
-        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(4 + is_bad, 6).view(-1, 2, 3)),
-        "per query [n, m, d] … got float32 [5, 2, 3]",
+    "third_party: … missing a required argument … labels": lambda bad, wrap: wrap(third_party)(z(), *[y()] * (not bad)),
+    "ranks disagree on what they bring … rank 0 brought labels … on every rank or on none": (
+        lambda bad, wrap: wrap(lenient)(z(), *[y()] * (not bad))
     ),
-    **own(
-        "None for a view",
-        lambda is_bad, wrap: wrap(cz.NTXent())(z(), None if is_bad else z()),
-        "NTXent: … view 1 … NoneType",
+    "lenient: ranks disagree on … labels": lambda bad, wrap: wrap(lenient)(z(), y() if bad else None),
+    "labels are one per row, got 5 for 4 rows": lambda bad, wrap: wrap(third_party)(z(), y(4 + bad)),
+    "ranks disagree on temperature … rank 0 has 0.1 … has 0.2 … same on every rank": (
+        lambda bad, wrap: wrap(cz.NTXent(temperature=0.2 if bad else 0.1))(z(), z())
     ),
-    **own(
-        "a list of labels",
-        lambda is_bad, wrap: wrap(cz.SupCon())(z(), y().tolist() if is_bad else y()),
-        "SupCon: … labels … list",
+    "ranks disagree on the loss: rank 0 has Triplet … has Circle": (
+        lambda bad, wrap: wrap(cz.Circle() if bad else cz.Triplet())(z(), y())
     ),
-    "widths": between(
-        lambda is_bad, wrap: wrap(cz.NTXent())(z(4, 3 + 2 * is_bad), z(4, 3 + 2 * is_bad)),
-        "NTXent: ranks disagree on the width of view 0 … rank 0 brought d=3 … brought d=5 … same encoder head",
+    "ranks disagree on losses.1.margin: rank 0 has 0.1 … has 0.9": (
+        lambda bad, wrap: wrap(cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.9 if bad else 0.1)]))(z(), y())
     ),
-    "widths of a third-party loss": between(
-        lambda is_bad, wrap: wrap(third_party)(z(4, 3 + 2 * is_bad), y()),
-        "third_party: ranks disagree on the width of embeddings … d=3 … d=5",
-    ),
-    "dtypes": between(
-        lambda is_bad, wrap: wrap(cz.SupCon())(z(dtype=torch.bfloat16 if is_bad else torch.float32), y()),
-        "SupCon: ranks disagree on the dtype of embeddings … float32 … bfloat16 … same precision",
-    ),
-    "numbers of views": between(
-        lambda is_bad, wrap: wrap(cz.NTXent())(*[z()] * (2 + is_bad)),
-        "ranks disagree on what they bring … view 2 … on every rank or on none",
-    ),
-    "negatives on one rank": between(
-        lambda is_bad, wrap: wrap(cz.InfoNCE())(z(), z(), *[z()] * is_bad),
-        "ranks disagree on what they bring … brought negatives, rank 0 brought none",
-    ),
-    "rows without a gradient": between(
-        lambda is_bad, wrap: wrap(cz.NTXent())(z(learnt=not is_bad), z(learnt=not is_bad)),
-        "disagree on whether view 0 carry a gradient … rank 0 brought rows with gradient … without gradient … empty batch",
-    ),
-    # ---- labels
-    **own(
-        "no labels",
-        lambda is_bad, wrap: wrap(cz.SupCon())(z(), *[y()] * (not is_bad)),
-        "labels are missing … call loss",
-    ),
-    "no labels for a third-party loss": between(
-        lambda is_bad, wrap: wrap(third_party)(z(), *[y()] * (not is_bad)),
-        "third_party: … missing a required argument … labels",
-    ),
-    "labels that a third-party loss can do without": between(
-        lambda is_bad, wrap: wrap(lenient)(z(), *[y()] * (not is_bad)),
-        "ranks disagree on what they bring … rank 0 brought labels … on every rank or on none",
-    ),
-    "None for labels": between(
-        lambda is_bad, wrap: wrap(lenient)(z(), None if is_bad else y()), "disagree on … labels"
-    ),
-    "labels for None": between(
-        lambda is_bad, wrap: wrap(lenient)(z(), y() if is_bad else None), "disagree on … labels"
-    ),
-    **own(
-        "labels of another length",
-        lambda is_bad, wrap: wrap(cz.SupCon())(z(), y(4 + is_bad)),
-        "one per row, got 5 for 4 rows … own labels",
-    ),
-    "labels of another length for a third-party loss": between(
-        lambda is_bad, wrap: wrap(third_party)(z(), y(4 + is_bad)), "labels are one per row, got 5 for 4 rows"
-    ),
-    **own(
-        "float labels",
-        lambda is_bad, wrap: wrap(cz.SupCon())(z(), y().float() if is_bad else y()),
-        "labels are one integer per row, got float32 [4] … labels.long()",
-    ),
-    **own(
-        "one-hot labels",
-        lambda is_bad, wrap: wrap(MyRows())(z(), torch.eye(4).long() if is_bad else y()),
-        "labels are one integer per row, got int64 [4, 4] … labels.argmax(1)",
-    ),
-    # ---- settings
+    "ranks disagree on plain_formulas(): rank 0 has False … has True": in_plain_formulas,
     **{
-        name: mistake
-        for t in (0.0, -0.1, float("nan"), float("inf"))
-        for name, mistake in own(
-            f"temperature {t}",
-            lambda is_bad, wrap, t=t: wrap(later(cz.NTXent(), temperature=t if is_bad else 0.1))(z(), z()),
-            f"temperature must be positive and finite … got {t} … temperature=1/s",
-        ).items()
-    },
-    **own(
-        "a negative learnt temperature",
-        lambda is_bad, wrap: wrap(later(cz.SupCon(), temperature=torch.tensor(-1.0 if is_bad else 1.0)))(z(), y()),
-        "temperature must be positive and finite, got -1.0",
-    ),
-    **own(
-        "an unknown reduction",
-        lambda is_bad, wrap: wrap(later(cz.InfoNCE(), reduction="average" if is_bad else "mean"))(z(), z()),
-        "reduction is one of 'mean', 'sum', 'none', got 'average'",
-    ),
-    "temperatures": between(
-        lambda is_bad, wrap: wrap(cz.NTXent(temperature=0.2 if is_bad else 0.1))(z(), z()),
-        "ranks disagree on temperature … rank 0 has 0.1 … has 0.2 … same on every rank",
-    ),
-    "classes of losses": between(
-        lambda is_bad, wrap: wrap(cz.Circle() if is_bad else cz.Triplet())(z(), y()),
-        "ranks disagree on the loss: rank 0 has Triplet … has Circle",
-    ),
-    "a nested setting": between(
-        lambda is_bad, wrap: wrap(cz.WeightedSum([cz.SupCon(), cz.Triplet(margin=0.9 if is_bad else 0.1)]))(z(), y()),
-        "ranks disagree on losses.1.margin: rank 0 has 0.1 … has 0.9",
-    ),
-    "plain formulas": between(in_plain_formulas, "ranks disagree on plain_formulas(): rank 0 has False … has True"),
-    **{
-        name: between(
-            lambda is_bad, wrap, name=name, values=values: wrap(cz.InfoNCE(**{name: values[is_bad]}))(z(), z()),
-            f"ranks disagree on {name}: rank 0 has {values[0]} … has {values[1]}",
+        f"ranks disagree on {option}: rank 0 has {values[0]} … has {values[1]}": (
+            lambda bad, wrap, option=option, values=values: wrap(cz.SupCon(), **{option: values[bad]})(z(), y())
         )
-        for name, values in {"reduction": ("mean", "none"), "symmetric": (False, True)}.items()
-    },
-    **{
-        name: between(
-            lambda is_bad, wrap, name=name, values=values: wrap(cz.SupCon(), **{name: values[is_bad]})(z(), y()),
-            f"ranks disagree on {name}: rank 0 has {values[0]} … has {values[1]}",
-        )
-        for name, values in {
+        for option, values in {
             "ring": (False, True),
             "static_shapes": (False, True),
             "grad_reduction": ("mean", "sum"),
             "mode": ("replicated", "sharded"),
+            "broadcast_parameters": (False, True),
         }.items()
     },
-    "numbers for a third-party loss": between(
-        lambda is_bad, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + is_bad),
-        "ranks disagree on margin … 0.5 … 1.5",
+    "ranks disagree on margin … 0.5 … 1.5": (
+        lambda bad, wrap: wrap(lambda embeddings, margin: embeddings.sum() * margin)(z(), 0.5 + bad)
     ),
-    # ---- values
-    **{
-        name: mistake
-        for value in (float("nan"), float("inf"), -float("inf"))
-        for name, mistake in own(
-            f"{value} in a view",
-            lambda is_bad, wrap, value=value: wrap(cz.NTXent())(z(), spoilt(value) if is_bad else z()),
-            "view 1 hold NaN or infinite values in 1 of 4 rows (row 2) … check_finite=False",
-        ).items()
-    },
-    "NaN for a third-party loss": between(
-        lambda is_bad, wrap: wrap(third_party)(spoilt(torch.nan) if is_bad else z(), y()),
-        "third_party: … embeddings hold NaN or infinite values in 1 of 4 rows (row 2)",
+    "weight has norm 1 on rank 0 and 2 on rank": (
+        lambda bad, wrap: wrap(lambda embeddings, weight: embeddings.sum() * weight)(z(), torch.tensor(1.0 + bad))
     ),
-    # ---- no rows at all
-    **own(
-        "no rows", lambda is_bad, wrap: wrap(cz.NTXent())(z(0), z(0)), "the global batch is empty", on_all_ranks=True
+    "third_party: … embeddings hold NaN or infinite values in 1 of 4 rows (row 2)": (
+        lambda bad, wrap: wrap(third_party)(spoilt(torch.nan) if bad else z(), y())
     ),
-    "no rows for a third-party loss": Mistake(
-        lambda is_bad, wrap: wrap(third_party)(z(0), y(0)),
-        "third_party: the global batch is empty … skip the step",
-        alone=False,
+    "NTXent: the global batch is empty": lambda bad, wrap: wrap(cz.NTXent())(z(0), z(0)),
+    "third_party: the global batch is empty … skip the step": lambda bad, wrap: wrap(third_party)(z(0), y(0)),
+    # ---- miners and their indices
+    "indices_tuple was mined on this rank's rows … DistributedLoss(loss, miner=miner) … DistributedMiner(miner)": (
+        lambda bad, wrap: wrap(lenient)(z(), y(), indices_tuple=INDICES if bad else None)
     ),
-    # ---- mining
-    "indices mined locally": between(
-        lambda is_bad, wrap: wrap(lenient)(z(), y(), indices_tuple=(torch.tensor([0]),) * 3 if is_bad else None),
-        "indices_tuple was mined on this rank's rows … DistributedLoss(loss, miner=miner)",
+    "indices_tuple was mined on this rank's rows … as it is": (
+        lambda bad, wrap: wrap(lenient)(z(), y(), DistributedMiner(Mining())(z(), y())[:2])
+    ),
+    "ranks disagree on indices_tuple": (
+        lambda bad, wrap: wrap(lenient)(z(), y(), GlobalIndices(INDICES) if bad else None)
+    ),
+    "indices_tuple came along … has a miner": (
+        lambda bad, wrap: wrap(lenient, miner=Mining())(z(), y(), GlobalIndices(INDICES))
+    ),
+    "ranks disagree on miner.share": lambda bad, wrap: wrap(lenient, miner=Mining(0.5 if bad else 0.25))(z(), y()),
+    "a miner returns a tuple of indices … got Tensor": (
+        lambda bad, wrap: DistributedMiner(lambda embeddings, labels: labels)(z(), y())
+    ),
+    "Mining: … labels are one per row, got 3 for 4 rows": lambda bad, wrap: DistributedMiner(Mining())(z(), y(4 - bad)),
+    "Mining: … embeddings hold NaN or infinite values": (
+        lambda bad, wrap: DistributedMiner(Mining())(z() / (0 if bad else 1), y())
+    ),
+    # ---- what is no tensor
+    "labels must be a tensor, or a tuple … got a ndarray … torch.as_tensor(labels)": (
+        lambda bad, wrap: wrap(lenient)(z(), y().numpy())
+    ),
+    "pair must be a tensor, or a tuple … got a Pair": lambda bad, wrap: wrap(lambda pair: pair.z.sum())(Pair(z())),
+    "gradients cannot be scaled inside a Pair … tuples, lists and dicts": (
+        lambda bad, wrap: wrap(lambda rows: Pair(rows.sum()), grad_reduction="sum")(z())
     ),
 }
+"""Mistakes that take two ranks, by what is said."""
 
 
-def good() -> float:
-    return cz.DistributedLoss(cz.NTXent())(z(), z()).item()
+def on_the_last_rank(mistake: Mistake) -> None:
+    mistake(dist.get_rank() == dist.get_world_size() - 1, cz.DistributedLoss)
 
 
-@pytest.mark.parametrize(("name", "world_size"), drawn(MISTAKES, [2, 3], one_in=2))
-def test_every_rank_says_the_same_and_goes_on(name: str, world_size: int, worlds: Worlds) -> None:
-    mistake = MISTAKES[name]
-
-    def bad() -> None:
-        last = dist.get_rank() == dist.get_world_size() - 1
-        mistake.call(mistake.on_all_ranks or last, cz.DistributedLoss)
-
-    text, after = common_error(worlds, world_size, bad, good)
-    for words in mistake.words.split(" … "):
-        assert words in text
-    assert "|" not in text, "the format in which ranks compare notes is nobody's business"
-    of_one_rank = mistake.alone and not mistake.on_all_ranks
-    assert (f"rank {world_size - 1}: " in text) == of_one_rank or not mistake.alone
-    assert len(set(after)) == 1
-
-
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.on_all_ranks])
-def test_one_process_says_it_too(name: str) -> None:
-    mistake = MISTAKES[name]
+@pytest.mark.parametrize("words", OWN)
+def test_a_mistake_of_one_rank_of_all_and_of_one_process(words: str, worlds: Worlds) -> None:
     for wrap in (lambda loss: loss, cz.DistributedLoss):
         with pytest.raises(ValueError, match=r"\w+: .*\w") as raised:
-            mistake.call(True, wrap)
-        for words in mistake.words.split(" … "):
-            assert words in str(raised.value)
+            OWN[words](True, wrap)
+        assert_says(str(raised.value), words)
         assert "rank 0: " not in str(raised.value)
+    assert "rank 1: " in refused(worlds, 2, lambda: on_the_last_rank(OWN[words]), words)
+    assert "rank 2: " not in refused(worlds, 3, lambda: OWN[words](True, cz.DistributedLoss), words)
+
+
+@pytest.mark.parametrize(("words", "world_size"), drawn(BETWEEN, [2, 3], one_in=2))
+def test_every_rank_says_the_same_and_goes_on(words: str, world_size: int, worlds: Worlds) -> None:
+    refused(worlds, world_size, lambda: on_the_last_rank(BETWEEN[words]), words)
 
 
 def test_all_failing_ranks_are_named(worlds: Worlds) -> None:
-    def bad() -> None:
-        cz.DistributedLoss(cz.SupCon())(z(), y(4 + dist.get_rank()))
-
-    text, _ = common_error(worlds, 3, bad, good)
-    assert "rank 1: labels are one per row, got 5" in text
-    assert "rank 2: labels are one per row, got 6" in text
+    words = "rank 1: labels are one per row, got 5 … rank 2: labels are one per row, got 6"
+    text = refused(worlds, 3, lambda: cz.DistributedLoss(cz.SupCon())(z(), y(4 + dist.get_rank())), words)
     assert "rank 0" not in text
-
-
-# ------------------------------------------------------------------------------------------------- refused when built
-
-CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
-    "unknown setting": (
-        lambda: cz.NTXent(temprature=0.1),
-        TypeError,
-        ("NTXent has no setting 'temprature'", "temperature, normalize, reduction, check_finite"),
-    ),
-    "unknown grad_reduction": (
-        lambda: cz.DistributedLoss(cz.NTXent(), grad_reduction="avg"),
-        ValueError,
-        ("'mean' or 'sum'", "got 'avg'", "DDP"),
-    ),
-    "a miner with an own loss": (
-        lambda: cz.DistributedLoss(cz.SupCon(), miner=lambda embeddings, labels: None),
-        ValueError,
-        ("SupCon weighs all pairs itself", "Leave the miner out"),
-    ),
-    "a loss that cannot be called": (lambda: cz.DistributedLoss(0.1), ValueError, ("can be called", "got float")),
-    "temperature 0": (lambda: cz.LearnableTemperature(0.0), ValueError, ("positive", "got 0.0")),
-    "NaN": (lambda: cz.LearnableTemperature(float("nan")), ValueError, ("positive", "got nan")),
-    "too cold": (lambda: cz.LearnableTemperature(0.001), ValueError, ("1 / max_scale", "0.001", "max_scale=100")),
-}
-
-
-@pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_some_things_are_refused_when_built(name: str) -> None:
-    build, kind, words = CONSTRUCTORS[name]
-    with pytest.raises(kind) as raised:
-        build()
-    for word in words:
-        assert word in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------ what is not a mistake
@@ -482,20 +371,3 @@ def test_the_other_ranks_keep_their_own_stream_when_the_loss_raises(worlds: Worl
         return draws()
 
     assert worlds.run(2, job)[1] == one_process_draws(101, 1)[0]
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: cz.MILNCE()(torch.tensor(1.0), torch.ones(4, 2, 3)), "MILNCE: videos are floating-point rows"),
-        (lambda: cz.LeJEPA(3)(torch.tensor(1.0), torch.tensor(1.0)), "LeJEPA: "),
-        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), 1j), "Margin: view 1 must be a tensor, got complex."),
-        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.ones(4, 3)), "Margin: β of a class needs labels"),
-        (lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.tensor(1)), "Margin: labels are one integer per row"),
-        (lambda: cz.SigLIP(logit_bias=torch.empty(1, device="meta")), "SigLIP: logit_bias must hold values"),
-        (lambda: cz.Triplet(mining=np.zeros(0)), "Triplet: mining is one of"),  # type: ignore[arg-type]  # why: wrong on purpose
-    ],
-)
-def test_what_is_no_row_label_or_setting_is_named(call, sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        call()

@@ -6,7 +6,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +23,8 @@ from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.arguments import GlobalIndices
 from contrastive_zoo.wrapper.call_history import EVERY_NTH_CALL
-from tests.helpers import close, common_error, drawn, error_message, local_shard, numbers
+from tests.helpers import close, drawn, error_message, local_shard, numbers, refused
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -50,10 +48,6 @@ def third_party(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -
     """Every row's square, more for later rows; or those of the indices."""
     chosen = torch.arange(len(embeddings)) if indices_tuple is None else indices_tuple[0]
     return (embeddings[chosen].square().sum(1) * (1 + chosen) * (1 + labels[chosen])).mean()
-
-
-def good() -> float:
-    return cz.DistributedLoss(third_party)(z(), y()).item()
 
 
 class Overriding(cz.Clip):
@@ -180,112 +174,10 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
     assert found[1][4] != found[0][4]
 
 
-@dataclass
-class Pair:
-    z: Tensor
-
-
-class Mining(nn.Module):
-    """A miner with a setting."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.arange(3) for _ in range(3))
-
-
-def bad_calls() -> dict[str, tuple[Callable[[], Any], str]]:
-    """Calls by name, and what their error says, parts separated by …."""
-    last = rank() == dist.get_world_size() - 1 if dist.is_initialized() else True
-    indices, wrap = (torch.tensor([0]),) * 3, cz.DistributedLoss
-    return {
-        "mined by hand": (
-            lambda: wrap(third_party)(z(), y(), indices if last else None),
-            "indices_tuple was mined on this rank's rows … miner=miner … DistributedMiner(miner)",
-        ),
-        "global ones that were taken apart": (
-            lambda: wrap(third_party)(z(), y(), DistributedMiner(last_of_all)(z(), y())[:2]),
-            "indices_tuple was mined on this rank's rows … as it is",
-        ),
-        "global on one rank only": (
-            lambda: wrap(third_party)(z(), y(), GlobalIndices(indices) if last else None),
-            "ranks disagree on indices_tuple",
-        ),
-        "two miners": (
-            lambda: wrap(third_party, miner=last_of_all)(z(), y(), GlobalIndices(indices)),
-            "indices_tuple came along … has a miner",
-        ),
-        "miners of different settings": (
-            lambda: wrap(third_party, miner=Mining(0.5 if last else 0.25))(z(), y()),
-            "ranks disagree on miner.share",
-        ),
-        "a miner of no tuple": (
-            lambda: DistributedMiner(lambda embeddings, labels: labels)(z(), y()),
-            "a miner returns a tuple of indices … got Tensor",
-        ),
-        "labels for the miner": (
-            lambda: DistributedMiner(last_of_all)(z(), y(4 - last)),
-            "last_of_all: … labels are one per row, got 3 for 4 rows",
-        ),
-        "NaN for the miner": (
-            lambda: DistributedMiner(last_of_all)(z() / (0 if last else 1), y()),
-            "last_of_all: … embeddings hold NaN or infinite values",
-        ),
-        "an array": (
-            lambda: wrap(third_party)(z(), y().numpy()),
-            "labels must be a tensor, or a tuple … got a ndarray … torch.as_tensor(labels)",
-        ),
-        "rows in a dataclass": (
-            lambda: wrap(lambda pair: pair.z.sum())(Pair(z())),
-            "pair must be a tensor, or a tuple … got a Pair",
-        ),
-        "a value in a dataclass": (
-            lambda: wrap(lambda rows: Pair(rows.sum()), grad_reduction="sum")(z()),
-            "gradients cannot be scaled inside a Pair … tuples, lists and dicts",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", bad_calls())
-def test_every_rank_says_the_same_and_goes_on(name: str, worlds: Worlds) -> None:
-    def bad() -> None:
-        bad_calls()[name][0]()
-
-    text, after = common_error(worlds, 2, bad, good)
-    for words in bad_calls()[name][1].split(" … "):
-        assert words in text
-    assert len(set(after)) == 1
-
-
-def test_some_are_refused_on_one_process_too() -> None:
-    for name in ("two miners", "a miner of no tuple"):
-        call, words = bad_calls()[name]
-        assert all(word in (error_message(call) or "") for word in words.split(" … "))
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: cz.DistributedLoss(lambda a, b: a, miner=last_of_all), ("<lambda>(a, b) takes no indices_tuple",)),
-        (lambda: cz.DistributedLoss(cz.DistributedLoss(third_party)), ("distributed already",)),
-        (lambda: cz.DistributedLoss(third_party, mode="split"), ("'replicated' or 'sharded'", "got 'split'")),
-        (lambda: DistributedMiner(DistributedMiner(last_of_all)), ("a bare miner", "got DistributedMiner")),
-        (lambda: DistributedMiner(3), ("can be called", "got int")),
-    ],
-    ids=["no indices", "twice", "mode", "miner twice", "no miner"],
-)
-def test_some_things_are_refused_when_built(build: Callable[[], Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="Distributed") as raised:
-        build()
-    assert all(word in str(raised.value) for word in words)
-
-
 # ------------------------------------------------------------------------------------------- results that ranks disagree on
 
 
-class Own(nn.Module):
+class OwnWeights(nn.Module):
     """Weights of a rank's own."""
 
     def __init__(self, seed: int) -> None:
@@ -303,39 +195,30 @@ def of_own_chance(generator: Callable[[], float]) -> Callable[..., Any]:
     return chance
 
 
-def torchs_own() -> Callable[[], float]:
-    generator = torch.Generator().manual_seed(rank())
-    return lambda: torch.rand((), generator=generator).item()
-
-
-DISAGREEING: dict[str, Callable[[], Callable[..., Any]]] = {
-    "weights": lambda: Own(seed=rank()),
-    "NumPy's generator": lambda: of_own_chance(np.random.default_rng(rank()).random),
-    "Python's generator": lambda: of_own_chance(random.Random(rank()).random),
-    "torch's generator": lambda: of_own_chance(torchs_own()),
-    "a millionth": lambda: of_own_chance(itertools.repeat(1 + 1e-6 * rank()).__next__),
-    "NaN on one rank": lambda: of_own_chance(itertools.repeat(torch.nan if rank() else 1.0).__next__),
+OF_VALUE = (
+    "chance: its last value came out differently on two ranks … rank 0 found … rank 1 found … generator of its own"
+)
+DISAGREEING: dict[str, tuple[Callable[[], Callable[..., Any]], str]] = {
+    "weights": (
+        lambda: OwnWeights(seed=rank()),
+        "OwnWeights: the loss's parameters, buffers or settings differ between ranks: weight has norm",
+    ),
+    "a generator": (lambda: of_own_chance(np.random.default_rng(rank()).random), OF_VALUE),
+    "a millionth": (lambda: of_own_chance(itertools.repeat(1 + 1e-6 * rank()).__next__), OF_VALUE),
+    "NaN on one rank": (lambda: of_own_chance(itertools.repeat(torch.nan if rank() else 1.0).__next__), OF_VALUE),
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", DISAGREEING)
+@pytest.mark.parametrize(("name", "world_size"), drawn(DISAGREEING, [2, 3], one_in=2))
 def test_a_value_that_differs_between_ranks_is_noticed(name: str, world_size: int, worlds: Worlds) -> None:
+    make, words = DISAGREEING[name]
+
     def bad() -> None:
-        loss = cz.DistributedLoss(DISAGREEING[name]())
+        loss = cz.DistributedLoss(make())
         loss(z(), y())
         loss(z(), y())
 
-    text, after = common_error(worlds, world_size, bad, good)
-    if name == "weights":
-        assert "Own: the loss's parameters, buffers or settings differ between ranks: weight has norm" in text
-    else:
-        assert "chance: its last value came out differently on two ranks" in text
-        assert "rank 0 found" in text
-        assert "rank 1 found" in text
-        assert "generator of its own" in text
-    assert all(fix in text for fix in ("same seed", "DDP", "check_equal=False"))
-    assert len(set(after)) == 1
+    refused(worlds, world_size, bad, f"{words} … same seed … DDP … check_equal=False")
 
 
 def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> None:
@@ -345,7 +228,7 @@ def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> N
         def nearly(embeddings: Tensor, labels: Tensor) -> Tensor:
             return embeddings.exp().sum() * next(shares)  # as non-deterministic sums are
 
-        off = cz.DistributedLoss(DISAGREEING["torch's generator"](), check_equal=False)
+        off = cz.DistributedLoss(DISAGREEING["a generator"][0](), check_equal=False)
         shared = cz.DistributedLoss(of_own_chance(lambda: torch.rand(()).item() + np.random.rand() + random.random()))
         nan = cz.DistributedLoss(of_own_chance(lambda: torch.nan))
         for _ in range(3):
@@ -391,20 +274,6 @@ def test_a_row_loss_takes_embeddings_and_labels_by_name() -> None:
     loss = cz.DistributedLoss(cz.Triplet())
     close(loss(z(6), labels=y(6)), loss(z(6), y(6)))
     close(loss(labels=y(6), embeddings=z(6)), loss(z(6), y(6)))
-    with pytest.raises(ValueError, match="Triplet: compares embeddings with labels, or views; got targets as well"):
-        loss(z(), targets=y())
-
-
-def test_a_loss_that_holds_its_encoder_is_sent_to_its_adapter() -> None:
-    model = type("BaseModel", (nn.Module,), {"__module__": "sentence_transformers.base"})()
-
-    class Ranking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-    with pytest.raises(ValueError, match=r"Ranking holds the encoder .*DistributedSentenceLoss"):
-        cz.DistributedLoss(Ranking())
 
 
 # ------------------------------------------------------------------------------------------------- fewer messages

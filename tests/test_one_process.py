@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import loss_call
-from tests.helpers import close, error_message, numbers
+from tests.helpers import close, drawn, error_message, numbers
 
 N, D, STEPS = 7, 3, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -126,7 +127,7 @@ def rank_s_slice(x: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-GATHERS = {
+GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a layer": Gather.apply,
     "torch.distributed.nn, all_gather": with_dist_nn,
     "torch.distributed.nn, all_reduce": with_a_sum,
@@ -138,66 +139,97 @@ GATHERS = {
 }
 
 
-def train(gather: Callable[[Tensor], Tensor], reduction: Any, shards: Sequence[int]) -> list[Tensor]:
+def train(make: Callable[[], nn.Module], reduction: Any, shards: Sequence[int]) -> list[Tensor]:
     """Values, and encoder and parameter gradients of a few steps with this rank's rows."""
-    rank = dist.get_rank()
-    group = dist.group.WORLD
-    loss_fn = cz.DistributedLoss(Loss(gather), grad_reduction=reduction)
+    rank, group = dist.get_rank(), dist.group.WORLD
+    loss_fn = cz.DistributedLoss(make(), grad_reduction=reduction)
+    (scale,) = loss_fn.parameters()
     encoder = nn.Linear(D, D, bias=False, dtype=torch.float64)
     with torch.no_grad():
         encoder.weight.copy_(numbers(D, D, seed=5))
     found = []
     for step in range(STEPS):
         x, w = (numbers(N, D, seed=20 * step + i).split([*shards])[rank] for i in range(2))
+        encoder.weight.grad = scale.grad = None
         value = loss_fn(encoder(x), w.clone())
         assert dist.group.WORLD is group
         assert dist.get_world_size() == len(shards)
-        of_encoder, of_scale = torch.autograd.grad(value, [encoder.weight, loss_fn.loss.scale])
+        value.backward()
         assert dist.group.WORLD is group
-        dist.all_reduce(of_encoder)
-        found += [value.detach(), of_encoder / (len(shards) if reduction == "mean" else 1)]
-        found += [of_scale * (1 if reduction == "mean" else len(shards)), loss_fn.loss.mean.clone()]
+        dist.all_reduce(encoder.weight.grad)
+        found += [value.detach(), encoder.weight.grad / (len(shards) if reduction == "mean" else 1)]
+        found += [scale.grad * (1 if reduction == "mean" else len(shards)), *(x.clone() for x in loss_fn.buffers())]
     return found
 
 
-def alone(worlds: Worlds, gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return worlds.run(1, train, gather, "mean", (N,))[0]
+def remembered(reduction: Any, shards: Sequence[int]) -> list[Tensor]:
+    """A loss that gathers, and a miner that does, with a memory of earlier batches."""
+
+    def miner(z: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
+        total = torch.tensor(len(z))
+        dist.all_reduce(total)
+        return tuple(torch.arange(int(total) // 2) for _ in range(3))
+
+    def loss(z: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
+        rows = Gather.apply(z), ref_emb, ref_emb
+        anchors, *others = (x.index_select(0, i) for x, i in zip(rows, indices_tuple, strict=True))
+        return torch.stack([(anchors * x).sum() for x in others]).sum() / dist.get_world_size()
+
+    rank, found = dist.get_rank(), []
+    memory = cz.CrossBatchMemory(loss, 8, D, miner=miner).double()
+    loss_fn = cz.DistributedLoss(memory, grad_reduction=reduction)
+    for step in range(STEPS):
+        z = numbers(N, D, seed=step).split([*shards])[rank].requires_grad_()
+        value = loss_fn(z, torch.zeros(len(z), dtype=torch.int64))
+        value.backward()
+        gathered: list[Any] = [None] * len(shards)
+        dist.all_gather_object(gathered, z.grad / (len(shards) if reduction == "mean" else 1))
+        found += [value.detach(), torch.cat(gathered)]
+    return found
 
 
-@pytest.mark.parametrize("name", GATHERS)
+def of(gather: Callable[[Tensor], Tensor], around: Callable[[nn.Module], nn.Module] = lambda x: x) -> Any:
+    return partial(train, lambda: around(Loss(gather)))
+
+
+JOBS: dict[str, Callable[[Any, Sequence[int]], list[Tensor]]] = {
+    **{name: of(gather) for name, gather in GATHERS.items()},
+    "in DDP, which sends buffers before each call": of(Gather.apply, nn.parallel.DistributedDataParallel),
+    "compiled": of(Gather.apply, lambda x: torch.compile(x, backend="eager")),
+    "with a memory": remembered,
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
 def test_a_loss_that_communicates_is_that_of_one_process(name: str, worlds: Worlds) -> None:
-    expected = alone(worlds, GATHERS[name])
-    for shards in SPLITS:
-        for reduction in ("mean", "sum"):
-            for found in worlds.run(len(shards), train, GATHERS[name], reduction, shards):
-                for x, y in zip(found, expected, strict=True):
-                    close(x, y)
+    (expected,) = worlds.run(1, JOBS[name], "mean", (N,))
+    for shards, reduction in drawn(SPLITS, ["mean", "sum"], one_in=2):
+        for found in worlds.run(len(shards), JOBS[name], reduction, shards):
+            for x, y in zip(found, expected, strict=True):
+                close(x, y)
 
 
 def bare(compute: Callable[[], Any], *_: Any) -> Any:
     return compute()
 
 
-def train_bare(*args: Any) -> list[Tensor]:
-    with patch.object(loss_call, "in_one_process", bare):
-        return train(*args)
+MUTANTS = {
+    "everywhere": (loss_call, "in_one_process", bare),
+    "backward": (one_process, "_python_functions", lambda *_: []),
+}
 
 
-def train_with_bare_backward(*args: Any) -> list[Tensor]:
-    with patch.object(one_process, "_python_functions", lambda *_: []):
-        return train(*args)
+def train_without_guard(mutant: str, name: str) -> list[Tensor]:
+    with patch.object(*MUTANTS[mutant]):
+        return JOBS[name]("mean", (3, 4))
 
 
 @pytest.mark.parametrize(
     ("mutant", "name"),
-    [
-        (train_bare, "a layer"),
-        (train_bare, "sinkhorn"),
-        (train_with_bare_backward, "in the backward pass only"),
-    ],
+    [("everywhere", "a layer"), ("everywhere", "sinkhorn"), ("backward", "in the backward pass only")],
 )
-def test_without_the_guard_they_are_wrong(mutant: Any, name: str, worlds: Worlds) -> None:
-    found, expected = worlds.run(2, mutant, GATHERS[name], "mean", (3, 4))[0], alone(worlds, GATHERS[name])
+def test_without_the_guard_they_are_wrong(mutant: str, name: str, worlds: Worlds) -> None:
+    found, expected = worlds.run(2, train_without_guard, mutant, name)[0], worlds.run(1, JOBS[name], "mean", (N,))[0]
     assert any(x.shape != y.shape or not torch.allclose(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -271,69 +303,6 @@ def test_a_loss_that_holds_a_group_is_refused_on_every_rank(worlds: Worlds) -> N
     assert "in a world of 1" in first[-1]
 
 
-def in_ddp(compiled: bool) -> list[Tensor]:
-    """A loss in DDP, whose buffers DDP sends before each call; compiled, or not."""
-    rank, loss = dist.get_rank(), Loss(Gather.apply)
-    module = torch.compile(loss, backend="eager") if compiled else nn.parallel.DistributedDataParallel(loss)
-    loss_fn = cz.DistributedLoss(module)
-    z = numbers(N, D, seed=1).split([3, 4])[rank].requires_grad_()
-    found = []
-    for _ in range(2):
-        value = loss_fn(z, numbers(N, D, seed=2).split([3, 4])[rank])
-        value.backward()
-        found += [value.detach(), loss.scale.grad.clone()]
-    return found
-
-
-def remembered(shards: Sequence[int]) -> list[Tensor]:
-    """A loss that gathers, and a miner that does, with a memory of earlier batches."""
-
-    def miner(z: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
-        total = torch.tensor(len(z))
-        dist.all_reduce(total)
-        return tuple(torch.arange(int(total) // 2) for _ in range(3))
-
-    def loss(z: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
-        rows = Gather.apply(z), ref_emb, ref_emb
-        anchors, *others = (x.index_select(0, i) for x, i in zip(rows, indices_tuple, strict=True))
-        return torch.stack([(anchors * x).sum() for x in others]).sum() / dist.get_world_size()
-
-    rank, found = dist.get_rank(), []
-    loss_fn = cz.DistributedLoss(cz.CrossBatchMemory(loss, 8, D, miner=miner).double())
-    for step in range(STEPS):
-        z = numbers(N, D, seed=step).split([*shards])[rank].requires_grad_()
-        value = loss_fn(z, torch.zeros(len(z), dtype=torch.int64))
-        value.backward()
-        gathered: list[Any] = [None] * len(shards)
-        dist.all_gather_object(gathered, z.grad / len(shards))
-        found += [value.detach(), torch.cat(gathered)]
-    return found
-
-
-def test_with_a_memory(worlds: Worlds) -> None:
-    expected = worlds.run(1, remembered, (N,))[0]
-    for found in worlds.run(2, remembered, (3, 4)):
-        for x, y in zip(found, expected, strict=True):
-            close(x, y)
-
-
-def whole() -> list[Tensor]:
-    loss, z, found = Loss(Gather.apply), numbers(N, D, seed=1).requires_grad_(), []
-    for _ in range(2):
-        value = loss(z, numbers(N, D, seed=2))
-        value.backward()
-        found += [value.detach(), loss.scale.grad.clone()]
-    return found
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_in_ddp_and_compiled(compiled: bool, worlds: Worlds) -> None:
-    expected = worlds.run(1, whole)[0]
-    for found in worlds.run(2, in_ddp, compiled):
-        for x, y in zip(found, expected, strict=True):
-            close(x, y)
-
-
 def held_graph() -> list[float]:
     """The gradient of a number that is summed over ranks outside of the loss, which holds it."""
     offset = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -367,23 +336,6 @@ def of_gathered(embeddings: Tensor, weights: Tensor) -> Tensor:
     return Squared.apply(Gather.apply(embeddings) * weights.sum()).sum()
 
 
-def checkpointed(reentrant: bool | None) -> list[Tensor]:
-    rank = dist.get_rank()
-    loss_fn = cz.DistributedLoss(of_gathered)
-    x, w = (numbers(3 + rank, D, seed=10 * i + rank).requires_grad_() for i in range(2))
-    value = loss_fn(x, w) if reentrant is None else checkpoint(loss_fn, x, w, use_reentrant=reentrant)
-    value.backward()
-    assert dist.get_world_size() == 2
-    return [value.detach(), x.grad, w.grad]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_calls_the_wrapper_anew_for_all_ranks(reentrant: bool, worlds: Worlds) -> None:
-    for found, expected in zip(worlds.run(2, checkpointed, reentrant), worlds.run(2, checkpointed, None), strict=True):
-        for x, y in zip(found, expected, strict=True):
-            close(x, y)
-
-
 class EncodedInOne(torch.autograd.Function):
     """x less the mean over ranks in a group of all: an encoder that communicates, as SyncBatchNorm does."""
 
@@ -398,7 +350,7 @@ class EncodedInOne(torch.autograd.Function):
         return gradient
 
 
-def with_encoder(is_checkpointed: bool) -> list[Tensor]:
+def checkpointed(reentrant: bool | None) -> list[Tensor]:
     rank = dist.get_rank()
     loss_fn = cz.DistributedLoss(of_gathered)
     x, w = (numbers(3 + rank, D, seed=10 * i + rank).requires_grad_() for i in range(2))
@@ -406,13 +358,15 @@ def with_encoder(is_checkpointed: bool) -> list[Tensor]:
     def step(x: Tensor, w: Tensor) -> Tensor:
         return loss_fn(EncodedInOne.apply(x), w)
 
-    value = checkpoint(step, x, w, use_reentrant=False) if is_checkpointed else step(x, w)
+    value = step(x, w) if reentrant is None else checkpoint(step, x, w, use_reentrant=reentrant)
     value.backward()
+    assert dist.get_world_size() == 2
     return [value.detach(), x.grad, w.grad]
 
 
-def test_a_checkpoint_calls_the_encoder_anew_for_all_ranks(worlds: Worlds) -> None:
-    for found, expected in zip(worlds.run(2, with_encoder, True), worlds.run(2, with_encoder, False), strict=True):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_calls_encoder_and_wrapper_anew_for_all_ranks(reentrant: bool, worlds: Worlds) -> None:
+    for found, expected in zip(worlds.run(2, checkpointed, reentrant), worlds.run(2, checkpointed, None), strict=True):
         for x, y in zip(found, expected, strict=True):
             close(x, y)
 

@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.arguments import some_of_shared
-from tests.helpers import EXACT, common_error, distance, drawn, numbers, split
+from tests.helpers import EXACT, assert_says, distance, drawn, numbers, refused, split
 
 D = 4
 
@@ -199,111 +199,67 @@ def rank_0(x: Any, other: Any) -> Any:
     return other if dist.get_rank() else x
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
-    "prototypes": (
-        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_all()),
-        ["Prototypes: prototypes is equal on every rank", "shared={'prototypes'}"],
+def prototypes_of(n: int = 5, **options: Any) -> Any:
+    """A call with prototypes that are equal on every rank, or with other ones."""
+    prototypes = options.pop("prototypes", of_all())
+    return called(Prototypes(), of_rank(n), of_rank(n, seed=7), prototypes, **options)
+
+
+def views_of(n: int = 3, seed: int = 1, **options: Any) -> Any:
+    return called(Views(), numbers(2, n, D, seed=seed), torch.arange(n), **options)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "Prototypes: prototypes is equal on every rank … shared={'prototypes'}": lambda: prototypes_of(),
+    "is equal on every rank … shared={'prototypes'}": lambda: prototypes_of(rank_0(3, 0)),
+    "DistributedLoss(loss, shared={\"memory['queue']\"})": (
+        lambda: called(Relations(), of_rank(), of_rank(seed=7), {"queue": of_all(9)})
     ),
-    "prototypes with empty shards": (
-        lambda: called(Prototypes(), of_rank(rank_0(3, 0)), of_rank(rank_0(3, 0), seed=7), of_all()),
-        ["shared={'prototypes'}"],
+    "shared={'ref_emb'} … with its labels": lambda: called(
+        losses.TripletMarginLoss(), of_rank(), torch.arange(5) % 2, None, of_all(7), torch.arange(7) % 2
     ),
-    "a queue in a dict": (
-        lambda: called(Relations(), of_rank(), of_rank(seed=7), {"queue": of_all(9)}),
-        ["DistributedLoss(loss, shared={\"memory['queue']\"})"],
+    "shared={'weight'}": lambda: called(
+        lambda z, labels, weight: F.cross_entropy(z, labels, weight),
+        of_rank(rank_0(3, 2)),
+        torch.arange(rank_0(3, 2)) % D,
+        torch.linspace(1, 2, D),
     ),
-    "reference rows": (
-        lambda: called(
-            losses.TripletMarginLoss(), of_rank(), torch.arange(5) % 2, None, of_all(7), torch.arange(7) % 2
-        ),
-        ["shared={'ref_emb'}", "with its labels"],
+    "rows[9] is equal on every rank": (
+        lambda: called(lambda rows: sum(x.sum() for x in rows), [*(of_rank(seed=k) for k in range(9)), of_all()])
     ),
-    "weights of classes": (
-        lambda: called(
-            lambda z, labels, weight: F.cross_entropy(z, labels, weight),
-            of_rank(rank_0(3, 2)),
-            torch.arange(rank_0(3, 2)) % D,
-            torch.linspace(1, 2, D),
-        ),
-        ["shared={'weight'}"],
+    "views [2, 3, 4] counts otherwise … batch_dim={'views': 1}": lambda: views_of(seed=dist.get_rank()),
+    "ranks disagree on the width of views … batch_dim={'views': 1}": lambda: views_of(rank_0(3, 4)),
+    "the shared prototypes differs between ranks … out of shared": (
+        lambda: prototypes_of(prototypes=of_rank(seed=8), shared={"prototypes"})
     ),
-    "a tenth argument": (
-        lambda: called(lambda rows: sum(x.sum() for x in rows), [*(of_rank(seed=k) for k in range(9)), of_all()]),
-        ["rows[9] is equal on every rank"],
+    "the shared queue differs between ranks": lambda: called(
+        lambda z, queue: z.sum() + queue.sum(), of_rank(), F.normalize(of_rank(2**16)).float(), shared={"queue"}
     ),
-    "a stack beside labels": (
-        lambda: called(Views(), numbers(2, 3, D, seed=dist.get_rank()), torch.arange(3)),
-        ["views [2, 3, 4] counts otherwise", "batch_dim={'views': 1}"],
+    "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]": (
+        lambda: prototypes_of(prototypes=of_all(rank_0(5, 6)), shared={"prototypes"})
     ),
-    "a stack, uneven": (
-        lambda: called(Views(), numbers(2, rank_0(3, 4), D, seed=1), torch.arange(rank_0(3, 4))),
-        ["batch_dim={'views': 1}"],
+    "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]": (
+        lambda: prototypes_of(prototypes=of_all().requires_grad_(rank_0(True, False)), shared={"prototypes"})
     ),
-    "shared numbers differ": (
-        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_rank(seed=8), shared={"prototypes"}),
-        ["the shared prototypes differs between ranks", "out of shared"],
+    "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}": (
+        lambda: prototypes_of(shared=rank_0({"prototypes"}, None), check_distinct=False)
     ),
-    "a long queue of each rank": (
-        lambda: called(
-            lambda z, queue: z.sum() + queue.sum(), of_rank(), F.normalize(of_rank(2**16)).float(), shared={"queue"}
-        ),
-        ["the shared queue differs between ranks"],
+    "shared names prototype, which this call has not. Its arguments are anchors, targets, prototypes.": (
+        lambda: prototypes_of(shared={"prototype"})
     ),
-    "shared shapes differ": (
-        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_all(rank_0(5, 6)), shared={"prototypes"}),
-        ["ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]"],
+    "rank 0: batch_dim names view, which this call has not": (
+        lambda: views_of(batch_dim=rank_0({"view": 1}, {"views": 1}))
     ),
-    "shared gradients differ": (
-        lambda: called(
-            Prototypes(),
-            of_rank(),
-            of_rank(seed=7),
-            of_all().requires_grad_(rank_0(True, False)),
-            shared={"prototypes"},
-        ),
-        ["rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]"],
-    ),
-    "roles differ": (
-        lambda: called(
-            Prototypes(),
-            of_rank(),
-            of_rank(seed=7),
-            of_all(),
-            shared=rank_0({"prototypes"}, None),
-            check_distinct=False,
-        ),
-        ["ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}"],
-    ),
-    "an unknown name": (
-        lambda: called(Prototypes(), of_rank(), of_rank(seed=7), of_all(), shared={"prototype"}),
-        ["shared names prototype, which this call has not. Its arguments are anchors, targets, prototypes."],
-    ),
-    "an unknown name on one rank": (
-        lambda: called(Views(), numbers(2, 3, D, seed=1), torch.arange(3), batch_dim=rank_0({"view": 1}, {"views": 1})),
-        ["rank 0: batch_dim names view, which this call has not"],
-    ),
-    "a dimension that is not there": (
-        lambda: called(Views(), numbers(2, 3, D, seed=1), torch.arange(3), batch_dim={"views": 3}),
-        ["batch_dim['views'] is 3, a dimension that [2, 3, 4] has not"],
-    ),
-    "labels of other views": (
-        lambda: called(lambda embeddings, labels: 0, of_rank(2)[None], torch.arange(3), batch_dim={"embeddings": 1}),
-        ["labels are one per row, got 3 for 2 rows"],
+    "batch_dim['views'] is 3, a dimension that [2, 3, 4] has not": lambda: views_of(batch_dim={"views": 3}),
+    "labels are one per row, got 3 for 2 rows": (
+        lambda: called(lambda embeddings, labels: 0, of_rank(2)[None], torch.arange(3), batch_dim={"embeddings": 1})
     ),
 }
 
 
-def good() -> float:
-    return called(Prototypes(), of_rank(), of_rank(seed=7), of_all(), shared={"prototypes"}).item()
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_refuses_alike(name: str, worlds: Worlds) -> None:
-    bad, words = REFUSED[name]
-    text, after = common_error(worlds, 2, bad, good)
-    for said in words:
-        assert said in text
-    assert len(set(after)) == 1
+@pytest.mark.parametrize("words", REFUSED)
+def test_every_rank_refuses_alike(words: str, worlds: Worlds) -> None:
+    refused(worlds, 2, REFUSED[words], words)
 
 
 def test_what_a_refusal_names_is_the_fix(worlds: Worlds) -> None:
@@ -314,35 +270,32 @@ def test_what_a_refusal_names_is_the_fix(worlds: Worlds) -> None:
         loss(of_rank(), of_rank(seed=7), of_rank(seed=30))
         loss(of_rank(), of_rank(seed=7), of_all())
 
-    text, _ = common_error(worlds, 3, bad, good)
-    assert "Prototypes: prototypes is equal on every rank" in text
+    refused(worlds, 3, bad, "Prototypes: prototypes is equal on every rank")
+    assert len({*worlds.run(3, lambda: prototypes_of(shared={"prototypes"}).item())}) == 1
 
 
-@pytest.mark.parametrize(
-    ("loss", "options", "words"),
-    [
-        (cz.SupCon(), {"shared": {"labels"}}, "shared and batch_dim are for a third-party loss .* SupCon knows its"),
-        (
-            losses.TripletMarginLoss(),
-            {"shared": {"ref_emb"}, "mode": "sharded"},
-            "TripletMarginLoss is split over ranks",
-        ),
-        (Views(), {"shared": "views"}, "shared is the set of the arguments .* got 'views'"),
-        (Views(), {"shared": {1}}, "such as {'prototypes'}, got {1}"),
-        (Views(), {"batch_dim": {"views": -1}}, "batch_dim is the dimension .* got {'views': -1}"),
-        (Views(), {"batch_dim": ["views"]}, r"got \['views'\]"),
-        (Views(), {"shared": {"views"}, "batch_dim": {"views": 1}}, "views stands in shared and in batch_dim"),
-        (Stacks(), {"shared": {"crops"}, "pad_dims": {"crops[0]": 1}}, r"crops\[0\] stands in shared and in pad_dims"),
-        (
-            Stacks(),
-            {"batch_dim": {"crops[0]": 1}, "pad_dims": {"crops": 2}},
-            "crops stands in batch_dim and in pad_dims",
-        ),
-    ],
-)
-def test_options_are_refused_at_once(loss: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "shared and batch_dim are for a third-party loss … SupCon knows its": (cz.SupCon(), {"shared": {"labels"}}),
+    "TripletMarginLoss is split over ranks": (
+        losses.TripletMarginLoss(),
+        {"shared": {"ref_emb"}, "mode": "sharded"},
+    ),
+    "shared is the set of the arguments … got 'views'": (Views(), {"shared": "views"}),
+    "such as {'prototypes'}, got {1}": (Views(), {"shared": {1}}),
+    "batch_dim is the dimension … got {'views': -1}": (Views(), {"batch_dim": {"views": -1}}),
+    "got ['views']": (Views(), {"batch_dim": ["views"]}),
+    "views stands in shared and in batch_dim": (Views(), {"shared": {"views"}, "batch_dim": {"views": 1}}),
+    "crops[0] stands in shared and in pad_dims": (Stacks(), {"shared": {"crops"}, "pad_dims": {"crops[0]": 1}}),
+    "crops stands in batch_dim and in pad_dims": (Stacks(), {"batch_dim": {"crops[0]": 1}, "pad_dims": {"crops": 2}}),
+}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_options_are_refused_at_once(words: str) -> None:
+    loss, options = OPTIONS[words]
+    with pytest.raises(ValueError, match="DistributedLoss: ") as raised:
         cz.DistributedLoss(loss, **options)
+    assert_says(str(raised.value), words)
 
 
 # ----------------------------------------------------------------------------------------------- what is no false alarm
@@ -364,11 +317,12 @@ EQUAL: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_what_may_be_equal_on_every_rank(name: str, worlds: Worlds) -> None:
-    def job() -> list[float]:
-        loss = cz.DistributedLoss(lambda z, other: z.sum() + other.sum())
-        return [loss(of_rank(), EQUAL[name]()).item() for _ in range(2)]
+def test_what_may_be_equal_on_every_rank(worlds: Worlds) -> None:
+    def job() -> None:
+        for make in EQUAL.values():
+            loss = cz.DistributedLoss(lambda z, other: z.sum() + other.sum())
+            for _ in range(2):
+                loss(of_rank(), make())
 
     worlds.run(2, job)
 

@@ -15,7 +15,7 @@ from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, tolerance
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.world import Processes, World
-from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
+from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices, device_of
 from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.wrapper.wrapped import unwrapped_miner
 
@@ -87,7 +87,7 @@ class DistributedMiner(nn.Module):
         device = None
         if world.size > 1:
             arguments = Arguments.of(rows)
-            device = arguments.device
+            device = device_of(arguments.rows)
             rows = arguments.gathered(self._agreed(name, arguments, session), session)
         with reported(session), one_stream(session, device):  # every rank mines the same rows
             result = in_one_process(lambda: self.miner(*rows.values()), name, session)

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from itertools import starmap
 from typing import Any
@@ -35,25 +35,15 @@ class Arguments:
 
     leaves: dict[str, Any]
     tree: TreeSpec | None = None  # how the leaves are nested; None if no argument is a tuple, list or dict
-    ragged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Dimensions, by path, whose size may differ between ranks."""
-    padded: bool = False  # whether gathered rows are padded to the largest size of these dimensions over the ranks
     roles: Roles = NO_ROLES
 
     @classmethod
-    def of(
-        cls,
-        arguments: Mapping[str, Any],
-        ragged: Mapping[str, tuple[int, ...]] | None = None,
-        *,
-        padded: bool = False,
-        roles: Roles = NO_ROLES,
-    ) -> "Arguments":
+    def of(cls, arguments: Mapping[str, Any], roles: Roles = NO_ROLES) -> "Arguments":
         """The leaves of ``arguments``: tuples, lists and dicts are looked into."""
         if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
-            return cls(dict(arguments), None, ragged or {}, padded, roles)
+            return cls(dict(arguments), None, roles)
         result, tree = tree_flatten_with_path(dict(arguments))
-        return cls({_path(path): leaf for path, leaf in result}, tree, ragged or {}, padded, roles)
+        return cls({_path(path): leaf for path, leaf in result}, tree, roles)
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
@@ -83,9 +73,8 @@ class Arguments:
 
     @property
     def _padded_dims(self) -> list[tuple[str, int]]:
-        ragged = self.ragged.items() if self.padded else ()
-        arguments = [(path, dim) for path, dims in ragged for dim in dims if path in self.rows]
-        return [(path, dim) for path, dim in arguments if dim < self.rows[path].ndim]  # others are a problem
+        dims = [(path, dim) for path, of_path in self.roles.pad_dims.items() if path in self.rows for dim in of_path]
+        return [(path, dim) for path, dim in dims if dim < self.rows[path].ndim]  # others are a problem
 
     @property
     def compared(self) -> dict[str, str]:
@@ -93,7 +82,7 @@ class Arguments:
         settings = {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, (int, float, str, type(None)))}
         indices = {path for path, leaf in self.leaves.items() if isinstance(leaf, GlobalIndices)}
         return {
-            **{path: row_kind(x, self.ragged.get(path, ())) for path, x in self.rows.items()},
+            **{path: row_kind(x, self.roles.pad_dims.get(path, ())) for path, x in self.rows.items()},
             **{f"the shared {path}": _kind(x) for path, x in self.shared.items()},
             **{path: in_one_line(value) for path, value in settings.items()},
             **dict.fromkeys(indices, "global indices"),
@@ -111,31 +100,11 @@ class Arguments:
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
                     f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
                 )
-        return (self._padding_problem() if self.padded else None) or self.roles.problem(self.leaves)
-
-    def _padding_problem(self) -> str | None:
-        for path, dims in self.ragged.items():
-            if path not in self.leaves:
-                return f"pad_dims names {path}, which this call has not. Its arguments are {', '.join(self.leaves)}."
-            x = self.leaves[path]
-            if x is not None and not (path in self.rows and max(dims) < self.rows[path].ndim):
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                return f"pad_dims[{path!r}] is {dims if len(dims) > 1 else dims[0]}, a dimension that {got} has not."
-        return None
+        return self.roles.problem(self.leaves)
 
     def payload(self, world: World) -> list[Tensor] | None:
         """The rows as bytes that may follow a handshake's header; None if two backends send them, or if widths differ."""
-        return None if self.ragged else payload_of(self.rows, world)  # widths of other ranks are not known yet
-
-    @cached_property
-    def on_accelerator(self) -> bool:
-        return not all(x.is_cpu for x in self.rows.values())
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the first embeddings are, or the first rows; None if there are none."""
-        rows = sorted(self.rows.values(), key=lambda x: not x.is_floating_point())
-        return next((x.device for x in rows), None)
+        return None if self.roles.pad_dims else payload_of(self.rows, world)  # other ranks' widths are not known yet
 
     @property
     def same(self) -> int:
@@ -165,27 +134,37 @@ class Arguments:
 
         A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
         """
-        count = len(self.rows)
-        here, moves = self._as_wide_as(agreed.shards[count:]), self.on_accelerator or world.on_accelerators
-        if moves:  # tensors of one message are on one device
-            here = [x.to(world.device if world.on_accelerators else self.device) for x in here]
-        result = gather_together(here, agreed.shards[:count], world, agreed.payload, factor=world.size)
-        if moves:
-            result = [x.to(argument.device) for x, argument in zip(result, self.rows.values(), strict=True)]
-        result = [*map(self.roles.with_rows_back, self.rows, result)]
-        for index, (i, j) in enumerate(itertools.combinations(range(min(len(result), _COMPARED)), 2)):
+        result = gathered_rows(self._as_wide_as(agreed.shards[len(self.rows) :]), agreed, world)
+        result = {path: self.roles.with_rows_back(path, x) for path, x in result.items()}
+        for index, (first, second) in enumerate(itertools.combinations([*result][:_COMPARED], 2)):
             if max(agreed.same - 1, 0) >> index & 1:
-                result[j] = result[i]
-        return dict(zip(self.rows, result, strict=True))
+                result[second] = result[first]
+        return result
 
-    def _as_wide_as(self, sizes: Sequence[Shards]) -> list[Tensor]:
+    def _as_wide_as(self, sizes: Sequence[Shards]) -> dict[str, Tensor]:
         """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""
         rows = dict(self.rows)
         for (path, dim), of in zip(self._padded_dims, sizes, strict=True):
             x = rows[path]
             # rows of a rank that holds none may be cut
             rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
-        return list(rows.values())
+        return rows
+
+
+def device_of(rows: Mapping[str, Tensor]) -> torch.device | None:
+    """Where the first embeddings are, or the first rows; None if there are none."""
+    return next((x.device for x in sorted(rows.values(), key=lambda x: not x.is_floating_point())), None)
+
+
+def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> dict[str, Tensor]:
+    """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
+    here, moves = [*rows.values()], world.on_accelerators or not all(map(on_cpu, rows.values()))
+    if moves:  # tensors of one message are on one device
+        here = [x.to(world.device if world.on_accelerators else device_of(rows)) for x in here]
+    result = gather_together(here, agreed.shards[: len(here)], world, agreed.payload, factor=world.size)
+    if moves:
+        result = [x.to(of.device) for x, of in zip(result, rows.values(), strict=True)]
+    return dict(zip(rows, result, strict=True))
 
 
 def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:

@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
+from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.compiling import Function
 from contrastive_zoo.ranks.world import World
 
@@ -106,6 +108,13 @@ def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
+@dataclass
+class LastReduction:
+    """The backward pass in which ZeRO 3 has last reduced an encoder's gradients."""
+
+    backward_pass: int = -1
+
+
 class ChunkedEncoder:
     """An encoder, its chunks, and the state that the second pass restores."""
 
@@ -113,8 +122,8 @@ class ChunkedEncoder:
     sizes: list[list[int]]  # of each chunk, the number of embeddings of each output tensor
     repetitions = 0  # of the last chunk, without effect, where other ranks have more chunks
 
-    def __init__(self, model: nn.Module, chunks: list[Chunk]) -> None:
-        self.model, self.chunks = model, chunks
+    def __init__(self, model: nn.Module, chunks: list[Chunk], last_reduction: LastReduction | None = None) -> None:
+        self.model, self.chunks, self.last_reduction = model, chunks, last_reduction or LastReduction()
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
@@ -179,8 +188,7 @@ class ChunkedEncoder:
     def _reduced(self) -> Iterator[None]:
         """Run the body, in which hooks reduce gradients; those of ZeRO 3 only once, of parameters that the body uses."""
         parameters, arrived = self._partitioned, set[Tensor]()
-        backward_pass = torch._C._current_graph_task_id()
-        if any(getattr(x, "reduced_in_backward_pass", None) == backward_pass for x in parameters):
+        if parameters and self.last_reduction.backward_pass == backward_pass():
             raise ValueError(
                 "GradCache: ZeRO stage 3 reduces an encoder's gradients once in a backward pass, got two calls of it. "
                 "Encode all samples by one call, such as encode(torch.cat([view1, view2])).chunk(2)."
@@ -191,8 +199,8 @@ class ChunkedEncoder:
         finally:
             for handle in handles:
                 handle.remove()
+        self.last_reduction.backward_pass = backward_pass()
         for x in parameters:
-            x.reduced_in_backward_pass = backward_pass
             # DeepSpeed itself completes the gradients of its leaf modules
             if x.grad is not None and x not in arrived and not hasattr(x, "ds_z3_leaf_module"):
                 raise ValueError(

@@ -19,16 +19,14 @@ from contrastive_zoo.ranks.handshake import ASKS, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
-from contrastive_zoo.wrapper.arguments import Arguments
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
 from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
 from contrastive_zoo.wrapper.options import (
     GradReduction,
     Mode,
-    WrapperOptions,
+    compared_options,
     machines_of,
-    padded_dims,
     refuse_bad_combination,
     refuse_bad_loss,
     refuse_bad_options,
@@ -230,8 +228,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.broadcast_parameters = broadcast_parameters
         self.static_shapes = static_shapes
         self.ring = machines_of(ring)
-        self.pad_dims = padded_dims(loss, mode, pad_dims) or None
-        roles = roles_of(loss, mode, shared, batch_dim, self.pad_dims or ())
+        roles = roles_of(loss, mode, shared, batch_dim, pad_dims)
+        self.pad_dims = roles.pad_dims or None
         self.shared = roles.shared or None
         self.batch_dim = roles.batch_dim or None
         self._history = CallHistory()
@@ -273,19 +271,22 @@ class DistributedLoss(LossAttributes, Generic[R]):
             refuse(loss_name(bare), text.removeprefix(f"{loss_name(bare)}: "), world=session)
         if session.size == 1:
             return self._alone(bare, call, session)
-        step = LossModules(bare), self._options(), self._history
-        observer = self._observer if self.training else None
+        if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
+            refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
+        session, observer = looking_later(session, call.inputs.rows), self._observer if self.training else None
+        step = (
+            self,
+            compared_options(self, self._roles()) | compared,
+            LossModules(bare),
+            self._history,
+            session,
+            observer,
+        )
         if isinstance(call, Stated):
-            session = looking_later(session, call.inputs.rows)
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
-            value = OwnStep(call.name, compared, *step, session, observer, bare, call, compute).compute()
+            value = OwnStep(call.name, *step, bare, call, compute).compute()
         else:
-            padded, roles = self.pad_dims is not None, self._roles()
-            arguments = Arguments.of(call.bound.arguments, self.pad_dims, padded=padded, roles=roles)
-            if (problem := arguments.problem) is not None:  # the statement is made of rows that can be sent
-                refuse(loss_name(bare), problem, world=session)
-            session = looking_later(session, arguments.rows)
-            value = ThirdPartyStep(loss_name(bare), compared, *step, session, observer, call, arguments).compute()
+            value = ThirdPartyStep(loss_name(bare), *step, call).compute()
         if value is ASKED:
             self._history.has_broadcast = False
             return self(*rows, **named_rows)
@@ -313,7 +314,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # a miner's indices come later, also where the loss requires them
         takes = signature(bare)
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
-        return LossCall(self.loss, self.miner, bound), compared
+        return LossCall(self.loss, self.miner, bound, self._roles(), sharded=self.mode == "sharded"), compared
 
     def _session(self, bare: Any) -> tuple[Session, str | None]:
         """Return the step's session, and what is wrong with the ring of this rank."""
@@ -322,32 +323,16 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        ring, problem = (
-            (self.ring, None) if isinstance(self.ring, bool) else ring_in_group(machines_of(self.ring), world)
-        )
+        ring, problem = ring_in_group(machines_of(self.ring), world)
         findings = Findings([] if check_finite else None)
         name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
         caller = f"{name}, call {self._history.calls + 1}"
         ranks = world.rank, world.size, world.group
         return Session(*ranks, check_finite, ring, factor, findings=findings, caller=caller), problem
 
-    def _options(self) -> WrapperOptions:
-        return WrapperOptions(
-            self.grad_reduction,
-            self.mode if self._replaced is None else "replicated",
-            self.ring if isinstance(self.ring, bool) else machines_of(self.ring),
-            self.static_shapes,
-            self.training,
-            self.check_finite,
-            self.check_equal,
-            self.check_distinct,
-            self.broadcast_parameters,
-            self.pad_dims or {},
-            self._roles(),
-        )
-
     def _roles(self) -> Roles:
-        return Roles(tuple(self.shared or ()), self.batch_dim or {}) if self.shared or self.batch_dim else NO_ROLES
+        stated = self.shared or (), self.batch_dim or {}, self.pad_dims or {}
+        return Roles(tuple(stated[0]), *stated[1:]) if any(stated) else NO_ROLES
 
     def observe_with(self, observer: Any) -> None:
         """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank.
@@ -364,10 +349,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         observer = self._observer if self.training else None
         problem = None if isinstance(call, Stated) else call.indices_problem(session)
         problem = problem or self._history.values_problem()
-        rows: Mapping[str, Tensor] = {}
         if observer is not None:
-            rows = call.inputs.rows if isinstance(call, Stated) else Arguments.of(call.bound.arguments).rows
-            problem = problem or observer.problem(rows)
+            problem = problem or observer.problem(call.inputs.rows)
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         if isinstance(call, Stated):
@@ -379,5 +362,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if session.findings.later:
             self._history.look_later(session.findings.later)
         if observer is not None:
+            rows = call.inputs.rows
             observer.observe(bare, rows, [Shards((len(x),)) for x in rows.values()], session)
         return value

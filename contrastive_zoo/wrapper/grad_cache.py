@@ -16,19 +16,19 @@ Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, World
-from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
+from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, LastReduction, encode_all, has_samples
 from contrastive_zoo.wrapper.token_chunks import mask_parts, mask_problem
 
 
@@ -80,12 +80,9 @@ def cached_step(
     Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
     several = isinstance(model, (tuple, list))
-    chunks = list(chunks) if several and _is_sequence(chunks) else chunks
-    if (reason := _arguments_problem(chunks, loss_fn, several)) is not None:
-        refuse("cached_step", reason, world=World.of(process_group))
     models: Sequence[Any] = model if isinstance(model, (tuple, list)) else (model,)
-    sequences = [list(x) for x in chunks] if several else [list(chunks)]
-    problem, encoders = _models_problem(models, sequences), []
+    sequences: Any = [chunks] if not several else list(chunks) if _is_sequence(chunks) else chunks
+    problem, encoders = _step_problem(models, sequences, loss_fn, several), []
     if problem is None:
         encoders = [ChunkedEncoder(x, list(map(Chunk.of, its))) for x, its in zip(models, sequences, strict=True)]
     outputs = _encoded("cached_step", encoders, problem, process_group)
@@ -98,20 +95,17 @@ def cached_step(
     return loss.detach()
 
 
-def _is_sequence(x: object) -> TypeGuard[Iterable[Any]]:
+def _is_sequence(x: object) -> bool:
     """Return whether x holds inputs; arrays of no dimension have an iterator that fails."""
     return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
 
 
-def _arguments_problem(chunks: object, loss_fn: object, several: bool) -> str | None:
-    if not _is_sequence(chunks):
-        return f"chunks are a sequence of inputs, got {described(chunks)}."
-    if several and isinstance(chunks, list) and not all(map(_is_sequence, chunks)):
-        return f"chunks are a sequence of inputs for each model, got {described(chunks)}."
-    return None if callable(loss_fn) else f"loss_fn is a function of embeddings, got {described(loss_fn)}."
-
-
-def _models_problem(models: Sequence[Any], sequences: Sequence[Any]) -> str | None:
+def _step_problem(models: Sequence[Any], sequences: Any, loss_fn: object, several: bool) -> str | None:
+    if not isinstance(sequences, list) or not all(map(_is_sequence, sequences)):
+        what = " for each model" if several and isinstance(sequences, list) else ""
+        return f"chunks are a sequence of inputs{what}, got {described(sequences if several else sequences[0])}."
+    if not callable(loss_fn):
+        return f"loss_fn is a function of embeddings, got {described(loss_fn)}."
     if not models:
         return "there is at least one model, got none."
     if result := [type(x).__name__ for x in models if not isinstance(x, nn.Module)]:
@@ -182,6 +176,7 @@ class GradCache(nn.Module):
         self.model = model
         self.chunk_size, self.chunk_tokens = chunk_size, chunk_tokens
         self.process_group = process_group
+        self._last_reduction = LastReduction()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the encoder's output for all samples.
@@ -198,28 +193,27 @@ class GradCache(nn.Module):
         sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout is not torch.strided]
         if sparse:  # before they are split
             refuse("GradCache", tensor_problem("each input", sparse[0]) or "", world=World.of(self.process_group))
+        mask: Any = kwargs.get("attention_mask")
+        size = self.chunk_size or 1
+        parts: list[tuple[Any, slice]]  # samples of each chunk, and the columns of tensors of tokens
+        parts = [(slice(start, start + size), slice(None)) for start in range(0, max(counts, default=0) or 1, size)]
         if self.chunk_tokens is not None:
-            problem = problem or mask_problem(kwargs.get("attention_mask"), self.chunk_tokens)
-            if problem is None:
-                return self._encode_by_tokens(leaves, tree, kwargs["attention_mask"], self.chunk_tokens)
-        chunks, size = [], self.chunk_size or 1
-        for start in range(0, max(counts, default=0) or 1, size):
-            part = slice(start, start + size)
-            chunks.append(Chunk(*tree_unflatten([x[part] if has_samples(x) else x for x in leaves], tree)))
-        (output,) = _encoded("GradCache", [ChunkedEncoder(self.model, chunks)], problem, self.process_group)
-        return output
+            problem = problem or mask_problem(mask, self.chunk_tokens)
+            parts = parts if problem else [*mask_parts(mask, self.chunk_tokens)]
 
-    def _encode_by_tokens(self, leaves: list[Any], tree: TreeSpec, mask: Tensor, chunk_tokens: int) -> Any:
-        parts = mask_parts(mask, chunk_tokens)
-        chunks = []
-        for rows, columns in parts:
-            of_chunk = [x[rows] if has_samples(x) else x for x in leaves]
-            cut = [x[:, columns] if has_samples(x) and x.shape[1:2] == mask.shape[1:2] else x for x in of_chunk]
-            chunks.append(Chunk(*tree_unflatten(cut, tree)))
-        (output,) = _encoded("GradCache", [ChunkedEncoder(self.model, chunks)], None, self.process_group)
-        if bad := [x for x in tree_leaves(output) if len(x) != len(mask)]:
+        def part(x: Any, rows: Any, columns: slice) -> Any:
+            if not has_samples(x):
+                return x
+            return x[rows, columns] if columns != slice(None) and x.shape[1:2] == mask.shape[1:2] else x[rows]
+
+        chunks = [Chunk(*tree_unflatten([part(x, *of_chunk) for x in leaves], tree)) for of_chunk in parts]
+        encoder = ChunkedEncoder(self.model, chunks, self._last_reduction)
+        (output,) = _encoded("GradCache", [encoder], problem, self.process_group)
+        if self.chunk_tokens is None:
+            return output
+        if bad := [x for x in tree_leaves(output) if len(x) != max(counts)]:
             raise ValueError(
-                f"GradCache: with chunk_tokens an encoder returns one row for each of {len(mask)} samples, got "
+                f"GradCache: with chunk_tokens an encoder returns one row for each of {max(counts)} samples, got "
                 f"{described(bad[0])}. Pass chunk_size."
             )
         order = torch.cat([rows for rows, _ in parts]).argsort()

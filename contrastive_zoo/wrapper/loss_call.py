@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,17 +13,24 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.wrapper.arguments import GlobalIndices
+from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
 _NAME_PARTNERS = ("labels", "indices_tuple", "ref_labels")
 """Arguments that tell which rows belong together; without them a loss pairs each row with its other view."""
 
 
-class LossCall(NamedTuple):
+@dataclass
+class LossCall:
     loss: Any
     miner: Any
     bound: inspect.BoundArguments
+    roles: Roles = NO_ROLES
+    sharded: bool = False  # whether each rank computes the loss for its own anchors
+
+    @cached_property
+    def inputs(self) -> Arguments:
+        return Arguments.of(self.bound.arguments, self.roles)
 
     def mine_and_compute(self, world: World) -> Any:
         """What the loss returns, given the miner's indices if there is a miner; both see one process.
@@ -39,16 +47,15 @@ class LossCall(NamedTuple):
         compute = partial(self.loss, *self.bound.args, **self.bound.kwargs)
         return in_one_process(compute, loss_name(without_ddp(self.loss)), world, self.loss)
 
-    def problem(self, world: World, roles: Roles = NO_ROLES) -> str | None:
-        arguments = roles.of_rows(self.bound.arguments)
+    def problem(self, world: World) -> str | None:
+        arguments = self.roles.of_rows(self.bound.arguments)
         outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
         paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
         if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):
             paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
-        return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
-
-    def sharded_problem(self) -> str | None:
-        """Why the loss cannot be evaluated in shards with these arguments, in words; None if it can."""
+        problem = outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
+        if problem is not None or not self.sharded:
+            return problem
         # imported here: pytorch-metric-learning is an optional dependency
         from contrastive_zoo.wrapper.pml.sharded.sharded_loss import call_problem
 

@@ -1,7 +1,6 @@
 """The options of DistributedLoss: which are refused, which ranks compare, and how they are printed."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -9,10 +8,10 @@ from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
-from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.world import Machines, World
 from contrastive_zoo.wrapper.loss_call import accepts, signature
-from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
+from contrastive_zoo.wrapper.roles import Roles
 
 GradReduction = Literal["mean", "sum"]
 Mode = Literal["replicated", "sharded"]
@@ -20,68 +19,28 @@ Mode = Literal["replicated", "sharded"]
 ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
 
 
-@dataclass(frozen=True)
-class WrapperOptions:
-    """The options that decide how a call is computed and checked, as the documentation of ``DistributedLoss`` has them."""
-
-    grad_reduction: str = "mean"
-    mode: str = "replicated"
-    ring: bool | Machines = False
-    static_shapes: bool = False
-    training: bool = True
-    check_finite: bool = True
-    check_equal: bool = True
-    check_distinct: bool = True
-    broadcast_parameters: bool = False
-    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    roles: Roles = NO_ROLES
-
-    def compared(self) -> dict[str, str]:
-        compared = {
-            "grad_reduction": self.grad_reduction,
-            "mode": self.mode,
-            "ring": str(self.ring),
-            "static_shapes": str(self.static_shapes),
-            "training": str(self.training),
-            "broadcast_parameters": str(self.broadcast_parameters),
-        }
-        compared[ROLES] = str(self.roles)
-        return {**compared, "pad_dims": str(self.pad_dims)} if self.pad_dims else compared
+def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
+    """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
+    compared = {
+        "grad_reduction": wrapper.grad_reduction,
+        "mode": wrapper.mode,
+        "ring": str(machines_of(wrapper.ring)),
+        "static_shapes": str(wrapper.static_shapes),
+        "training": str(wrapper.training),
+        "broadcast_parameters": str(wrapper.broadcast_parameters),
+        ROLES: str(roles),
+    }
+    return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
 
 
 def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"DistributedLoss: {name} is True or False, got {described(flag)}.")
-    if not (isinstance(grad_reduction, str) and grad_reduction in ("mean", "sum")):
+    if word_problem("grad_reduction", grad_reduction, GradReduction):
         raise ValueError(
             f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
             f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
         )
-    if not (isinstance(mode, str) and mode in ("replicated", "sharded")):
-        raise ValueError(f"DistributedLoss: mode is 'replicated' or 'sharded', got {mode!r}.")
-
-
-def padded_dims(loss: Any, mode: str, pad_dims: Mapping[str, int | Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
-    """Return the option ``pad_dims`` with the dimensions of each argument as a tuple."""
-    arguments = {} if pad_dims is None else pad_dims
-    is_mapping = isinstance(arguments, Mapping)
-    dims = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in arguments.items()} if is_mapping else {}
-    if not is_mapping or any(not x or not all(isinstance(i, int) and i >= 1 for i in x) for x in dims.values()):
-        raise ValueError(
-            "DistributedLoss: pad_dims are the padded dimensions, 1 or more, by the name of the argument, such as "
-            f"{{'tokens': 1, 'mask': 1}}, got {pad_dims!r}. Dimension 0 counts samples and needs no padding."
-        )
-    bare = without_ddp(loss)
-    if dims and (isinstance(bare, Loss) or mode == "sharded"):
-        reason = (
-            "takes sizes that differ between ranks where it can" if isinstance(bare, Loss) else "is split over ranks"
-        )
-        raise ValueError(
-            f"DistributedLoss: pad_dims is for a third-party loss that every rank computes; {loss_name(bare)} {reason}. "
-            "Leave pad_dims out."
-        )
-    return dims
+    if problem := flag_problem(**flags) or word_problem("mode", mode, Mode):
+        raise ValueError(f"DistributedLoss: {problem}")
 
 
 def machines_of(ring: Any) -> bool | Machines:

@@ -1,5 +1,6 @@
 """Roles of a third-party loss's arguments: samples in dimension 0, in another one, or one tensor that all ranks share."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ class Roles:
     shared: tuple[str, ...] = ()  # those that are equal on every rank, which each rank computes with its own of
     batch_dim: Mapping[str, int] = field(default_factory=dict)
     """The dimension that counts samples; 0 states that an argument holds samples although it is equal on every rank."""
+    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By path, dimensions whose sizes may differ between ranks; gathered rows are padded to the largest."""
 
     def __str__(self) -> str:
         # sorted: ranks compare it, and a set or a dict may stand in another order on each
@@ -48,15 +51,18 @@ class Roles:
         return {name: self.with_rows_first(name, x) for name, x in arguments.items() if not self.is_shared(name)}
 
     def problem(self, leaves: Mapping[str, Any]) -> str | None:
-        for option, names in (("shared", self.shared), ("batch_dim", self.batch_dim)):
-            for name in names:
-                if not any(_covers(name, path) for path in leaves):
+        for option in ("pad_dims", "shared", "batch_dim"):
+            for name in getattr(self, option):
+                if name not in leaves and (option == "pad_dims" or not any(_covers(name, path) for path in leaves)):
                     return f"{option} names {name}, which this call has not. Its arguments are {', '.join(leaves)}."
-        for path, x in leaves.items():
-            dim = self.dim(path)
-            if dim is not None and x is not None and not (isinstance(x, Tensor) and dim < x.ndim):
+        dims = [("pad_dims", path, of_path) for path, of_path in self.pad_dims.items()]
+        dims += [("batch_dim", path, (dim,)) for path in leaves if (dim := self.dim(path)) is not None]
+        for option, path, of_path in dims:
+            x = leaves[path]
+            if x is not None and not (isinstance(x, Tensor) and max(of_path) < x.ndim):
+                stated = of_path if len(of_path) > 1 else of_path[0]
                 shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                return f"batch_dim[{path!r}] is {dim}, a dimension that {shape} has not."
+                return f"{option}[{path!r}] is {stated}, a dimension that {shape} has not."
         return None
 
 
@@ -68,40 +74,50 @@ def roles_of(
     mode: str,
     shared: Collection[str] | None,
     batch_dim: Mapping[str, int] | None,
-    padded: Collection[str] = (),
+    pad_dims: Mapping[str, int | Sequence[int]] | None,
 ) -> Roles:
-    """Return the options ``shared`` and ``batch_dim`` as roles."""
+    """Return the options as roles; refuse what they cannot be, and any of them for a loss that takes none."""
     names = () if shared is None else shared
+    dims = {} if batch_dim is None else batch_dim
+    widths = dict(pad_dims) if isinstance(pad_dims, Mapping) else {}
+    padded = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in widths.items()}
+    is_wrong = pad_dims is not None and not isinstance(pad_dims, Mapping)
+    if is_wrong or not all(x and all(is_integer(i, at_least=1) for i in x) for x in padded.values()):
+        raise ValueError(
+            "DistributedLoss: pad_dims are the padded dimensions, 1 or more, by the name of the argument, such as "
+            f"{{'tokens': 1, 'mask': 1}}, got {pad_dims!r}. Dimension 0 counts samples and needs no padding."
+        )
     if isinstance(names, str) or not (isinstance(names, Collection) and all(isinstance(x, str) for x in names)):
         raise ValueError(
             "DistributedLoss: shared is the set of the arguments that are equal on every rank, such as {'prototypes'}, got "
             f"{shared!r}."
         )
-    dims = {} if batch_dim is None else batch_dim
     if not isinstance(dims, Mapping) or not all(
-        isinstance(name, str) and is_integer(x, at_least=0) for name, x in dims.items()
+        isinstance(k, str) and is_integer(x, at_least=0) for k, x in dims.items()
     ):
         raise ValueError(
             "DistributedLoss: batch_dim is the dimension that counts samples, 0 or more, by the name of the argument, such "
             f"as {{'views': 1}}, got {batch_dim!r}."
         )
-    stated = [("shared", name) for name in sorted(names)] + [("batch_dim", name) for name in dims]
-    stated += [("pad_dims", name) for name in padded]
-    for index, (option, name) in enumerate(stated):
-        for other, second in stated[index + 1 :]:
-            if option != other and (_covers(name, second) or _covers(second, name)):
-                raise ValueError(
-                    f"DistributedLoss: {second} stands in {option} and in {other}. An argument has one of shared, batch_dim "
-                    "and pad_dims."
-                )
+    by_option = {"shared": sorted(names), "batch_dim": dims, "pad_dims": padded}
+    stated = [(option, name) for option, of_option in by_option.items() for name in of_option]
+    for (option, first), (other, second) in itertools.combinations(stated, 2):
+        if option != other and (_covers(first, second) or _covers(second, first)):
+            raise ValueError(
+                f"DistributedLoss: {second} stands in {option} and in {other}. An argument has one of shared, batch_dim "
+                "and pad_dims."
+            )
     bare = without_ddp(loss)
-    if (names or dims) and (isinstance(bare, Loss) or mode == "sharded"):
-        reason = "knows its arguments" if isinstance(bare, Loss) else "is split over ranks"
-        raise ValueError(
-            "DistributedLoss: shared and batch_dim are for a third-party loss that every rank computes; "
-            f"{loss_name(bare)} {reason}. Leave them out."
-        )
-    return Roles(tuple(sorted(names)), dict(dims))
+    for options, what, of_own, fix in (
+        (padded, "pad_dims is", "takes sizes that differ between ranks where it can", "Leave pad_dims out."),
+        (names or dims, "shared and batch_dim are", "knows its arguments", "Leave them out."),
+    ):
+        if options and (isinstance(bare, Loss) or mode == "sharded"):
+            reason = of_own if isinstance(bare, Loss) else "is split over ranks"
+            raise ValueError(
+                f"DistributedLoss: {what} for a third-party loss that every rank computes; {loss_name(bare)} {reason}. {fix}"
+            )
+    return Roles(tuple(sorted(names)), dict(dims), padded)
 
 
 def _covers(name: str, path: str) -> bool:

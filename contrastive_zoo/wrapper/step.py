@@ -15,7 +15,7 @@ from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.loss_base.loss import Loss, Stated
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
-from contrastive_zoo.ranks.adjoints import gather_together, scale_gradient
+from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.compiling import gradients_are_computed
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
@@ -27,12 +27,19 @@ from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
-from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.wrapper.arguments import Arguments, argument_fingerprint, as_matrix, payload_of, some_of_shared
+from contrastive_zoo.ranks.world import Shards
+from contrastive_zoo.wrapper.arguments import (
+    argument_fingerprint,
+    as_matrix,
+    device_of,
+    gathered_rows,
+    payload_of,
+    some_of_shared,
+)
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
-from contrastive_zoo.wrapper.options import ROLES, WrapperOptions
+from contrastive_zoo.wrapper.options import ROLES
 from contrastive_zoo.wrapper.roles import batch_dim_fix, no_rows, shared_fix, stacked_views
 
 T = TypeVar("T")
@@ -49,10 +56,9 @@ class DistributedStep:
     """
 
     name: str  # of the loss, the first word of errors
-    compared: Mapping[str, str]
-    """What must be equal on every rank, besides the arguments, the loss's settings and the options."""
+    options: Any  # the wrapper, whose attributes are the options
+    compared: Mapping[str, str]  # the options and arguments that must be equal on every rank
     modules: LossModules  # of the wrapper's loss, which may be another than the call's
-    options: WrapperOptions
     history: CallHistory
     session: Session
     observer: Any  # a Monitor, which looks at the embeddings after the loss; None if there is none
@@ -120,7 +126,7 @@ class DistributedStep:
         """The statement with settings, options, and what earlier calls have left to compare."""
         history, options = self.history, self.options
         settings = self.modules.settings(third_party=options.check_equal)
-        compared = _with_names_apart(settings, {**options.compared(), **self.compared})
+        compared = _with_names_apart(settings, self.compared)
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         compared["gradients are computed"] = gradients_are_computed()
@@ -166,8 +172,7 @@ class DistributedStep:
 
     def all_or_none(self, compute: Callable[[], Any]) -> Any:
         """The value of a user's loss, by rank 0's random numbers; with a state it fails on all ranks or on none."""
-        device = next((x.device for x in self.rows.values() if x.is_floating_point()), None)
-        with one_stream(self.session, device):
+        with one_stream(self.session, device_of(self.rows)):
             if not self.modules.buffer_versions():
                 return compute()
             with state_kept_on_error(self.modules.loss):
@@ -240,16 +245,15 @@ class ThirdPartyStep(DistributedStep):
     """A call of any other loss: computed by every rank alike from the samples of all ranks, or for its own anchors."""
 
     call: LossCall
-    arguments: Arguments
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        return self.arguments.rows
+        return self.call.inputs.rows
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
-        leaves = self.arguments.leaves.items()
-        shared = {f"the shared {path}": some_of_shared(x) for path, x in self.arguments.shared.items()}
+        leaves = self.call.inputs.leaves.items()
+        shared = {f"the shared {path}": some_of_shared(x) for path, x in self.call.inputs.shared.items()}
         return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0} | shared
 
     def fingerprints(self, numbers: Mapping[str, Tensor]) -> list[int]:
@@ -261,7 +265,7 @@ class ThirdPartyStep(DistributedStep):
         """The rows that may not be rows of dimension 0; a loss of this library knows its arguments."""
         if isinstance(without_ddp(self.call.loss), Loss):
             return set()
-        return {path for path in self.rows if self.arguments.roles.dim(path) is None}
+        return {path for path in self.rows if self.call.roles.dim(path) is None}
 
     def refuse(self, agreed: Agreed) -> None:
         """Refuse an argument without a role that cannot be rows of dimension 0."""
@@ -280,7 +284,7 @@ class ThirdPartyStep(DistributedStep):
             raise ValueError(f"{self.name}: {batch_dim_fix(path, shapes[path])}")
 
     def statement(self) -> Statement:
-        call, arguments, replicated = self.call, self.arguments, self.options.mode == "replicated"
+        call, arguments = self.call, self.call.inputs
         of_miner = {}
         if call.miner is not None:
             settings = LossModules(call.miner).settings(third_party=self.options.check_equal)
@@ -289,12 +293,12 @@ class ThirdPartyStep(DistributedStep):
             self.name,
             of_miner | arguments.compared,
             [*arguments.sizes, *arguments.padded_sizes],
-            call.problem(self.session, arguments.roles) or (None if replicated else call.sharded_problem()),
+            call.problem(self.session),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            replicable=replicated,
+            replicable=not call.sharded,
             draws=True,
-            payload=arguments.payload(self.session) if replicated else None,
+            payload=None if call.sharded else arguments.payload(self.session),
         )
 
     def value(self, agreed: Agreed) -> Any:
@@ -306,22 +310,14 @@ class ThirdPartyStep(DistributedStep):
             def scaled(x: Any) -> Any:  # a single number is a parameter, whose gradient is complete
                 return scale_gradient(x, session.size) if isinstance(x, Tensor) and x.ndim else x
 
-            shards = dict(zip(self.arguments.rows, agreed.shards, strict=True))
+            shards = dict(zip(self.rows, agreed.shards, strict=True))
             arguments = tree_map(scaled, dict(call.bound.arguments))
             return sharded(call.loss, call.miner, arguments, shards, session)
-        call.bound.arguments = self.arguments.gathered(agreed, session, call.row_indices())
+        call.bound.arguments = call.inputs.gathered(agreed, session, call.row_indices())
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(functools.partial(call.mine_and_compute, session))
-        with one_stream(session, self.arguments.device):
+        with one_stream(session, device_of(self.rows)):
             return call.mine_and_compute(session)
-
-
-def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> dict[str, Tensor]:
-    """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
-    if world.on_accelerators or not all(map(on_cpu, rows.values())):
-        return Arguments(dict(rows)).gathered_rows(agreed, world)
-    result = gather_together([*rows.values()], agreed.shards, world, agreed.payload, factor=world.size)
-    return dict(zip(rows, result, strict=True))
 
 
 _COMPUTED_AGAIN = (
