@@ -88,7 +88,7 @@ CHANGES: dict[tuple[str, str], tuple[Change, str]] = {
     for what, change in OF_MODULES.items()
     if what in kinds
 }
-"""What one rank changes, with what all ranks say; tests/adversary.py has the other changes of the other losses."""
+"""What one rank changes, with what all ranks say; tests/test_adversarial.py has the other changes of the other losses."""
 
 
 @pytest.mark.parametrize(("name", "what"), CHANGES)

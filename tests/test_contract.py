@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
@@ -20,17 +19,25 @@ from contrastive_zoo.testing.invariants import (
     same_random_numbers,
     same_sharded_gradient,
 )
-from contrastive_zoo.testing.measurement import whole_batch
+from contrastive_zoo.testing.measurement import Case, whole_batch
 from contrastive_zoo.testing.strategies import dtypes, global_batches, temperatures, views
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, drawn
 from tests.losses import zoo_softmax
 from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
+from tests.operators import Operators
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 from tools.gallery.recipe import GALLERY
 
 LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.startswith("RowLoss")]
+
+
+def require_contract(case: Case, batch: GlobalBatch, worlds: Worlds) -> Trial:
+    trial = Trial(case, batch, worlds)
+    for invariant in CONTRACT:
+        invariant(trial)
+    return trial
 
 
 @pytest.mark.parametrize("entry", EVERY, ids=str)
@@ -41,10 +48,7 @@ LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.star
     trainer=st.sampled_from(["mean", "sum"]),
 )
 def test_the_contract_holds(entry: Entry, batch, temperature, reduction, trainer, worlds: Worlds) -> None:
-    case = entry.case(trainer, temperature=temperature, reduction=reduction)
-    trial = Trial(case, batch, worlds)
-    for invariant in CONTRACT:
-        invariant(trial)
+    require_contract(entry.case(trainer, temperature=temperature, reduction=reduction), batch, worlds)
 
 
 class LaterStep(torch.nn.Module):
@@ -62,42 +66,30 @@ class LaterStep(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("entry", "settings"),
-    [(entry, {"ring": True}) for entry in ZOO if not entry.name.startswith("RowLoss")]
-    + [(entry, {"static_shapes": True}) for entry in ZOO],
+    ("entry", "how"),
+    [(entry, "ring") for entry in ZOO if not entry.name.startswith("RowLoss")]
+    + [(entry, "static_shapes") for entry in ZOO]
+    + [(entry, "a learnt temperature") for entry in LEARNABLE],
     ids=str,
 )
 @given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
-def test_the_contract_holds_however_ranks_talk(entry: Entry, settings, batch, trainer, worlds: Worlds) -> None:
-    make = entry.make
+def test_the_contract_holds_however_ranks_talk_and_what_they_learn(
+    entry: Entry, how: str, batch, trainer, worlds: Worlds
+) -> None:
+    make, is_learnt = entry.make, how == "a learnt temperature"
 
     def told():
-        loss = cz.DistributedLoss(make(temperature=0.3), grad_reduction=trainer, **settings)
-        return LaterStep(loss) if "static_shapes" in settings else loss
+        loss = make(temperature=cz.LearnableTemperature(0.3) if is_learnt else 0.3)
+        loss = cz.DistributedLoss(loss, grad_reduction=trainer, **({} if is_learnt else {how: True}))
+        return LaterStep(loss) if how == "static_shapes" else loss
 
-    for invariant in CONTRACT:
-        invariant(Trial(replace(entry.case(trainer), make=told), batch, worlds))
-
-
-@pytest.mark.parametrize("entry", LEARNABLE, ids=str)
-@given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
-def test_the_contract_holds_for_a_learnt_temperature(entry: Entry, batch, trainer, worlds: Worlds) -> None:
-    make = entry.make
-
-    def learnt():
-        return make(temperature=cz.LearnableTemperature(0.3))
-
-    trial = Trial(Entry(entry.name, learnt, entry.dense, entry.call, entry.views).case(trainer), batch, worlds)
-    for invariant in CONTRACT:
-        invariant(trial)
-    assert trial.on_one_process().parameters
+    trial = require_contract(replace(entry.case(trainer), make=told), batch, worlds)
+    assert not is_learnt or trial.on_one_process().parameters
 
 
 @given(batch=global_batches(), number=views())
 def test_the_contract_holds_for_any_number_of_views(batch, number, worlds: Worlds) -> None:
-    trial = Trial(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, worlds)
-    for invariant in CONTRACT:
-        invariant(trial)
+    require_contract(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, worlds)
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=str)
@@ -142,21 +134,20 @@ class NoisyHard(BatchHard):
         return losses * torch.rand(()), valid
 
 
-@pytest.mark.parametrize("trainer", ["mean", "sum"])
-@pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
-def test_an_own_loss_that_draws_draws_the_same_everywhere(shards, trainer, worlds: Worlds) -> None:
-    entry = Entry("NoisyHard", NoisyHard, dense_batch_hard, call="labels")
-    assert same_random_numbers(Trial(entry.case(trainer), GlobalBatch(shards, d=3, seed=5), worlds))
+def sharded_in_a_sum(**_):
+    return cz.WeightedSum([cz.ArcFace(16, 3, scale=4.0, shard_over=cz.World.of())])
 
 
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
 @pytest.mark.parametrize("shards", [(1, 4), (0, 3, 2)], ids=str)
-def test_sharded_weights_inside_a_composition(shards, trainer, worlds: Worlds) -> None:
-    def make(**_):
-        return cz.WeightedSum([cz.ArcFace(16, 3, scale=4.0, shard_over=cz.World.of())])
-
-    case = Entry("WeightedSum of ArcFace", make, dense_batch_hard, call="labels").case(trainer)
-    assert same_sharded_gradient(Trial(case, GlobalBatch(shards, d=3, seed=5), worlds))
+@pytest.mark.parametrize(
+    ("make", "invariant"), [(NoisyHard, same_random_numbers), (sharded_in_a_sum, same_sharded_gradient)]
+)
+def test_a_loss_that_draws_and_sharded_weights_inside_a_composition(
+    make, invariant, shards, trainer, worlds: Worlds
+) -> None:
+    case = Entry(make.__name__, make, dense_batch_hard, call="labels").case(trainer)
+    assert invariant(Trial(case, GlobalBatch(shards, d=3, seed=5), worlds))
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
@@ -190,20 +181,8 @@ def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeyp
         torch.manual_seed(0)
         loss = entry.make(temperature=0.3).double().requires_grad_(leaves)
         given = [x.clone().requires_grad_(leaves) if x.is_floating_point() else x for x in rows]
-        with torch.no_grad(), Recorded() as recorded:
+        with torch.no_grad(), Operators() as recorded:
             loss(*given)
-        return [name for name in recorded.names if name != "aten.detach.default"]
+        return recorded.names
 
     assert operations(leaves=True) == operations(leaves=False)
-
-
-class Recorded(TorchDispatchMode):
-    """Names of the operations within it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message
 from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
+from tests.zoo import BatchHard
 from tools.vectors.cases import LABELLED, VIEWS, WIDTH
 
 STATEFUL = {
@@ -106,53 +107,44 @@ def test_a_mistake_is_noticed(name: str, failure: str, worlds: Worlds) -> None:
     assert any(worlds.run(2, moved, STATEFUL[name], fail, split=True, **mistake))
 
 
-class RaisingRows(cz.RowLoss):
-    """A user's loss that fails at some calls."""
-
-    fails = False
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fails:
-            raise RuntimeError("the user's loss failed")
-        return similarity.sum(1), positive.any(1)
-
-
-class RaisingReferences(nn.Module):
-    """A third-party loss that fails at some calls."""
-
-    fails = False
+class References(nn.Module):
+    """A third-party loss."""
 
     def forward(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
     ) -> Tensor:
-        if self.fails:
-            raise RuntimeError("the third-party loss failed.")
         return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
 
 
-class RaisingNegatives(RaisingReferences):
-    """A third-party loss of two towers that fails at some calls."""
+class Negatives(nn.Module):
+    """A third-party loss of two towers."""
 
-    def forward(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:  # type: ignore[override]  # of towers
-        return super().forward(queries, None, None, -keys, None) + negatives.sum()
+    def forward(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
+        return (queries.sum(0) + keys.sum(0)).square().sum() + negatives.sum()
+
+
+def raises(*_: Any) -> Tensor:
+    raise RuntimeError("the user's loss failed.")
+
+
+def failing(loss: Any) -> Any:
+    """A context in which the loss that a memory wraps raises."""
+    return patch.object(type(loss.loss), "rows" if isinstance(loss.loss, cz.RowLoss) else "forward", raises)
 
 
 def fails_inside(loss: Any, arguments: dict[str, Tensor]) -> None:
-    loss.loss.fails = True
-    cz.DistributedLoss(loss, check_distinct=False)(*arguments.values())
+    with failing(loss):
+        cz.DistributedLoss(loss, check_distinct=False)(*arguments.values())
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(
-    ("inner", "kinds"), [(RaisingRows, LABELLED), (RaisingReferences, LABELLED), (RaisingNegatives, VIEWS)]
-)
+@pytest.mark.parametrize(("inner", "kinds"), [(BatchHard, LABELLED), (References, LABELLED), (Negatives, VIEWS)])
 def test_a_batch_whose_loss_fails_does_not_enter(
     inner: Callable[[], Any], kinds: dict[str, str], split: bool, worlds: Worlds
 ) -> None:
+    case = OwnLoss(memory(inner), kinds)
     for world_size in (1, 2):
-        assert (
-            worlds.run(world_size, moved, OwnLoss(memory(inner), kinds), fails_inside, split=split) == [[]] * world_size
-        )
+        assert worlds.run(world_size, moved, case, fails_inside, split=split) == [[]] * world_size
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -161,22 +153,23 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(split: bool, worlds: Worlds)
 
     def job() -> list[Any]:
         torch.manual_seed(0)
-        loss = memory(RaisingReferences)()
+        loss = memory(References)()
         loss_fn: Any = cz.DistributedLoss(loss).double()
         arguments = OwnLoss(lambda: loss, LABELLED).arguments(dist.get_rank(), 2).values()
         found: list[Any] = []
         with splitting(always=split):
-            for loss.loss.fails in (False, dist.get_rank() == 1, False):
-                found.append(error_message(lambda: loss_fn(*arguments)) or len(loss.memory))
+            for fails in (False, dist.get_rank() == 1, False):
+                with failing(loss) if fails else nullcontext():
+                    found.append(error_message(lambda: loss_fn(*arguments)) or len(loss.memory))
         return found
 
-    text = "CrossBatchMemory: rank 1: RuntimeError: the third-party loss failed."
+    text = "CrossBatchMemory: rank 1: RuntimeError: the user's loss failed."
     assert worlds.run(2, job) == [[8, text, 16]] * 2
 
 
 def test_a_memory_that_is_not_restored_is_caught(worlds: Worlds) -> None:
     mistakes = ["contrastive_zoo.losses.cross_batch_memory.state_kept_on_error"]
-    case = OwnLoss(memory(RaisingReferences), LABELLED)
+    case = OwnLoss(memory(References), LABELLED)
     assert any(worlds.run(2, moved, case, fails_inside, split=True, mistakes=mistakes))
 
 

@@ -18,7 +18,7 @@ from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import chunked_encoder
 from contrastive_zoo.wrapper.grad_cache import GradCache, cached_step
-from tests.helpers import close, common_error, distance, local_shard, numbers
+from tests.helpers import close, distance, local_shard, numbers, refused
 
 IN, D = 4, 3
 Gradients = list[Tensor]
@@ -57,23 +57,6 @@ def labels(n: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- one process
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8, 100])
-def test_gradients_are_those_of_one_step_at_once(chunk_size: int) -> None:
-    x, loss_fn = numbers(8, IN, seed=0), cz.SupCon(temperature=0.3)
-    at_once, by_module, by_step = mlp(), mlp(), mlp()
-    expected = loss_fn(at_once(x), labels(8))
-    expected.backward()
-
-    found = loss_fn(GradCache(by_module, chunk_size)(x), labels(8))
-    found.backward()
-    stepped = cached_step(by_step, x.split(chunk_size), loss_fn, labels(8))
-
-    close(found.detach(), expected.detach())
-    close(stepped, expected.detach())
-    same(gradients(by_module), gradients(at_once))
-    same(gradients(by_step), gradients(at_once))
-
-
 IDS = [torch.tensor(x) for x in ([0, 1, 2, 0, 3, 4, 5, 1], [9, 1, 9, 2, 0, 7, 7, 7], [0, 1, 2, 3, 4, 4, 5, 6])]
 """Of documents, negatives and queries."""
 
@@ -104,35 +87,38 @@ def test_masks_of_false_negatives_are_those_of_the_whole_batch(loss_fn: Callable
         same(found, gradients(at_once))
 
 
-def test_several_towers_and_several_outputs() -> None:
+def test_several_towers_several_outputs_and_two_views() -> None:
     x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
-    at_once, one_module, two_modules, by_module = (TwoTowers() for _ in range(4))
-    loss_fn(*at_once(x, y)).backward()
-    expected = [*gradients(at_once), loss_fn.temperature.log_scale.grad.clone()]
-    steps: dict[nn.Module, Callable[[], Any]] = {
-        one_module: lambda: cached_step(one_module, list(zip(x.split(3), y.split(3), strict=True)), loss_fn),
-        two_modules: lambda: cached_step(
-            (two_modules.left, two_modules.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn
-        ),
-        by_module: lambda: loss_fn(*GradCache(by_module, 2)(x, y=y)).backward(),
-    }
-    for model, step in steps.items():
-        loss_fn.zero_grad()
-        step()
-        same([*gradients(model), loss_fn.temperature.log_scale.grad], expected)
 
+    def left_and_right(model: TwoTowers) -> None:
+        cached_step((model.left, model.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn)
 
-def test_two_views_through_one_encoder() -> None:
-    x, y, loss_fn = numbers(5, IN, seed=0), numbers(5, IN, seed=1), cz.NTXent()
-    at_once, twice, stacked, stepped = (mlp() for _ in range(4))
-    loss_fn(at_once(x), at_once(y)).backward()
-    encode = GradCache(twice, 2)
-    loss_fn(encode(x), encode(y)).backward()
-    loss_fn(*GradCache(stacked, 3)(torch.cat([x, y])).chunk(2)).backward()
-    cached_step((stepped, stepped), (x.split(2), y.split(3)), loss_fn)
-    for model in (twice, stacked, stepped):
-        same(gradients(model), gradients(at_once))
+    def twice(model: nn.Module) -> None:
+        encode = GradCache(model, 2)
+        loss_fn(encode(x), encode(y)).backward()
+
+    towers: list[Callable[[Any], Any]] = [
+        lambda model: loss_fn(*model(x, y)).backward(),  # at once
+        lambda model: cached_step(model, list(zip(x.split(3), y.split(3), strict=True)), loss_fn),
+        left_and_right,
+        lambda model: loss_fn(*GradCache(model, 2)(x, y=y)).backward(),
+    ]
+    views: list[Callable[[Any], Any]] = [
+        lambda model: loss_fn(model(x), model(y)).backward(),
+        twice,
+        lambda model: loss_fn(*GradCache(model, 3)(torch.cat([x, y])).chunk(2)).backward(),
+        lambda model: cached_step((model, model), (x.split(2), y.split(3)), loss_fn),
+    ]
+    for make, steps in ((TwoTowers, towers), (mlp, views)):
+        found = []
+        for step in steps:
+            model = make()
+            loss_fn.zero_grad()
+            step(model)
+            found.append([*gradients(model), loss_fn.temperature.log_scale.grad.clone()])
+        for others in found[1:]:
+            same(others, found[0])
 
 
 class Reader(nn.Module):
@@ -331,29 +317,31 @@ def _plain(model: nn.Module, x: Tensor, scaler: Any) -> None:
 SETUPS = ["DDP inside", "DDP around", "DDP, cached_step", "DDP, chunks or none", "by hand", "by hand, cached_step"]
 
 
+def counted_ddp(module: nn.Module, counted: list[int]) -> nn.Module:
+    """DDP whose reductions of gradients are counted."""
+
+    def hook(_, bucket):
+        counted.append(1)
+        mean = bucket.buffer() / dist.get_world_size()
+        return dist.all_reduce(mean, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    wrapped = DistributedDataParallel(module)
+    wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
 def step_on_ranks(setup: str, shards: tuple[int, ...], chunk_size: int) -> tuple[float, Gradients, float, int]:
     """Return value, gradients, the temperature's gradient, and how often DDP reduced gradients, on every rank."""
     rank = dist.get_rank()
     model = mlp()
     loss_fn = cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature(0.5))).double()
     x, y = (local_shard(part, shards) for part in (numbers(sum(shards), IN, seed=0), labels(sum(shards))))
-    reductions = 0
-
-    def count(_, bucket):
-        nonlocal reductions
-        reductions += 1
-        return dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future().then(_first)
-
-    def ddp(module: nn.Module) -> nn.Module:
-        wrapped = DistributedDataParallel(module)
-        wrapped.register_comm_hook(None, count)
-        return wrapped
-
+    counted: list[int] = []
     size = chunk_size + rank  # ranks need not even agree on the size of a chunk
     inside = "DDP" in setup and setup != "DDP around"
-    encode = GradCache(ddp(model) if inside else model, size)
+    encode = GradCache(counted_ddp(model, counted) if inside else model, size)
     if setup == "DDP around":
-        encode = ddp(encode)
+        encode = counted_ddp(encode, counted)
     chunks = [] if setup == "DDP, chunks or none" and not len(x) else x.split(size)
     if "cached_step" in setup or "none" in setup:
         value = cached_step(encode.model, chunks, loss_fn, y)
@@ -362,15 +350,11 @@ def step_on_ranks(setup: str, shards: tuple[int, ...], chunk_size: int) -> tuple
         value.backward()
     if "by hand" in setup:
         cz.average_gradients(model)
-    return value.item(), gradients(model), loss_fn.loss.temperature.log_scale.grad.item(), reductions
-
-
-def _first(future: Any) -> Tensor:
-    return future.value()[0]
+    return value.item(), gradients(model), loss_fn.loss.temperature.log_scale.grad.item(), len(counted)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-@given(shards=splits((1, 2, 3), min_samples=2, max_per_rank=7), chunk_size=st.integers(1, 3))
+@given(shards=splits((1, 2, 3), min_samples=2, max_per_rank=7), chunk_size=st.integers(1, 8))
 def test_gradients_are_those_of_one_process_at_once(setup: str, shards, chunk_size: int, worlds: Worlds) -> None:
     n = sum(shards)
     model, loss_fn = mlp(), cz.SupCon(temperature=cz.LearnableTemperature(0.5)).double()
@@ -385,17 +369,11 @@ def test_gradients_are_those_of_one_process_at_once(setup: str, shards, chunk_si
 
 def test_ddp_reduces_two_towers_once_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
     def job(shared: bool) -> tuple[list[Gradients], int]:
-        rank, counted = dist.get_rank(), []
+        rank, counted = dist.get_rank(), list[int]()
         x, y = (local_shard(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in (0, 1))
         models = [mlp(seed=1), mlp(seed=1 if shared else 2)]
 
-        def count(_, bucket):
-            counted.append(1)
-            return dist.all_reduce(bucket.buffer() / 3, async_op=True).get_future().then(_first)
-
-        wrapped = [DistributedDataParallel(model) for model in models[: 1 if shared else 2]]
-        for ddp in wrapped:
-            ddp.register_comm_hook(None, count)
+        wrapped = [counted_ddp(model, counted) for model in models[: 1 if shared else 2]]
         towers = (wrapped[0], wrapped[-1])
         cached_step(towers, (x.split(1 + rank), y.split(2)), cz.DistributedLoss(cz.InfoNCE()))
         return [gradients(model) for model in models[: len(wrapped)]], len(counted)
@@ -436,31 +414,7 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
         same(found[1], expected[1])
 
 
-def test_hooks_of_fsdp_collect_gradients(worlds: Worlds) -> None:
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-
-    def job() -> Gradients:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        model = mlp()
-        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        model.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
-        x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=0), labels(8)))
-        cached_step(model, x.tensor_split(3), cz.DistributedLoss(cz.SupCon()), y)
-        return [x.grad.full_tensor() for x in model.parameters()]
-
-    model = mlp()
-    cz.SupCon()(model(numbers(8, IN, seed=0)), labels(8)).backward()
-    for found in worlds.run(2, job):
-        same(found, gradients(model))
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
-
-
-def encode_two() -> Tensor:
-    rows = numbers(2, IN, seed=dist.get_rank())
-    return cached_step(mlp(), rows.split(1), cz.DistributedLoss(cz.SupCon()), labels(2))
 
 
 def _odd() -> tuple[Tensor, Tensor]:
@@ -490,23 +444,12 @@ BAD: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", BAD)
-def test_bad_input_is_refused_on_every_rank(text: str, worlds: Worlds) -> None:
-    said, after = common_error(worlds, 2, BAD[text], lambda: encode_two().item())
-    assert said.startswith(("cached_step: ", "GradCache: "))
-    assert text in said
-    assert after[0] == after[1]
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_refused_on_every_rank(words: str, worlds: Worlds) -> None:
+    assert refused(worlds, 2, BAD[words], words).startswith(("cached_step: ", "GradCache: "))
 
 
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="chunk_size=0"):
-        GradCache(mlp(), 0)
-    with pytest.raises(ValueError, match=r"torch\.nn\.Module"):
-        GradCache(lambda x: x, 2)
-    with pytest.raises(ValueError, match="chunk_size=None and chunk_tokens=None"):
-        GradCache(mlp())
-    with pytest.raises(ValueError, match="chunk_size=2 and chunk_tokens=8"):
-        GradCache(mlp(), 2, chunk_tokens=8)
+def test_an_encoder_of_several_rows_a_text_takes_no_chunks_of_tokens() -> None:
     ids, mask = texts((7,))
     with pytest.raises(ValueError, match=r"one row for each of 1 samples, got float64 \[7, 4\]. Pass chunk_size"):
         GradCache(AllTokens(), chunk_tokens=9)(ids, attention_mask=mask)

@@ -242,8 +242,11 @@ RIGHT = {"labels": LABELS, "views": Z, "weights of a third-party loss": torch.on
 @pytest.mark.parametrize("kind", ROWS)
 def test_rows_of_one_rank_that_cannot_be_sent(kind: str, worlds: Worlds) -> None:
     for name in CALLS:
-        of_rank = lambda name=name: CALLS[name](ROWS[kind]() if dist.get_rank() == 1 else RIGHT[name])  # noqa: E731
-        refused(worlds, 2, of_rank, "rank 1")
+
+        def bad(name: str = name) -> object:
+            return CALLS[name](ROWS[kind]() if dist.get_rank() == 1 else RIGHT[name])
+
+        refused(worlds, 2, bad, "rank 1")
 
 
 def test_rows_of_a_miner_have_a_dimension(worlds: Worlds) -> None:
