@@ -6,6 +6,7 @@ python benchmarks/faults.py --docs      # the table of docs/pages/when-a-rank-fa
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import resource
@@ -27,6 +28,7 @@ from suite.harness import command_line
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.wrapper.step import splitting
 from tools.pages import PAGES, fill, table
 
@@ -37,173 +39,112 @@ TIMEOUT = 3.0  # seconds of the process group
 FAULTY_STEP, STEPS = 3, 5
 
 
+class Rows(cz.RowLoss):
+    """A loss of this library, whose other ranks wait for the rows of one that does not come."""
+
+    act: Any = field(init=False)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        self.act()
+        return (similarity * negative).sum(1), negative.any(1)
+
+
 class Training:
-    """Five steps of a small training without DDP, on this rank, which may be the failing one; subclasses fail."""
+    """Five steps of a small training on this rank, which may be the one with a fault."""
 
-    timeout = TIMEOUT
-    two_hosts = False  # whether half of the ranks are on another host
-
-    def __init__(self, rank: int, failing_rank: bool) -> None:
+    def __init__(self, fault: "Fault", rank: int, failing_rank: bool, timeout: float) -> None:
         torch.manual_seed(0)
-        self.rank, self.failing_rank, self.step = rank, failing_rank, 0
-        self.encoder = nn.Linear(8, 4)
+        self.fault, self.rank, self.failing_rank, self.timeout, self.step = fault, rank, failing_rank, timeout, 0
+        self.encoder: nn.Module = nn.Linear(8, 4)
+        if fault.ddp:
+            self.encoder = nn.parallel.DistributedDataParallel(self.encoder)
         self.loss_fn = cz.DistributedLoss(self.loss())
 
-    @property
-    def now(self) -> bool:
-        """Whether the fault happens in this step of this rank."""
-        return self.failing_rank and self.step == FAULTY_STEP
-
     def loss(self) -> Any:
-        """The loss; a third-party one can fail inside."""
-        return cz.NTXent()
+        if self.fault.where == IN_ROWS:
+            rows = Rows()
+            rows.act = functools.partial(self.act, IN_ROWS)
+            return rows
 
-    def before(self) -> None:
-        """What happens before the loss."""
+        def third_party(embeddings: Tensor, ref_emb: Tensor) -> Tensor:
+            self.act(IN_THIRD_PARTY)
+            return (embeddings - ref_emb).square().mean()
 
-    def after(self) -> None:
-        """What happens after the loss."""
+        return third_party if self.fault.where == IN_THIRD_PARTY else cz.NTXent()
 
-    def run(self, steps: int = STEPS) -> None:
+    def act(self, where: str) -> bool:
+        """Let the fault happen if its time has come; return whether the training ends here."""
+        is_now = self.step == FAULTY_STEP and where == self.fault.where and (self.failing_rank or self.fault.everywhere)
+        return bool(is_now and self.fault.action(self) is ENDS)
+
+    def run(self) -> None:
         generator = torch.Generator().manual_seed(1 + self.rank)
-        for self.step in range(1, steps + 1):
-            a, b = (self.encoder(torch.randn(6, 8, generator=generator)) for _ in range(2))
-            self.before()
-            loss = self.loss_fn(a, b)
-            self.after()
-            loss.backward()
-            cz.average_gradients(self.encoder)
+        with splitting(always=self.fault.where == IN_ROWS):
+            for self.step in range(1, STEPS + 1):
+                a, b = self.encoder(torch.randn(12, 8, generator=generator)).chunk(2)
+                if self.act(BEFORE):
+                    return
+                loss = self.loss_fn(a, b)
+                self.act(AFTER)
+                loss.backward()
+                if not self.fault.ddp:
+                    cz.average_gradients(self.encoder)
+
+    def call_again(self) -> None:
+        """Call the loss once more, as for a log on rank 0."""
+        self.loss_fn(torch.randn(6, 4), torch.randn(6, 4))
+
+    def call_in_worker(self) -> None:
+        """Call the loss in a worker of a DataLoader, forked from the rank."""
+
+        def collate(batch: list[int]) -> Tensor:
+            return self.loss_fn(torch.randn(6, 4), torch.randn(6, 4)).detach()
+
+        how: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        next(iter(torch.utils.data.DataLoader([0], collate_fn=collate, **how)))
+
+    def wait_for_others(self) -> object:
+        """At the end of a shorter epoch, as trainers do."""
+        time.sleep(2 * self.timeout)
+        return ENDS
 
 
-def act_before(action: Callable[[], object]) -> type[Training]:
-    """The training whose failing_rank rank acts before the loss."""
-
-    class Before(Training):
-        def before(self) -> None:
-            if self.now:
-                action()
-
-    return Before
+BEFORE, IN_THIRD_PARTY, IN_ROWS, AFTER = "before", "in a third-party loss", "between messages", "after"
+ENDS = object()
 
 
-def act_inside(action: Callable[[], object]) -> type[Training]:
-    """The training whose failing_rank rank acts inside of a third-party loss of this rank."""
+class Fault(NamedTuple):
+    """What happens on the last rank, or everywhere, before, in or after the loss of a step."""
 
-    class Inside(Training):
-        def loss(self) -> Any:
-            def third_party(embeddings: Tensor, ref_emb: Tensor) -> Tensor:
-                if self.now:
-                    action()
-                return (embeddings - ref_emb).square().mean()
-
-            return third_party
-
-    return Inside
+    where: str
+    action: Callable[[Training], object]
+    ddp: bool = False  # whether DDP reduces gradients, in the same process group
+    everywhere: bool = False
+    two_hosts: bool = False  # whether half of the ranks are on another host
 
 
-def act_between_messages(action: Callable[[], object]) -> type[Training]:
-    """The training whose failing_rank rank acts inside of a loss of this library, whose other ranks wait for its rows."""
-
-    class Rows(cz.RowLoss):
-        training_of_rank: Any = None
-
-        def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-            if Rows.training_of_rank.now:
-                action()
-            return (similarity * negative).sum(1), negative.any(1)
-
-    class Between(Training):
-        def loss(self) -> Any:
-            Rows.training_of_rank = self
-            return cz.NTXent()
-
-        def run(self, steps: int = STEPS) -> None:
-            rows = cz.DistributedLoss(Rows())
-            with splitting(always=True):
-                for self.step in range(1, steps + 1):
-                    z = self.encoder(torch.randn(6, 8, generator=torch.Generator().manual_seed(9 * self.rank)))
-                    rows(z, torch.arange(6) % 2).backward()
-
-    return Between
-
-
-class ExtraCall(Training):
-    """One rank calls the loss once more, as for a log on rank 0."""
-
-    def after(self) -> None:
-        if self.now:
-            self.loss_fn(torch.randn(6, 4), torch.randn(6, 4))
-
-
-class ExtraCallUnderDDP(ExtraCall):
-    """The same; gradients are reduced by DDP, in the same process group."""
-
-    def __init__(self, rank: int, failing_rank: bool) -> None:
-        super().__init__(rank, failing_rank)
-        self.encoder = nn.parallel.DistributedDataParallel(self.encoder)  # type: ignore[assignment]  # of another class
-
-    def run(self, steps: int = STEPS) -> None:
-        generator = torch.Generator().manual_seed(1 + self.rank)
-        for self.step in range(1, steps + 1):
-            a, b = self.encoder(torch.randn(12, 8, generator=generator)).chunk(2)
-            loss = self.loss_fn(a, b)
-            self.after()
-            loss.backward()
-
-
-class ShorterEpoch(Training):
-    """One rank has fewer batches, and waits for the others at the end, as trainers do."""
-
-    def run(self, steps: int = STEPS) -> None:
-        super().run(FAULTY_STEP - 1 if self.failing_rank else steps)
-        if self.failing_rank:
-            time.sleep(2 * self.timeout)
-
-
-class LinkCut(Training):
-    """The ranks are on two hosts, and the failing_rank one is cut off."""
-
-    two_hosts = True
-
-    def before(self) -> None:
-        if self.now:
-            subprocess.run(CUT, check=True)
-
-
-class InWorker(Training):
-    """A worker of a DataLoader, forked from the rank, calls the loss."""
-
-    def before(self) -> None:
-        if self.step == FAULTY_STEP:  # on every rank: the workers would wait for each other
-            how: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-            next(iter(torch.utils.data.DataLoader([0], collate_fn=self.loss_in_worker, **how)))
-
-    def loss_in_worker(self, batch: list[int]) -> Tensor:
-        return self.loss_fn(torch.randn(6, 4), torch.randn(6, 4)).detach()
-
-
-def fail() -> None:
+def fail(_: Training) -> None:
     """An error of the user's code."""
     raise FileNotFoundError("no such file: cat.jpg")
 
 
-def stop() -> None:
+def stop(_: Training) -> None:
     """As a debugger or a scheduler stops a process."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def die() -> None:
+def die(_: Training) -> None:
     """As the kernel kills a process that takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupt() -> None:
+def interrupt(_: Training) -> None:
     """Ctrl-C at this rank's terminal."""
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1)
 
 
-def exhaust_memory() -> None:
+def exhaust_memory(_: Training) -> None:
     """Allocate more than the process may have."""
     resource.setrlimit(resource.RLIMIT_AS, (2**36, resource.RLIM_INFINITY))
     torch.ones(2**40)
@@ -211,27 +152,27 @@ def exhaust_memory() -> None:
 
 LINK_CUT = "the link between two hosts is cut"
 
-FAULTS: dict[str, type[Training]] = {
-    "exception before the loss": act_before(fail),
-    "exception in a third-party loss": act_inside(fail),
-    "exception between two messages of a loss": act_between_messages(fail),
-    "exception after the loss": type("After", (Training,), {"after": lambda self: fail() if self.now else None}),
-    "out of memory between two messages": act_between_messages(exhaust_memory),
-    "out of memory in a third-party loss": act_inside(exhaust_memory),
-    "SIGKILL before the loss": act_before(die),
-    "SIGKILL in the loss": act_between_messages(die),
-    "os._exit before the loss": act_before(lambda: os._exit(3)),
-    "SIGSTOP before the loss": act_before(stop),
-    "SIGSTOP in the loss": act_between_messages(stop),
-    "sleep beyond the time-out": act_before(lambda: time.sleep(2 * Training.timeout)),
-    "Ctrl-C in the loss": act_between_messages(interrupt),
-    LINK_CUT: LinkCut,
-    "one call more than elsewhere": ExtraCall,
-    "one call more than elsewhere, under DDP": ExtraCallUnderDDP,
-    "a shorter epoch": ShorterEpoch,
-    "the loss in a forked worker": InWorker,
+FAULTS: dict[str, Fault] = {
+    "exception before the loss": Fault(BEFORE, fail),
+    "exception in a third-party loss": Fault(IN_THIRD_PARTY, fail),
+    "exception between two messages of a loss": Fault(IN_ROWS, fail),
+    "exception after the loss": Fault(AFTER, fail),
+    "out of memory between two messages": Fault(IN_ROWS, exhaust_memory),
+    "out of memory in a third-party loss": Fault(IN_THIRD_PARTY, exhaust_memory),
+    "SIGKILL before the loss": Fault(BEFORE, die),
+    "SIGKILL in the loss": Fault(IN_ROWS, die),
+    "os._exit before the loss": Fault(BEFORE, lambda _: os._exit(3)),
+    "SIGSTOP before the loss": Fault(BEFORE, stop),
+    "SIGSTOP in the loss": Fault(IN_ROWS, stop),
+    "sleep beyond the time-out": Fault(BEFORE, lambda training: time.sleep(2 * training.timeout)),
+    "Ctrl-C in the loss": Fault(IN_ROWS, interrupt),
+    LINK_CUT: Fault(BEFORE, lambda _: subprocess.run(CUT, check=True), two_hosts=True),
+    "one call more than elsewhere": Fault(AFTER, Training.call_again),
+    "one call more than elsewhere, under DDP": Fault(AFTER, Training.call_again, ddp=True),
+    "a shorter epoch": Fault(BEFORE, Training.wait_for_others),
+    # on every rank: the workers would wait for each other
+    "the loss in a forked worker": Fault(BEFORE, Training.call_in_worker, everywhere=True),
 }
-"""The fault by name, as the training that has it on the last rank."""
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
@@ -246,13 +187,6 @@ class Outcome(NamedTuple):
     ended: bool
 
 
-class Run(NamedTuple):
-    """How the ranks of one fault ended, by rank, and which has the fault."""
-
-    outcomes: dict[int, Outcome]
-    failing_rank: int
-
-
 def rank_main(
     name: str, rank: int, world_size: int, directory: str, timeout: float, host: Host | None, pipe: Connection
 ) -> None:
@@ -265,11 +199,10 @@ def rank_main(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.FileStore(os.path.join(directory, "store"), world_size)
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-        Training.timeout = timeout
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     dist.barrier()
-    training = FAULTS[name](rank, failing_rank=rank == world_size - 1)
+    training = Training(FAULTS[name], rank, rank == world_size - 1, timeout)
     try:
         training.run()
     except BaseException as error:
@@ -278,7 +211,7 @@ def rank_main(
     pipe.send((time.time(), "", "ended without an error"))
 
 
-def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> Run:
+def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> list[Outcome]:
     """Run the training with a fault on its last rank; end what is still alive after four time-outs.
 
     Raises:
@@ -288,12 +221,11 @@ def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> Run:
         return _run(name, world_size, timeout, hosts)
 
 
-def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> Run:
+def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> list[Outcome]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__])
-    run = Run({}, failing_rank=world_size - 1)
     with tempfile.TemporaryDirectory() as directory:
-        pipes, processes = [], []
+        pipes, processes, outcomes = [], [], []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
             host = hosts[2 * rank // world_size] if hosts else None
@@ -305,7 +237,7 @@ def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> R
             processes.append(process)
         started, others = time.time(), set(range(world_size))
         raised: dict[int, tuple[float, str, str]] = {}
-        while others - {run.failing_rank} and time.time() < started + 4 * timeout:
+        while others - {world_size - 1} and time.time() < started + 4 * timeout:
             for ready in wait([pipes[rank] for rank in others], timeout=0.1):
                 rank = pipes.index(ready)
                 try:
@@ -319,20 +251,19 @@ def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> R
                 process.join()
             if rank in raised:
                 when, kind, text = raised[rank]
-                run.outcomes[rank] = Outcome(when - started, text, kind, ended)
+                outcomes.append(Outcome(when - started, text, kind, ended))
             else:
-                run.outcomes[rank] = Outcome(None, f"killed, exit code {process.exitcode}", "", ended)
-    return run
+                outcomes.append(Outcome(None, f"killed, exit code {process.exitcode}", "", ended))
+    return outcomes
 
 
 def rows(name: str, world_size: int) -> Iterator[tuple[str, str, str, str]]:
     """Run a fault, and yield for each rank the fault, the rank, the seconds, and what it says."""
-    run = run_fault(name, world_size)
-    for rank, x in sorted(run.outcomes.items()):
+    for rank, x in enumerate(run_fault(name, world_size)):
         seconds = "" if x.seconds is None else f"{x.seconds:.1f}"
         last = x.text.strip().splitlines()[-1] if x.text.startswith("Caught") else x.text  # of a worker
         text = " ".join(f"{x.kind}: {last}".removeprefix(": ").split())
-        yield name, f"{rank} (failing_rank)" if rank == run.failing_rank else str(rank), seconds, text
+        yield name, f"{rank} (failing)" if rank == world_size - 1 else str(rank), seconds, text
 
 
 def shortened(text: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.interpreter import torchrun
 
@@ -250,7 +249,7 @@ MOST_CALLS = 560
 def test_a_small_step_calls_few_functions(worlds: Worlds) -> None:
     def job() -> dict[str, float]:
         case, *_ = wrapper.SUBJECTS
-        inputs, loss = case.inputs(), wrapper.ours(cz, case)
+        inputs, loss = case.inputs(), wrapper.ours(case)
         for _ in range(10):
             loss(*inputs).backward()
         return {"loss": wrapper.calls_per_step(lambda: loss(*inputs).backward()), "none": wrapper.calls_per_step(int)}

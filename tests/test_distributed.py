@@ -111,14 +111,38 @@ def test_whatever_a_loss_returns_is_that_of_one_process(shards: Sequence[int], t
                 assert close(part, other.detach()) is None if is_tensor else part == pytest.approx(other)
 
 
-def test_a_plain_function_and_one_with_other_names(worlds: Worlds) -> None:
-    def job() -> list[float]:
-        losses: list[Callable[..., Any]] = [lambda a, b: (a * b).sum(), lambda *views: views[0].sum(), torch.dist]
-        return [float(cz.DistributedLoss(loss)(z(2 + rank()), 2 * z(2 + rank()))) for loss in losses]
+def uneven(of_rank: int) -> tuple[Tensor, Tensor]:
+    return z(2 + of_rank, of_rank), 2 * z(2 + of_rank, of_rank)
 
-    a = torch.cat([z(2, 0), z(3, 1)])
-    expected = [(a * 2 * a).sum().item(), a.sum().item(), a.norm().item()]
-    assert worlds.run(2, job) == [pytest.approx(expected)] * 2
+
+def twice_on_rank_0(of_rank: int) -> tuple[Tensor, Tensor]:
+    """A rank without samples may give one tensor twice where others give two, if it makes them but once."""
+    return (z(3, 1), z(3, 1) + 1) if of_rank else (z(0),) * 2
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "other names": (lambda a, b: (a * b).sum(), uneven),
+    "any views": (lambda *views: views[0].sum(), uneven),
+    "a function of torch": (torch.dist, uneven),
+    "one tensor twice": (lambda a, b: (a @ b.T).exp().mean(), twice_on_rank_0),
+    "one tensor twice, an own loss": (cz.Clip(), twice_on_rank_0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_of_several_calls_is_that_of_one_process(name: str, worlds: Worlds) -> None:
+    loss, make = CALLS[name]
+
+    def job() -> list[float]:
+        wrapped, values = cz.DistributedLoss(loss), []
+        for _ in range(4):
+            value = wrapped(*make(rank()))
+            value.backward()
+            values.append(value.item())
+        return values
+
+    expected = loss(*map(torch.cat, zip(make(0), make(1), strict=True))).item()
+    assert worlds.run(2, job) == [pytest.approx([expected] * 4, abs=1e-12)] * 2
 
 
 def test_an_argument_that_is_given_twice_stays_one(worlds: Worlds) -> None:
@@ -254,19 +278,6 @@ def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     assert worlds.run(2, job, timeout=60) == [[4, 10, EVERY_NTH_CALL + 1]] * 2
 
 
-def test_it_takes_no_message_of_its_own(worlds: Worlds) -> None:
-    def job() -> list[int]:
-        counts = []
-        for check_equal in (True, False):
-            loss = cz.DistributedLoss(third_party, check_equal=check_equal)
-            loss(z(), y())  # reserves bytes for the rows
-            counts.append(messages(lambda loss=loss: [loss(z(), y()) for _ in range(4)]))
-        return counts
-
-    # a handshake that the rows follow, and one stream of random numbers
-    assert worlds.run(2, job) == [[8, 8]] * 2
-
-
 # ------------------------------------------------------------------------------------------- in another loss's place
 
 
@@ -303,6 +314,17 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
     # the handshake and the rows; from then on the rows follow the handshake's header in one message
     assert worlds.run(2, job) == [[2, 1, 1] * 2] * 2
 
+    def third_party_steps() -> list[int]:
+        counts = []
+        for check_equal in (True, False):
+            loss = cz.DistributedLoss(third_party, check_equal=check_equal)
+            loss(z(), y())  # reserves bytes for the rows
+            counts.append(messages(lambda loss=loss: [loss(z(), y()) for _ in range(4)]))
+        return counts
+
+    # a handshake that the rows follow, and one stream of random numbers; the comparison of values takes none
+    assert worlds.run(2, third_party_steps) == [[8, 8]] * 2
+
 
 def test_many_rows_take_the_engines_way(worlds: Worlds) -> None:
     """Many are 600, or 150 of a large width in each of two views; static shapes change nothing."""
@@ -331,25 +353,6 @@ def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
     for first, second in worlds.run(2, job):
         assert len(first) == 4
         close(second, first)
-
-
-@pytest.mark.parametrize("loss", [cz.Clip(), lambda a, b: (a @ b.T).exp().mean()], ids=["own", "third_party"])
-def test_a_rank_may_give_one_tensor_twice_where_others_give_two(loss: Any, worlds: Worlds) -> None:
-    """A rank without samples does, if it makes them but once."""
-
-    def job() -> list[float]:
-        wrapped = cz.DistributedLoss(loss)
-        values = []
-        for _ in range(4):
-            a, b = (z(3), z(3) + 1) if rank() else (z(0),) * 2
-            value = wrapped(a, b)
-            value.backward()
-            values.append(value.item())
-        return values
-
-    expected = loss(z(3, 1), z(3, 1) + 1).item()
-    for values in worlds.run(2, job):
-        assert values == pytest.approx([expected] * 4, abs=1e-12)
 
 
 @pytest.mark.parametrize("loss", [cz.NTXent(), lambda a, b: (a * b).sum()], ids=["own", "third-party"])

@@ -74,7 +74,7 @@ NAMES = list(SAYS) if EVERY_CASE else DRAWN
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, faults.Run]:
+def runs() -> dict[str, list[faults.Outcome]]:
     """The faults, several at once: their ranks mostly wait."""
     with ThreadPoolExecutor(4) as pool:
         return dict(zip(NAMES, pool.map(lambda name: faults.run_fault(name, timeout=TIMEOUT), NAMES), strict=True))
@@ -87,8 +87,8 @@ def test_every_fault_is_described() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_other_rank_says_what_happened_and_ends_soon(runs: dict[str, faults.Run], name: str) -> None:
-    outcome = runs[name].outcomes[0]
+def test_the_other_rank_says_what_happened_and_ends_soon(runs: dict[str, list[faults.Outcome]], name: str) -> None:
+    outcome = runs[name][0]
     assert outcome.kind == "CommunicationError", outcome
     assert_says(outcome.text, SAYS[name])
     assert outcome.seconds is not None

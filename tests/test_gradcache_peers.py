@@ -112,29 +112,20 @@ def test_zero_3_needs_gradients_that_are_held(worlds: Worlds) -> None:
         worlds.run(2, job, timeout=120)
 
 
-class TwoCalls(nn.Module):
-    """Two calls of an encoder in a backward pass."""
+class Encoded(nn.Module):
+    """A sum of squares of so many calls of an encoder."""
 
-    def __init__(self) -> None:
+    def __init__(self, encoder: nn.Module, calls: int) -> None:
         super().__init__()
-        self.encoder = cz.GradCache(nn.Linear(IN, OUT), CHUNK)
+        self.encoder, self.calls = cz.GradCache(encoder, CHUNK), calls
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.encoder(x) + self.encoder(x)).square().sum()
-
-
-class UnusedByTheLast(nn.Module):
-    """An encoder that uses a layer for full chunks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = cz.GradCache(PerChunk(), CHUNK)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x).square().sum()
+        return sum(self.encoder(x) for _ in range(self.calls)).square().sum()
 
 
 class PerChunk(nn.Module):
+    """An encoder that uses a layer for full chunks only."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(IN, OUT) for _ in range(2))
@@ -153,15 +144,16 @@ def refusal_of_zero_3(step: nn.Module) -> str:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "calls", "text"),
     [
-        (TwoCalls, "Encode all samples by one call"),
-        (UnusedByTheLast, "that the last chunk does not use"),
+        (lambda: nn.Linear(IN, OUT), 2, "Encode all samples by one call"),
+        (PerChunk, 1, "that the last chunk does not use"),
     ],
 )
-def test_zero_3_says_what_it_would_reduce_in_part(make: type[nn.Module], text: str, worlds: Worlds) -> None:
+def test_zero_3_says_what_it_would_reduce_in_part(make: Any, calls: int, text: str, worlds: Worlds) -> None:
     needed("deepspeed", "test-trainers")
-    assert all(text in found for found in worlds.run(2, lambda: refusal_of_zero_3(make()), timeout=120))
+    found = worlds.run(2, lambda: refusal_of_zero_3(Encoded(make(), calls)), timeout=120)
+    assert all(text in of_rank for of_rank in found)
 
 
 # --------------------------------------------------------------------------------------------------------------- peft

@@ -52,17 +52,18 @@ class Gather(torch.autograd.Function):
 
 
 class SumsInBackward(torch.autograd.Function):
-    """The identity, whose backward pass sums over ranks."""
+    """The identity, whose backward pass sums over ranks, those of the default group if none is held."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any = None) -> Tensor:
+        ctx.group = group
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
 class Loss(nn.Module):
@@ -85,11 +86,6 @@ def with_dist_nn(x: Tensor) -> Tensor:
     return torch.cat(dist_nn.all_gather(x))
 
 
-def with_a_sum(x: Tensor) -> Tensor:
-    """Rows less the mean of all ranks."""
-    return x - dist_nn.all_reduce(x.sum(0)) / (world_size() * len(x))
-
-
 def with_functional_collectives(x: Tensor) -> Tensor:
     return funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
 
@@ -101,40 +97,23 @@ def with_objects(x: Tensor) -> Tensor:
     return x / sum(sizes)
 
 
-@torch.no_grad()
-def sinkhorn(x: Tensor) -> Tensor:
-    q = torch.exp(x / 2).T
-    total = q.sum()
-    dist.all_reduce(total)
-    q /= total
+def with_sinkhorn(x: Tensor) -> Tensor:
+    """Rows and their assignments to prototypes: a row of q sums up to 1, over all ranks a column does, too."""
+    q = torch.exp(x.detach() / 2)
     for _ in range(3):
-        of_prototypes = q.sum(1, keepdim=True)
+        of_prototypes = q.sum(0)
         dist.all_reduce(of_prototypes)
         q = q / of_prototypes
-        q = q / q.sum(0, keepdim=True)
-    return q.T
-
-
-def with_sinkhorn(x: Tensor) -> Tensor:
-    return x + sinkhorn(x)
-
-
-def rank_s_slice(x: Tensor) -> Tensor:
-    """All rows with this rank's in the place of the gathered ones, which have no gradient."""
-    rows = [torch.zeros_like(x) for _ in range(world_size())]
-    dist.all_gather(rows, x)
-    rows[dist.get_rank()] = x
-    return torch.cat(rows)
+        q = q / q.sum(1, keepdim=True)
+    return x + q
 
 
 GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a layer": Gather.apply,
     "torch.distributed.nn, all_gather": with_dist_nn,
-    "torch.distributed.nn, all_reduce": with_a_sum,
     "functional collectives": with_functional_collectives,
     "objects and a barrier": with_objects,
     "sinkhorn": with_sinkhorn,
-    "its own slice": rank_s_slice,
     "in the backward pass only": SumsInBackward.apply,
 }
 
@@ -245,19 +224,6 @@ class HoldsTheGroup(nn.Module):
         return (z - total).square().mean()
 
 
-class SumsHeldInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
 class Raises(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         raise KeyError(f"in a world of {dist.get_world_size()}")
@@ -269,7 +235,7 @@ def refusals() -> list[Any]:
     z.requires_grad_()
 
     def held_in_backward(z: Tensor, of: Any = dist.group.WORLD) -> Tensor:
-        return SumsHeldInBackward.apply(z, of).sum()
+        return SumsInBackward.apply(z, of).sum()
 
     def miner(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         dist.barrier(group)

@@ -15,7 +15,7 @@ from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, tolerance
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.world import Processes, World
-from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices, device_of
+from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices, device_of, payload_of
 from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.wrapper.wrapped import unwrapped_miner
 
@@ -115,7 +115,7 @@ class DistributedMiner(nn.Module):
             tolerance=tolerance(arguments.rows.values()),
             replicable=True,
             small=lambda shards: True,
-            payload=arguments.payload(session),
+            payload=payload_of(arguments.rows, session),
         )
         agreed = shake_hands(statement, session)
         refuse_empty(name, agreed.shards[0])

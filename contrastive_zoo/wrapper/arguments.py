@@ -102,10 +102,6 @@ class Arguments:
                 )
         return self.roles.problem(self.leaves)
 
-    def payload(self, world: World) -> list[Tensor] | None:
-        """The rows as bytes that may follow a handshake's header; None if two backends send them, or if widths differ."""
-        return None if self.roles.pad_dims else payload_of(self.rows, world)  # other ranks' widths are not known yet
-
     @property
     def same(self) -> int:
         """Which pairs of rows are one tensor, as bits, and one more; 0 where there are no rows, so that nobody can tell."""

@@ -29,53 +29,38 @@ def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device])
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-class ChangedBuffers:
-    """The buffers that the first pass changes, such as BatchNorm's statistics and a spectral norm's vectors."""
+@contextmanager
+def buffers_before(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Run the body; then yielded are the values before it of the buffers that it changes, such as BatchNorm's statistics."""
+    before: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: dict[str, Tensor] = {}
+    def record(*_: Any) -> None:  # a hook, since DDP copies rank 0's buffers when its forward begins
+        if not before:
+            before.update((name, x.clone()) for name, x in module.named_buffers())
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the values that buffers have before the body, of those that it changes."""
-        before: dict[str, Tensor] = {}
+    handle = module.register_forward_pre_hook(record)
+    try:
+        yield changed
+    finally:
+        handle.remove()
+    after = dict(module.named_buffers())
+    changed.update((name, x) for name, x in before.items() if name in after and not torch.equal(x, after[name]))
 
-        def record(*_: Any) -> None:  # a hook, since DDP copies rank 0's buffers when its forward begins
-            if not before:
-                before.update((name, x.clone()) for name, x in self._module.named_buffers())
 
-        handle = self._module.register_forward_pre_hook(record)
-        try:
-            yield
-        finally:
-            handle.remove()
-        after = dict(self._module.named_buffers())
-        self._before = {k: x for k, x in before.items() if k in after and not torch.equal(x, after[k])}
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Run the body; afterwards buffers have the values that they had before."""
+    with buffers_before(module) as before:
+        yield
+    set_buffers(module, before)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run the body with the recorded values; afterwards buffers have their present values."""
-        present = dict(self._module.named_buffers())
-        after = {name: present[name].clone() for name in self._before}
-        self._copy(self._before, present)
-        try:
-            yield
-        finally:
-            self._copy(after, present)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Run the body; afterwards buffers have the values that they had before."""
-        with self.recorded():
-            yield
-        self._copy(self._before, dict(self._module.named_buffers()))
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(values: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        for name, x in values.items():
-            buffers[name].copy_(x)
+@torch.no_grad()
+def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    buffers = dict(module.named_buffers())
+    for name, x in values.items():
+        buffers[name].copy_(x)
 
 
 class Chunk(NamedTuple):
@@ -128,7 +113,7 @@ class ChunkedEncoder:
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
         self.module = model.module if isinstance(model, DistributedDataParallel) else model
-        self.buffers = ChangedBuffers(self.module)
+        self.buffers: Mapping[str, Tensor] = {}  # before the first pass, those that it changes
         self.random_states: list[list[Tensor]] = []  # before each chunk of the first pass
 
     @contextmanager
@@ -142,13 +127,13 @@ class ChunkedEncoder:
     def encode(self) -> list[Tensor]:
         """Run the first pass: return the leaves of the outputs of all chunks, without a graph."""
         result = []
-        with torch.no_grad(), self._autocast_of_construction(), self.buffers.recorded():
+        with torch.no_grad(), self._autocast_of_construction(), buffers_before(self.module) as self.buffers:
             for chunk in self.chunks:
                 self.random_states.append(random_states(self.devices))
                 leaves, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
                 result.append(leaves)
             present_states = random_states(self.devices)
-            with ChangedBuffers(self.module).kept():
+            with buffers_kept(self.module):
                 for _ in range(self.repetitions):
                     self.model(*self.chunks[-1].args, **self.chunks[-1].kwargs)
             set_random_states(present_states, self.devices)
@@ -220,15 +205,18 @@ class ChunkedEncoder:
         present_states = random_states(self.devices)
         _, _, of_last = chunks[-1]
         repeated = self.chunks[-1], self.random_states[-1], tuple(map(torch.zeros_like, of_last))
-        with self.buffers.restored():
-            try:
-                with ChangedBuffers(self.module).kept():
-                    for _ in range(self.repetitions):
-                        self._run_again(*repeated, totals, False)
-                for index, chunk in enumerate(chunks):
-                    self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
-            finally:
-                set_random_states(present_states, self.devices)
+        present = dict(self.module.named_buffers())
+        after = {name: present[name].clone() for name in self.buffers}
+        set_buffers(self.module, self.buffers)
+        try:
+            with buffers_kept(self.module):
+                for _ in range(self.repetitions):
+                    self._run_again(*repeated, totals, False)
+            for index, chunk in enumerate(chunks):
+                self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
+        finally:
+            set_buffers(self.module, after)
+            set_random_states(present_states, self.devices)
 
     def _run_again(
         self,

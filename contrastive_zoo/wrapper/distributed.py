@@ -27,7 +27,6 @@ from contrastive_zoo.wrapper.options import (
     Mode,
     compared_options,
     machines_of,
-    refuse_bad_combination,
     refuse_bad_loss,
     refuse_bad_options,
     ring_in_group,
@@ -210,13 +209,13 @@ class DistributedLoss(LossAttributes, Generic[R]):
         refuse_bad_options(grad_reduction, mode, **flags, static_shapes=static_shapes)
         loss = unwrapped("DistributedLoss", "loss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
-        refuse_bad_loss(loss)
         if isinstance(without_ddp(loss), DistributedLoss):
             raise ValueError("DistributedLoss: this loss is distributed already; wrap the bare one, once.")
         self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
         if prefer_native:
             loss, miner, self._replaced = native_and_replaced(loss, miner)
-        refuse_bad_combination(loss, miner, mode, machines_of(ring))
+        self.ring = machines_of(ring)
+        refuse_bad_loss(loss, miner, mode, self.ring)
         self.miner = miner
         self.mode = mode
         self.prefer_native = prefer_native
@@ -227,7 +226,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.check_distinct = check_distinct
         self.broadcast_parameters = broadcast_parameters
         self.static_shapes = static_shapes
-        self.ring = machines_of(ring)
         roles = roles_of(loss, mode, shared, batch_dim, pad_dims)
         self.pad_dims = roles.pad_dims or None
         self.shared = roles.shared or None

@@ -21,15 +21,9 @@ ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_di
 
 def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
     """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
-    compared = {
-        "grad_reduction": wrapper.grad_reduction,
-        "mode": wrapper.mode,
-        "ring": str(machines_of(wrapper.ring)),
-        "static_shapes": str(wrapper.static_shapes),
-        "training": str(wrapper.training),
-        "broadcast_parameters": str(wrapper.broadcast_parameters),
-        ROLES: str(roles),
-    }
+    names = "grad_reduction", "mode", "static_shapes", "training", "broadcast_parameters"
+    compared = {name: str(getattr(wrapper, name)) for name in names}
+    compared |= {"ring": str(machines_of(wrapper.ring)), ROLES: str(roles)}
     return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
 
 
@@ -75,22 +69,18 @@ def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines,
     return tuple(tuple(members.index(rank) for rank in ranks) for ranks in ring), None
 
 
-def refuse_bad_loss(loss: Any) -> None:
+def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: Any) -> None:
+    """Refuse what is no loss of embeddings, and a miner, a mode or a ring that the loss does not support."""
     if not callable(loss):
         raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
     bare = without_ddp(loss)
+    name, is_own = loss_name(bare), isinstance(bare, Loss)
     kinds = [kind for x in (bare.modules() if isinstance(bare, nn.Module) else ()) for kind in type(x).__mro__]
     if any(kind.__module__.startswith("sentence_transformers.") and kind.__name__ == "BaseModel" for kind in kinds):
         raise ValueError(
-            f"DistributedLoss: {loss_name(bare)} holds the encoder and takes its tokens. Ranks must exchange embeddings, "
-            "not tokens. Use contrastive_zoo.adapters.sentence_transformers.DistributedSentenceLoss(loss)."
+            f"DistributedLoss: {name} holds the encoder and takes its tokens. Ranks must exchange embeddings, not tokens. "
+            "Use contrastive_zoo.adapters.sentence_transformers.DistributedSentenceLoss(loss)."
         )
-
-
-def refuse_bad_combination(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: Any) -> None:
-    """Refuse a miner, a mode or a ring that the loss does not support."""
-    bare = without_ddp(loss)
-    name, is_own = loss_name(bare), isinstance(bare, Loss)
     if miner is not None and is_own:
         raise ValueError(
             f"DistributedLoss: {name} weighs all pairs itself and takes no miner's indices. "

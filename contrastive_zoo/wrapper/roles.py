@@ -108,23 +108,15 @@ def roles_of(
                 "and pad_dims."
             )
     bare = without_ddp(loss)
-    for options, rule, of_own, fix in (
-        (
-            padded,
-            "pad_dims is for a third-party loss that every rank computes",
-            "takes sizes that differ between ranks where it can",
-            "Leave pad_dims out.",
-        ),
-        (
-            names or dims,
-            "shared and batch_dim are for a third-party loss that every rank computes",
-            "knows its arguments",
-            "Leave them out.",
-        ),
+    for options, what, of_own, fix in (
+        (padded, "pad_dims is", "takes sizes that differ between ranks where it can", "Leave pad_dims out."),
+        (names or dims, "shared and batch_dim are", "knows its arguments", "Leave them out."),
     ):
         if options and (isinstance(bare, Loss) or mode == "sharded"):
             reason = of_own if isinstance(bare, Loss) else "is split over ranks"
-            raise ValueError(f"DistributedLoss: {rule}; {loss_name(bare)} {reason}. {fix}")
+            raise ValueError(
+                f"DistributedLoss: {what} for a third-party loss that every rank computes; {loss_name(bare)} {reason}. {fix}"
+            )
     return Roles(tuple(sorted(names)), dict(dims), padded)
 
 

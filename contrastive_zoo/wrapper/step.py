@@ -298,7 +298,7 @@ class ThirdPartyStep(DistributedStep):
             tolerance=tolerance(arguments.rows.values()),
             replicable=not call.sharded,
             draws=True,
-            payload=None if call.sharded else arguments.payload(self.session),
+            payload=None if call.sharded or call.roles.pad_dims else payload_of(self.rows, self.session),
         )
 
     def value(self, agreed: Agreed) -> Any:
