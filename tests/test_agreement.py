@@ -29,7 +29,7 @@ def require_exact(ranks: list[list[Outcome]], whole: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS, "an empty bank"], (False, True), one_in=1)
+    ("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS, "an empty bank"], (False, True), one_in=2)
 )
 def test_user_code_and_states_are_those_of_one_process(name: str, splits: bool, worlds: Worlds) -> None:
     """A setting that counts, a forward or hook of one's own: once a step, and of the embeddings of all ranks."""

@@ -271,15 +271,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             return self._alone(bare, call, session)
         if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
-        session, observer = looking_later(session, call.inputs.rows), self._observer if self.training else None
-        step = (
-            self,
-            compared_options(self, self._roles()) | compared,
-            LossModules(bare),
-            self._history,
-            session,
-            observer,
-        )
+        session = looking_later(session, call.inputs.rows)
+        step = self, compared_options(self, self._roles()) | compared, session
         if isinstance(call, Stated):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
             value = OwnStep(call.name, *step, bare, call, compute).compute()

@@ -58,10 +58,13 @@ class DistributedStep:
     name: str  # of the loss, the first word of errors
     options: Any  # the wrapper, whose attributes are the options
     compared: Mapping[str, str]  # the options and arguments that must be equal on every rank
-    modules: LossModules  # of the wrapper's loss, which may be another than the call's
-    history: CallHistory
     session: Session
-    observer: Any  # a Monitor, which looks at the embeddings after the loss; None if there is none
+
+    def __post_init__(self) -> None:
+        self.modules = LossModules(without_ddp(self.options.loss))  # which may be another than the call's
+        self.history: CallHistory = self.options._history
+        # a Monitor, which looks at the embeddings after the loss; None if there is none
+        self.observer = self.options._observer if self.options.training else None
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
