@@ -1,6 +1,6 @@
 """A step in chunks has the effects of a step at once: gradients, random numbers, buffers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -52,36 +52,6 @@ def labels(n: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- one process
-
-
-IDS = [torch.tensor(x) for x in ([0, 1, 2, 0, 3, 4, 5, 1], [9, 1, 9, 2, 0, 7, 7, 7], [0, 1, 2, 3, 4, 4, 5, 6])]
-"""Of documents, negatives and queries."""
-
-
-def masked_mnrl(q: Tensor, d: Tensor, x: Tensor, ids: Sequence[Tensor] = IDS) -> Tensor:
-    return cz.DistributedLoss(cz.MNRL(false_negative_margin=0.1))(q, d, x, None, *ids)
-
-
-def masked_gist(q: Tensor, d: Tensor, x: Tensor, ids: Sequence[Tensor] = IDS) -> Tensor:
-    guides = [y.detach().sin() for y in (q, d, x)]
-    return cz.DistributedLoss(cz.GIST(margin=0.1))(q, d, *guides[:2], x, guides[2], *ids)
-
-
-@pytest.mark.parametrize("loss_fn", [masked_mnrl, masked_gist])
-def test_masks_of_false_negatives_are_those_of_the_whole_batch(loss_fn: Callable[..., Tensor], worlds: Worlds) -> None:
-    rows, at_once = [numbers(8, IN, seed=seed) for seed in range(3)], mlp()
-    loss_fn(*(at_once(x) for x in rows)).backward()
-
-    def in_chunks() -> Gradients:
-        local, ids = ([local_shard(x, (5, 3)) for x in of] for of in (rows, IDS))
-        encoder = mlp()
-        loss_fn(*(GradCache(encoder, 2)(x) for x in local), ids=ids).backward()
-        for gradient in (found := gradients(encoder)):
-            dist.all_reduce(gradient)
-        return [x / 2 for x in found]
-
-    for found in worlds.run(2, in_chunks):
-        same(found, gradients(at_once))
 
 
 def test_several_towers_several_outputs_and_two_views() -> None:
@@ -150,34 +120,24 @@ def texts(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Te
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_chunks_by_tokens(left: bool) -> None:
-    at_once, cached, by_size = Reader(), Reader(), Reader()
-    (ids, mask), loss_fn = texts(left=left), cz.SupCon(temperature=0.3)
-    expected = at_once(ids, attention_mask=mask)
-    loss_fn(expected, labels(8)).backward()
-    found = GradCache(cached, chunk_tokens=9)(ids, attention_mask=mask)
-    loss_fn(found, labels(8)).backward()
-    GradCache(by_size, 3)(ids, attention_mask=mask)
-    close(found.detach(), expected.detach())
-    same(gradients(cached), gradients(at_once))
-    assert cached.seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
-    assert max(rows * tokens for rows, tokens in by_size.seen) > 9
-
-
-def test_chunks_by_tokens_on_ranks(worlds: Worlds) -> None:
-    def job(shards: tuple[int, ...]) -> Gradients:
+def test_chunks_by_tokens(left: bool, worlds: Worlds) -> None:
+    def job(shards: tuple[int, ...]) -> tuple[Tensor, Gradients, list[tuple[int, ...]]]:
         model = Reader()
-        ids, mask, y = (local_shard(x, shards) for x in (*texts(), labels(8)))
+        ids, mask, y = (local_shard(x, shards) for x in (*texts(left=left), labels(8)))
         z = GradCache(DistributedDataParallel(model), chunk_tokens=9)(ids, attention_mask=mask)
         cz.DistributedLoss(cz.SupCon())(z, y).backward()
-        return gradients(model)
+        return z.detach(), gradients(model), model.seen
 
-    model = Reader()
-    ids, mask = texts()
-    cz.SupCon()(model(ids, attention_mask=mask), labels(8)).backward()
+    model, (ids, mask) = Reader(), texts(left=left)
+    expected = model(ids, attention_mask=mask)
+    cz.SupCon()(expected, labels(8)).backward()
     for shards in [(8,), (3, 5), (7, 0, 1)]:
-        for found in worlds.run(len(shards), job, shards):
-            same(found, gradients(model))
+        found = worlds.run(len(shards), job, shards)
+        close(torch.cat([z for z, _, _ in found]), expected.detach())
+        for _, of_rank, seen in found:
+            same(of_rank, gradients(model))
+            assert max(rows * tokens for rows, tokens in seen) <= 9
+            assert shards != (8,) or seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
 
 
 def test_only_one_chunk_has_a_graph_at_a_time() -> None:
@@ -194,28 +154,14 @@ def test_only_one_chunk_has_a_graph_at_a_time() -> None:
     assert seen[3:] == [(True, 3), (True, 3), (True, 2)]
 
 
-def test_gradients_accumulate_and_autograd_grad_returns_them() -> None:
-    x, loss_fn = numbers(6, IN, seed=0), cz.SupCon()
-    at_once, cached = mlp(), mlp()
-    encode = GradCache(cached, 4)
-    for part in (x, 2 * x):
-        loss_fn(at_once(part), labels(6)).backward()
-        loss_fn(encode(part), labels(6)).backward()
-    same(gradients(cached), gradients(at_once))
-    asked = torch.autograd.grad(loss_fn(encode(x), labels(6)), list(cached.parameters()))
-    same(list(asked), list(torch.autograd.grad(loss_fn(at_once(x), labels(6)), list(at_once.parameters()))))
-
-
-def test_frozen_parameters_and_no_grad() -> None:
-    x, model = numbers(5, IN, seed=0), mlp()
-    with torch.no_grad():
-        assert not GradCache(model, 2)(x).requires_grad
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
-    GradCache(model, 2)(x).sum().backward()
-    assert model[0].weight.grad is None
-    assert model[2].weight.grad is not None
-    assert not GradCache(model.requires_grad_(False), 2)(x).requires_grad
+def test_autograd_grad_returns_gradients_beside_frozen_parameters() -> None:
+    x, loss_fn, found = numbers(6, IN, seed=0), cz.SupCon(), []
+    for encode in (lambda model: model(x), lambda model: GradCache(model, 4)(x)):
+        model = mlp()
+        model[0].requires_grad_(False)
+        found.append(torch.autograd.grad(loss_fn(encode(model), labels(6)), [*model[2].parameters()]))
+    same(list(found[1]), list(found[0]))
+    assert not GradCache(mlp().requires_grad_(False), 2)(x).requires_grad
 
 
 def test_integer_outputs_have_no_gradient() -> None:
