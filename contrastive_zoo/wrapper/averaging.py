@@ -1,5 +1,8 @@
 """Average gradients over ranks in a training loop without DDP."""
 
+import itertools
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -78,13 +81,12 @@ def _module_problem(module: object) -> str | None:
 def _buckets(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
     """Parameters in order, split where dtype or device changes or a message would exceed :data:`BUCKET_BYTES`."""
     buckets: list[list[Tensor]] = []
-    size = 0
-    for parameter in parameters:
-        last = buckets[-1][-1] if buckets else None
-        same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        size = size + parameter.nbytes if same else parameter.nbytes
-        if not same or size > BUCKET_BYTES:
-            buckets.append([])
-            size = parameter.nbytes
-        buckets[-1].append(parameter)
+    for _, alike in itertools.groupby(parameters, key=lambda x: (x.dtype, x.device)):
+        size = math.inf
+        for parameter in alike:
+            if size + parameter.nbytes > BUCKET_BYTES:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(parameter)
+            size += parameter.nbytes
     return buckets

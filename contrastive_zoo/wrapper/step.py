@@ -37,7 +37,7 @@ from contrastive_zoo.wrapper.arguments import (
     some_of_shared,
 )
 from contrastive_zoo.wrapper.call_history import CallHistory
-from contrastive_zoo.wrapper.joins import JOINED, join_problem
+from contrastive_zoo.wrapper.joins import join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.options import ROLES
 from contrastive_zoo.wrapper.roles import batch_dim_fix, no_rows, shared_fix, stacked_views
@@ -171,7 +171,7 @@ class DistributedStep:
             problem = problem or history.shapes_problem([*statement.sizes[: len(self.rows)]], self.rows)
         if self.observer is not None:
             problem = problem or self.observer.problem(self.rows)
-        return problem or (join_problem() if JOINED else None)
+        return problem or join_problem()
 
     def all_or_none(self, compute: Callable[[], Any]) -> Any:
         """The value of a user's loss, by rank 0's random numbers; with a state it fails on all ranks or on none."""

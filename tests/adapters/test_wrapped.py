@@ -1,6 +1,5 @@
 """An outermost wrapper is taken off, an inner wrapper is refused."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,16 +143,15 @@ def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(make: Wra
         def of_inner(z: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
             return inner(z, labels, indices_tuple)
 
-        for loss in (of_inner, functools.partial(inner, ref_emb=None)):
-            value = wrap(loss, miner=lambda z, labels: miner(z, labels))(z, labels)
-            value.backward()
+        value = wrap(of_inner, miner=lambda z, labels: miner(z, labels))(z, labels)
+        value.backward()
         return [value.detach(), z.grad]
 
     z = numbers(8, 4, seed=0).requires_grad_()
     value = losses.ContrastiveLoss()(z, LABELS, miners.BatchHardMiner()(z, LABELS))
     value.backward()
     found = worlds.run(2, job, each=list(zip(split(z.detach(), (3, 5)), split(LABELS, (3, 5)), strict=True)))
-    assert distance(torch.cat([gradient for _, gradient in found]) / 2, 2 * z.grad) <= EXACT
+    assert distance(torch.cat([gradient for _, gradient in found]) / 2, z.grad) <= EXACT
     for of_rank, _ in found:
         close(of_rank, value.detach())
 
