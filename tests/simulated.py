@@ -7,6 +7,7 @@ device, except those that a copy takes from one to the other. A message of torch
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,18 +26,8 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper import call_history
 
-aten = torch.ops.aten
-
-READS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "masked_select",
-    "equal",
-    "bincount",
-}
+READS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal",
+         "bincount"}  # fmt: skip
 """Operations for whose result, or its size, the host waits."""
 
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -98,14 +89,11 @@ class Simulated(TorchDispatchMode):
     def __init__(self, device: str = "ipu:0", *, float64: bool = True) -> None:
         super().__init__()
         self.place, self.float64 = torch.device(device), float64
-        self.reads: list[str] = []
-        """Operations that read values of the device."""
-        self.copies: list[str] = []
-        """Copies of values of the device that the host reads a step later, without waiting."""
+        self.reads: list[str] = []  # operations that read values of the device
+        self.copies: list[str] = []  # copies of values of the device that the host reads a step later, without waiting
+        # operations that copy values of the host to the device, for which the host waits unless their memory is pinned
         self.uploads: list[str] = []
-        """Operations that copy values of the host to the device, for which the host waits unless their memory is pinned."""
-        self.host_messages: list[int] = []
-        """Bytes of the messages of CPU tensors."""
+        self.host_messages: list[int] = []  # bytes of the messages of CPU tensors
 
     def put(self, x: Tensor) -> Tensor:
         """Return x on the device."""
@@ -179,18 +167,6 @@ def current() -> Simulated:
     return _modes[-1]
 
 
-@contextmanager
-def simulated(device: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
-    """Simulate a device, also in backward passes."""
-    mode = Simulated(device, float64=float64)
-    _modes.append(mode)
-    try:
-        with mode:
-            yield mode
-    finally:
-        _modes.pop()
-
-
 # ---------------------------------------------------------------------------------------------------- what tests use
 
 
@@ -207,8 +183,10 @@ def send_from_device() -> None:
 
 @contextmanager
 def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
-    """Simulate a device with all that this library asks of one."""
-    with pytest.MonkeyPatch.context() as patch, simulated(name, float64=float64) as mode:
+    """Simulate a device with all that this library asks of one, also in backward passes."""
+    mode = Simulated(name, float64=float64)
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(sys.modules[__name__], "_modes", [*_modes, mode])
         for module in (call_history, loss_modules):  # there is no event of this device
             patch.setattr(module, "read_later", mode.read_later)
         patch.setattr(anchor_block, "read_later", functools.partial(mode.read_later, waits=True))

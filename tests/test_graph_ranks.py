@@ -33,16 +33,6 @@ SIZES = [(5, 2), (3, 6), (4, 4), (2, 7), (5, 2)]
 """Rows of each rank at each step."""
 
 
-class Found(NamedTuple):
-    """What a training of a few steps comes to."""
-
-    steps: list[list[Tensor]]
-    """Value, averaged gradients of the encoder, gradients of the loss, at each step."""
-    state: list[Tensor]
-    """Parameters and buffers of the loss at the end."""
-    graphs: int
-
-
 def two_views(**options: Any) -> Callable[[], nn.Module]:
     return lambda: cz.DistributedLoss(cz.NTXent(temperature=cz.LearnableTemperature(0.3)), **options)
 
@@ -100,8 +90,8 @@ class ByHand(nn.Module):
 
 
 def with_one_temperature() -> cz.WeightedSum:
-    temperature = cz.LearnableTemperature(0.3)
-    return cz.WeightedSum([cz.NTXent(temperature=temperature), cz.InfoNCE(temperature=temperature)])
+    settings = learnt(0.3)
+    return cz.WeightedSum([cz.NTXent(**settings), cz.InfoNCE(**settings)])
 
 
 def monitored(loss: cz.DistributedLoss) -> cz.DistributedLoss:
@@ -109,8 +99,11 @@ def monitored(loss: cz.DistributedLoss) -> cz.DistributedLoss:
     return loss
 
 
-def trained(case: Case, *, compiled: bool, rank: int, ranks: int) -> Found:
-    """Train an encoder; ``rank`` of ``ranks`` holds its shard of every batch, and rank −1 all of it."""
+def trained(case: Case, *, compiled: bool, rank: int, ranks: int) -> tuple[list[Tensor], int]:
+    """Train an encoder; ``rank`` of ``ranks`` holds its shard of every batch, and rank −1 all of it.
+
+    Return value and gradients of each step, and parameters and buffers of the loss at the end; and the number of graphs.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     encoder, loss = nn.Linear(FEATURES, 4).double(), case.make().double()
@@ -122,7 +115,7 @@ def trained(case: Case, *, compiled: bool, rank: int, ranks: int) -> Found:
         return loss(encoder(x), y if case.labels else encoder(y))
 
     run = torch.compile(step, fullgraph=case.whole, backend=counter) if compiled else step
-    draw, found = torch.Generator().manual_seed(1), []
+    draw, found = torch.Generator().manual_seed(1), list[Tensor]()
     for sizes in case.sizes:
         x, y = torch.randn(2, sum(sizes), FEATURES, generator=draw, dtype=torch.float64)
         y = torch.randint(3, (sum(sizes),), generator=draw) if case.labels else y
@@ -131,31 +124,27 @@ def trained(case: Case, *, compiled: bool, rank: int, ranks: int) -> Found:
         optimizer.zero_grad()
         value = run(x, y)
         value.backward()
-        if rank >= 0:
-            for p in learnt if case.sums else encoder.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= 1 if case.sums else ranks
-        found.append([value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in learnt)])
+        for p in [] if rank < 0 else learnt if case.sums else encoder.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 1 if case.sums else ranks
+        found += [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in learnt)]
         optimizer.step()
     torch._dynamo.reset()
     gc.collect()
-    return Found(found, [x.detach().clone() for x in loss.state_dict().values()], counter.frame_count)
-
-
-def on_rank(name: str) -> Found:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        return trained(CASES[name], compiled=True, rank=dist.get_rank(), ranks=dist.get_world_size())
+    return [*found, *(x.detach().clone() for x in loss.state_dict().values())], counter.frame_count
 
 
 @pytest.mark.parametrize("name", list(CASES)[:: 1 if EVERY_CASE else 3])
 def test_a_compiled_step_of_two_ranks_is_that_of_one_process(name: str, worlds: Worlds) -> None:
-    case = CASES[name]
-    expected = trained(case, compiled=False, rank=-1, ranks=2)
-    for found in worlds.run(2, on_rank, name, timeout=60):
-        torch.testing.assert_close(found.steps, expected.steps, rtol=1e-9, atol=1e-10)
-        torch.testing.assert_close(found.state, expected.state, rtol=1e-9, atol=1e-10)
-        assert not case.whole or found.graphs <= (1 if "static" in name else 4 if "empty" in name else 2)
+    def on_rank() -> tuple[list[Tensor], int]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            return trained(CASES[name], compiled=True, rank=dist.get_rank(), ranks=2)
+
+    expected, _ = trained(CASES[name], compiled=False, rank=-1, ranks=2)
+    for found, graphs in worlds.run(2, on_rank, timeout=60):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+        assert not CASES[name].whole or graphs <= (1 if "static" in name else 4 if "empty" in name else 2)
 
 
 # --------------------------------------------------------------------------------------------------------- messages
@@ -242,14 +231,14 @@ def test_operators_run_in_order_and_also_unused(worlds: Worlds) -> None:
 
 
 def test_float16_on_two_ranks(worlds: Worlds) -> None:
-    def job() -> tuple[list[Tensor], list[Tensor]]:
+    def outcome(run: Callable[..., Tensor]) -> list[Tensor]:
+        rows = [x.detach().requires_grad_() for x in views(torch.float16)]
+        value = run(*rows)
+        return [value.detach(), *torch.autograd.grad(2.0**10 * value, rows)]
+
+    def job() -> list[list[Tensor]]:
         loss = cz.DistributedLoss(cz.Clip(**learnt(0.5)))
-        results = []
-        for run in (loss, compiled(loss)):
-            rows = [x.detach().requires_grad_() for x in views(torch.float16)]
-            value = run(*rows)
-            results.append([value.detach(), *torch.autograd.grad(2.0**10 * value, rows)])
-        return results[0], results[1]
+        return [outcome(loss), outcome(compiled(loss))]
 
     for expected, found in worlds.run(2, job, timeout=60):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
