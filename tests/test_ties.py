@@ -22,24 +22,20 @@ from tests.helpers import EVERY_CASE, EXACT, distance
 from tests.losses.whole_zoo import EVERY
 from tests.losses.zoo_tokens import dense_max_sim, tokens_of
 from tests.losses.zoo_weights import ENTRIES as WEIGHTS
-from tests.zoo import Entry
+from tests.zoo import Entry, row
 
 COMPARE = ("MaxSim", "GIST", "hard", "RowLoss", "KoLeo", "MegaBatch", "Dynamic", "Online", "NNCLR", "Ranked")
 """Names of losses that take an extreme, or compare with a threshold."""
 
 
-class RepeatedTokens(MaxSim):
-    """The loss of documents whose tokens repeat, of an odd number of tokens: the last ones are at the edge of a matmul."""
-
-    @staticmethod
-    def inputs(*views: Tensor) -> Any:  # type: ignore[override]  # of views in place of tokens
-        tokens = tokens_of(*views)
-        documents = tokens["documents"].repeat(1, 4, 1)[:, :-3]
-        mask = torch.ones(documents.shape[:2], dtype=torch.int64)
-        return MaxSim.inputs(tokens["queries"], documents, tokens["query_mask"], mask)
+def repeated_tokens(*views: Tensor) -> tuple[Tensor, ...]:
+    """Documents whose tokens repeat, of an odd number of tokens: the last ones are at the edge of a matmul."""
+    queries, documents, query_mask, _ = tokens_of(*views)
+    documents = documents.repeat(1, 4, 1)[:, :-3]
+    return queries, documents, query_mask, torch.ones(documents.shape[:2], dtype=torch.int64)
 
 
-REPEATED_TOKENS = Entry("MaxSim, repeated tokens", lambda temperature: RepeatedTokens(), dense_max_sim)
+REPEATED_TOKENS = row("MaxSim, repeated tokens", MaxSim, dense_max_sim, "views", repeated_tokens, temperature=1.0)
 ENTRIES = [*(x for x in EVERY if x not in WEIGHTS), REPEATED_TOKENS]
 DRAWN = [x for x in ENTRIES if EVERY_CASE or any(name in x.name for name in COMPARE)]
 BY_NAME = {f"{x.name} {x.call}": x for x in ENTRIES}

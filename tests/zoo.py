@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction
 
 
@@ -39,15 +40,26 @@ class Entry:
         return self.name
 
 
+Arguments = Callable[..., Sequence[Any]]
+
+
 def row(
     name: str,
     kind: Callable[..., Any],
     dense: Callable[..., Tensor],
     call: Call = "views",
+    arguments: Arguments | None = None,
     views: int = 2,
+    prepare: Callable[[Any], object] | None = None,
     **fixed: Any,
 ) -> Entry:
-    """Return an entry of a loss and its formula; both get those of these settings, and of a test's, that they take."""
+    """Return an entry of a loss and its formula; both get those of these settings, and of a test's, that they take.
+
+    ``arguments`` makes those of a call, which the formula takes too, from the embeddings and labels of a batch. ``prepare``
+    gives a new loss its state.
+    """
+    if arguments is not None or prepare is not None:
+        kind, dense = fed(kind, arguments, prepare), dense if arguments is None else of_arguments(dense, arguments)
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = getattr(function, "fields", None) or inspect.signature(function).parameters
@@ -60,6 +72,30 @@ def row(
         return called
 
     return Entry(name, of(kind), of(dense), call, views)
+
+
+def fed(kind: Any, arguments: Arguments | None, prepare: Callable[[Any], object] | None = None) -> Any:
+    """Return the loss, which makes its arguments from those of a call of the table."""
+
+    class Fed(kind):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if prepare is not None:
+                prepare(self)
+
+        def inputs(self, *rows: Tensor) -> Inputs:
+            return super().inputs(*(rows if arguments is None else arguments(*rows)))
+
+    Fed.__name__ = kind.__name__
+    return Fed
+
+
+def of_arguments(dense: Callable[..., Tensor], arguments: Arguments) -> Callable[..., Tensor]:
+    @functools.wraps(dense)
+    def formula(*rows: Tensor, **settings: Any) -> Tensor:
+        return dense(*arguments(*rows), **settings)
+
+    return formula
 
 
 # -------------------------------------------------------------------------------------------- parts of formulas

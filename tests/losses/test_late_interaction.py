@@ -177,7 +177,7 @@ def largest_error(name: str, steps: Sequence[Sequence[Shard]], option: Any, budg
             given |= {of: torch.ones_like(mine[of]) for of in MASKS}
         with cz.engine.memory_budget(budget):
             value = (loss.loss if mutant == "local negatives" else loss)(**given)
-        expected = dense(every, temperature=alone(), **settings)
+        expected = dense(**every, temperature=alone(), **settings)
         errors.append(distance(value.detach(), expected.detach()))
         loss.zero_grad()
         alone.zero_grad()
@@ -247,7 +247,7 @@ def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
 
     every = whole([rows_of(shard, seed=20 * rank) for rank, shard in enumerate(shards)])
     short = {name: x[..., :2] if x.is_floating_point() else x for name, x in every.items()}
-    sums = dense_max_sim(every) + 0.5 * dense_pairwise(every), dense_max_sim(every) + dense_max_sim(short)
+    sums = dense_max_sim(**every) + 0.5 * dense_pairwise(**every), dense_max_sim(**every) + dense_max_sim(**short)
     for found in worlds.run(2, job):
         assert found == pytest.approx([x.item() for x in sums], abs=EXACT)
 

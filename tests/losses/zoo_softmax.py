@@ -31,45 +31,33 @@ def second_tower(z: Tensor) -> Tensor:
     return z.flip(1) + 0.5 * z
 
 
-class MultiPositiveOfOne(MultiPositive):
+def two_towers(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Keys are made of the embeddings, and have their labels."""
-
-    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
-        return super().inputs(z, second_tower(z), labels)
+    return z, second_tower(z), labels
 
 
-class SeveralTargets(MultiPositive):
+def several_targets(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Keys of the embedding's class and, a third as much, of the next one."""
-
-    def inputs(self, z: Tensor, labels: Tensor) -> Inputs:
-        ids, weights = (
-            torch.stack([labels, labels + 1], 1),
-            torch.stack([z.new_full((len(z),), x) for x in (3.0, 1.0)], 1),
-        )
-        return super().inputs(z, torch.cat([second_tower(z), z.sin()]), ids, labels.repeat(2), weights)
+    keys, weights = torch.cat([second_tower(z), z.sin()]), z.detach().new_tensor([3.0, 1.0]).repeat(len(z), 1)
+    return z, keys, torch.stack([labels, labels + 1], 1), labels.repeat(2), weights
 
 
 def dense_multi_positive(
-    z: Tensor, labels: Tensor, temperature: Any, duplicates: str = "positive", symmetric: bool = False
-) -> Tensor:
-    same = labels[:, None] == labels
+    q: Tensor, k: Tensor, ids: Tensor, key_ids: Tensor | None = None, weights: Tensor | None = None,
+    *, temperature: Any, duplicates: str = "positive", symmetric: bool = False,
+) -> Tensor:  # fmt: skip
+    weights = q.new_ones(len(q), 1) if weights is None else weights
+    matches = ids.view(len(q), -1, 1) == (ids if key_ids is None else key_ids)
+    targets = (weights[..., None] * matches).sum(1)
 
     def direction(q: Tensor, k: Tensor) -> Tensor:
-        s = q @ k.T / temperature
+        s = unit(q) @ unit(k).T / temperature
         if duplicates == "positive":
-            return F.cross_entropy(s, same / same.sum(1, keepdim=True, dtype=s.dtype))
-        left_out = same & ~itself(z) if duplicates == "ignore" else torch.zeros_like(same)
-        return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(len(z)))
+            return F.cross_entropy(s, targets / targets.sum(1, keepdim=True))
+        left_out = (targets > 0) & ~itself(s) if duplicates == "ignore" else torch.zeros_like(targets).bool()
+        return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(len(s)))
 
-    q, k = unit(z), unit(second_tower(z))
     return (direction(q, k) + direction(k, q)) / 2 if symmetric else direction(q, k)
-
-
-def dense_several_targets(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
-    q, k, of_keys = unit(z), unit(torch.cat([second_tower(z), z.sin()])), labels.repeat(2)
-    logits = q @ k.T / temperature
-    targets = 3.0 * (labels[:, None] == of_keys) + (labels[:, None] + 1 == of_keys).double()
-    return F.cross_entropy(logits, targets / targets.sum(1, keepdim=True))
 
 
 def teacher(*rows: Tensor) -> list[Tensor]:
@@ -77,95 +65,81 @@ def teacher(*rows: Tensor) -> list[Tensor]:
     return [(3 * x).sin().detach() for x in rows]
 
 
-class ClipDistillationOfViews(ClipDistillation):
-    """The teacher's embeddings are made of the student's."""
-
-    def inputs(self, x: Tensor, y: Tensor) -> Inputs:
-        return super().inputs(x, y, *teacher(x, y))
+def with_teacher(*rows: Tensor) -> list[Tensor]:
+    return [*rows, *teacher(*rows)]
 
 
 def dense_distillation(
-    x: Tensor, y: Tensor, temperature: Any, weight: float = 0.5, teacher_temperature: float = 0.07
+    x: Tensor, y: Tensor, u: Tensor, v: Tensor, temperature: Any, weight: float = 0.5, teacher_temperature: float = 0.07
 ) -> Tensor:
-    x, y, u, v = (unit(rows) for rows in (x, y, *teacher(x, y)))
+    x, y, u, v = (unit(rows) for rows in (x, y, u, v))
     s, t, eye = x @ y.T / temperature, u @ v.T / teacher_temperature, torch.eye(len(x), dtype=x.dtype)
     targets = [(1 - weight) * eye + weight * logits.softmax(1) for logits in (t, t.T)]
     return (F.cross_entropy(s, targets[0]) + F.cross_entropy(s.T, targets[1])) / 2
 
 
-class MILNCEOfViews(MILNCE):
-    """Each view after the first is a candidate text."""
-
-    def inputs(self, video: Tensor, *texts: Tensor) -> Inputs:
-        return super().inputs(video, torch.stack(texts, 1))
+def candidates(query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """Each view after the first is a candidate."""
+    return query, torch.stack(others, 1)
 
 
-def dense_mil_nce(video: Tensor, *texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
-    s = torch.stack([video @ text.T / temperature for text in texts])
+def dense_mil_nce(video: Tensor, texts: Tensor, temperature: Any, denominator: str = "exact") -> Tensor:
+    s = torch.stack([video @ text.T / temperature for text in texts.unbind(1)])
     own, others = s.diagonal(dim1=1, dim2=2).T, torch.cat([s, s.mT]).masked_fill(itself(video), -torch.inf)
     twice = [own] if denominator == "reference" else []
     return (torch.cat([own, *twice, *others], 1).logsumexp(1) - own.logsumexp(1)).mean()
 
 
-class MNRLOfViews(MNRL):
+def mined(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
     """Queries, documents, and hard negatives: one of every query, and a second of those whose row says so."""
-
-    def inputs(self, q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> Inputs:
-        return super().inputs(q, d, *hard_negatives(q, d, one, two))
-
-
-def hard_negatives(_: Tensor, __: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
     more = two[:, 0] > 0
     every = torch.arange(len(one))
-    return torch.cat([one, two[more]]), torch.cat([every, every[more]])
+    return q, d, torch.cat([one, two[more]]), torch.cat([every, every[more]])
 
 
-class MNRLWithIds(MNRLOfViews):
+def with_ids(q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
     """Ids of documents, negatives and queries are made of their values, and meet by chance."""
-
-    def inputs(self, q: Tensor, d: Tensor, one: Tensor, two: Tensor) -> Inputs:
-        negatives, owners = hard_negatives(q, d, one, two)
-        return MNRL.inputs(self, q, d, negatives, owners, id_of(d), id_of(negatives), id_of(4 * q))
+    _, _, negatives, owners = mined(q, d, one, two)
+    return q, d, negatives, owners, id_of(d), id_of(negatives), id_of(4 * q)
 
 
 def id_of(x: Tensor) -> Tensor:
     return x[:, -1].detach().floor().int()
 
 
+def of_equal_ids(shape: Tensor, *ids: Tensor) -> Tensor:
+    """[n, m]: which candidates, documents first, have the id of an anchor, given those of documents, negatives, queries."""
+    same = torch.zeros_like(shape, dtype=torch.bool)
+    if ids:
+        documents, negatives, queries = ids
+        same |= documents[:, None] == torch.cat([documents, negatives])
+        same[:, : len(queries)] |= queries[:, None] == queries
+    return same
+
+
 def dense_mnrl(
-    *views: Tensor,
-    temperature: Any,
-    directions: tuple[str, ...] = ("query_to_doc",),
-    partition_mode: str = "joint",
-    hardness_mode: str | None = None,
-    hardness_strength: float = 0.0,
-    with_ids: bool = False,
-    false_negative_margin: float = math.inf,
-    margin_strategy: str = "absolute",
-    mask_doc_to_doc: bool = True,
-) -> Tensor:
-    negatives, owners = hard_negatives(*views)
-    q, d, documents, is_pair = unit(views[0]), unit(views[1]), unit(torch.cat([views[1], negatives])), itself(views[0])
+    q: Tensor, d: Tensor, negatives: Tensor, owners: Tensor, *ids: Tensor,
+    temperature: Any, directions: tuple[str, ...] = ("query_to_doc",), partition_mode: str = "joint",
+    hardness_mode: str | None = None, hardness_strength: float = 0.0, false_negative_margin: float = math.inf,
+    margin_strategy: str = "absolute", mask_doc_to_doc: bool = True,
+) -> Tensor:  # fmt: skip
+    q, d, documents, is_pair = unit(q), unit(d), unit(torch.cat([d, negatives])), itself(q)
     is_own = torch.cat([is_pair, owners == torch.arange(len(q))[:, None]], 1)
-    cos, mined = {"query_to_doc": q @ documents.T, "query_to_query": q @ q.T}, torch.arange(len(documents)) >= len(q)
+    cos, is_mined = {"query_to_doc": q @ documents.T, "query_to_query": q @ q.T}, torch.arange(len(documents)) >= len(q)
     cos |= {"doc_to_query": d @ q.T, "doc_to_doc": d @ documents.T}
     hard = {
         "in_batch_negatives": ~is_own,
-        "hard_negatives": is_own & mined,
-        "all_negatives": ~is_own | mined,
+        "hard_negatives": is_own & is_mined,
+        "all_negatives": ~is_own | is_mined,
     }.get(hardness_mode or "", torch.zeros_like(is_own))
     logits = {name: x / temperature for name, x in cos.items()}
     logits["query_to_doc"] = logits["query_to_doc"] + (hardness_strength * cos["query_to_doc"].detach()).where(hard, 0)
-    same = torch.zeros_like(is_own)
-    if with_ids:
-        same = id_of(views[1])[:, None] == id_of(torch.cat([views[1], negatives]))
-        same[:, : len(q)] |= id_of(4 * views[0])[:, None] == id_of(4 * views[0])
-    own = (q * d).sum(1, keepdim=True)
+    same, own = of_equal_ids(is_own, *ids), (q * d).sum(1, keepdim=True)
     largest = own + false_negative_margin * (own.abs() if margin_strategy == "relative" else 1) + 1e-12
     for name, x in cos.items():
         compared = mask_doc_to_doc or name != "doc_to_doc"
         left_out = same[:, : x.shape[1]] | (x > largest) if compared else same
-        left_out = left_out & ~(is_own & ~mined)[:, : x.shape[1]]  # the positive never is
+        left_out = left_out & ~(is_own & ~is_mined)[:, : x.shape[1]]  # the positive never is
         if name in ("query_to_query", "doc_to_doc"):
             left_out = left_out | is_own[:, : x.shape[1]]
         logits[name] = logits[name].masked_fill(left_out, -torch.inf)
@@ -174,31 +148,21 @@ def dense_mnrl(
     return ((torch.cat(chosen, 1).logsumexp(1) if each is None else each) - own[:, 0] / temperature).mean()
 
 
-class GISTOfViews(GIST):
-    """The guide's embeddings are made of the others."""
-
-    def inputs(self, a: Tensor, p: Tensor) -> Inputs:
-        return super().inputs(a, p, *teacher(a, p))
-
-
-class GISTWithIds(GIST):
+def guided(a: Tensor, p: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """One negative of every anchor, and ids that meet by chance."""
-
-    def inputs(self, a: Tensor, p: Tensor, x: Tensor) -> Inputs:
-        guides = teacher(a, p, x)
-        return super().inputs(a, p, *guides[:2], x, guides[2], id_of(p), id_of(x), id_of(4 * a))
+    guides = teacher(a, p, x)
+    return a, p, *guides[:2], x, guides[2], id_of(p), id_of(x), id_of(4 * a)
 
 
 def dense_gist(
-    *views: Tensor, temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute", with_ids: bool = False
-) -> Tensor:
-    (a, p, *x), (ga, gp, *gx) = map(unit, views), map(unit, teacher(*views))
+    a: Tensor, p: Tensor, ga: Tensor, gp: Tensor, *more: Tensor,
+    temperature: Any, margin: float = 0.0, margin_strategy: str = "absolute",
+) -> Tensor:  # fmt: skip
+    a, p, ga, gp, *pair = (unit(x) for x in (a, p, ga, gp, *more[:2]))
+    x, gx = pair[:1], pair[1:]
     agreed, own = (ga * gp).sum(1, keepdim=True), (a * p).sum(1, keepdim=True)
     closest = agreed - margin * (agreed.abs() if margin_strategy == "relative" else 1)
-    same = torch.zeros_like(a @ torch.cat([p, *x]).T, dtype=torch.bool)
-    if with_ids:
-        same = id_of(views[1])[:, None] == id_of(torch.cat(views[1:]))
-        same[:, : len(a)] |= id_of(4 * views[0])[:, None] == id_of(4 * views[0])
+    same = of_equal_ids(a @ torch.cat([p, *x]).T, *more[2:])
     same[:, : len(a)] |= itself(a)
     blocks = [(a, ga, [p, *x], [gp, *gx]), (a, ga, [a], [ga]), (p, gp, [p], [gp])]
     kept = []
@@ -214,29 +178,24 @@ def dense_gist(
 def dense_dcl(
     a: Tensor, b: Tensor, temperature: Any, sigma: float | None = None, denominators: str = "joint"
 ) -> Tensor:
-    views, n, losses = [unit(a), unit(b)], len(a), []
-    alike = torch.stack([(views[0][i] @ views[1][i]).detach() for i in range(n)])
-    weights = torch.ones(n) if sigma is None else 2 - (alike / sigma).exp() / (alike / sigma).exp().mean()
-    for k in range(2):
-        for i in range(n):
-            sums = [[views[k][i] @ view[j] / temperature for j in range(n) if j != i] for view in views]
-            if n > 1:
-                joint = log_sum([*sums[0], *sums[1]])
-                push = joint if denominators == "joint" else log_sum(sums[0]) + log_sum(sums[1])
-                losses.append(push - weights[i] * (views[0][i] @ views[1][i]) / temperature)
+    a, b, n, losses = unit(a), unit(b), len(a), []
+    alike = (a * b).sum(1)
+    attraction = (alike.detach() / sigma).exp() if sigma else torch.ones_like(alike)
+    for x, y in ((a, b), (b, a)) if n > 1 else ():
+        sums = [(x @ z.T / temperature)[~itself(x)].view(n, -1).logsumexp(1) for z in (x, y)]
+        push = torch.logaddexp(*sums) if denominators == "joint" else sums[0] + sums[1]
+        losses += [*(push - (2 - attraction / attraction.mean() if sigma else 1) * alike / temperature)]
     return mean(losses, a, b)
 
 
 def dense_hcl(a: Tensor, b: Tensor, temperature: Any, tau_plus: float = 0.1, beta: float = 1.0) -> Tensor:
-    z, n, losses = unit(torch.cat([a, b])), len(a), []
-    m = 2 * n - 2
-    for i in range(2 * n if n > 1 else 0):
-        positive = (z[i] @ z[(i + n) % (2 * n)] / temperature).exp()
-        negatives = torch.stack([(z[i] @ z[k] / temperature).exp() for k in range(2 * n) if k % n != i % n])
-        hard = (negatives**beta * negatives).sum() / (negatives**beta).mean()
-        true = (hard - tau_plus * m * positive) / (1 - tau_plus)
-        losses.append(-(positive / (positive + true.clamp(min=m * math.exp(-1 / temperature)))).log())
-    return mean(losses, a, b)
+    z, samples, m = unit(torch.cat([a, b])), torch.arange(len(a)).repeat(2), 2 * len(a) - 2
+    shares = (z @ z.T / temperature).exp()
+    negatives = shares[samples[:, None] != samples].view(len(z), m)
+    positive = torch.cat([shares.diagonal(len(a)), shares.diagonal(-len(a))])
+    hard = (negatives**beta * negatives).sum(1) / (negatives**beta).mean(1)
+    true = ((hard - tau_plus * m * positive) / (1 - tau_plus)).clamp(min=m * math.exp(-1 / temperature))
+    return -(positive / (positive + true)).log().mean() if m else 0 * z.sum()
 
 
 def dense_debiased(a: Tensor, b: Tensor, temperature: Any) -> Tensor:
@@ -318,20 +277,14 @@ ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 BOTH = ("query_to_doc", "doc_to_query")
 
 
-class SupConOfViews(SupCon):
-    """Views of samples without labels."""
-
-    contrast_mode: ContrastMode = "one"
-    base_temperature = 0.07
-
-    def inputs(self, *views: Tensor) -> Inputs:
-        return super().inputs(torch.stack(views, 1))
+def together(*views: Tensor) -> tuple[Tensor]:
+    return (torch.stack(views, 1),)
 
 
-def dense_sup_con_of_views(*views: Tensor, temperature: Any, contrast_mode: str = "one") -> Tensor:
-    labels = torch.arange(len(views[0])).repeat(len(views))
-    losses = dense_sup_con(torch.cat(views), labels, temperature, reduction="none")
-    return (losses[: len(views[0])] if contrast_mode == "one" else losses).mean() * temperature / 0.07
+def dense_sup_con_of_views(z: Tensor, temperature: Any, contrast_mode: str = "all") -> Tensor:
+    n, views = z.shape[:2]
+    losses = dense_sup_con(z.transpose(0, 1).flatten(0, 1), torch.arange(n).repeat(views), temperature, "none")
+    return (losses[:n] if contrast_mode == "one" else losses).mean() * temperature / 0.07
 
 
 class SupConOfMask(SupCon):
@@ -358,40 +311,56 @@ def dense_sup_con_of_mask(z: Tensor, labels: Tensor, temperature: Any) -> Tensor
 
 
 QWEN3 = ("query_to_doc", "query_to_query", "doc_to_doc")
-MASKED = {"with_ids": True, "false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
+MASKED = {"false_negative_margin": -0.05, "margin_strategy": "relative", "mask_doc_to_doc": False}
+T0 = {"base_temperature": 0.07}
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
 
 ENTRIES: list[Entry] = [
     row("Clip", learnt(Clip), dense_clip, "views"),
     row("SigLIP", learnt(SigLIP), dense_siglip, "views"),
     row("SupSigmoid", learnt(SupSigmoid), dense_sup_sigmoid, "labels"),
-    row("MultiPositive, duplicates positive", MultiPositiveOfOne, dense_multi_positive, "labels"),
-    row("MultiPositive, ignored", MultiPositiveOfOne, dense_multi_positive, "labels", duplicates="ignore"),
-    row("MultiPositive, negative", MultiPositiveOfOne, dense_multi_positive, "labels", duplicates="negative"),
-    row("MultiPositive, symmetric", MultiPositiveOfOne, dense_multi_positive, "labels", symmetric=True),
-    row("MultiPositive, several targets", SeveralTargets, dense_several_targets, "labels"),
+    row("MultiPositive, duplicates positive", MultiPositive, dense_multi_positive, "labels", two_towers),
+    row(
+        "MultiPositive, ignored",
+        MultiPositive,
+        dense_multi_positive,
+        "labels",
+        arguments=two_towers,
+        duplicates="ignore",
+    ),
+    row(
+        "MultiPositive, negative",
+        MultiPositive,
+        dense_multi_positive,
+        "labels",
+        arguments=two_towers,
+        duplicates="negative",
+    ),
+    row("MultiPositive, symmetric", MultiPositive, dense_multi_positive, "labels", two_towers, symmetric=True),
+    row("MultiPositive, several targets", MultiPositive, dense_multi_positive, "labels", several_targets),
     row("DCL", DCL, dense_dcl, "views"),
     row("DCLW", DCLW, dense_dcl, "views", sigma=0.5),
     row("DCLW, per view", DCLW, dense_dcl, "views", sigma=0.5, denominators="per_view"),
     row("HCL", HCL, dense_hcl, "views"),
     row("Debiased", Debiased, dense_debiased, "views"),
-    row("MNRL", MNRLOfViews, dense_mnrl, "views", 4),
-    row("MNRL, all directions", MNRLOfViews, dense_mnrl, "views", 4, directions=ALL, **HARD),
-    row("MNRL, symmetric", MNRLOfViews, dense_mnrl, "views", 4, directions=BOTH, partition_mode="per_direction"),
-    row("MNRL, masked", MNRLWithIds, dense_mnrl, "views", 4, directions=ALL, **MASKED, **HARD),
-    row("MNRL, Qwen3", MNRLOfViews, dense_mnrl, "views", 4, directions=QWEN3, false_negative_margin=0.1),
-    row("GIST", GISTOfViews, dense_gist, "views"),
-    row("GIST, masked", GISTWithIds, dense_gist, "views", 3, margin=0.3, margin_strategy="relative", with_ids=True),
-    row("ClipDistillation", ClipDistillationOfViews, dense_distillation, "views"),
+    row("MNRL", MNRL, dense_mnrl, "views", mined, 4),
+    row("MNRL, all directions", MNRL, dense_mnrl, "views", mined, 4, directions=ALL, **HARD),
+    row("MNRL, symmetric", MNRL, dense_mnrl, "views", mined, 4, directions=BOTH, partition_mode="per_direction"),
+    row("MNRL, masked", MNRL, dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **HARD),
+    row("MNRL, Qwen3", MNRL, dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1),
+    row("GIST", GIST, dense_gist, "views", with_teacher, 2),
+    row("GIST, masked", GIST, dense_gist, "views", guided, 3, margin=0.3, margin_strategy="relative"),
+    row("ClipDistillation", ClipDistillation, dense_distillation, "views", with_teacher, 2),
     row("SupCon, in", partial(SupCon, variant="in"), dense_sup_con_in, "labels"),
-    row("SupCon, one view's anchors", SupConOfViews, dense_sup_con_of_views, "views", 3),
+    row("SupCon, one view's anchors", SupCon, dense_sup_con_of_views, "views", together, 3, contrast_mode="one", **T0),
+    row("SupCon, all views' anchors", SupCon, dense_sup_con_of_views, "views", together, **T0),
     row("SupCon, mask", SupConOfMask, dense_sup_con_of_mask, "labels"),
     row("SINCERE", SINCERE, dense_sincere, "labels"),
     row("SINCERE, pairs", SINCERE, dense_sincere, "labels", average="pairs"),
     row("NCA", NCA, dense_nca, "labels"),
     row("TupletMargin", TupletMargin, dense_tuplet_margin, "labels"),
-    row("MILNCE", MILNCEOfViews, dense_mil_nce, "views", 3),
-    row("MILNCE, reference", MILNCEOfViews, dense_mil_nce, "views", 3, denominator="reference"),
+    row("MILNCE", MILNCE, dense_mil_nce, "views", candidates, 3),
+    row("MILNCE, reference", MILNCE, dense_mil_nce, "views", candidates, 3, denominator="reference"),
 ]
 
 ORDERED: list[Entry] = [

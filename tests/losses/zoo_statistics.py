@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.loss_base.families import TwoViewLoss
-from contrastive_zoo.loss_base.loss import Inputs
-from contrastive_zoo.losses.memory_loss import NNCLR, ReSSL
+from contrastive_zoo.losses.memory_loss import NNCLR, MemoryLoss, ReSSL
 from contrastive_zoo.losses.redundancy import MMCR, WMSE, BarlowTwins, FroSSL, TiCo, VIbCReg, VICReg
 from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
 from contrastive_zoo.losses.triplet import DynamicSoftMargin
@@ -26,7 +24,7 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import row
+from tests.zoo import Entry, itself, mean, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -37,47 +35,32 @@ def fixed_prototypes() -> Tensor:
     return torch.randn(PROTOTYPES, WIDTH, dtype=torch.float32, generator=generator).double()
 
 
-class SwAVOfAnyWidth(SwAV):
-    """With fixed prototypes. Rows are padded with zeros."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(PROTOTYPES, WIDTH, **settings)
-        self.prototypes.data = fixed_prototypes().to(self.prototypes.dtype)
-
-    def inputs(self, *views: Tensor) -> Inputs:
-        return super().inputs(*_widened(views).unbind(1))
+def widened(*views: Tensor) -> tuple[Tensor, ...]:
+    """Views with zeros as further features."""
+    return tuple(F.pad(view, (0, WIDTH - view.shape[1])) for view in views)
 
 
-class DINOOfViews(DINO):
-    """The student is its own teacher of the first two views; the centre starts at a linear ramp."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(WIDTH, teacher_temperature=0.4, centre_momentum=0.7, **settings)
-        self.centre.copy_(ramp())
-
-    def inputs(self, *views: Tensor) -> Inputs:
-        student = _widened(views)
-        return super().inputs(student, student[:, :2])
+def side_by_side(*views: Tensor) -> tuple[Tensor]:
+    """All views of a sample as one row."""
+    return (torch.cat(widened(*views), 1),)
 
 
-def each_view(batch: Batch) -> list[Batch]:
-    return [replace(batch, rows={name: x}, shards={name: batch.shards[name]}) for name, x in batch.rows.items()]
+def student_and_teacher(*views: Tensor) -> tuple[Tensor, Tensor]:
+    """The student is its own teacher of the first two views."""
+    student = torch.stack(widened(*views), 1)
+    return student, student[:, :2]
 
 
-class SumOfViews(TwoViewLoss):
-    """The sum over two views of a loss of embeddings."""
-
-    def compute(self, batch: Batch) -> Tensor:
-        first, second = each_view(batch)
-        return super().compute(first) + super().compute(second)
+def exchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Student and teacher, who see both views in either order."""
+    (student,), (teacher,) = side_by_side(first, second), side_by_side(second, first)
+    return student, teacher
 
 
-class KoLeoOfViews(SumOfViews, KoLeo):
-    """As DINOv2 adds it."""
-
-
-class OrthogonalOfViews(SumOfViews, OrthogonalRegularization):
-    """As sentence-transformers averages it over columns."""
+def predicted(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+    """Projections, and what a predictor makes of them, which turns features around."""
+    z1, z2 = widened(first, second)
+    return z1, z2, z1.flip(1), z2.flip(1)
 
 
 class NegativeCosineOfViews(NegativeCosine):
@@ -88,30 +71,25 @@ class NegativeCosineOfViews(NegativeCosine):
         return super().compute(batch) + super().compute(exchanged)
 
 
-class SIGRegOfViews(SIGReg):
-    """Both views of a sample, padded with zeros, as one row."""
-
-    def inputs(self, *views: Tensor) -> Inputs:
-        return super().inputs(_widened(views).flatten(1))
-
-
-class TiCoOfAnyWidth(TiCo):
-    """Rows are padded with zeros; the covariance starts at a matrix of rank 1."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(WIDTH, **settings)
-        self.covariance.copy_(torch.outer(ramp(), ramp()))
-
-    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
-        return super().inputs(*_widened((view1, view2)).unbind(1))
-
-
-def _widened(views: Any) -> Tensor:
-    return torch.stack([F.pad(view, (0, WIDTH - view.shape[1])) for view in views], 1)
-
-
 def ramp() -> Tensor:
     return torch.linspace(-1, 1, WIDTH, dtype=torch.float32).double()
+
+
+def past() -> Tensor:
+    """A histogram of earlier batches, as 32 bits hold it."""
+    return (ramp().abs() / ramp().abs().sum()).float().double()
+
+
+def remembered() -> Tensor:
+    """Unit embeddings of a memory, the same on every process."""
+    generator = torch.Generator().manual_seed(5)
+    return F.normalize(torch.randn(6, WIDTH, dtype=torch.float32, generator=generator).double(), dim=1)
+
+
+def remember(loss: MemoryLoss) -> None:
+    """Fill the memory, but for one place, with what all ranks have."""
+    rows = remembered().repeat(1, loss.embedding_size // WIDTH).to(loss.queue.embeddings)
+    loss.queue.write(rows, None, None, Shards((6,)), ONE_PROCESS)
 
 
 def dense_vicreg(a: Tensor, b: Tensor) -> Tensor:
@@ -143,14 +121,15 @@ def dense_align_uniform(a: Tensor, b: Tensor) -> Tensor:
     """As the authors' code writes it, λ = 1."""
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     # by hand: pdist cannot be differentiated twice
-    pairs = [[(x[i] - x[j]).square().sum() for i in range(len(x)) for j in range(i)] for x in (a, b)]
-    uniform = [torch.stack(x).mul(-2).exp().mean().log() for x in pairs if x]
+    i, j = torch.tril_indices(len(a), len(a), -1)
+    pairs = [(x[i] - x[j]).square().sum(1) for x in (a, b)] if len(i) else []
+    uniform = [x.mul(-2).exp().mean().log() for x in pairs]
     return (a - b).norm(dim=1).pow(2).mean() + sum(uniform, torch.zeros(())) / 2
 
 
 def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:
     """As the authors' pseudo-code writes it."""
-    c = F.normalize(fixed_prototypes(), dim=1)[:, : views[0].shape[1]]
+    c = F.normalize(fixed_prototypes(), dim=1)
     scores = [F.normalize(z, dim=1) @ c.T for z in views]
     losses = []
     for u in range(codes):
@@ -166,14 +145,11 @@ def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor
     return torch.stack(losses).mean()
 
 
-def dense_dino(*views: Tensor, temperature: Any = 0.1) -> Tensor:
-    """As the authors' pseudo-code writes it, the student being its own teacher."""
-    outputs = [F.pad(view, (0, WIDTH - view.shape[1])) for view in views]
-    losses = []
-    for u, teacher in enumerate(outputs[:2]):
-        t = F.softmax((teacher.detach() - ramp()) / 0.4, dim=1)
-        losses += [-(t * F.log_softmax(s / temperature, dim=1)).sum(1).mean() for v, s in enumerate(outputs) if v != u]
-    return sum(losses) / len(losses)
+def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tensor:
+    """As the authors' pseudo-code writes it."""
+    t, s = ((teacher.detach() - ramp()) / 0.4).softmax(2), (student / temperature).log_softmax(2)
+    pairs = [(u, v) for u in range(t.shape[1]) for v in range(s.shape[1]) if v != u]
+    return torch.stack([-(t[:, u] * s[:, v]).sum(1).mean() for u, v in pairs]).mean()
 
 
 def dense_vibcreg(a: Tensor, b: Tensor) -> Tensor:
@@ -226,59 +202,19 @@ def dense_mmcr(*views: Tensor) -> Tensor:
     return 0.5 * torch.stack([norm(x) for x in z]).mean() - norm(z.mean(1))
 
 
-def remembered() -> Tensor:
-    """The same on every process."""
-    drawn = torch.randn(6, WIDTH, dtype=torch.float32, generator=torch.Generator().manual_seed(5))
-    return F.normalize(drawn.double(), dim=1)
-
-
-class NNCLROfViews(NNCLR):
-    """The memory is not empty. Rows are padded with zeros; the predictor turns features around."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(7, WIDTH, **settings)
-        self.queue.write(
-            remembered().to(self.queue.embeddings), None, None, Shards((6,)), ONE_PROCESS
-        )  # not of all ranks
-
-    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:  # type: ignore[override]  # fewer arguments
-        z1, z2 = _widened((view1, view2)).unbind(1)
-        return super().inputs(z1, z2, z1.flip(1), z2.flip(1))
-
-
-class ReSSLOfAnyWidth(ReSSL):
-    """Rows are padded with zeros; the student sees both views, the teacher the second; the memory is not empty."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(7, 2 * WIDTH, teacher_temperature=0.3, **settings)
-        rows = remembered().repeat(1, 2).to(self.queue.embeddings)
-        self.queue.write(rows, None, None, Shards((6,)), ONE_PROCESS)  # not of all ranks
-
-    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
-        rows = _widened((view1, view2))
-        return super().inputs(rows.flatten(1), rows.flip(1).flatten(1))
-
-
-def dense_nnclr(a: Tensor, b: Tensor, temperature: Any = 0.1) -> Tensor:
-    z, loss, memory = _widened((a, b)).unbind(1), torch.zeros(()), remembered().float().double()
-    for own, other in (z, z[::-1]):
-        p = F.normalize(other.flip(1), dim=1)
-        positives = F.normalize(torch.stack([memory[(memory @ x).argmax()] for x in own.detach()]), dim=1)
-        loss = loss + F.cross_entropy(positives @ p.T / temperature, torch.arange(len(p))) / 2
+def dense_nnclr(z1: Tensor, z2: Tensor, p1: Tensor, p2: Tensor, temperature: Any = 0.1) -> Tensor:
+    loss, memory = torch.zeros(()), remembered().float().double()
+    for z, p in ((z1, p2), (z2, p1)):
+        neighbours = F.normalize(torch.stack([memory[(memory @ x).argmax()] for x in z.detach()]), dim=1)
+        logits = neighbours @ F.normalize(p, dim=1).T / temperature
+        loss = loss + F.cross_entropy(logits, torch.arange(len(p))) / 2
     return loss
 
 
-def dense_ressl(a: Tensor, b: Tensor, temperature: Any = 0.1) -> Tensor:
-    memory, rows = F.normalize(remembered().float().double().repeat(1, 2), dim=1), _widened((a, b))
-    student, teacher = (F.normalize(x.flatten(1), dim=1) @ memory.T for x in (rows, rows.flip(1)))
+def dense_ressl(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tensor:
+    memory = F.normalize(remembered().float().double().repeat(1, 2), dim=1)
+    student, teacher = (F.normalize(x, dim=1) @ memory.T for x in (student, teacher))
     return F.cross_entropy(student / temperature, (teacher.detach() / 0.3).softmax(1))
-
-
-def dynamic_soft_margin(reduction: Any = "mean") -> DynamicSoftMargin:
-    """With a past."""
-    loss = DynamicSoftMargin(WIDTH - 1, momentum=0.25, reduction=reduction)
-    loss.histogram.copy_(ramp().abs() / ramp().abs().sum())
-    return loss
 
 
 def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
@@ -288,7 +224,6 @@ def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
         square = (x - y).square().sum()
         return square.sqrt() if square > 1e-14 else 0 * square
 
-    past = (ramp().abs() / ramp().abs().sum()).float().double()
     n, differences = len(a), []
     for i in range(n if n > 1 else 0):
         nearest = [(distance(a[i], b[j]), distance(a[j], b[i])) for j in range(n) if j != i]
@@ -302,7 +237,7 @@ def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
     at = [(x.item() + 2) * (WIDTH - 1) / 4 for x in differences]
     for x in at:
         batch += (1 - (x - torch.arange(WIDTH, dtype=a.dtype)).abs()).clamp(min=0) / n
-    cdf, total = (0.75 * past + 0.25 * batch).cumsum(0), torch.zeros(())
+    cdf, total = (0.75 * past() + 0.25 * batch).cumsum(0), torch.zeros(())
     for x, difference in zip(at, differences, strict=True):
         k = min(int(x), WIDTH - 2)
         total = total + ((1 - x + k) * cdf[k] + (x - k) * cdf[k + 1]) * difference / n
@@ -310,16 +245,12 @@ def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_tico(a: Tensor, b: Tensor) -> Tensor:
-    a, b = (F.normalize(F.pad(x, (0, WIDTH - x.shape[1])), dim=1) for x in (a, b))
+    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     c = 0.9 * torch.outer(ramp(), ramp()).float().double() + 0.1 * (a.T @ a / len(a)).detach()
-    return torch.stack([1 - x @ y + 8 * x @ c @ x for x, y in zip(a, b, strict=True)]).mean()
+    return (1 - (a * b).sum(1) + 8 * ((a @ c) * a).sum(1)).mean()
 
 
-def dense_sigreg(a: Tensor, b: Tensor) -> Tensor:
-    return _normality(_widened((a, b)).flatten(1))
-
-
-def _normality(z: Tensor) -> Tensor:
+def dense_sigreg(z: Tensor) -> Tensor:
     drawn = torch.randn(z.shape[1], 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     if not devices.on_cpu(z):
         drawn = normal_numbers(torch.zeros((), dtype=torch.int64), *drawn.shape)
@@ -332,39 +263,23 @@ def _normality(z: Tensor) -> Tensor:
     return len(z) * loss
 
 
-class LeJEPAOfAnyWidth(LeJEPA):
-    """Rows are padded with zeros."""
-
-    def inputs(self, *views: Tensor) -> Inputs:
-        return super().inputs(*_widened(views).unbind(1))
-
-
 def dense_lejepa(*views: Tensor) -> Tensor:
-    rows = list(_widened(views).unbind(1))
-    center = (rows[0] + rows[1]) / 2
-    distance = torch.stack([F.mse_loss(z, center) for z in rows]).mean()
-    normality = torch.stack([_normality(z) for z in rows]).mean()
-    return 0.3 * normality + 0.7 * distance
+    center = (views[0] + views[1]) / 2
+    distance = torch.stack([F.mse_loss(z, center) for z in views]).mean()
+    return 0.3 * torch.stack([dense_sigreg(z) for z in views]).mean() + 0.7 * distance
 
 
-def dense_koleo(a: Tensor, b: Tensor) -> Tensor:
-    loss = 0 * (a + b).sum()
-    for z in (F.normalize(x, dim=1) for x in (a, b)):
-        for i in range(len(z)):
-            near = [(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]
-            near = [x.sqrt() if x > 1e-29 else 0 * x for x in near]
-            loss = loss - (torch.stack(near).min(0).values + 1e-8).log() / len(z) if near else loss
-    return loss
+def dense_koleo(z: Tensor) -> Tensor:
+    z, losses = F.normalize(z, dim=1), []
+    for i in range(len(z) if len(z) > 1 else 0):
+        near = torch.stack([(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]).min(0).values
+        losses.append(-((near.sqrt() if near > 1e-29 else 0 * near) + 1e-8).log())
+    return mean(losses, z)
 
 
-def dense_orthogonal(a: Tensor, b: Tensor) -> Tensor:
-    loss, n = 0 * (a + b).sum(), len(a)
-    for z in (F.normalize(x, dim=1) for x in (a, b)):
-        pairs = [z[i] @ z[j] for i in range(n) for j in range(n) if i != j]
-        if pairs:
-            s = torch.stack(pairs)
-            loss = loss + s.mean().square() + (s.square().mean() - 1 / z.shape[1]).relu()
-    return loss
+def dense_orthogonal(z: Tensor) -> Tensor:
+    s = (F.normalize(z, dim=1) @ F.normalize(z, dim=1).T)[~itself(z)]
+    return s.mean().square() + (s.square().mean() - 1 / z.shape[1]).relu() if len(s) else 0 * z.sum()
 
 
 def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -373,6 +288,24 @@ def dense_negative_cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 SLICES = {"num_slices": 6, "num_points": 5}
+CLUSTERS = {"num_prototypes": PROTOTYPES, "embedding_size": WIDTH}
+OUTPUTS = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
+
+
+def swav(name: str, **how: int) -> Entry:
+    """With fixed prototypes."""
+
+    def prepare(loss: SwAV) -> None:
+        loss.prototypes.data.copy_(fixed_prototypes())
+
+    return row(name, SwAV, dense_swav, "views", widened, prepare=prepare, **how, **CLUSTERS)
+
+
+def dino(name: str, **how: int) -> Entry:
+    """The centre starts at a linear ramp."""
+    prepare = lambda loss: loss.centre.copy_(ramp())  # noqa: E731
+    return row(name, DINO, dense_dino, "views", student_and_teacher, prepare=prepare, **how, **OUTPUTS)
+
 
 ENTRIES = [
     row("VICReg", VICReg, dense_vicreg),
@@ -384,17 +317,29 @@ ENTRIES = [
     row("WMSE", WMSE, dense_w_mse),
     row("WMSE, three views", WMSE, dense_w_mse, views=3),
     row("MMCR, three views", MMCR, dense_mmcr, views=3, lambda_=0.5),
-    row("DynamicSoftMargin", dynamic_soft_margin, dense_dynamic_soft_margin),
-    row("NNCLR", NNCLROfViews, dense_nnclr),
-    row("ReSSL", ReSSLOfAnyWidth, dense_ressl),
-    row("LeJEPA, three views", LeJEPAOfAnyWidth, dense_lejepa, views=3, embedding_size=WIDTH, lambda_=0.3, **SLICES),
-    row("TiCo", TiCoOfAnyWidth, dense_tico),
-    row("SIGReg", SIGRegOfViews, dense_sigreg, embedding_size=2 * WIDTH, **SLICES),
-    row("KoLeo", KoLeoOfViews, dense_koleo),
-    row("OrthogonalRegularization", OrthogonalOfViews, dense_orthogonal),
+    row(
+        "DynamicSoftMargin", DynamicSoftMargin, dense_dynamic_soft_margin,
+        prepare=lambda loss: loss.histogram.copy_(past()), num_bins=WIDTH - 1, momentum=0.25,
+    ),
+    row("NNCLR", NNCLR, dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
+    row(
+        "ReSSL", ReSSL, dense_ressl, "views", exchanged,
+        prepare=remember, size=7, embedding_size=2 * WIDTH, teacher_temperature=0.3,
+    ),
+    row(
+        "LeJEPA, three views", LeJEPA, dense_lejepa, "views", widened, 3,
+        embedding_size=WIDTH, lambda_=0.3, **SLICES,
+    ),
+    row(
+        "TiCo", TiCo, dense_tico, "views", widened,
+        prepare=lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), embedding_size=WIDTH,
+    ),
+    row("SIGReg", SIGReg, dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
+    row("KoLeo", KoLeo, dense_koleo, "views", side_by_side),
+    row("OrthogonalRegularization", OrthogonalRegularization, dense_orthogonal, "views", side_by_side),
     row("NegativeCosine", NegativeCosineOfViews, dense_negative_cosine),
-    row("SwAV", SwAVOfAnyWidth, dense_swav),
-    row("SwAV, three views", SwAVOfAnyWidth, dense_swav, views=3),
-    row("DINO", DINOOfViews, dense_dino),
-    row("DINO, three views", DINOOfViews, dense_dino, views=3),
-]
+    swav("SwAV"),
+    swav("SwAV, three views", views=3),
+    dino("DINO"),
+    dino("DINO, three views", views=3),
+]  # fmt: skip

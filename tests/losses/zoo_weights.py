@@ -25,7 +25,7 @@ from contrastive_zoo.losses.class_softmax import (
     SphereFace,
 )
 from tests.losses import zoo_softmax
-from tests.zoo import Entry, row
+from tests.zoo import Entry, fed, row
 
 CLASSES, WIDTH = 64, 8
 """More than the labels and the widths that are drawn."""
@@ -73,11 +73,8 @@ def off_the_poles(z: Tensor) -> Tensor:
     return F.pad(z, (0, 1), value=0.5)
 
 
-class InstanceOfLabels(Instance):
-    """The second modality is made of the first."""
-
-    def inputs(self, z: Tensor, labels: Tensor | None = None) -> Inputs:
-        return super().inputs(z, zoo_softmax.second_tower(z), labels)
+InstanceOfLabels = fed(Instance, zoo_softmax.two_towers)
+"""The second modality is made of the first."""
 
 
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
@@ -99,9 +96,7 @@ def dense_proxy_nca(z: Tensor, labels: Tensor, temperature: Any = 1 / 9) -> Tens
     z = off_the_poles(z)
     p = F.normalize(fixed_weights()[:, : z.shape[1]], dim=1)
     distances = (F.normalize(z, dim=1)[:, None] - p).square().sum(2)
-    return torch.stack(
-        [d[y] / temperature + torch.logsumexp(-d / temperature, 0) for d, y in zip(distances, labels, strict=True)]
-    ).mean()
+    return F.cross_entropy(-distances / temperature, labels)
 
 
 def dense_cos_face(z: Tensor, labels: Tensor) -> Tensor:
@@ -109,13 +104,11 @@ def dense_cos_face(z: Tensor, labels: Tensor) -> Tensor:
 
 
 def dense_arc_face(z: Tensor, labels: Tensor, sub_centers: int = 1, margin: float = 0.5) -> Tensor:
-    losses = []
-    for s, y in zip(cosines(z, sub_centers).amax(2), labels, strict=True):
-        angle = s[y].acos()
-        moved = (angle + margin).cos() if angle <= torch.pi - margin else angle.cos() - margin * math.sin(margin)
-        logits = 64 * torch.cat([s[:y], moved[None], s[y + 1 :]])
-        losses.append(-logits.log_softmax(0)[y])
-    return torch.stack(losses).mean()
+    s, target = cosines(z, sub_centers).amax(2), labels[:, None]
+    own = s.gather(1, target)
+    angle = own.acos()
+    moved = (angle + margin).cos().where(angle <= torch.pi - margin, own - margin * math.sin(margin))
+    return F.cross_entropy(64 * s.scatter(1, target, moved), labels)
 
 
 def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2) -> Tensor:
@@ -128,13 +121,10 @@ def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2) -> Tensor:
 
 
 def dense_proxy_anchor(z: Tensor, labels: Tensor) -> Tensor:
-    s, positive_terms, negative_terms = cosines(z)[..., 0], [], []
-    for c in range(CLASSES):
-        own = labels == c
-        if own.any():
-            positive_terms.append(torch.log1p(torch.exp(-32 * (s[own, c] - 0.1)).sum()))
-        negative_terms.append(torch.log1p(torch.exp(32 * (s[~own, c] + 0.1)).sum()))
-    return torch.stack(positive_terms).mean() + torch.stack(negative_terms).mean()
+    s, own = cosines(z)[..., 0], _one_hot(labels) > 0
+    positive = (-32 * (s - 0.1)).exp().where(own, 0).sum(0).log1p()
+    negative = (32 * (s + 0.1)).exp().where(~own, 0).sum(0).log1p()
+    return positive[own.any(0)].mean() + negative.mean()
 
 
 def dense_p2s_grad(z: Tensor, labels: Tensor) -> Tensor:
@@ -142,16 +132,14 @@ def dense_p2s_grad(z: Tensor, labels: Tensor) -> Tensor:
 
 
 def dense_large_margin(z: Tensor, labels: Tensor, margin: int = 4, normalize_weights: bool = False) -> Tensor:
-    x, losses = off_the_poles(z), []
+    x, target = off_the_poles(z), labels[:, None]
     w = fixed_weights()[:, : x.shape[1]]
     w = F.normalize(w, dim=1) if normalize_weights else w
-    for z, y in zip(x, labels, strict=True):
-        logits, norms = w @ z, w.norm(dim=1) * z.norm()
-        angle = (logits[y] / norms[y]).acos()
-        k = int(angle / (math.pi / margin))
-        own = norms[y] * ((-1) ** k * (margin * angle).cos() - 2 * k)
-        losses.append(-torch.cat([logits[:y], own[None], logits[y + 1 :]]).log_softmax(0)[y])
-    return torch.stack(losses).mean()
+    logits, norms = x @ w.T, (x.norm(dim=1, keepdim=True) * w.norm(dim=1)).gather(1, target)
+    angle = (logits.gather(1, target) / norms).acos()
+    k = (angle.detach() / (math.pi / margin)).floor()
+    own = norms * ((-1) ** k * (margin * angle).cos() - 2 * k)
+    return F.cross_entropy(logits.scatter(1, target, own), labels)
 
 
 def dense_instance(z: Tensor, labels: Tensor, temperature: Any = 1.0, normalize: bool = False) -> Tensor:
