@@ -28,10 +28,11 @@ from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.test_solved_batches import LOSSES as SOLVED
-from tests.test_solved_batches import gradient, relative_error
+from tests.test_solved_batches import gradient, relative_error, views
+from tests.zoo import dense_sup_con
 from tools.pages import PAGES, fill, table
 
-ROWS, WIDTH = 700, 24
+ROWS = 700
 NOISE = (0.3, 0.1)
 TEMPERATURES = (0.05, 0.02, 0.01)
 FIGURE_TEMPERATURES = (0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.014, 0.01)
@@ -40,30 +41,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Loss = Callable[..., Tensor]
 
 
-def views(n: int, noise: float) -> list[Tensor]:
-    """Return n normal embeddings, and copies with noise: a batch that is solved at a low temperature."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(n, WIDTH, generator=generator)
-    return [rows, rows + noise * torch.randn(n, WIDTH, generator=generator)]
-
-
-def plain_nt_xent(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    z, n = F.normalize(torch.cat([a, b]), dim=1), len(a)
-    return F.cross_entropy((z @ z.T / temperature).fill_diagonal_(-torch.inf), torch.arange(2 * n).roll(n))
-
-
-def plain_clip(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    s = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T / temperature
-    return (F.cross_entropy(s, torch.arange(len(a))) + F.cross_entropy(s.T, torch.arange(len(a)))) / 2
-
-
 def plain_sup_con(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
     """Return SupCon as it is commonly written, each sample a class of two."""
-    z, labels = F.normalize(torch.cat([a, b]), dim=1), torch.arange(len(a)).repeat(2)
-    itself = torch.eye(len(z), dtype=torch.bool)
-    positive = (labels[:, None] == labels) & ~itself
-    log_share = (z @ z.T / temperature).masked_fill(itself, -torch.inf).log_softmax(1)
-    return -(log_share.where(positive, 0).sum(1) / positive.sum(1)).mean()
+    return dense_sup_con(torch.cat([a, b]), torch.arange(len(a)).repeat(2), temperature)
 
 
 def of_pairs(n: int) -> tuple[Tensor, Tensor]:
@@ -104,15 +84,16 @@ def of_views(make: Callable[..., Any]) -> Loss:
     return lambda *rows, world, temperature: make(temperature=temperature).forward(*rows, world=world)
 
 
+PLAIN = {name: loss.plain for name, loss in SOLVED.items()}
 EXACT_NT_XENT, EXACT_CLIP = SOLVED["NTXent"].exact, SOLVED["CLIP"].exact
 SUP_CON = per_class(1, lambda t: cz.SupCon(temperature=t))
 MULTI_POSITIVE = per_class(1, lambda t: cz.MultiPositive(temperature=t, symmetric=True), towers=True)
 LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
-    "NTXent": (of_views(cz.NTXent), plain_nt_xent, EXACT_NT_XENT),
-    "CLIP": (of_views(cz.Clip), plain_clip, EXACT_CLIP),
+    "NTXent": (of_views(cz.NTXent), PLAIN["NTXent"], EXACT_NT_XENT),
+    "CLIP": (of_views(cz.Clip), PLAIN["CLIP"], EXACT_CLIP),
     "SupCon": (SUP_CON, plain_sup_con, EXACT_NT_XENT),
     "NCA": (per_class(2, lambda t: cz.NCA(temperature=2 * t)), plain_nca, exact_nca),  # of squared distances
-    "MultiPositive": (MULTI_POSITIVE, plain_clip, EXACT_CLIP),
+    "MultiPositive": (MULTI_POSITIVE, PLAIN["CLIP"], EXACT_CLIP),
 }
 """By name: this library's loss, its plain definition, and the exact one in float64."""
 
@@ -186,7 +167,7 @@ def curves(n: int) -> dict[str, list[float]]:
         rows = views(n, noise)
         for t in FIGURE_TEMPERATURES:
             truth = gradient(EXACT_NT_XENT, rows, torch.float64, temperature=t)
-            plain = gradient(plain_nt_xent, rows, torch.float32, temperature=t)
+            plain = gradient(PLAIN["NTXent"], rows, torch.float32, temperature=t)
             for label, x in (("plain torch", plain), ("ours", our_gradient("NTXent", "tiled", rows, torch.float32, t))):
                 found.setdefault(f"{label}, noise {noise:g}", []).append(relative_error(x, truth))
     return found

@@ -1,19 +1,15 @@
 """Row losses with compiled block functions beside uncompiled ones, on a GPU if there is one.
 
-python benchmarks/row_losses.py [loss …] [--rows [4096 8192]] [--width 128] [--traffic] [--docs] [--out FILE]
+python benchmarks/row_losses.py [loss …] [--rows [4096 8192]] [--width 128] [--docs] [--out FILE]
 
 Each pair of loss and number of embeddings runs in a process of its own, plain and compiled steps in turn. A step is forward
 and backward of one process. Seconds of compilation are those of the first compiled step beyond a later one, with an empty
 cache of kernels. Memory is the peak beyond inputs, in a process that computes only so; on a CPU resident memory (Linux).
 
---traffic counts instead what one block reads and writes, forward and backward, in matrices of similarities: by each
-operation of the uncompiled loss, and as the compiler counts it.
-
 On a CPU the figures are stored in benchmarks/results/row_losses.json, from which --docs writes the page.
 """
 
 import json
-import logging
 import os
 import statistics
 import sys
@@ -28,19 +24,13 @@ from typing import Any
 import torch
 from suite.harness import command_line, in_new_process, peak
 from suite.report import number
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import anchor_block
 from tools.pages import PAGES, fill, table
 
 RESULTS = Path(__file__).parent / "results" / "row_losses.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 3
-BREAKING = ("Triplet, semi-hard",)
-"""Losses whose graphs break, so that the compiler counts a part of the traffic."""
-
 PER_CLASS = 8  # embeddings of a class
 
 LOSSES: dict[str, Callable[[], Any]] = {
@@ -87,36 +77,6 @@ def megabytes(name: str, implementation: str, rows: int, width: int) -> float:
     return peak(lambda: step(name, implementation, rows, width))[0]
 
 
-class Traffic(TorchDispatchMode):
-    """The bytes of the tensors that operations read and write; views and allocations move none."""
-
-    moved = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and not any(name in str(func) for name in ("detach", "empty")):
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs, out))
-            tensors = [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
-            tensors = {x.untyped_storage().data_ptr(): x for x in tensors}.values()
-            self.moved += sum(x.numel() * x.itemsize for x in tensors)
-        return out
-
-
-def traffic(name: str, rows: int, width: int) -> dict[str, float]:
-    from torch._inductor import config, metrics  # loads the compiler
-    from torch._inductor.compile_fx import inductor_metrics_log
-
-    inductor_metrics_log.setLevel(logging.INFO)  # otherwise it does not count
-    inductor_metrics_log.propagate = False
-    anchor_block.anchor_slices = lambda anchors, candidates: iter([slice(0, len(anchors))])
-    with Traffic() as uncompiled:
-        step(name, "auto", rows, width)
-    with config.patch(fx_graph_cache=False):
-        step(name, "compiled", rows, width)
-    matrix = 4 * rows * rows
-    return {"auto": uncompiled.moved / matrix, "compiled": metrics.num_bytes_accessed / matrix}
-
-
 @contextmanager
 def empty_cache() -> Iterator[None]:
     """Let new processes start with no compiled kernel."""
@@ -137,28 +97,23 @@ def measured(name: str, rows: int, width: int) -> dict[str, float]:
 def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = []
     for name, by_rows in results.items():
-        counts = by_rows.get("traffic")
-        moved = "" if counts is None else f"{number(counts['auto'])} → {number(counts['compiled'])}"
-        for rows, x in ((rows, x) for rows, x in by_rows.items() if rows != "traffic"):
+        for rows, x in by_rows.items():
             figures = [x["plain"], x["compiled"], x["compilation"], x["MB, auto"], x["MB, compiled"]]
             plain, compiled, *rest = map(number, figures)
-            lines.append([name, f"{int(rows):,}", plain, compiled, f"{x['plain'] / x['compiled']:.2f}", *rest, moved])
+            lines.append([name, f"{int(rows):,}", plain, compiled, f"{x['plain'] / x['compiled']:.2f}", *rest])
     head = ["loss", "rows", "uncompiled, s", "compiled, s", "times faster", "compilation, s", "MB", "MB, compiled"]
-    return table([*head, "matrices moved"], lines)
+    return table(head, lines)
 
 
 def main() -> None:
-    parser = command_line(__doc__, width=128, traffic=False, docs=False)
+    parser = command_line(__doc__, width=128, docs=False)
     parser.add_argument("losses", nargs="*", metavar="loss", help="all by default")
     parser.add_argument("--rows", type=int, nargs="*", default=[4096, 8192], help="none measures nothing")
     parser.add_argument("--out", type=Path, help="append the table to this file")
     given = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if DEVICE == "cpu" and RESULTS.exists() else {}
     for name in given.losses or LOSSES:
-        if given.traffic and name not in BREAKING:
-            with empty_cache():
-                results.setdefault(name, {})["traffic"] = in_new_process(traffic, name, 1024, given.width)
-        for rows in [] if given.traffic else given.rows:
+        for rows in given.rows:
             results.setdefault(name, {})[str(rows)] = measured(name, rows, given.width)
         if DEVICE == "cpu":
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")

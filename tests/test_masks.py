@@ -20,17 +20,10 @@ SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 
 def brute_force(ids: Sequence[int]) -> PairMasks:
     """Every pair of the global batch, one at a time."""
-    n = len(ids)
-    own, positive, negative = (torch.zeros(n, n, dtype=torch.bool) for _ in range(3))
-    for i in range(n):
-        for j in range(n):
-            if i == j:
-                own[i, j] = True
-            elif ids[i] == ids[j]:
-                positive[i, j] = True
-            else:
-                negative[i, j] = True
-    return PairMasks(own, positive, negative)
+    places = range(len(ids))
+    kinds = [[0 if i == j else 1 if ids[i] == ids[j] else 2 for j in places] for i in places]
+    table = torch.tensor(kinds, dtype=torch.int64).view(len(ids), len(ids))
+    return PairMasks(*(table == kind for kind in range(3)))
 
 
 def view_ids(sizes: Sequence[int], views: int) -> list[list[int]]:

@@ -165,22 +165,23 @@ class HCL(TwoViewLoss):
     supports_ring = True
 
     def compute(self, batch: Batch) -> Tensor:
-        return _contrastive(batch, batch.settings.beta, self.reduction)
+        settings, z = batch.settings, [batch.prepared(x, normalize=True) for x in batch.rows.values()]
+        loss = BlockLoss(
+            _estimated_negatives_loss, temperature=settings.temperature, tau_plus=settings.tau_plus, beta=settings.beta,
+            log_negatives=math.log(max(1, 2 * batch.total - 2)),
+        )  # fmt: skip
+        return reduce_rows(
+            batch, loss, batch.concatenated(z), batch.indices(times=2), times=2, reduction=self.reduction
+        )
 
 
-class Debiased(TwoViewLoss):
-    r"""Compute the contrastive loss of two views, corrected for negatives of the anchor's class: :class:`HCL` with β = 0.
+class Debiased(HCL):
+    """Compute :class:`HCL` with β = 0, this class's default: corrected for negatives of the anchor's class alone.
 
-    Called as ``loss(view1, view2)``, [n, d] each.
-    With x, p, M and N(i) of :class:`HCL`,
-
-        G_i = max( (Σ_{k∈N(i)} exp(x_ik) − τ⁺ M exp(x_ip)) / (1 − τ⁺),  M exp(−1/t) )
-        loss = mean_i log(1 + G_i / exp(x_ip))
+    Called as ``loss(view1, view2)``, [n, d] each, as there, with the same settings.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
-        tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
-        reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
+        beta: β ≥ 0; a larger β weights hard negatives more.
 
     Examples:
         >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)
@@ -189,23 +190,7 @@ class Debiased(TwoViewLoss):
     Source: Chuang et al. 2020, https://arxiv.org/abs/2007.00224
     """
 
-    temperature: Temperature = 0.5
-    tau_plus: TauPlus = 0.1
-    reduction: Reduction = "mean"
-
-    supports_ring = True
-
-    def compute(self, batch: Batch) -> Tensor:
-        return _contrastive(batch, 0.0, self.reduction)
-
-
-def _contrastive(batch: Batch, beta: float, reduction: Reduction) -> Tensor:
-    z = batch.concatenated([batch.prepared(x, normalize=True) for x in batch.rows.values()])
-    loss = BlockLoss(
-        _estimated_negatives_loss, temperature=batch.settings.temperature, tau_plus=batch.settings.tau_plus, beta=beta,
-        log_negatives=math.log(max(1, 2 * batch.total - 2)),
-    )  # fmt: skip
-    return reduce_rows(batch, loss, z, batch.indices(times=2), times=2, reduction=reduction)
+    beta: Beta = 0.0
 
 
 def _estimated_negatives_loss(

@@ -21,7 +21,30 @@ from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]
 
 
-class Contrastive(DissimilarityLoss):
+class _PairHinges(RowLoss):
+    """Hinges on the distances of an anchor to its positives and negatives."""
+
+    pos_margin: Number = 0.0
+    neg_margin: Number = 1.0
+    power: Power = 1.0
+    average: CountedTerms = "nonzero"
+
+    terms = 2
+
+    @property
+    def sign(self) -> int:
+        return 1
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+        positive_term = (similarity - self.sign * self.pos_margin).relu().where(positive, 0)
+        negative_term = (self.sign * self.neg_margin - similarity).relu().where(negative, 0)
+        counted = (positive_term > 0, negative_term > 0) if self.average == "nonzero" else (positive, negative)
+        sums = row_sums(positive_term.pow(self.power), negative_term.pow(self.power))
+        losses, counts = yield Sum(sums), Sum(row_sums(*counted))
+        return losses, counts
+
+
+class Contrastive(DissimilarityLoss, _PairHinges):
     r"""Compute hinges on pairs: the mean over positive pairs plus the mean over negative pairs.
 
     With D_ij the distance of unit embeddings, over all ordered pairs of the embeddings of all ranks,
@@ -44,31 +67,8 @@ class Contrastive(DissimilarityLoss):
     Source: Hadsell et al. 2006, eq. 4, https://doi.org/10.1109/CVPR.2006.100
     """
 
-    pos_margin: Number = 0.0
-    neg_margin: Number = 1.0
-    power: Power = 1.0
-    average: CountedTerms = "nonzero"
 
-    terms = 2
-
-    def on_block(self, block: AnchorBlock) -> Rows:
-        distance, margins = self.similarity(block.anchors, block.candidates), (self.pos_margin, self.neg_margin)
-        pos_margin, neg_margin = (self.sign * x for x in margins)
-        return (yield from pair_hinges(distance, block, pos_margin, neg_margin, self.power, self.average))
-
-
-def pair_hinges(
-    distance: Tensor, block: AnchorBlock, pos_margin: float, neg_margin: float, power: float, average: CountedTerms
-) -> Rows:
-    """Return the sums of the hinges of each anchor's positives and negatives, and how many of either count."""
-    positive_term = (distance - pos_margin).relu().where(block.positive, 0)
-    negative_term = (neg_margin - distance).relu().where(block.negative, 0)
-    counted = (positive_term > 0, negative_term > 0) if average == "nonzero" else (block.positive, block.negative)
-    losses, counts = yield Sum(row_sums(positive_term.pow(power), negative_term.pow(power))), Sum(row_sums(*counted))
-    return losses, counts
-
-
-class SignalToNoise(RowLoss):
+class SignalToNoise(_PairHinges):
     r"""Compute hinges on pairs as :class:`Contrastive`, on the ratio of noise to the anchor's variance.
 
         D_ij = var(z_j − z_i) / var(z_i)
@@ -91,21 +91,10 @@ class SignalToNoise(RowLoss):
     Source: Yuan et al. 2019, https://arxiv.org/abs/1904.02616
     """
 
-    pos_margin: Number = 0.0
-    neg_margin: Number = 1.0
-    power: Power = 1.0
-    average: CountedTerms = "nonzero"
-
-    terms = 2
-
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         a, b = (x - x.mean(1, keepdim=True) for x in (anchors, candidates))
         signal = a.square().sum(1, keepdim=True).clamp(min=torch.finfo(a.dtype).eps)
         return squared_distances(a, b) / signal
-
-    def on_block(self, block: AnchorBlock) -> Rows:
-        distance = self.similarity(block.anchors, block.candidates)
-        return (yield from pair_hinges(distance, block, self.pos_margin, self.neg_margin, self.power, self.average))
 
 
 class ThresholdConsistentMargin(RowLoss):

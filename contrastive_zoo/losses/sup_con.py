@@ -14,7 +14,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
-from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, Temperature
 from contrastive_zoo.ranks.row_checks import described, labelled_problem, labels_problem, rows_problem
 
 
@@ -69,7 +69,6 @@ class SupCon(AnchorLoss):
     contrast_mode: ContrastMode = "all"
     base_temperature: Annotated[float, Bounds(above=0)] | None = None
     normalize: bool = True
-    reduction: Reduction = "mean"
 
     has_kernels = supports_ring = True
 
@@ -176,7 +175,6 @@ class SINCERE(AnchorLoss):
     temperature: Temperature = 0.1
     average: Average = "anchors"
     normalize: bool = True
-    reduction: Reduction = "mean"
 
     supports_ring = True
 
@@ -221,7 +219,6 @@ class TupletMargin(AnchorLoss):
     temperature: Temperature = 1 / 64
     margin: Degrees = 5.73
     average: Average = "pairs"
-    reduction: Reduction = "mean"
 
     supports_ring = True
 
@@ -262,7 +259,6 @@ class NCA(AnchorLoss):
 
     temperature: Temperature = 1.0
     normalize: bool = True
-    reduction: Reduction = "mean"
 
     supports_ring = True
 

@@ -21,7 +21,6 @@ from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, common_error, numbers
-from tests.zoo import dense_info_nce, dense_sup_con
 
 
 class Hinge(cz.RowLoss):
@@ -59,37 +58,6 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
     "three losses, one temperature": (shared_temperature, "views"),
     "a sum of a Matryoshka and a row loss": (of_both, "labels"),
 }
-
-
-def with_two_handshakes() -> dict[str, tuple[nn.Module, int]]:
-    """Sums whose terms hold a handshake of their own inside, and the number of their arguments."""
-    terms = [cz.CrossBatchMemory(cz.InfoNCE(), 7, 3), cz.InfoNCE(symmetric=True), cz.VICReg()]
-    return {
-        "LeJEPA": (WeightedSum([cz.LeJEPA(3, num_slices=8), cz.VICReg()]), 2),
-        "CrossBatchMemory": (WeightedSum(terms), 2),
-        "NNCLR": (WeightedSum([cz.NNCLR(7, 3), cz.NNCLR(5, 3, temperature=0.5)]), 4),
-    }
-
-
-@pytest.mark.parametrize("name", with_two_handshakes())
-def test_a_loss_inside_of_a_term_does_not_take_what_another_term_has_declared(name: str, worlds: Worlds) -> None:
-    def job(splits: list[tuple[int, ...]]) -> list[Tensor]:
-        torch.manual_seed(0)
-        loss, count = with_two_handshakes()[name]
-        wrapped, found = cz.DistributedLoss(loss.double()), []
-        for step, shards in enumerate(splits):
-            own = slice(sum(shards[: dist.get_rank()]), sum(shards[: dist.get_rank() + 1]))
-            rows = [numbers(5, 3, seed=10 * step + i)[own].requires_grad_() for i in range(count)]
-            with splitting(always=True):
-                value = wrapped(*rows)
-                value.backward()
-            found.append(value.detach())
-        return found
-
-    (expected,) = worlds.run(1, job, [(5,)] * 3)
-    for found in worlds.run(2, job, [(3, 2), (0, 5), (4, 1)]):
-        for x, y in zip(found, expected, strict=True):
-            close(x, y)
 
 
 class Sent:
@@ -189,23 +157,6 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
 
     each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
     assert worlds.run(2, job, each=each) == [GATHERS["labelled rows"][3]] * 2
-
-
-@pytest.mark.parametrize("weights", [None, [0.5, 1.0, 0.25]])
-def test_a_matryoshka_is_a_sum_over_prefixes(weights: list[float] | None) -> None:
-    z, y = numbers(9, 4, seed=0).requires_grad_(), torch.arange(9) % 4
-    a, b = numbers(6, 4, seed=1).requires_grad_(), numbers(6, 4, seed=2)
-    c = weights or [1.0, 1.0, 1.0]
-    dims = (1, 2, 4)
-    ours = [Matryoshka(x, dims, weights=weights) for x in (cz.SupCon(temperature=0.3), cz.InfoNCE(temperature=0.3))]
-    found = [ours[0](z, y), ours[1](a, keys=b)]
-    expected = [
-        sum(w * dense_sup_con(z[:, :m], y, temperature=0.3) for w, m in zip(c, dims, strict=True)),
-        sum(w * dense_info_nce(a[:, :m], b[:, :m], temperature=0.3) for w, m in zip(c, dims, strict=True)),
-    ]
-    for x, value, wanted in zip((z, a), found, expected, strict=True):
-        close(value, wanted)
-        close(torch.autograd.grad(value, x)[0], torch.autograd.grad(wanted, x)[0])
 
 
 def test_negatives_are_cut_as_well() -> None:

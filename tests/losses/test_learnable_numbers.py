@@ -1,7 +1,8 @@
 """One rule in every loss: a number is constant; a tensor, or a module that returns one, is learnable, or refused."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ def start(name: str, setting: str) -> float:
     return min(value, 0.9 * most)
 
 
-def loss_of(name: str, setting: str, value: Any) -> Loss:
+def loss_of(name: str, setting: str = "", value: Any = None) -> Loss:
     torch.manual_seed(0)
-    return SUBJECTS[name](**{setting: value}).double()
+    return SUBJECTS[name](**({setting: value} if setting else {})).double()
 
 
 def leaf_of(value: Any) -> Tensor:
@@ -107,44 +108,36 @@ def test_what_has_no_derivative_is_refused_as_a_learnable_number(name: str, sett
 # ----------------------------------------------------------------------------------------------------------- ranks
 
 
-SHARDS = ((3, 5), (8, 0), (1, 7))
+SHARDS = ((3, 5), (8, 0), (0, 8), (1, 7))
 
 
-def on_ranks(cases: list[tuple[str, str]], form: str) -> list[list[Tensor]]:
-    """Return per case value, gradients of the local embeddings (as DDP averages them), and of the number, of every step."""
-    found = []
+def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bool = False) -> list[list[Tensor]]:
+    """Return per case and step value and gradients: of the number, and of local embeddings, as DDP averages them."""
+    result = []
     for name, setting in cases:
-        given = FORMS[form](start(name, setting))
-        loss_fn = cz.DistributedLoss(loss_of(name, setting, given))
+        given = None if setting is None else FORMS[form](start(name, setting))
+        loss: Any = loss_of(name, setting, given) if setting else loss_of(name)
+        leaf = [] if setting is None else [leaf_of(given)]
+        loss_fn = loss if alone else cz.DistributedLoss(loss)
         for shards in SHARDS:
-            rows = [split(x, shards)[dist.get_rank()].detach().clone() for x in SUBJECTS[name].rows]
-            found.append(step(loss_fn, rows, leaf_of(given), average=dist.get_world_size()))
-    return found
+            rows = [(x if alone else split(x, shards)[dist.get_rank()]).detach().clone() for x in SUBJECTS[name].rows]
+            learns = [x.requires_grad_() for x in rows if x.is_floating_point()]
+            with cz.engine.plain_formulas() if plain else contextlib.nullcontext():
+                value = loss_fn(*rows)
+                gradients = torch.autograd.grad(value, [*leaf, *learns], allow_unused=True, materialize_grads=True)
+            average = 1 if alone else dist.get_world_size()
+            of_rows = [x / average for x in gradients[len(leaf) :]]
+            result.append([value.detach(), gradients[0].reshape(()) if leaf else value.detach(), *of_rows])
+    return result
 
 
-def step(loss_fn: Callable[..., Tensor], rows: list[Tensor], leaf: Tensor, *, average: int = 1) -> list[Tensor]:
-    learns = [x.requires_grad_() for x in rows if x.is_floating_point()]
-    value = loss_fn(*rows)
-    gradients = torch.autograd.grad(value, [leaf, *learns], allow_unused=True, materialize_grads=True)
-    return [value.detach(), gradients[0], *(x / average for x in gradients[1:])]
-
-
-def alone(cases: list[tuple[str, str]], form: str) -> Iterator[list[Tensor]]:
-    for name, setting in cases:
-        given = FORMS[form](start(name, setting))
-        loss = loss_of(name, setting, given)
-        for _ in SHARDS:
-            yield step(loss, [x.detach().clone() for x in SUBJECTS[name].rows], leaf_of(given))
-
-
-def part_of(worlds: Worlds, cases: list[tuple[str, str]], form: str) -> None:
-    expected = list(alone(cases, form))
-    ranks = worlds.run(2, on_ranks, cases, form)
-    for index, (value, gradient, *rows) in enumerate(expected):
-        case = cases[index // len(SHARDS)], SHARDS[index % len(SHARDS)]
+def compare(worlds: Worlds, cases: list[Any], form: str = "tensor", plain: bool = False) -> None:
+    ranks = worlds.run(2, steps, cases, form, plain, timeout=60.0)
+    for index, (value, of_number, *rows) in enumerate(steps(cases, form, plain, alone=True)):
         for rank in ranks:
             close(rank[index][0], value)
-            assert torch.allclose(rank[index][1], gradient, rtol=1e-10, atol=1e-10), (case, rank[index][1], gradient)
+            case = cases[index // len(SHARDS)], SHARDS[index % len(SHARDS)]
+            assert torch.allclose(rank[index][1], of_number, rtol=1e-10, atol=1e-10), case
         for place, of_rows in enumerate(rows):
             close(torch.cat([rank[index][2 + place] for rank in ranks]), of_rows)
 
@@ -153,7 +146,13 @@ def part_of(worlds: Worlds, cases: list[tuple[str, str]], form: str) -> None:
 def test_learnable_numbers_are_the_same_on_two_ranks(form: str, worlds: Worlds) -> None:
     """Value, gradient of the embeddings and of the number, on uneven and empty shards, step after step."""
     first = list(FORMS).index(form)
-    part_of(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % len(FORMS) == first], form)
+    compare(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % len(FORMS) == first], form)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_plain_definition_is_that_of_one_process(part: int, worlds: Worlds) -> None:
+    """Of every loss, on two ranks, of which one may have no samples."""
+    compare(worlds, [(name, None) for name in list(SUBJECTS)[part::4]], plain=True)
 
 
 def test_a_copy_for_the_step_leaves_the_loss_as_it_is() -> None:

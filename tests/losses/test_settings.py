@@ -47,58 +47,44 @@ class Subject:
 
 COLD = (0, 0.0, -0.1, math.inf, -math.inf, "0.1", None, torch.ones(2), torch.tensor(-1.0), np.float32(0))
 ANY = (math.inf, -math.inf, None, "1")
-POSITIVE, NOT_NEGATIVE, SHARE, COUNT = (0.0, -1.0, *ANY), (-1.0, *ANY), (-0.1, 1.1, *ANY), (0, 1.5, *ANY)
-LEARNT = {"temperature": tuple(x for x in COLD if x is not None)}
-POWER, POINTS, TAU_PLUS, SIGMA = (0.5, *ANY), (1, 2.5, *ANY), (-0.1, 1.0, *ANY), (0.0, -1.0, "1")
-SLICES = {"num_points": POINTS, "limit": POSITIVE, "num_slices": COUNT}
-
-REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "AlignUniform": {"alpha": (0.5, *ANY), "t": POSITIVE},
-    "Angular": {"alpha": (0.0, 90.0, *ANY)},
-    "ArcFace": {"margin": (-0.1, 3.2, *ANY), "scale": POSITIVE},
-    "BarlowTwins": {"lambda_": NOT_NEGATIVE, "eps": POSITIVE},
-    "Circle": {"gamma": POSITIVE},
-    "Clip": LEARNT,
-    "ClipDistillation": {"teacher_temperature": POSITIVE, "weight": SHARE},
-    "Contrastive": {"power": POWER},
-    "CosFace": {"scale": POSITIVE},
-    "DCL": {"sigma": SIGMA},
-    "DCLW": {"sigma": SIGMA},
-    "DINO": {"teacher_temperature": POSITIVE, "centre_momentum": SHARE},
-    "Debiased": {"tau_plus": TAU_PLUS},
-    "DynamicSoftMargin": {"momentum": SHARE},
-    "FastAP": {"num_bins": (0, 2.5, *ANY)},
-    "HCL": {"tau_plus": TAU_PLUS, "beta": NOT_NEGATIVE},
-    "Histogram": {"num_bins": (0, 2.5, *ANY)},
-    "KoLeo": {"eps": POSITIVE},
-    "LargeMarginSoftmax": {"margin": COUNT, "scale": POSITIVE},
-    "LeJEPA": {"lambda_": SHARE, "global_views": COUNT, **SLICES},
-    "MMCR": {"eps": POSITIVE},
-    "MNRL": {"hardness_strength": NOT_NEGATIVE, "false_negative_margin": (math.inf, "1")},
-    "Margin": {"nu": NOT_NEGATIVE, "beta": (math.inf, -math.inf)},
-    "MultiSimilarity": {"alpha": POSITIVE, "beta": POSITIVE, "epsilon": (math.inf, -math.inf, "1")},
-    "NPairs": {"l2": NOT_NEGATIVE},
-    "PNP": {"alpha": POSITIVE, "b": POSITIVE},
-    "ProxyAnchor": {"alpha": POSITIVE},
-    "RankedList": {"t_p": NOT_NEGATIVE, "t_n": NOT_NEGATIVE, "imbalance": SHARE, "epsilon": NOT_NEGATIVE},
-    "ReSSL": {"teacher_temperature": POSITIVE},
-    "SIGReg": SLICES,
-    "ScoreDistillation": {"teacher_temperature": POSITIVE},
-    "SigLIP": {**LEARNT, "logit_bias": (math.inf, "1")},
-    "SignalToNoise": {"power": POWER},
-    "SoftTriple": {"la": POSITIVE, "gamma": POSITIVE, "tau": NOT_NEGATIVE},
-    "SpectralContrastive": {"mu": (0.0, -1.0, None, "1")},
-    "SphereFace": {"margin": COUNT, "scale": POSITIVE},
-    "SupCon": {"base_temperature": SIGMA},
-    "SupSigmoid": {**LEARNT, "logit_bias": (math.inf, "1")},
-    "SwAV": {"epsilon": POSITIVE, "iterations": (-1, 1.5, *ANY), "code_views": COUNT},
-    "TiCo": {"beta": SHARE},
-    "TupletMargin": {"margin": (-1.0, 181.0, *ANY)},
-    "VIbCReg": {"eps": POSITIVE},
-    "VICReg": {"eps": POSITIVE},
-    "WMSE": {"eps": (0.0, 1.1, *ANY)},
-}
+LEARNT = tuple(x for x in COLD if x is not None)
+KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
+    (
+        "AlignUniform.t ArcFace.scale BarlowTwins.eps Circle.gamma ClipDistillation.teacher_temperature CosFace.scale "
+        "DINO.teacher_temperature KoLeo.eps LargeMarginSoftmax.scale LeJEPA.limit MMCR.eps MultiSimilarity.alpha "
+        "MultiSimilarity.beta PNP.alpha PNP.b ProxyAnchor.alpha ReSSL.teacher_temperature SIGReg.limit SoftTriple.gamma "
+        "ScoreDistillation.teacher_temperature SoftTriple.la SphereFace.scale SwAV.epsilon VIbCReg.eps VICReg.eps",
+        (0.0, -1.0, *ANY),
+    ),
+    (
+        "BarlowTwins.lambda_ Debiased.beta HCL.beta MNRL.hardness_strength Margin.nu NPairs.l2 RankedList.t_p "
+        "RankedList.t_n RankedList.epsilon SoftTriple.tau",
+        (-1.0, *ANY),
+    ),
+    (
+        "ClipDistillation.weight DINO.centre_momentum DynamicSoftMargin.momentum LeJEPA.lambda_ RankedList.imbalance "
+        "TiCo.beta",
+        (-0.1, 1.1, *ANY),
+    ),
+    ("LargeMarginSoftmax.margin LeJEPA.global_views LeJEPA.num_slices SIGReg.num_slices", (0, 1.5, *ANY)),
+    ("SphereFace.margin SwAV.code_views FastAP.num_bins Histogram.num_bins", (0, 2.5, *ANY)),
+    ("LeJEPA.num_points SIGReg.num_points", (1, 2.5, *ANY)),
+    ("Contrastive.power SignalToNoise.power AlignUniform.alpha", (0.5, *ANY)),
+    ("Debiased.tau_plus HCL.tau_plus", (-0.1, 1.0, *ANY)),
+    ("DCL.sigma DCLW.sigma SupCon.base_temperature", (0.0, -1.0, "1")),
+    ("Clip.temperature SigLIP.temperature SupSigmoid.temperature", LEARNT),
+    ("SigLIP.logit_bias SupSigmoid.logit_bias MNRL.false_negative_margin", (math.inf, "1")),
+    ("Margin.beta", (math.inf, -math.inf)),
+    ("MultiSimilarity.epsilon", (math.inf, -math.inf, "1")),
+    ("Angular.alpha", (0.0, 90.0, *ANY)),
+    ("ArcFace.margin", (-0.1, 3.2, *ANY)),
+    ("SpectralContrastive.mu", (0.0, -1.0, None, "1")),
+    ("SwAV.iterations", (-1, 1.5, *ANY)),
+    ("TupletMargin.margin", (-1.0, 181.0, *ANY)),
+    ("WMSE.eps", (0.0, 1.1, *ANY)),
+]
 """What losses refuse as numbers, where that is more or less than numbers that are not finite; a temperature is positive."""
+REFUSED = {name: values for names, values in KINDS_OF_NUMBERS for name in names.split()}
 
 KINDS_OF_ROWS: dict[str, Callable[[int], Tensor]] = {
     "rows": z,
@@ -122,7 +108,7 @@ def of_entry(entry: Entry) -> Subject:
     given |= {"num_slices": 8} if "num_slices" in entry.loss.fields else {}
     of_losses = {name: x.value() for name, x in entry.loss.fields.items() if x.init and name not in given}
     finite = {name: COLD if name == "temperature" else ANY for name, x in of_losses.items() if is_number(x)}
-    refused = {**finite, **REFUSED.get(entry.cls, {})}
+    refused = finite | {key.partition(".")[2]: x for key, x in REFUSED.items() if key.startswith(f"{entry.cls}.")}
     refused.pop("sub_centers", None)
     rows = tuple(KINDS_OF_ROWS[kind](index) for index, kind in enumerate(kinds, 1))
     return Subject(entry.loss, rows, refused, given)
@@ -130,7 +116,9 @@ def of_entry(entry: Entry) -> Subject:
 
 SUBJECTS = {x.cls: of_entry(x) for x in reversed(CATALOGUE.values())}  # of several rows the first
 SUBJECTS["Margin, by class"] = replace(SUBJECTS["Margin"], given={"num_classes": 3})
-SUBJECTS["Triplet, semi-hard"] = Subject(cz.Triplet, LABELLED, {"margin": POSITIVE}, {"mining": "semi-hard"})
+SUBJECTS["Triplet, semi-hard"] = Subject(
+    cz.Triplet, LABELLED, {"margin": REFUSED["CosFace.scale"]}, {"mining": "semi-hard"}
+)
 CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
 MEMORY = ("size", "embedding_size")
 MADE_ONCE = {

@@ -70,18 +70,26 @@ def test_dino_moves_its_centre_while_training() -> None:
     close(other.centre, loss.centre)
 
 
-STATEFUL: list[Callable[[], Loss]] = [
-    lambda: cz.DynamicSoftMargin(9, momentum=0.5),
-    lambda: cz.NNCLR(7, 3),
-    lambda: cz.ReSSL(7, 3),
-    lambda: DINO(3),
-]
+def sum_of_memories() -> Loss:
+    terms = [cz.CrossBatchMemory(cz.InfoNCE(), 7, 3), cz.InfoNCE(symmetric=True), cz.LeJEPA(3, num_slices=8)]
+    return cz.WeightedSum([*terms, cz.VICReg()])
 
 
-@pytest.mark.parametrize("make", STATEFUL, ids=["DynamicSoftMargin", "NNCLR", "ReSSL", "DINO"])
-def test_state_is_that_of_one_process_at_every_step(make: Callable[[], Loss], worlds: Worlds) -> None:
+STATEFUL: dict[str, tuple[Callable[[], Loss], int]] = {
+    "DynamicSoftMargin": (lambda: cz.DynamicSoftMargin(9, momentum=0.5), 2),
+    "NNCLR": (lambda: cz.NNCLR(7, 3), 4),
+    "ReSSL": (lambda: cz.ReSSL(7, 3), 2),
+    "DINO": (lambda: DINO(3), 2),
+    "a sum of memories": (sum_of_memories, 2),
+    "a sum of two of a kind": (lambda: cz.WeightedSum([cz.NNCLR(7, 3), cz.NNCLR(5, 3, temperature=0.5)]), 4),
+}
+"""Losses with a state, and how many views they take."""
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_is_that_of_one_process_at_every_step(name: str, worlds: Worlds) -> None:
     """From an empty state on, also in a step in which a rank has no samples."""
-    count = 4 if make is STATEFUL[1] else 2
+    make, count = STATEFUL[name]
 
     def job(splits: list[tuple[int, ...]]) -> list[Any]:
         loss, world, steps = make().double(), cz.World.of(), []
@@ -89,8 +97,9 @@ def test_state_is_that_of_one_process_at_every_step(make: Callable[[], Loss], wo
         for step, shards in enumerate(splits):
             local = slice(sum(shards[: world.rank]), sum(shards[: world.rank + 1]))
             rows = [x.detach()[local].requires_grad_() for x in views(step, count, n=5, d=3)]
-            value = wrapped(*rows)
-            value.backward()
+            with splitting(always=world.size == 3):
+                value = wrapped(*rows)
+                value.backward()
             gradients = [torch.zeros_like(x) if x.grad is None else x.grad / world.size for x in rows]
             steps.append((value.detach(), local, gradients, [x.double() for x in loss.buffers()]))
         return steps

@@ -55,8 +55,6 @@ def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[s
     mine = slice(start, start + shards[world.rank])
     encoder = torch.nn.Linear(4, 4, bias=False).double()
     torch.nn.init.eye_(encoder.weight)
-    if trainer == "sum":
-        loss.shard_gradient_scale = world.size
     value = cz.DistributedLoss(loss, grad_reduction=trainer)(encoder(whole.detach()[mine]), labels[mine])
     (3 * value).backward()
     return {"value": value.item(), "encoder": encoder.weight.grad, "own": loss.weights.grad, "all": loss.weights.data}
