@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,31 +105,26 @@ def unit(z: Tensor) -> Tensor:
     return F.normalize(z, dim=1)
 
 
-def anchors(labels: Tensor) -> list[tuple[int, list[int], list[int]]]:
-    """Each row with its positives and its negatives."""
-    every = range(len(labels))
-    alike = [[j for j in every if j != i and labels[j] == labels[i]] for i in every]
-    return [(i, alike[i], [j for j in every if labels[j] != labels[i]]) for i in every]
+def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, n]: the positives and the negatives of each embedding."""
+    same = labels[:, None] == labels
+    return same & ~itself(labels), ~same
 
 
-def mean(losses: list[Tensor], *connected: Tensor, count: int | None = None) -> Tensor:
-    """Of those found; a zero that hangs in the graph if there are none."""
-    zero = sum(0 * x.sum() for x in connected)
-    return torch.stack(losses).sum() / max(1, len(losses) if count is None else count) + zero if losses else zero
+def mean_over(losses: Tensor, average: str = "all") -> Tensor:
+    """The mean of these losses, or of those that are not 0; a zero that hangs in the graph if there are none."""
+    count = (losses > 0).sum() if average == "nonzero" else len(losses)
+    return losses.sum() / max(1, int(count))
 
 
-def log_sum(x: list[Tensor]) -> Tensor:
-    return torch.stack(x).logsumexp(0)
+def log_sums(logits: Tensor, mask: Tensor, empty: float = -torch.inf) -> Tensor:
+    """Log-sum-exps of rows, without a gradient where there is nothing to sum."""
+    some = mask.any(-1)
+    return logits.masked_fill(~mask, -torch.inf).where(some[..., None], 0).logsumexp(-1).where(some, empty)
 
 
-def each_anchor(formula: Callable[..., Iterator[Tensor]]) -> Callable[..., Tensor]:
-    """The mean of the losses that a formula yields, given unit embeddings, an anchor, its positives and its negatives."""
-
-    @functools.wraps(formula)
-    def dense(z: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-        return mean([x for anchor in anchors(labels) for x in formula(unit(z), *anchor, **settings)], z)
-
-    return dense
+def softplus(x: Tensor) -> Tensor:
+    return F.softplus(x, threshold=100)
 
 
 # ------------------------------------------- formulas of rows as they are; a reduction "none" keeps the losses of anchors

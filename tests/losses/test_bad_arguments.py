@@ -109,6 +109,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: cz.Matryoshka(cz.SupCon(), (0, 3)), "at least 1"),
     (lambda: cz.Matryoshka(cz.SupCon(), (1, 2), weights=[1.0]), "one weight for each of 2 terms"),
     (lambda: cz.Matryoshka(nn.MSELoss(), (1, 2)), "this library's, got MSELoss"),
+    (lambda: cz.Matryoshka(cz.SupCon(), (1, 2), weights=[1.0, torch.nan]), "weights must be finite"),
+    (lambda: cz.WeightedSum([cz.NTXent()], weights=[torch.inf]), "weights must be finite"),
     (lambda: cz.WeightedSum([]), "one weight for each of 0 terms"),
     (lambda: cz.WeightedSum([cz.SupCon()], weights=[1.0, 2.0]), "one weight for each of 1 terms"),
     (lambda: cz.WeightedSum([cz.SupCon(), nn.MSELoss()]), "this library's, got MSELoss"),

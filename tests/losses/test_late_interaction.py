@@ -1,6 +1,5 @@
 """MaxSim and pad_dims: sets of tokens of different size, against all products of tokens on one process."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from tests.losses.zoo_tokens import dense_max_sim, dense_pairwise
 NAMES = ("queries", "documents", "negatives")
 MASKS = ("query_mask", "document_mask", "negative_mask")
 WIDTH = 4
-LOW_TILES = {"contrastive_zoo.engine.tiling:TILE_BYTES": 400}
 
 LOSSES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], dict[str, Any]]] = {
     "MaxSim": (cz.MaxSim, dense_max_sim, {}),
@@ -82,13 +80,6 @@ def test_masks_may_be_left_out() -> None:
     tokens = {name: rows[name] for name in NAMES[:2]}
     every = {of: torch.ones(rows[of].shape, dtype=torch.int64) for of in MASKS[:2]}
     close(cz.MaxSim()(**tokens), cz.MaxSim()(**tokens, **every))
-
-
-@pytest.mark.parametrize("dense", [True, False])
-def test_no_negatives_are_none(dense: bool) -> None:
-    tokens = {"queries": numbers(2, 2, WIDTH, seed=1), "documents": numbers(2, 3, WIDTH, seed=2)}
-    with cz.engine.plain_formulas() if dense else contextlib.nullcontext():
-        close(cz.MaxSim()(**tokens, negatives=numbers(0, 3, WIDTH, seed=3)), cz.MaxSim()(**tokens))
 
 
 def test_the_first_of_equal_tokens_gets_the_gradient() -> None:

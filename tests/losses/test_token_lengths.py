@@ -20,14 +20,12 @@ from tests.losses.test_late_interaction import MASKS, NAMES, Shard, largest_erro
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
 ORDER = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
-LOW_TILES = 400
-"""Bytes of a tile, so that documents are computed in several blocks."""
 
 
 def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:
     """Return value and gradients of embeddings on a simulated device, and what the host reads in the third step."""
     with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "TILE_BYTES", LOW_TILES)
+        patch.setattr(tiling, "TILE_BYTES", 400)  # several blocks of documents
         put = put_by(mode)
         loss = cz.DistributedLoss(make(), static_shapes=True, check_finite=False, check_equal=False)
         moved = [put(rows[name]) for name in ORDER if name in rows]

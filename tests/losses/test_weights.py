@@ -136,14 +136,6 @@ def test_similarities_to_all_classes_are_never_held(monkeypatch) -> None:
         assert largest.elements == weights.numel() < len(z) * len(weights) / 4
 
 
-def test_a_second_derivative_is_refused() -> None:
-    z, labels = labelled(0)
-    weights = torch.randn(5, 4, dtype=torch.float64)
-    (g,) = torch.autograd.grad(with_weights(NormalizedSoftmax, weights)(z, labels), z, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"with contrastive_zoo.engine.plain_formulas\(\)"):
-        g.sum().backward()
-
-
 def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
     z, labels = labelled(0)
     found = []

@@ -1,7 +1,7 @@
-"""Losses of margins over pairs and triplets, and each one's definition, anchor by anchor, from its paper."""
+"""Losses of margins over pairs and triplets, and each one's definition from its paper, over all pairs or triplets."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,195 +17,152 @@ from contrastive_zoo.losses.pair_margins import (
 from contrastive_zoo.losses.ranking import PNP, FastAP, SmoothAP
 from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.triplet import Angular, Triplet
-from tests.zoo import anchors, each_anchor, log_sum, mean, row, unit
+from tests.zoo import itself, log_sums, masks, mean_over, row, softplus, unit
 
 
-def distance(a: Tensor, b: Tensor) -> Tensor:
-    squared = (a - b).square().sum()
-    return squared.sqrt() if squared > 1e-14 else 0 * squared
+def roots(squares: Tensor) -> Tensor:
+    """Distances, whose derivative is 0 at 0."""
+    return squares.where(squares > 1e-14, 1).sqrt().where(squares > 1e-14, 0 * squares)
 
 
-def nonzero(losses: list[Tensor], z: Tensor) -> Tensor:
-    return mean([x for x in losses if x > 0], z)
+def squares(z: Tensor) -> Tensor:
+    return (z[:, None] - z).square().sum(2)
 
 
-def minus_cosine(a: Tensor, b: Tensor) -> Tensor:
-    return -(a @ b)
+def noise_to_signal(z: Tensor) -> Tensor:
+    """Of each anchor and candidate; 0 of a single feature, which has no variance."""
+    return (z - z[:, None]).var(2) / z.var(1)[:, None] if z.shape[1] > 1 else 0 * z @ z.T
 
 
-def softplus(x: Tensor) -> Tensor:
-    return torch.logaddexp(x, torch.zeros_like(x))
-
-
-AVERAGES = {"nonzero": nonzero, "all": mean}
-MEASURES = {"distance": distance, "similarity": minus_cosine}
+METRICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "distance": lambda z: roots(squares(z)),
+    "similarity": lambda z: -z @ z.T,
+    "noise": noise_to_signal,
+}
 
 
 def dense_contrastive(
-    z: Tensor,
-    labels: Tensor,
-    measure: Callable[[Tensor, Tensor], Tensor] = distance,
-    pos_margin: float = 0.0,
-    neg_margin: float = 1.0,
-    power: int = 1,
-    average: str = "nonzero",
-) -> Tensor:
-    z, of = unit(z), AVERAGES[average]
-    positive_terms = [(measure(z[i], z[p]) - pos_margin).relu() ** power for i, ps, _ in anchors(labels) for p in ps]
-    negative_terms = [(neg_margin - measure(z[i], z[n])).relu() ** power for i, _, ns in anchors(labels) for n in ns]
-    return of(positive_terms, z) + of(negative_terms, z)
-
-
-def dense_contrastive_of_similarities(
-    z: Tensor, labels: Tensor, metric: str, pos_margin: float, neg_margin: float
-) -> Tensor:
-    return dense_contrastive(z, labels, MEASURES[metric], -pos_margin, -neg_margin)
-
-
-def noise_to_signal(a: Tensor, b: Tensor) -> Tensor:
-    if len(a) == 1:
-        return 0 * (a + b).sum()
-    return (b - a).var() / a.var()
+    z: Tensor, labels: Tensor, metric: str = "distance", pos_margin: float = 0.0, neg_margin: float = 1.0,
+    power: int = 1, average: str = "nonzero",
+) -> Tensor:  # fmt: skip
+    d, (positive, negative) = METRICS[metric](unit(z)), masks(labels)
+    low, high = (-pos_margin, -neg_margin) if metric == "similarity" else (pos_margin, neg_margin)
+    of_positives, of_negatives = (d - low).relu()[positive] ** power, (high - d).relu()[negative] ** power
+    return mean_over(of_positives, average) + mean_over(of_negatives, average)
 
 
 def dense_triplet(
-    z: Tensor,
-    labels: Tensor,
-    margin: float = 0.3,
-    metric: str = "distance",
-    mining: str = "all",
-    soft: bool = False,
+    z: Tensor, labels: Tensor, margin: float = 0.3, metric: str = "distance", mining: str = "all", soft: bool = False,
     average: str = "nonzero",
-) -> Tensor:
-    z, measure, losses = unit(z), MEASURES[metric], []
-    for i, ps, ns in anchors(labels):
-        near, far = [measure(z[i], z[p]) for p in ps], [measure(z[i], z[n]) for n in ns]
-        if mining == "hard" and ps and ns:
-            near, far = [torch.stack(near).max()], [torch.stack(far).min()]
-        kept = [x - y + margin for x in near for y in far if mining != "semi-hard" or x < y < x + margin]
-        losses += [softplus(x) if soft else x.relu() for x in kept]
-    return AVERAGES[average](losses, z)
+) -> Tensor:  # fmt: skip
+    d, (positive, negative) = METRICS[metric](unit(z)), masks(labels)
+    if mining == "hard":
+        farthest, nearest = d.masked_fill(~positive, -torch.inf).amax(1), d.masked_fill(~negative, torch.inf).amin(1)
+        x = (farthest - nearest)[positive.any(1) & negative.any(1)] + margin
+    else:
+        differences, mined = d[:, :, None] - d[:, None], positive[:, :, None] & negative[:, None]
+        if mining == "semi-hard":
+            mined &= (differences < 0) & (differences > -margin)
+        x = differences[mined] + margin
+    return mean_over(softplus(x) if soft else x.relu(), average)
 
 
-@each_anchor
 def dense_multi_similarity(
-    z: Tensor, i: int, ps: list[int], ns: list[int], alpha: float = 2, beta: float = 50, epsilon: float | None = None
-) -> Iterator[Tensor]:
-    of_positives, of_negatives, zero = [z[i] @ z[p] for p in ps], [z[i] @ z[n] for n in ns], 0 * z.sum()
+    z: Tensor, labels: Tensor, alpha: float = 2, beta: float = 50, epsilon: float | None = None
+) -> Tensor:
+    s, (positive, negative) = unit(z) @ unit(z).T, masks(labels)
     if epsilon is not None:
-        of_positives, of_negatives = (
-            [s for s in of_positives if any(s < x + epsilon for x in of_negatives)],
-            [s for s in of_negatives if any(s > x - epsilon for x in of_positives)],
-        )
-    positive_term = log_sum([zero, *(-alpha * (s - 0.5) for s in of_positives)]) / alpha
-    yield positive_term + log_sum([zero, *(beta * (s - 0.5) for s in of_negatives)]) / beta
+        highest = s.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
+        lowest = s.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
+        positive, negative = positive & (s < highest + epsilon), negative & (s > lowest - epsilon)
+    positive_term = softplus(log_sums(-alpha * (s - 0.5), positive)) / alpha
+    return mean_over(positive_term + softplus(log_sums(beta * (s - 0.5), negative)) / beta)
 
 
-@each_anchor
-def dense_circle(
-    z: Tensor, i: int, ps: list[int], ns: list[int], m: float = 0.4, gamma: float = 80
-) -> Iterator[Tensor]:
-    if ps and ns:
-        of_positives, of_negatives = (torch.stack([z[i] @ z[j] for j in js]) for js in (ps, ns))
-        negative_terms = gamma * (of_negatives.detach() + m).relu() * (of_negatives - m)
-        positive_terms = -gamma * (1 + m - of_positives.detach()).relu() * (of_positives - 1 + m)
-        both = (negative_terms[:, None] + positive_terms).flatten()
-        yield log_sum([0 * both[0], *both])
+def dense_circle(z: Tensor, labels: Tensor, m: float = 0.4, gamma: float = 80) -> Tensor:
+    s, (positive, negative) = unit(z) @ unit(z).T, masks(labels)
+    of_negatives = log_sums(gamma * (s.detach() + m).relu() * (s - m), negative)
+    of_positives = log_sums(-gamma * (1 + m - s.detach()).relu() * (s - 1 + m), positive)
+    return mean_over(softplus(of_negatives + of_positives)[positive.any(1) & negative.any(1)])
 
 
 def dense_lifted(z: Tensor, labels: Tensor, margin: float = 1.0) -> Tensor:
-    z, losses, table = unit(z), [], anchors(labels)
-    for i, ps, ns in table:
-        for p in ps if ns else []:
-            near = [margin - distance(z[k], z[n]) for k in (i, p) for n in table[k][2]]
-            losses.append((distance(z[i], z[p]) + log_sum(near)).relu() ** 2 / 2)
-    return mean(losses, z)
+    d, (positive, negative) = roots(squares(unit(z))), masks(labels)
+    near = log_sums(margin - d, negative, empty=0.0)
+    hinges = (d + torch.logaddexp(near[:, None], near)).relu() ** 2 / 2
+    return mean_over(hinges[positive & negative.any(1, keepdim=True)])
 
 
-@each_anchor
-def dense_generalized_lifted(z: Tensor, i: int, ps: list[int], ns: list[int], margin: float = 1.0) -> Iterator[Tensor]:
-    if ps and ns:
-        positive_term = log_sum([distance(z[i], z[p]) for p in ps])
-        yield (positive_term + log_sum([margin - distance(z[i], z[n]) for n in ns])).relu()
+def dense_generalized_lifted(z: Tensor, labels: Tensor, margin: float = 1.0) -> Tensor:
+    d, (positive, negative) = roots(squares(unit(z))), masks(labels)
+    extremes = log_sums(d, positive, empty=0.0) + log_sums(margin - d, negative, empty=0.0)
+    return mean_over(extremes.relu()[positive.any(1) & negative.any(1)])
 
 
 def dense_margin(
     z: Tensor, labels: Tensor, margin: float = 0.2, beta: float = 1.25, nu: float = 0.0, num_classes: int = 0
 ) -> Tensor:
-    z, losses, active = unit(z), [], 0
-    for i, p, n in ((i, p, n) for i, ps, ns in anchors(labels) for p in ps for n in ns):
-        two = (distance(z[i], z[p]) - beta + margin).relu(), (beta - distance(z[i], z[n]) + margin).relu()
-        active += int(two[0] > 0) + int(two[1] > 0)
-        losses.append(two[0] + two[1] + (nu * beta if num_classes else 0))
-    return mean(losses, z, count=active) + (0 if num_classes else nu * beta)
+    d, (positive, negative) = roots(squares(unit(z))), masks(labels)
+    triplets = positive[:, :, None] & negative[:, None]
+    far, near = ((sign * (d - beta) + margin).relu() for sign in (1, -1))
+    losses = (far[:, :, None] + near[:, None])[triplets]
+    active = ((far > 0).int()[:, :, None] + (near > 0).int()[:, None])[triplets].sum()
+    of_classes = nu * beta * len(losses) if num_classes else 0
+    return (losses.sum() + of_classes) / active.clamp(min=1) + (0 if num_classes else nu * beta)
 
 
-@each_anchor
-def dense_ranked_list(
-    z: Tensor, i: int, ps: list[int], ns: list[int], margin: float = 0.4, alpha: float = 1.2, t_n: float = 10.0
-) -> Iterator[Tensor]:
-    def weighted(hinges: list[Tensor], t: float) -> Tensor:
-        positive = [x for x in hinges if x > 0]
-        weights = [(t * x).exp() for x in positive]
-        return sum(w * x for w, x in zip(weights, positive, strict=True)) / sum(weights) if positive else 0 * z.sum()
+def dense_ranked_list(z: Tensor, labels: Tensor, margin: float = 0.4, alpha: float = 1.2, t_n: float = 10.0) -> Tensor:
+    d, (positive, negative) = roots(squares(unit(z))), masks(labels)
 
-    positive_term = weighted([distance(z[i], z[p]) - alpha + margin for p in ps], 0.0)
-    yield (positive_term + weighted([alpha - distance(z[i], z[n]) for n in ns], t_n)) / 2
+    def weighted(hinges: Tensor, mask: Tensor, t: float) -> Tensor:
+        weights = (t * hinges).exp().where(mask & (hinges > 0), 0)
+        total = weights.sum(1)
+        return (weights * hinges).sum(1) / total.where(total > 0, 1)
+
+    return mean_over(weighted(d - alpha + margin, positive, 0.0) + weighted(alpha - d, negative, t_n)) / 2
 
 
-@each_anchor
-def dense_fast_ap(z: Tensor, i: int, ps: list[int], ns: list[int], num_bins: int = 10) -> Iterator[Tensor]:
-    zero, width = 0 * z.sum(), 4 / num_bins
-
-    def histogram(js: list[int]) -> list[Tensor]:
-        squares = [(z[i] - z[j]).square().sum() for j in js]
-        return [sum(((1 - (x - width * k).abs() / width).relu() for x in squares), zero) for k in range(num_bins + 1)]
-
-    precision, positives, ranked = zero, zero, zero
-    for of_positives, of_all in zip(histogram(ps), histogram(ps + ns), strict=True):
-        positives, ranked = positives + of_positives, ranked + of_all
-        if ranked > 0:
-            precision = precision + of_positives * positives / ranked
-    if ps:
-        yield 1 - precision / len(ps)
+def dense_fast_ap(z: Tensor, labels: Tensor, num_bins: int = 10) -> Tensor:
+    (positive, negative), width = masks(labels), 4 / num_bins
+    nodes = width * torch.arange(num_bins + 1, dtype=z.dtype)
+    kernels = (1 - (squares(unit(z))[..., None] - nodes).abs() / width).relu()
+    of_positives, of_all = ((kernels * mask[..., None]).sum(1) for mask in (positive, positive | negative))
+    found, ranked = of_positives.cumsum(1), of_all.cumsum(1)
+    precision = (of_positives * found / ranked.where(ranked > 0, 1)).sum(1)
+    return mean_over((1 - precision / positive.sum(1).clamp(min=1))[positive.any(1)])
 
 
-@each_anchor
-def dense_smooth_ap(
-    z: Tensor, i: int, ps: list[int], ns: list[int], temperature: float, with_self: bool = False
-) -> Iterator[Tensor]:
-    s, relevant = z @ z[i], sorted([*ps, i]) if with_self else ps
-
-    def rank(p: int, js: list[int]) -> Tensor:
-        return 1 + sum((((s[k] - s[p]) / temperature).sigmoid() for k in js if k != p), 0 * s[0])
-
-    if ps:
-        yield 1 - sum(rank(p, relevant) / rank(p, relevant + ns) for p in relevant) / len(relevant)
+def soft_order(z: Tensor, temperature: float) -> Tensor:
+    """[i, p, k]: how much embedding k is more similar to anchor i than embedding p is."""
+    s = unit(z) @ unit(z).T
+    return ((s[:, None] - s[:, :, None]) / temperature).sigmoid()
 
 
-@each_anchor
-def dense_angular(z: Tensor, i: int, ps: list[int], ns: list[int], alpha: float = 40.0) -> Iterator[Tensor]:
-    tan2 = math.tan(math.radians(alpha)) ** 2
-    for p in ps if ns else []:
-        angles = [4 * tan2 * (z[i] + z[p]) @ z[n] - 2 * (1 + tan2) * z[i] @ z[p] for n in ns]
-        yield log_sum([0 * z.sum(), *angles])
+def dense_smooth_ap(z: Tensor, labels: Tensor, temperature: float, with_self: bool = False) -> Tensor:
+    (positive, negative), others = masks(labels), ~itself(z)
+    relevant, order = positive | itself(z) if with_self else positive, soft_order(z, temperature)
+    among, of_all = ((order * (x[:, None] & others)).sum(2) + 1 for x in (relevant, relevant | negative))
+    precision = (among / of_all).where(relevant, 0).sum(1) / relevant.sum(1).clamp(min=1)
+    return mean_over((1 - precision)[positive.any(1)])
+
+
+def dense_angular(z: Tensor, labels: Tensor, alpha: float = 40.0) -> Tensor:
+    s, (positive, negative), tan2 = unit(z) @ unit(z).T, masks(labels), math.tan(math.radians(alpha)) ** 2
+    angles = 4 * tan2 * (s[:, None] + s) - 2 * (1 + tan2) * s[..., None]
+    return mean_over(softplus(log_sums(angles, negative[:, None]))[positive & negative.any(1, keepdim=True)])
 
 
 def dense_threshold_consistent(z: Tensor, labels: Tensor) -> Tensor:
-    z = unit(z)
-    low = [0.9 - z[i] @ z[p] for i, ps, _ in anchors(labels) for p in ps if z[i] @ z[p] <= 0.9]
-    high = [z[i] @ z[n] - 0.5 for i, _, ns in anchors(labels) for n in ns if z[i] @ z[n] >= 0.5]
-    return mean(low, z) + mean(high, z)
+    s, (positive, negative) = unit(z) @ unit(z).T, masks(labels)
+    return mean_over((0.9 - s)[positive & (s <= 0.9)]) + mean_over((s - 0.5)[negative & (s >= 0.5)])
 
 
-@each_anchor
-def dense_pnp(
-    z: Tensor, i: int, ps: list[int], ns: list[int], temperature: float, variant: str = "O", with_self: bool = False
-) -> Iterator[Tensor]:
-    s, relevant = z @ z[i], [*ps, *([i] if with_self else [])]
-    ranks = [sum((torch.sigmoid((s[n] - s[p]) / temperature) for n in ns), 0 * s.sum()) for p in relevant]
-    if ps:
-        yield torch.stack([1 - (1 + r) ** -1.5 if variant == "Dq" else r for r in ranks]).mean()
+def dense_pnp(z: Tensor, labels: Tensor, temperature: float, variant: str = "O", with_self: bool = False) -> Tensor:
+    positive, negative = masks(labels)
+    relevant = positive | itself(z) if with_self else positive
+    ranks = (soft_order(z, temperature) * negative[:, None]).sum(2)
+    losses = 1 - (1 + ranks) ** -1.5 if variant == "Dq" else ranks
+    return mean_over((losses.where(relevant, 0).sum(1) / relevant.sum(1).clamp(min=1))[positive.any(1)])
 
 
 SIMILARITY = {"metric": "similarity", "pos_margin": 0.9, "neg_margin": 0.2}
@@ -213,8 +170,8 @@ SIMILARITY = {"metric": "similarity", "pos_margin": 0.9, "neg_margin": 0.2}
 ENTRIES = [
     row("Contrastive", Contrastive, dense_contrastive, "labels"),
     row("Contrastive, as in the paper", Contrastive, dense_contrastive, "labels", power=2, average="all"),
-    row("Contrastive, similarity", Contrastive, dense_contrastive_of_similarities, "labels", **SIMILARITY),
-    row("SignalToNoise", SignalToNoise, partial(dense_contrastive, measure=noise_to_signal), "labels"),
+    row("Contrastive, similarity", Contrastive, dense_contrastive, "labels", **SIMILARITY),
+    row("SignalToNoise", SignalToNoise, partial(dense_contrastive, metric="noise"), "labels"),
     row("Triplet", Triplet, dense_triplet, "labels", margin=0.3),
     row("Triplet, mean of all", Triplet, dense_triplet, "labels", margin=0.3, average="all"),
     row("Triplet, similarity", Triplet, dense_triplet, "labels", margin=0.3, metric="similarity"),

@@ -1,7 +1,6 @@
 """The softmax and sigmoid losses over pairs, each with its paper's equation written out pair by pair."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,19 @@ from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
 from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased
 from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
-from tests.zoo import Entry, dense_clip, dense_siglip, dense_sup_con, each_anchor, itself, log_sum, mean, row, unit
+from tests.zoo import (
+    Entry,
+    dense_clip,
+    dense_siglip,
+    dense_sup_con,
+    itself,
+    log_sums,
+    masks,
+    mean_over,
+    row,
+    softplus,
+    unit,
+)
 
 # --------------------------------------------------------------------------------------------------------- two towers
 
@@ -185,7 +196,7 @@ def dense_dcl(
         sums = [(x @ z.T / temperature)[~itself(x)].view(n, -1).logsumexp(1) for z in (x, y)]
         push = torch.logaddexp(*sums) if denominators == "joint" else sums[0] + sums[1]
         losses += [*(push - (2 - attraction / attraction.mean() if sigma else 1) * alike / temperature)]
-    return mean(losses, a, b)
+    return torch.stack(losses).mean() if losses else 0 * (a + b).sum()
 
 
 def dense_hcl(a: Tensor, b: Tensor, temperature: Any, tau_plus: float = 0.1, beta: float = 1.0) -> Tensor:
@@ -202,46 +213,37 @@ def dense_debiased(a: Tensor, b: Tensor, temperature: Any) -> Tensor:
     return dense_hcl(a, b, temperature, beta=0.0)
 
 
-@each_anchor
-def dense_sup_con_in(
-    u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any
-) -> Iterator[Tensor]:
-    if positives:
-        every = log_sum([u[i] @ u[k] / temperature for k in positives + negatives])
-        chances = [(u[i] @ u[p] / temperature - every).exp() for p in positives]
-        yield -(sum(chances) / len(positives)).log()
+def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    s, (positive, negative) = unit(z) @ unit(z).T / temperature, masks(labels)
+    shares = log_sums(s, positive, empty=0.0) - log_sums(s, positive | negative, empty=0.0)
+    return mean_over((positive.sum(1, dtype=z.dtype).clamp(min=1).log() - shares)[positive.any(1)])
 
 
-@each_anchor
-def dense_sincere(
-    u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any, average: str = "anchors"
-) -> Iterator[Tensor]:
-    hard = [u[i] @ u[k] / temperature for k in negatives]
-    of_pairs = [log_sum([x, *hard]) - x for x in (u[i] @ u[p] / temperature for p in positives)]
+def over_pairs(logits: Tensor, of_positives: Tensor, labels: Tensor, average: str) -> Tensor:
+    """The mean of the InfoNCE losses of an anchor's positives, over anchors or pairs."""
+    positive, negative = masks(labels)
+    losses = softplus(log_sums(logits, negative)[:, None] - of_positives).where(positive, 0)
     if average == "pairs":
-        yield from of_pairs
-    elif of_pairs:
-        yield torch.stack(of_pairs).mean()
+        return mean_over(losses[positive])
+    return mean_over((losses.sum(1) / positive.sum(1).clamp(min=1))[positive.any(1)])
 
 
-@each_anchor
-def dense_tuplet_margin(
-    u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any, margin: float = 5.73
-) -> Iterator[Tensor]:
-    for p in positives:
-        cos, beta = u[i] @ u[p], math.radians(margin)
-        is_line = (
-            1 - cos.item() ** 2 < 1e-15
-        )  # an angle of 0 or 180 degrees, where that of a rounded cosine has 8 digits
-        slack = cos * math.cos(beta) if is_line else (cos.acos() - beta).cos()
-        yield log_sum([0 * slack, *((u[i] @ u[n] - slack) / temperature for n in negatives)])
+def dense_sincere(z: Tensor, labels: Tensor, temperature: Any, average: str = "anchors") -> Tensor:
+    logits = unit(z) @ unit(z).T / temperature
+    return over_pairs(logits, logits, labels, average)
 
 
-@each_anchor
-def dense_nca(u: Tensor, i: int, positives: list[int], negatives: list[int], temperature: Any) -> Iterator[Tensor]:
-    if positives:
-        near = {k: -(u[i] - u[k]).square().sum() / temperature for k in positives + negatives}
-        yield log_sum(list(near.values())) - log_sum([near[p] for p in positives])
+def dense_tuplet_margin(z: Tensor, labels: Tensor, temperature: Any, margin: float = 5.73) -> Tensor:
+    cos, beta = unit(z) @ unit(z).T, math.radians(margin)
+    is_line = 1 - cos.detach() ** 2 < 1e-15  # an angle of 0 or 180 degrees, where that of a rounded cosine has 8 digits
+    slack = (cos.where(~is_line, 0).acos() - beta).cos().where(~is_line, cos * math.cos(beta))
+    return over_pairs(cos / temperature, slack / temperature, labels, "pairs")
+
+
+def dense_nca(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
+    (positive, negative), near = masks(labels), -(unit(z)[:, None] - unit(z)).square().sum(2) / temperature
+    losses = log_sums(near, positive | negative, empty=0.0) - log_sums(near, positive, empty=0.0)
+    return mean_over(losses[positive.any(1)])
 
 
 def dense_n_pairs(z: Tensor, labels: Tensor, temperature: Any, l2: float = 0.0) -> Tensor:

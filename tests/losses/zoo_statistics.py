@@ -24,7 +24,7 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry, itself, mean, row
+from tests.zoo import Entry, itself, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -274,7 +274,7 @@ def dense_koleo(z: Tensor) -> Tensor:
     for i in range(len(z) if len(z) > 1 else 0):
         near = torch.stack([(z[i] - z[j]).square().sum() for j in range(len(z)) if j != i]).min(0).values
         losses.append(-((near.sqrt() if near > 1e-29 else 0 * near) + 1e-8).log())
-    return mean(losses, z)
+    return torch.stack(losses).mean() if losses else 0 * z.sum()
 
 
 def dense_orthogonal(z: Tensor) -> Tensor:
