@@ -23,6 +23,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import step
 from tests.helpers import Largest, close, numbers, split
 from tests.losses.zoo_softmax import ALL, ENTRIES, ORDERED
+from tests.losses.zoo_weights import ENTRIES as WEIGHTS
 
 
 def pairs(*shape: int) -> list[Tensor]:
@@ -136,7 +137,7 @@ def test_nothing_n_by_n_is_held() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "BLOCK_BYTES", 2**15)
         patch.setattr(tiling, "TILE_BYTES", 2**13)
-        for entry in [x for x in ENTRIES + ORDERED if "," not in x.name or "all" in x.name]:
+        for entry in [x for x in ENTRIES + ORDERED + WEIGHTS if "," not in x.name or "all" in x.name]:
             rows = [x.requires_grad_(x.is_floating_point()) for x in whole_batch(entry.case(), GlobalBatch((n,), d=4))]
             with Largest() as largest:
                 entry.make(temperature=0.5).double()(*rows).backward()

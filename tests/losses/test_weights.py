@@ -20,7 +20,6 @@ from contrastive_zoo.losses.class_softmax import (
     SoftTriple,
 )
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import Largest
 from tests.losses.zoo_weights import InstanceOfLabels
 
 
@@ -124,16 +123,6 @@ def test_every_split_of_the_classes_draws_the_same_weights(classes: int, monkeyp
     for size in (2, 3, 5):
         shards = [drawn(class_shard(classes, cz.World(rank, size))) for rank in range(size)]
         assert torch.equal(torch.cat(shards), whole)
-
-
-def test_similarities_to_all_classes_are_never_held(monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", 4 * 8 * 3 * 50)  # 4 matrices of 3 rows, 8 bytes
-    z, labels = labelled(0, n=30)
-    weights = torch.randn(50, 4, dtype=torch.float64)
-    for loss in (with_weights(NormalizedSoftmax, weights), with_weights(ProxyAnchor, weights)):
-        with Largest() as largest:
-            loss(z, labels).backward()
-        assert largest.elements == weights.numel() < len(z) * len(weights) / 4
 
 
 def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
