@@ -71,11 +71,6 @@ def of_mnrl(q: Tensor, k: Tensor) -> Softmaxes:
     return [(pair, torch.cat([without(n, x) for x in (q @ k.T, k @ q.T, q @ q.T)], 1))]
 
 
-def of_gist(q: Tensor, k: Tensor) -> Softmaxes:
-    pair, n = (q * k).sum(1, keepdim=True), len(q)
-    return [(pair, torch.cat([without(n, x) for x in (q @ k.T, q @ q.T, k @ k.T)], 1))]
-
-
 def of_mil_nce(v: Tensor, *texts: Tensor) -> Softmaxes:
     own = torch.stack([(v * y).sum(1) for y in texts], 1)
     return [(own, torch.cat([without(len(v), s) for y in texts for s in (v @ y.T, y @ v.T)], 1))]
@@ -115,12 +110,6 @@ def our_multi_positive(queries: Tensor, *keys: Tensor, **settings: Any) -> Tenso
 def of_multi_positive(q: Tensor, *keys: Tensor) -> Softmaxes:
     own = torch.stack([(q * k).sum(1) for k in keys], 1)
     return [(own, torch.cat([without(len(q), q @ k.T) for k in keys], 1))]
-
-
-def our_gist(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
-    """The guide finds all embeddings alike, and masks none."""
-    ones = torch.ones(len(a), 1)
-    return called(cz.GIST)(a, b, ones, ones, **settings)
 
 
 def our_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
@@ -197,7 +186,6 @@ LOSSES = {
     "SupCon, in": Solved(labelled(cz.SupCon, variant="in"), of_nt_xent),
     "SupCon, anchor by anchor": Solved(sup_con_by_anchor, of_nt_xent),
     "NPairs": Solved(labelled(cz.NPairs, normalize=True), of_info_nce),
-    "GIST": Solved(our_gist, of_gist),
     "NCA": Solved(our_nca, of_nt_xent, several_match=True),
     "NCA, several positives": Solved(our_nca, of_nt_xent, views=3, several_match=True),
     "MultiPositive": Solved(our_multi_positive, of_multi_positive),

@@ -105,6 +105,11 @@ def unit(z: Tensor) -> Tensor:
     return F.normalize(z, dim=1)
 
 
+def roots(squares: Tensor) -> Tensor:
+    """Distances, whose derivative is 0 at 0."""
+    return squares.where(squares > 1e-14, 1).sqrt().where(squares > 1e-14, 0 * squares)
+
+
 def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
     """[n, n]: the positives and the negatives of each embedding."""
     same = labels[:, None] == labels

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
@@ -42,14 +42,14 @@ class MemoryLoss(Loss):
         return Inputs(rows, problem, compared={"memory": list(self.earlier()[0].shape)})
 
     def earlier(self) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings of earlier calls, which a later one overwrites, and how many of them count; None is all.
+        """Return embeddings of earlier calls, which a later one overwrites, and which of them do not count; None if all do.
 
-        The host knows their number on a CPU only. On an accelerator they are all slots, and the number of filled ones.
+        The host knows their number on a CPU only. On an accelerator they are all slots.
         """
         queue = self.queue
         if devices.on_cpu(queue.filled):
             return queue.embeddings[: len(queue)], None
-        return queue.embeddings, queue.filled
+        return queue.embeddings, unfilled(queue.embeddings, queue.filled)
 
     def remember(self, rows: Tensor, batch: Batch) -> None:
         """Store the embeddings of all ranks with unit length, in training mode."""
@@ -58,9 +58,8 @@ class MemoryLoss(Loss):
             self.queue.write(unit, None, None, batch.samples, batch.world)
 
 
-def unfilled(memory: Tensor, filled: Tensor | None) -> Tensor | None:
-    """Return which embeddings of a memory do not count, [m]; None if all do."""
-    return None if filled is None else torch.arange(len(memory), device=filled.device) >= filled
+def unfilled(memory: Tensor, filled: Tensor) -> Tensor:
+    return torch.arange(len(memory), device=filled.device) >= filled
 
 
 class NNCLR(MemoryLoss):
@@ -127,18 +126,17 @@ class NNCLR(MemoryLoss):
 
 @torch.no_grad()
 def _neighbours(
-    z: Float[Tensor, "n d"], memory: Float[Tensor, "m d"], filled: Int[Tensor, ""] | None
+    z: Float[Tensor, "n d"], memory: Float[Tensor, "m d"], unused: Bool[Tensor, " m"] | None
 ) -> Float[Tensor, "n d"]:
     """Return the most similar embedding of the memory for each one, block by block; itself if the memory is empty."""
     if not len(memory):
         return z
     candidates = torch.nn.functional.normalize(memory.to(z), dim=1)
-    unused = unfilled(memory, filled)
     nearest = torch.empty(len(z), dtype=torch.int64, device=z.device)
     for rows in row_blocks(len(z), len(memory), z.dtype):
         similarity = matmul(z[rows], candidates.T)
         nearest[rows] = (similarity if unused is None else similarity.masked_fill(unused, -torch.inf)).argmax(1)
-    return candidates[nearest] if filled is None else candidates[nearest].where(filled > 0, z)
+    return candidates[nearest] if unused is None else candidates[nearest].where(~unused.all(), z)
 
 
 class ReSSL(MemoryLoss):
@@ -177,14 +175,14 @@ class ReSSL(MemoryLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         student, teacher = batch.rows.values()
-        memory, filled = self.earlier()
+        memory, unused = self.earlier()
         q, k = (batch.prepared(rows, normalize=True) for rows in (student, teacher.detach()))
         candidates = torch.nn.functional.normalize(memory.to(q), dim=1)
         student_rows = batch.scale(batch.settings.temperature) * q
         teacher_rows = k / batch.settings.teacher_temperature
-        losses = _cross_entropies(student_rows, teacher_rows, candidates, unfilled(memory, filled))
+        losses = _cross_entropies(student_rows, teacher_rows, candidates, unused)
         exists = torch.full_like(losses, len(memory) > 0)
-        valid = exists if filled is None else (filled > 0).to(losses).expand_as(losses)
+        valid = exists if unused is None else exists * ~unused.all()
         value = batch.reduce(losses, valid, reduction=self.reduction)
         self.remember(teacher, batch)
         return value

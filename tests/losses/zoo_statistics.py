@@ -24,7 +24,7 @@ from contrastive_zoo.losses.uniformity import (
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
-from tests.zoo import Entry, itself, row
+from tests.zoo import Entry, itself, roots, row
 
 PROTOTYPES, WIDTH = 5, 8
 
@@ -218,30 +218,19 @@ def dense_ressl(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Ten
 
 
 def dense_dynamic_soft_margin(a: Tensor, b: Tensor) -> Tensor:
-    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
-
-    def distance(x: Tensor, y: Tensor) -> Tensor:
-        square = (x - y).square().sum()
-        return square.sqrt() if square > 1e-14 else 0 * square
-
-    n, differences = len(a), []
-    for i in range(n if n > 1 else 0):
-        nearest = [(distance(a[i], b[j]), distance(a[j], b[i])) for j in range(n) if j != i]
-        rounded = torch.stack([torch.stack(x) for x in nearest])  # equal minima share the gradient
-        by_side = [[x for x in side if x - rounded.min() < 1e-13] for side in rounded.unbind(1)]
-        share = [torch.stack(side).mean() for side in by_side if side]
-        differences.append(distance(a[i], b[i]) - torch.stack(share).mean())
-    if not differences:
-        return 0 * (a + b).sum()
-    batch = torch.zeros(WIDTH, dtype=a.dtype)
-    at = [(x.item() + 2) * (WIDTH - 1) / 4 for x in differences]
-    for x in at:
-        batch += (1 - (x - torch.arange(WIDTH, dtype=a.dtype)).abs()).clamp(min=0) / n
-    cdf, total = (0.75 * past() + 0.25 * batch).cumsum(0), torch.zeros(())
-    for x, difference in zip(at, differences, strict=True):
-        k = min(int(x), WIDTH - 2)
-        total = total + ((1 - x + k) * cdf[k] + (x - k) * cdf[k + 1]) * difference / n
-    return total
+    squares, other = (F.normalize(a, dim=1)[:, None] - F.normalize(b, dim=1)).square().sum(2), ~itself(a)
+    if len(a) == 1:
+        return 0 * squares.sum()
+    distances = roots(squares)
+    sides = torch.stack([distances, distances.T])  # from an anchor, and to its partner
+    nearest = sides.detach().masked_fill(~other, torch.inf).amin((0, 2))
+    equal = (sides - nearest[:, None] < 1e-13) & other  # equal minima share the gradient
+    shares = (sides * equal).sum(2) / equal.sum(2).clamp(min=1)
+    differences = distances.diagonal() - shares.sum(0) / equal.any(2).sum(0)
+    at = (differences.detach() + 2) * (WIDTH - 1) / 4
+    batch = (1 - (at[:, None] - torch.arange(WIDTH, dtype=a.dtype)).abs()).clamp(min=0).mean(0)
+    cdf, k = (0.75 * past() + 0.25 * batch).cumsum(0), at.long().clamp(max=WIDTH - 2)
+    return (((1 - at + k) * cdf[k] + (at - k) * cdf[k + 1]) * differences).mean()
 
 
 def dense_tico(a: Tensor, b: Tensor) -> Tensor:
