@@ -120,15 +120,6 @@ SUBJECTS["Triplet, semi-hard"] = Subject(
     cz.Triplet, LABELLED, {"margin": REFUSED["CosFace.scale"]}, {"mining": "semi-hard"}
 )
 CASES = [(name, setting) for name, subject in SUBJECTS.items() for setting in subject.refused]
-MEMORY = ("size", "embedding_size")
-MADE_ONCE = {
-    "SwAV": ("num_prototypes", "embedding_size"),
-    "DINO": ("out_dim",),
-    "DynamicSoftMargin": ("num_bins",),
-    "NNCLR": MEMORY,
-    "ReSSL": MEMORY,
-}
-"""Sizes, which are no attributes of consequence afterwards."""
 
 
 def said_by(make: Callable[[], Any]) -> str:
@@ -148,54 +139,47 @@ def set_later(loss: Loss, setting: str, value: Any) -> None:
         setattr(loss, setting, value)
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
-def test_what_makes_no_sense_is_refused_when_built(name: str, setting: str) -> None:
-    subject = SUBJECTS[name]
-    for value in (NAN, np.float64(NAN), *subject.refused[setting]):
-        said = said_by(lambda value=value: subject(**{setting: value}))  # type: ignore[misc]  # a default
-        assert said.startswith(f"{kind_of(name)}: "), said
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) -> None:
+    subject, of_name = SUBJECTS[name], f"{kind_of(name)}: "
+    words = {x: ("other",) for x, held in vars(subject()).items() if isinstance(held, str) and x[0] != "_"}
+    numbers_refused = {setting: (NAN, np.float64(NAN), *refused) for setting, refused in subject.refused.items()}
+    for setting, value in ((setting, x) for setting, values in {**numbers_refused, **words}.items() for x in values):
+        said = said_by(lambda setting=setting, value=value: subject(**{setting: value}))  # type: ignore[misc]  # defaults
+        assert said.startswith(of_name), said
         assert "got" in said, said
         check = _checks(type(subject())).get(setting)
-        assert check is None or name == "Triplet, semi-hard" or (check.bounds.rule or setting) in said, said
-
-
-@pytest.mark.parametrize(("name", "setting"), CASES)
-def test_what_makes_no_sense_is_refused_at_the_call(name: str, setting: str) -> None:
-    subject = SUBJECTS[name]
-    for value in (NAN, *(x for x in subject.refused[setting] if isinstance(x, float))):
+        is_number = check is not None and check.bounds is not None and name != "Triplet, semi-hard"
+        assert not is_number or (check.bounds.rule or setting) in said, said
         loss = subject().double()
-        if isinstance(getattr(loss, setting), nn.Module) and not math.isnan(value):
+        is_module = isinstance(getattr(loss, setting), nn.Module)
+        if setting not in words and (not isinstance(value, float) or (is_module and not math.isnan(value))):
             continue  # a learnt temperature is an exponential, which is positive
         set_later(loss, setting, value)
-        said = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]  # a default
-        assert said.startswith(f"{kind_of(name)}: "), said
-        assert loss.settings_problem() is not None or isinstance(getattr(loss, setting), nn.Module) or name == "DINO"
-
-
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_words_are_refused_when_built_and_at_the_call(name: str) -> None:
-    subject = SUBJECTS[name]
-    words = [x for x, held in vars(subject()).items() if isinstance(held, str) and x[0] != "_"]
-    for word in words:
-        said = said_by(lambda word=word: subject(**{word: "other"}))  # type: ignore[misc]  # a default
-        assert said.startswith(f"{kind_of(name)}: {word} "), said
-        loss = subject().double()
-        setattr(loss, word, "other")
         at_call = said_by(lambda loss=loss: loss(*subject.rows))  # type: ignore[misc]  # a default
-        assert at_call.partition(":")[2] == said.partition(":")[2]
+        assert at_call.startswith(of_name), at_call
+        assert setting not in words or at_call.partition(":")[2] == said.partition(":")[2]
+        assert loss.settings_problem() is not None or is_module or name == "DINO"
 
 
-def test_sizes_are_refused_when_built() -> None:
-    for name, sizes in {**MADE_ONCE, "CosFace": ("num_classes", "embedding_size", "sub_centers")}.items():
-        good = dict.fromkeys(sizes, 2)
-        for size in sizes:
-            for value in (0, 1.5, NAN, "2"):
-                assert said_by(lambda: getattr(cz, name)(**{**good, size: value})).startswith(f"{name}: ")  # noqa: B023 - called at once
-    for value in (0, 2.5, NAN, "2"):
-        assert "num_classes is 1 or more" in said_by(lambda: cz.Margin(num_classes=value))  # noqa: B023 - called at once
-        assert "at least 1" in said_by(lambda: cz.MemoryQueue(value, 3))  # noqa: B023 - called at once
-        assert "at least 1" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))  # noqa: B023 - called at once
-    assert "not symmetric" in said_by(lambda: cz.InfoNCE(in_batch_negatives=False, symmetric=True))
+MADE_ONCE = (
+    "SwAV.num_prototypes SwAV.embedding_size DINO.out_dim DynamicSoftMargin.num_bins NNCLR.size NNCLR.embedding_size "
+    "ReSSL.size ReSSL.embedding_size CosFace.num_classes CosFace.embedding_size CosFace.sub_centers Margin.num_classes"
+)
+"""Sizes, which are no attributes of consequence afterwards."""
+
+
+@pytest.mark.parametrize("value", [0, 1.5, NAN, "2"])
+def test_sizes_are_refused_when_built(value: Any) -> None:
+    for name, _, size in (x.partition(".") for x in MADE_ONCE.split()):
+        kind = getattr(cz, name)
+        sizes = {key: 2 for key, of_field in kind.fields.items() if not of_field.kw_only}
+        assert said_by(lambda kind=kind, given={**sizes, size: value}: kind(**given)).startswith(f"{name}: ")
+    assert "at least 1" in said_by(lambda: cz.MemoryQueue(value, 3))
+    assert "at least 1" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))
+
+
+def test_settings_of_temperatures_are_refused() -> None:
     assert "initial temperature" in said_by(lambda: cz.LearnableTemperature(math.inf))
     assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))
 
@@ -226,42 +210,39 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "kind"),
-    [(*case, KINDS[(index + more) % len(KINDS)]) for index, case in enumerate(REAL) for more in range(1 + EVERY_CASE)],
-)
-def test_numbers_of_numpy_and_integers_are_numbers(name: str, setting: str, kind: Any) -> None:
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_numbers_of_numpy_and_integers_are_numbers(name: str) -> None:
     """Also where they are set later."""
     subject = SUBJECTS[name]
-    whole = 0 if setting == "tau_plus" else 1
-    number = kind(whole) if kind in (np.int64, int) or setting in ("alpha", "power") else kind(0.3)
-    plain = float(number)
 
-    def value(**settings: Any) -> Tensor:
+    def value(loss: Loss) -> Tensor:
+        return loss.double().eval()(*subject.rows).detach()
+
+    def made(**settings: Any) -> Loss:
         torch.manual_seed(0)
-        return subject(**settings).double().eval()(*subject.rows)
+        return subject(**settings)
 
-    expected = value(**{setting: plain}).detach()
-    close(value(**{setting: number}).detach(), expected)
-    torch.manual_seed(0)
-    loss = subject().double().eval()
-    if not isinstance(getattr(loss, setting), (nn.Module, nn.Parameter)):
-        setattr(loss, setting, number)
-        close(loss(*subject.rows).detach(), expected)
-        assert not isinstance(getattr(loss, setting), np.generic)
+    for index, (_, setting) in ((i, case) for i, case in enumerate(REAL) if case[0] == name):
+        for kind in KINDS if EVERY_CASE else [KINDS[index % len(KINDS)]]:
+            whole = 0 if setting == "tau_plus" else 1
+            number = kind(whole) if kind in (np.int64, int) or setting in ("alpha", "power") else kind(0.3)
+            expected = value(made(**{setting: float(number)}))
+            close(value(made(**{setting: number})), expected)
+            loss = made()
+            if not isinstance(getattr(loss, setting), (nn.Module, nn.Parameter)):
+                setattr(loss, setting, number)
+                close(value(loss), expected)
+                assert not isinstance(getattr(loss, setting), np.generic)
 
 
 # ------------------------------------------------------------------------------------------------------ kinds of rows
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
 @pytest.mark.parametrize("name", [name for name, x in SUBJECTS.items() if x.rows[-1] is LABELS])
-def test_labels_of_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
-    subject = SUBJECTS[name]
-    labels = LABELS % 2
-    loss = subject().double()
-    *rows, _ = subject.rows
-    close(loss(*rows, labels.to(dtype)).detach(), loss(*rows, labels).detach())
+def test_labels_of_any_integer_dtype(name: str) -> None:
+    loss, (*rows, _), labels = SUBJECTS[name]().double(), SUBJECTS[name].rows, LABELS % 2
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32):
+        close(loss(*rows, labels.to(dtype)).detach(), loss(*rows, labels).detach())
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
