@@ -15,7 +15,35 @@ from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature
 
 
-class SmoothAP(RowLoss):
+class _SoftRanks(RowLoss):
+    """The mean, over an anchor's positives, of a penalty on how many embeddings are softly before each of them."""
+
+    temperature: Temperature = 0.01
+    with_self: bool = False
+
+    def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
+        """Return the penalties on one positive of each anchor, [c], given what share of embeddings is before it, [c, N]."""
+        raise NotImplementedError
+
+    def lists_positives(self) -> bool:
+        return True
+
+    def rows(
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        relevant = ~negative if self.with_self else positive
+        most = None if most_positives is None else most_positives + self.with_self
+        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
+        ranked = logits.masked_fill(~(relevant | negative), -torch.inf)
+
+        def of_positive(p: Tensor) -> Tensor:
+            return self.penalty((ranked - logits.gather(1, p)).sigmoid(), relevant, negative)
+
+        total = sum_over_positives(of_positive, relevant, most)
+        return total / relevant.sum(1).clamp(min=1), positive.any(1)
+
+
+class SmoothAP(_SoftRanks):
     r"""Compute one minus average precision, with a soft count of the embeddings before each positive.
 
     With σ_k(p) = sigmoid((s_ik − s_ip) / t), the soft comparison of embedding k and positive p in anchor i's ranking,
@@ -39,35 +67,17 @@ class SmoothAP(RowLoss):
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
 
-    temperature: Temperature = 0.01
-    with_self: bool = False
-
     ring_refusal = "a rank is a sum over all candidates for each positive, so it needs whole rows"
 
-    def lists_positives(self) -> bool:
-        return True
-
-    def rows(
-        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        relevant = ~negative if self.with_self else positive
-        most = None if most_positives is None else most_positives + self.with_self
-        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
-        ranked = logits.masked_fill(~(relevant | negative), -torch.inf)
-
-        def precision(p: Tensor) -> Tensor:
-            before = (ranked - logits.gather(1, p)).sigmoid()
-            # both sums contain sigmoid(0) = ½ of the positive itself
-            return (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
-
-        mean = sum_over_positives(precision, relevant, most) / relevant.sum(1).clamp(min=1)
-        return 1 - mean, positive.any(1)
+    def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
+        # both sums contain sigmoid(0) = ½ of the positive itself
+        return 1 - (before.where(relevant, 0).sum(1) + 0.5) / (before.sum(1) + 0.5)
 
 
 PNPVariant = Literal["O", "Iu", "Ib", "Ds", "Dq"]
 
 
-class PNP(RowLoss):
+class PNP(_SoftRanks):
     r"""Compute a function of the soft number of negatives before each positive, the mean over an anchor's positives.
 
         R_ip = Σ_{n∈N(i)} σ((s_in − s_ip) / τ)
@@ -93,29 +103,11 @@ class PNP(RowLoss):
     """
 
     variant: PNPVariant = "O"
-    temperature: Temperature = 0.01
     alpha: Positive = 1.0
     b: Positive = 2.0
-    with_self: bool = False
 
-    def lists_positives(self) -> bool:
-        return True
-
-    def rows(
-        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        relevant = ~negative if self.with_self else positive
-        most = None if most_positives is None else most_positives + self.with_self
-        logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
-
-        def penalty(p: Tensor) -> Tensor:
-            before = (logits - logits.gather(1, p)).sigmoid()
-            return self._penalty(before.where(negative, 0).sum(1))
-
-        return sum_over_positives(penalty, relevant, most) / relevant.sum(1).clamp(min=1), positive.any(1)
-
-    def _penalty(self, negatives_before: Tensor) -> Tensor:
-        r = negatives_before
+    def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
+        r = before.where(negative, 0).sum(1)
         if self.variant == "Ib":
             return (self.b * r - torch.log1p(self.b * r)) / self.b**2
         if self.variant == "Dq":
