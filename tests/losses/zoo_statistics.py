@@ -45,6 +45,10 @@ def side_by_side(*views: Tensor) -> tuple[Tensor]:
     return (torch.cat(widened(*views), 1),)
 
 
+def embeddings_alone(embeddings: Tensor, labels: Tensor) -> tuple[Tensor]:
+    return (embeddings,)
+
+
 def student_and_teacher(*views: Tensor) -> tuple[Tensor, Tensor]:
     """The student is its own teacher of the first two views."""
     student = torch.stack(widened(*views), 1)
@@ -324,8 +328,8 @@ ENTRIES = [
         prepare=lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), embedding_size=WIDTH,
     ),
     row("SIGReg", SIGReg, dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
-    row("KoLeo", KoLeo, dense_koleo, "views", side_by_side),
-    row("OrthogonalRegularization", OrthogonalRegularization, dense_orthogonal, "views", side_by_side),
+    row("KoLeo", KoLeo, dense_koleo, "labels", embeddings_alone),
+    row("OrthogonalRegularization", OrthogonalRegularization, dense_orthogonal, "labels", embeddings_alone),
     row("NegativeCosine", NegativeCosineOfViews, dense_negative_cosine),
     swav("SwAV"),
     swav("SwAV, three views", views=3),
