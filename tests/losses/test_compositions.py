@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,25 +61,14 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-class Sent:
-    """Rows this rank gives to the others, as (rows, bytes of a row); a rank of no rows gives padding."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[int, ...]] = []
-
-    def __enter__(self) -> list[tuple[int, ...]]:
-        self.real = World.start_gather
-
-        def listen(world: World, x: Tensor, *where: Any, **how: Any) -> Any:
-            if x.dtype == torch.uint8 and x.ndim == 2:
-                self.messages.append(tuple(x.shape))
-            return self.real(world, x, *where, **how)
-
-        World.start_gather = listen
-        return self.messages
-
-    def __exit__(self, *_: object) -> None:
-        World.start_gather = self.real
+def sent_rows(call: Callable[[], Tensor]) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Return what this rank gives to the others, as (rows, bytes of a row), and the value; without rows it is padding."""
+    with patch.object(World, "start_gather", autospec=True, side_effect=World.start_gather) as gather:
+        value = call()
+    messages = [x.args[1] for x in gather.call_args_list]
+    return [
+        tuple(x.shape) for x in messages if x.dtype == torch.uint8 and x.ndim == 2 and x.shape[1] > 8
+    ], value.detach()
 
 
 def nested_pairs() -> Matryoshka:
@@ -131,9 +121,9 @@ def test_embeddings_are_sent_once(name: str, learns: bool, shards: tuple[int, ..
 
     def job(*mine: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
         loss = cz.DistributedLoss(make().double())
-        with torch.set_grad_enabled(learns), splitting(always=True), Sent() as messages:
-            value = loss(*(x.clone().requires_grad_(x.is_floating_point()) for x in mine))
-        return [shape for shape in messages if len(shape) == 2 and shape[1] > 8], value.detach()
+        leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in mine]
+        with torch.set_grad_enabled(learns), splitting(always=True):
+            return sent_rows(lambda: loss(*leaves))
 
     each = list(zip(*(x.split(list(shards)) for x in rows), strict=True))
     expected = make().double()(*rows)
@@ -147,13 +137,8 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
     rows = numbers(6, 5, seed=0), torch.arange(6) % 2
 
     def job(*mine: Tensor) -> int:
-        real, Session.with_cache = Session.with_cache, lambda session: session
-        try:
-            with splitting(always=True), Sent() as messages:
-                cz.DistributedLoss(nested_classes().double())(*mine)
-        finally:
-            Session.with_cache = real
-        return len([shape for shape in messages if len(shape) == 2 and shape[1] > 8])
+        with patch.object(Session, "with_cache", lambda session: session), splitting(always=True):
+            return len(sent_rows(lambda: cz.DistributedLoss(nested_classes().double())(*mine))[0])
 
     each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
     assert worlds.run(2, job, each=each) == [GATHERS["labelled rows"][3]] * 2
