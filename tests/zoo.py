@@ -86,7 +86,7 @@ def fed(kind: Any, arguments: Arguments | None, prepare: Callable[[Any], object]
         def inputs(self, *rows: Tensor) -> Inputs:
             return super().inputs(*(rows if arguments is None else arguments(*rows)))
 
-    Fed.__name__ = kind.__name__
+    Fed.__name__, Fed.__module__ = kind.__name__, (arguments or prepare).__module__
     return Fed
 
 
