@@ -20,7 +20,8 @@ from contrastive_zoo.losses.class_softmax import (
     SoftTriple,
 )
 from contrastive_zoo.testing.worlds import Worlds
-from tests.losses.zoo_weights import InstanceOfLabels
+from tests.losses.zoo_softmax import two_towers
+from tests.zoo import fed
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
@@ -65,7 +66,7 @@ SHARDED = [
     lambda world: CosFace(5, 4, shard_over=world, scale=8.0),
     lambda world: ProxyNCA(5, 4, shard_over=world),
     lambda world: ArcFace(5, 4, shard_over=world, sub_centers=2, scale=8.0),
-    lambda world: InstanceOfLabels(5, 4, shard_over=world),
+    lambda world: fed(cz.Instance, two_towers)(5, 4, shard_over=world),
 ]
 
 

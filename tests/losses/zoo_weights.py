@@ -1,17 +1,14 @@
 """Proxies and classifiers for the table of losses under test."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.losses.class_softmax import (
     ArcFace,
     CosFace,
@@ -25,62 +22,35 @@ from contrastive_zoo.losses.class_softmax import (
     SphereFace,
 )
 from tests.losses import zoo_softmax
-from tests.zoo import Entry, fed, row
+from tests.zoo import Entry, row
 
 CLASSES, WIDTH = 64, 8
-"""More than the labels and the widths that are drawn."""
+"""More than the labels that are drawn, and than the widths."""
 
 
 def fixed_weights(centers: int = 1) -> Tensor:
     """The same on every process."""
     shape = (CLASSES, WIDTH) if centers == 1 else (CLASSES, centers, WIDTH)
-    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(3)).double()
+    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(5)).double()
 
 
-def of_any_width(cls: type[ClassLoss]) -> type[ClassLoss]:
-    """The loss with fixed weights, of which it uses as many columns as rows have.
-
-    Rows get a constant further feature: of width 1 they would stand at angle 0 or π to weights, where angles jump.
-    """
-
-    class OfAnyWidth(cls):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(CLASSES, WIDTH, **settings)
-            self.weights.data = fixed_weights(getattr(self, "sub_centers", 1)).to(self.weights.dtype)
-
-        def inputs(self, z: Tensor, labels: Tensor | None = None) -> Inputs:
-            rows = off_the_poles(z)
-            with self.narrowed(rows.shape[-1]):
-                return super().inputs(rows, labels)
-
-        def compute(self, batch: Batch) -> Tensor:
-            with self.narrowed(batch.first.shape[1]):
-                return super().compute(batch)
-
-        @contextmanager
-        def narrowed(self, width: int) -> Iterator[None]:
-            self.__dict__["weights"] = self._parameters["weights"][..., :width]  # found before the parameter
-            try:
-                yield
-            finally:
-                del self.__dict__["weights"]
-
-    OfAnyWidth.__name__ = cls.__name__
-    return OfAnyWidth
+def prepare(loss: ClassLoss) -> None:
+    loss.weights.data.copy_(fixed_weights(getattr(loss, "sub_centers", 1)))
 
 
-def off_the_poles(z: Tensor) -> Tensor:
-    return F.pad(z, (0, 1), value=0.5)
+def padded(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows get a constant further feature: of width 1 they would stand at angle 0 or π to weights, where angles jump."""
+    return F.pad(F.pad(z, (0, 1), value=0.5), (0, WIDTH - 1 - z.shape[1])), labels
 
 
-InstanceOfLabels = fed(Instance, zoo_softmax.two_towers)
-"""The second modality is made of the first."""
+def both_modalities(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """The second modality is made of the first."""
+    return zoo_softmax.two_towers(*padded(z, labels))
 
 
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
     """[n, C, centers]."""
-    z = off_the_poles(z)
-    w = fixed_weights(centers).reshape(CLASSES, centers, WIDTH)[..., : z.shape[1]]
+    w = fixed_weights(centers).reshape(CLASSES, centers, WIDTH)
     return torch.einsum("nd,ckd->nck", F.normalize(z, dim=1), F.normalize(w, dim=2))
 
 
@@ -93,9 +63,7 @@ def dense_normalized_softmax(z: Tensor, labels: Tensor, temperature: Any = 0.05)
 
 
 def dense_proxy_nca(z: Tensor, labels: Tensor, temperature: Any = 1 / 9) -> Tensor:
-    z = off_the_poles(z)
-    p = F.normalize(fixed_weights()[:, : z.shape[1]], dim=1)
-    distances = (F.normalize(z, dim=1)[:, None] - p).square().sum(2)
+    distances = (F.normalize(z, dim=1)[:, None] - F.normalize(fixed_weights(), dim=1)).square().sum(2)
     return F.cross_entropy(-distances / temperature, labels)
 
 
@@ -114,7 +82,7 @@ def dense_arc_face(z: Tensor, labels: Tensor, sub_centers: int = 1, margin: floa
 def dense_soft_triple(z: Tensor, labels: Tensor, tau: float = 0.2) -> Tensor:
     s = cosines(z, 3)
     relaxed = ((s / 0.1).softmax(2) * s).sum(2)
-    w = F.normalize(fixed_weights(3)[..., : z.shape[1] + 1], dim=2)
+    w = F.normalize(fixed_weights(3), dim=2)
     pairs = [(2 + 1e-5 - 2 * (w[:, k] * w[:, m]).sum(1)).sqrt().sum() for k in range(3) for m in range(k)]
     ce = F.cross_entropy(20 * (relaxed - 0.01 * _one_hot(labels)), labels)
     return ce + tau * torch.stack(pairs).sum() / (CLASSES * 3 * 2)
@@ -132,26 +100,25 @@ def dense_p2s_grad(z: Tensor, labels: Tensor) -> Tensor:
 
 
 def dense_large_margin(z: Tensor, labels: Tensor, margin: int = 4, normalize_weights: bool = False) -> Tensor:
-    x, target = off_the_poles(z), labels[:, None]
-    w = fixed_weights()[:, : x.shape[1]]
+    w, target = fixed_weights(), labels[:, None]
     w = F.normalize(w, dim=1) if normalize_weights else w
-    logits, norms = x @ w.T, (x.norm(dim=1, keepdim=True) * w.norm(dim=1)).gather(1, target)
+    logits, norms = z @ w.T, (z.norm(dim=1, keepdim=True) * w.norm(dim=1)).gather(1, target)
     angle = (logits.gather(1, target) / norms).acos()
     k = (angle.detach() / (math.pi / margin)).floor()
     own = norms * ((-1) ** k * (margin * angle).cos() - 2 * k)
     return F.cross_entropy(logits.scatter(1, target, own), labels)
 
 
-def dense_instance(z: Tensor, labels: Tensor, temperature: Any = 1.0, normalize: bool = False) -> Tensor:
-    x = off_the_poles(z)
-    w, towers = fixed_weights()[:, : x.shape[1]], (x, zoo_softmax.second_tower(x))
-    if normalize:
-        w, towers = F.normalize(w, dim=1), tuple(F.normalize(tower, dim=1) for tower in towers)
-    return torch.stack([F.cross_entropy(tower @ w.T / temperature, labels) for tower in towers]).sum()
+def dense_instance(x: Tensor, y: Tensor, labels: Tensor, temperature: Any = 1.0, normalize: bool = False) -> Tensor:
+    x, y, w = (F.normalize(rows, dim=1) if normalize else rows for rows in (x, y, fixed_weights()))
+    return sum(F.cross_entropy(rows @ w.T / temperature, labels) for rows in (x, y))
 
 
 def of_classes(name: str, cls: type[ClassLoss], dense: Callable[..., Tensor], **fixed: Any) -> Entry:
-    return row(name, of_any_width(cls), dense, "labels", **fixed)
+    arguments = both_modalities if cls is Instance else padded
+    return row(
+        name, cls, dense, "labels", arguments, prepare=prepare, num_classes=CLASSES, embedding_size=WIDTH, **fixed
+    )
 
 
 ENTRIES = [
@@ -163,8 +130,8 @@ ENTRIES = [
     of_classes("SoftTriple", SoftTriple, dense_soft_triple, sub_centers=3),
     of_classes("ProxyAnchor", ProxyAnchor, dense_proxy_anchor),
     of_classes("P2SGrad", P2SGrad, dense_p2s_grad),
-    of_classes("Instance", InstanceOfLabels, dense_instance),
-    of_classes("Instance, unit rows", InstanceOfLabels, dense_instance, normalize=True),
+    of_classes("Instance", Instance, dense_instance),
+    of_classes("Instance, unit rows", Instance, dense_instance, normalize=True),
     of_classes("LargeMarginSoftmax", LargeMarginSoftmax, dense_large_margin),
     of_classes("SphereFace", SphereFace, dense_large_margin, margin=3, normalize_weights=True),
 ]
