@@ -26,7 +26,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, drawn
 from tests.losses import zoo_softmax
 from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
-from tests.operators import Operators
+from tests.test_operators import Operators
 from tests.zoo import ZOO, BatchHard, Entry, dense_batch_hard, dense_nt_xent
 from tools.gallery.recipe import GALLERY
 
