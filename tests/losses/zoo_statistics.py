@@ -296,7 +296,10 @@ def swav(name: str, **how: int) -> Entry:
 
 def dino(name: str, **how: int) -> Entry:
     """The centre starts at a linear ramp."""
-    prepare = lambda loss: loss.centre.copy_(ramp())  # noqa: E731
+
+    def prepare(loss: DINO) -> None:
+        loss.centre.copy_(ramp())
+
     return row(name, DINO, dense_dino, "views", student_and_teacher, prepare=prepare, **how, **OUTPUTS)
 
 
