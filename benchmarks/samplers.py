@@ -1,14 +1,10 @@
-"""Batch samplers: random cases tested on all invariants, and samples per second beside other libraries' samplers.
+"""Batch samplers: samples per second beside other libraries' samplers.
 
-python benchmarks/samplers.py [--search 10000] [--samples 1000000] [--classes 5000] [--world-size 4]
-
-Without --search it measures only, with --samples 0 it searches only.
+python benchmarks/samplers.py [--samples 1000000] [--classes 5000] [--world-size 4]
 """
 
 import statistics
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,26 +21,9 @@ from contrastive_zoo.data import (
     MPerClassBatchSampler,
     NoDuplicatesBatchSampler,
 )
-from contrastive_zoo.testing.invariant import Broken
-from tests.sampling.cases import random_trial
-from tests.sampling.invariants import SAMPLER_INVARIANTS
 
 M, CLASSES_PER_BATCH, REPEATS = 4, 64, 3
 BATCH = M * CLASSES_PER_BATCH
-
-
-def search(cases: int) -> None:
-    """Test all invariants on random samplers, datasets, world sizes and seeds; exit with status 1 at a violation."""
-    tested: Counter[str] = Counter()
-    for seed in range(cases):
-        for invariant in SAMPLER_INVARIANTS:
-            try:
-                tested[invariant.name] += invariant(random_trial(seed))
-            except Broken as error:
-                sys.exit(f"random_trial({seed}), {invariant.name}: {error}")
-    print(f"{cases:,} random cases, no violation. Cases to which an invariant applies:")
-    for name, number in tested.items():
-        print(f"  {name:24s} {number:,}")
 
 
 def makers(size: int, classes: int, world_size: int) -> dict[str, Callable[[], Iterable[Any]]]:
@@ -90,11 +69,8 @@ def throughput(size: int, classes: int, world_size: int) -> None:
 
 
 def main() -> None:
-    given = command_line(__doc__, search=0, samples=1_000_000, classes=5000, world_size=4).parse_args()
-    if given.search:
-        search(given.search)
-    if given.samples:
-        throughput(given.samples, given.classes, given.world_size)
+    given = command_line(__doc__, samples=1_000_000, classes=5000, world_size=4).parse_args()
+    throughput(given.samples, given.classes, given.world_size)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
     return None
 
 
+def took_one_in_w(batches: int, losses: int, ahead: int, rows: int, samples: int, world_size: int) -> bool:
+    """Return whether losses received one in W batches of an epoch, up to those that were read ahead, and not all samples."""
+    # a loss that is called once with the embeddings of W batches gets all rows
+    is_part = 2 * world_size * rows <= (world_size + 1) * samples
+    return losses > 0 and is_part and abs(batches / world_size - losses) <= ahead < batches - losses
+
+
 class BaseBatchSampler(Sampler[list[int]], ABC):
     """Base class of batch samplers whose global batches do not depend on the world size.
 
@@ -150,9 +157,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             samples += len(part)
             yield part
         losses, rows = state.handshakes - before, state.rows - rows_before
-        # a loss that is called once with the embeddings of W batches gets all rows
-        is_part = 2 * world.size * rows <= (world.size + 1) * samples
-        if losses and is_part and abs(len(batches) / world.size - losses) <= ahead < len(batches) - losses:
+        if took_one_in_w(len(batches), losses, ahead, rows, samples, world.size):
             reason = f"a trainer that has called losses {losses} times while it has read all {len(batches)} batches"
             state.problem = type(self).__name__, _split_again(reason)
 

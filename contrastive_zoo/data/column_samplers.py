@@ -3,7 +3,7 @@
 import heapq
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
 from contrastive_zoo.ranks.world import Processes, World
 
 Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
@@ -169,8 +169,8 @@ def _distinct(groups: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) ->
 def _classes_problem(
     counts: NDArray[np.int64], values: Sequence[object], per_batch: int, singletons: str
 ) -> str | None:
-    if singletons not in get_args(Singletons):
-        return f"singletons is one of 'raise', 'keep', 'drop', got {singletons!r}."
+    if problem := word_problem("singletons", singletons, Singletons, one_of=True):
+        return problem
     if not len(counts):
         return "labels are one per sample, got none."
     alone = [value for value, count in zip(values, counts.tolist(), strict=True) if count == 1]

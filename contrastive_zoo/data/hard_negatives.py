@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
-from contrastive_zoo.data.mining import Guide, Mined, Sampling, Selection, Task, mine
+from contrastive_zoo.data.mining import Guide, Mined, Output, Sampling, Selection, Task, mine
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.ranks.compiling import uncompiled
@@ -43,7 +43,7 @@ def mine_hard_negatives(
     corpus_ids: Rows | None = None,
     guide: Guide | None = None,
     guide_margin: float = 0.0,
-    output: Literal["triplet", "n-tuple"] = "triplet",
+    output: Output = "triplet",
     normalize: bool = True,
     index: ApproximateIndex | None = None,
     progress: bool = False,
@@ -186,9 +186,10 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         rank_weights: Sequence[float] | None = None,
         process_group: Processes = None,
     ) -> None:
-        table, unreadable = _as_table(neighbours)
-        problem = unreadable or size_problem("batch_size", batch_size) or size_problem("group_size", group_size)
-        problem = problem or _table_problem(table)
+        rows = as_tensor(neighbours)
+        problem = size_problem("batch_size", batch_size) or size_problem("group_size", group_size)
+        problem = problem or _table_problem(rows)
+        table = rows.numpy(force=True) if problem is None else np.empty((0, 0), np.int64)
         if problem is None and group_size > batch_size:
             problem = f"a group is not larger than a batch, got group_size={group_size} and batch_size={batch_size}."
         self.neighbours, self.batch_size, self.group_size = table, batch_size, group_size
@@ -254,20 +255,13 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         return grouped(batch_of, keys)  # in random order, so that no rank gets whole groups
 
 
-def _as_table(neighbours: Any) -> tuple[NDArray[Any], str | None]:
-    """Return neighbours as an array, and why there is none, in words."""
-    problem = tensor_problem("neighbours", neighbours) if isinstance(neighbours, Tensor) else None
-    if problem is not None:
-        return np.empty((0, 0)), problem
-    try:
-        return np.asarray(neighbours.numpy(force=True) if isinstance(neighbours, Tensor) else neighbours), None
-    except (ValueError, TypeError):  # ragged lists
-        return np.empty((0, 0)), f"neighbours are a table of indices, one row per sample, got {described(neighbours)}."
-
-
-def _table_problem(table: NDArray[np.generic]) -> str | None:
-    if table.ndim != 2 or not len(table) or not np.issubdtype(table.dtype, np.integer):
-        return f"neighbours are integers [n, k], got {table.dtype} {list(table.shape)}."
-    if table.size and (table.min() < -1 or table.max() >= len(table)):
+def _table_problem(table: Any) -> str | None:
+    if not isinstance(table, Tensor):
+        return f"neighbours are a table of indices, one row per sample, got {described(table)}."
+    if problem := tensor_problem("neighbours", table):
+        return problem
+    if table.ndim != 2 or not len(table) or table.is_floating_point() or table.dtype is torch.bool:
+        return f"neighbours are integers [n, k], got {described(table)}."
+    if table.numel() and (table.min() < -1 or table.max() >= len(table)):
         return f"neighbours of {len(table)} samples are between -1 and {len(table) - 1}, got {table.min()} … {table.max()}."
     return None

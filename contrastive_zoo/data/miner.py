@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
+from contrastive_zoo.ranks.handshake import Agreed, refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
-from contrastive_zoo.ranks.row_checks import first_non_finite, tolerance
-from contrastive_zoo.ranks.session import Session, refuse
+from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.world import Processes, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices, device_of, payload_of
 from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
@@ -80,7 +79,7 @@ class DistributedMiner(nn.Module):
         """
         name = getattr(self.miner, "__name__", type(self.miner).__name__)
         world = World.of(self.process_group, name)
-        session = Session.of(world)
+        session = Session.of(world, check_finite=self.check_finite)
         rows: dict[str, Any] = {"embeddings": embeddings, "labels": labels}
         if ref_emb is not None:
             rows |= {"ref_emb": ref_emb, "ref_labels": ref_labels}
@@ -103,21 +102,13 @@ class DistributedMiner(nn.Module):
     def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
         """What all ranks have agreed on before they gather these."""
         problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
-        if problem is None and self.check_finite:
-            problem = first_non_finite(arguments.rows)
         if problem is not None:  # the statement is made of rows that can be sent
             refuse(name, problem, world=session)
-        statement = Statement(
-            name,
-            {**LossModules(self.miner).settings(), **arguments.compared},
-            arguments.sizes,
-            same=arguments.same,
-            tolerance=tolerance(arguments.rows.values()),
-            replicable=True,
-            small=lambda shards: True,
-            payload=payload_of(arguments.rows, session),
-        )
-        agreed = shake_hands(statement, session)
+        settings = {**LossModules(self.miner).settings(), **arguments.compared}
+        agreed = agree(
+            name, arguments.rows, world=session, settings=settings, same=arguments.same,
+            replicable=True, small=lambda shards: True, payload=payload_of(arguments.rows, session),
+        )  # fmt: skip
         refuse_empty(name, agreed.shards[0])
         return agreed
 

@@ -1,10 +1,10 @@
 """One mining: how negatives are selected, its arguments that all ranks agree on, and the search step by step."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import starmap
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -18,7 +18,7 @@ from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
-from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.transport import exchange_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
@@ -34,6 +34,7 @@ Guide: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 Sampling = Literal["top", "random"]
+Output = Literal["triplet", "n-tuple"]
 
 _INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max", 0, 2**62), ("seed", 0, math.inf))
 """The settings that are integers, and their bounds. The result has ``num_negatives`` columns."""
@@ -68,8 +69,8 @@ class Selection:
             if not (is_integer(value, at_least=at_least, at_most=at_most) or (name == "range_max" and value is None)):
                 most = f", {at_least} … {at_most}" if at_most < math.inf else f" of at least {at_least}"
                 return f"{name} is an integer{most}, got {described(value)}."
-        if not isinstance(self.sampling, str) or self.sampling not in ("top", "random"):
-            return f"sampling is 'top' or 'random', got {self.sampling!r}."
+        if problem := word_problem("sampling", self.sampling, Sampling):
+            return problem
         if self.range_max is not None and self.range_max - self.range_min < self.num_negatives:
             return (
                 f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
@@ -145,7 +146,7 @@ class Task:
     normalize: bool = True
     index: ApproximateIndex | None = None
     progress: bool = False
-    output: str = "triplet"
+    output: Output = "triplet"
     process_group: Processes = None
 
     @property
@@ -162,7 +163,8 @@ class Task:
     @property
     def problem(self) -> str | None:
         problem = flag_problem(progress=self.progress) or faiss_problem()
-        problem = problem or (_progress_problem() if self.progress else None)
+        if problem is None and self.progress and find_spec("tqdm") is None:
+            problem = "progress=True needs tqdm, which is not installed: pip install contrastive_zoo[mining]."
         problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)
         if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
             return problem
@@ -181,19 +183,7 @@ class Task:
                 return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
                 return f"{name} are int64, got {described(tensor)}."
-        if (problem := self.selection.problem) is not None:
-            return problem
-        if not (isinstance(self.output, str) and self.output in ("triplet", "n-tuple")):
-            return f"output is 'triplet' or 'n-tuple', got {self.output!r}."
-        return None
-
-
-def _progress_problem() -> str | None:
-    try:
-        import tqdm.auto  # noqa: F401 - whether it can be imported
-    except ImportError:
-        return "progress=True needs tqdm, which is not installed: pip install contrastive_zoo[mining]."
-    return None
+        return self.selection.problem or word_problem("output", self.output, Output)
 
 
 @torch.no_grad()
@@ -218,19 +208,16 @@ def mine(task: Task) -> tuple[int, Mined]:
     return queries.start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
 
 
-def _steps(queries: Shards, progress: bool, world: World) -> Iterator[slice]:
-    """Yield parts of this rank's queries: equally many on every rank, the last ones possibly empty, but at least one."""
-    bar: Any = nullcontext()
-    if progress:
-        from tqdm.auto import tqdm
+def _steps(queries: Shards, progress: bool, world: World) -> Iterable[slice]:
+    """Return parts of this rank's queries: equally many on every rank, the last ones possibly empty, but at least one."""
+    starts = range(0, max(1, *queries.sizes), QUERIES_OF_A_STEP)
+    parts = [slice(*(min(queries.size, start + x) for x in (0, QUERIES_OF_A_STEP))) for start in starts]
+    if not progress:
+        return parts
+    from tqdm.auto import tqdm
 
-        bar = tqdm(total=queries.size, desc="Mining hard negatives", unit=" queries", disable=world.rank != 0)
-    with bar:
-        for step in range(max(1, -(-max(queries.sizes) // QUERIES_OF_A_STEP))):
-            part = slice(*(min(queries.size, QUERIES_OF_A_STEP * (step + x)) for x in (0, 1)))
-            yield part
-            if progress:
-                bar.update(part.stop - part.start)
+    bar: Iterable[slice] = tqdm(parts, desc="Mining hard negatives", unit=" steps", disable=world.rank != 0)
+    return bar
 
 
 class _Search:

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import contrastive_zoo as cz
+from contrastive_zoo.data import mine_hard_negatives as mine
 from contrastive_zoo.data import mining
+from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, numbers
-from tests.mining.test_invariants import same_columns_for_every_split
 
 N, M, D = 37, 90, 6
 BASIC = ("queries", "corpus", "positives")
@@ -48,14 +49,19 @@ def basic() -> dict[str, Tensor]:
     return {name: data()[name] for name in BASIC}
 
 
-def by_hand(given: dict[str, Tensor], guide: Tensor | None = None, **settings: Any) -> list[list[int]]:
-    """Return the negatives of each query, found by looking at all pairs one after the other ("top" only)."""
+def guide(query: Tensor, corpus: Tensor) -> Tensor:
+    return ((query * 31 + corpus * 17) % 101).double()
+
+
+def by_hand(given: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the columns by looking at all pairs one after the other ("top" only)."""
     get = {"range_min": 0, "num_negatives": 3, **settings}.get
     q, c = (F.normalize(given[name].double(), dim=1) for name in ("queries", "corpus"))
-    scores = q @ c.T
-    found = []
+    scores, judged = q @ c.T, guide(torch.arange(N)[:, None], torch.arange(M))
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for query, positives in enumerate(given["positives"].tolist()):
         positives = [x for x in positives if x >= 0]
+        score = scores[query].tolist()
         ids = {given["corpus_ids"][x].item() for x in positives} if "corpus_ids" in given else set()
         label = given["query_labels"][query].item() if "query_labels" in given else None
         candidates = [
@@ -64,130 +70,102 @@ def by_hand(given: dict[str, Tensor], guide: Tensor | None = None, **settings: A
             and (label is None or given["corpus_labels"][x].item() != label)
             and ("corpus_ids" not in given or given["corpus_ids"][x].item() not in ids)
         ]  # fmt: skip
-        candidates.sort(key=lambda x: (-round(scores[query, x].item(), 6), x))
-        worst = min((scores[query, x].item() for x in positives), default=np.inf)
-
-        def allowed(x: int, query: int = query, worst: float = worst, positives: list[int] = positives) -> bool:
-            score = scores[query, x].item()
-            return (
-                (get("max_score") is None or score <= get("max_score"))
-                and (get("min_score") is None or score >= get("min_score"))
-                and (get("absolute_margin") is None or score <= worst - get("absolute_margin"))
-                and (get("relative_margin") is None or score <= worst - abs(worst) * get("relative_margin"))
-                and (guide is None or guide[query, x] <= min(guide[query, p] for p in positives))
-            )
-
-        window = candidates[get("range_min") : get("range_max")]
-        found.append([x for x in window if allowed(x)][: get("num_negatives")])
-    return found
-
-
-def negatives(columns: dict[str, Any], queries: int = N) -> list[list[int]]:
-    """Return the negatives of each query from triplets, of its first positive."""
-    found: list[list[int]] = [[] for _ in range(queries)]
-    first: dict[int, int] = {}
-    for query, positive, negative in zip(*(columns[name].tolist() for name in COLUMNS[:3]), strict=True):
-        if first.setdefault(query, positive) == positive:
-            found[query].append(negative)
-    return found
+        candidates.sort(key=lambda x: (-round(score[x], 6), x))
+        worst = min(score[x] for x in positives)
+        bounds = [get("max_score", np.inf), worst - get("absolute_margin", -np.inf)]
+        bounds += [worst - abs(worst) * settings["relative_margin"]] if "relative_margin" in settings else []
+        negatives = [
+            x for x in candidates[get("range_min") : get("range_max")]
+            if get("min_score", -np.inf) <= score[x] <= min(bounds)
+            and ("guide" not in settings or judged[query, x] <= min(judged[query, p] for p in positives))
+        ][: get("num_negatives")]  # fmt: skip
+        if get("output") == "n-tuple":
+            rows: list[Any] = [negatives] if len(negatives) == get("num_negatives") else []
+        else:
+            rows = negatives
+        for positive in positives:
+            for x in rows:
+                values = query, positive, x, score[positive], scores[query, x].tolist()
+                for column, value in zip(columns.values(), values, strict=True):
+                    column.append(value)
+    return columns
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, ()),
     "range": ({"range_min": 4, "range_max": 9, "num_negatives": 2}, ()),
     "thresholds": ({"max_score": 0.6, "min_score": -0.1, "range_max": 60}, ()),
-    "absolute margin": ({"absolute_margin": 0.2, "range_max": 90}, ()),
+    "absolute margin": ({"absolute_margin": 0.4, "range_max": 90, "num_negatives": 20}, ()),
     "relative margin": ({"relative_margin": 0.3, "range_max": 90}, ()),
+    "guide": ({"guide": guide, "range_max": M}, ()),
     "labels": ({"num_negatives": 5}, ("query_labels", "corpus_labels")),
     "ids": ({"num_negatives": 4}, ("corpus_ids",)),
     "labels and ids": ({"num_negatives": 7, "range_max": 200}, ("query_labels", "corpus_labels", "corpus_ids")),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-def test_one_process_finds_what_a_plain_search_finds(name: str, ties: bool) -> None:
-    settings, used = SETTINGS[name]
-    if ties and name not in ("plain", "range", "labels", "ids"):
-        pytest.skip("thresholds between equal scores are a matter of the last bit")
-    rows = {x: data(ties=ties)[x] for x in (*BASIC, *used)}
-    assert negatives(cz.data.mine_hard_negatives(**rows, **settings)) == by_hand(rows, **settings)
-
-
-def test_a_guide_refuses_false_negatives() -> None:
-    rows = basic()
-    scores = numbers(N, M, seed=9)
-    found = cz.data.mine_hard_negatives(**rows, guide=lambda query, corpus: scores[query, corpus], range_max=M)
-    assert negatives(found) == by_hand(rows, guide=scores)
-
-
-def test_columns_of_both_forms() -> None:
-    rows = basic()
-    triplets = cz.data.mine_hard_negatives(**rows, num_negatives=2)
-    tuples = cz.data.mine_hard_negatives(**rows, num_negatives=2, output="n-tuple")
-    assert tuple(triplets) == tuple(tuples) == COLUMNS
-    assert {len(x) for x in triplets.values()} == {2 * int((rows["positives"] >= 0).sum())}
-    assert tuples["negative"].ravel().tolist() == triplets["negative"].tolist()
-    q, c = (F.normalize(rows[name].double(), dim=1) for name in ("queries", "corpus"))
-    for of in ("positive", "negative"):
-        expected = (q[triplets["query"]] * c[triplets[of]]).sum(1)
-        np.testing.assert_allclose(triplets[f"{of}_score"], expected, atol=1e-6)
-
-
-def test_n_tuples_are_complete_and_triplets_are_not() -> None:
-    rows = basic()
-    settings = {"absolute_margin": 0.4, "range_max": 90, "num_negatives": 40}
-    complete = {i for i, x in enumerate(by_hand(rows, **settings)) if len(x) == 40}
-    assert 0 < len(complete) < N
-    assert set(cz.data.mine_hard_negatives(**rows, **settings, output="n-tuple")["query"].tolist()) == complete
+def test_one_process_finds_what_a_plain_search_finds() -> None:
+    for name, (settings, used) in SETTINGS.items():
+        # thresholds between equal scores are a matter of the last bit
+        for ties in (False, True) if name in ("plain", "range", "labels", "ids") else (False,):
+            rows = {x: data(ties=ties)[x] for x in (*BASIC, *used)}
+            for output in ("triplet", "n-tuple"):
+                of = settings | {"output": output}
+                found, expected = mine(**rows, **of), by_hand(rows, of)
+                assert tuple(found) == COLUMNS
+                for column, x in expected.items():
+                    np.testing.assert_allclose(found[column], np.array(x).reshape(found[column].shape), atol=1e-6)
 
 
 def test_random_negatives_are_a_function_of_the_seed() -> None:
-    rows = basic()
-    first, again, other = (
-        cz.data.mine_hard_negatives(**rows, sampling="random", seed=seed, range_max=20)["negative"].tolist()
-        for seed in (0, 0, 1)
-    )
-    assert first == again != other
-    window = by_hand(rows, num_negatives=20, range_max=20)
-    drawn = negatives(cz.data.mine_hard_negatives(**rows, sampling="random", range_max=20))
-    assert all(set(x) <= set(y) for x, y in zip(drawn, window, strict=True))
-    places = [window[query].index(x) for query, found in enumerate(drawn) for x in found]
+    first, again, other = (mine(**basic(), sampling="random", seed=seed, range_max=20) for seed in (0, 0, 1))
+    assert first["negative"].tolist() == again["negative"].tolist() != other["negative"].tolist()
+    window = mine(**basic(), num_negatives=20, output="n-tuple")
+    best = dict(zip(window["query"].tolist(), window["negative"].tolist(), strict=True))
+    places = [
+        best[query].index(x) for query, x in zip(first["query"].tolist(), first["negative"].tolist(), strict=True)
+    ]
     assert 7 < np.mean(places) < 12  # uniform over 20 ranks, 111 draws
 
 
-def test_the_steps_do_not_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = basic()
-    expected = cz.data.mine_hard_negatives(**rows, sampling="random")
+def test_neither_the_steps_nor_a_memory_map_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    rows: dict[str, Any] = basic()
+    expected = mine(**rows, sampling="random")
     monkeypatch.setattr(mining, "QUERIES_OF_A_STEP", 8)
-    found = cz.data.mine_hard_negatives(**rows, sampling="random", progress=True)
-    assert "37/37" in capsys.readouterr().err
-    assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)
-
-
-def test_the_corpus_may_be_a_memory_map(tmp_path: Any) -> None:
-    rows = {name: x.numpy() for name, x in basic().items()}
-    np.save(tmp_path / "corpus.npy", rows["corpus"])
-    expected = cz.data.mine_hard_negatives(**rows)
+    np.save(tmp_path / "corpus.npy", rows["corpus"].numpy())
     rows["corpus"] = np.load(tmp_path / "corpus.npy", mmap_mode="r")
-    assert np.array_equal(cz.data.mine_hard_negatives(**rows)["negative"], expected["negative"])
-
-
-def test_columns_are_a_dataset() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = basic()
-    found = datasets.Dataset.from_dict(cz.data.mine_hard_negatives(**rows, output="n-tuple"))
-    assert found.column_names == list(COLUMNS)
-    assert len(found[0]["negative"]) == 3
+    found = mine(**rows, sampling="random", progress=True)
+    assert "5/5" in capsys.readouterr().err
+    assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)
 
 
 # ----------------------------------------------------------------------------------------------------- several ranks
 
 
-def guided(**arguments: Any) -> Any:
-    return cz.data.mine_hard_negatives(
-        **arguments, guide=lambda query, corpus: ((query * 31 + corpus * 17) % 101).float()
-    )
+def columns(
+    mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
+) -> dict[str, Any]:
+    """Return the columns of all ranks in rank order, given the split of the queries and of the corpus."""
+
+    def on_rank(rows: dict[str, Tensor]) -> dict[str, Any]:
+        return mine(**rows, **settings)
+
+    parts = {name: x.split(list(shards[name.startswith("corpus")])) for name, x in rows.items()}
+    each = [({name: x[rank].clone() for name, x in parts.items()},) for rank in range(len(shards[0]))]
+    found = worlds.run(len(each), on_rank, each=each)
+    return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
+
+
+def same_columns_for_every_split(
+    mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
+) -> None:
+    """The columns of all ranks are the same bits as on one process; random choices too."""
+    expected = columns(mine, worlds, rows, settings, [[sum(x)] for x in shards])
+    for name, column in columns(mine, worlds, rows, settings, shards).items():
+        assert (column.shape, column.dtype) == (expected[name].shape, expected[name].dtype), name
+        assert column.tobytes() == expected[name].tobytes(), name
 
 
 @st.composite
@@ -206,15 +184,44 @@ def splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     shards=splits(),
     name=st.sampled_from([*SETTINGS]),
     ties=st.booleans(),
-    mine=st.sampled_from([cz.data.mine_hard_negatives, guided]),
-    more=st.sampled_from([{}, {"sampling": "random"}, {"output": "n-tuple"}]),
+    more=st.sampled_from([{}, {"sampling": "random"}, {"output": "n-tuple"}, {"guide": guide}]),
 )
 def test_every_split_mines_the_same_bits(
-    shards: tuple[list[int], list[int]], name: str, ties: bool, mine: Any, more: dict[str, Any], worlds: Worlds
+    shards: tuple[list[int], list[int]], name: str, ties: bool, more: dict[str, Any], worlds: Worlds
 ) -> None:
     settings, used = SETTINGS[name]
     rows = {x: data(ties=ties)[x] for x in (*BASIC, *used)}
     same_columns_for_every_split(mine, worlds, rows, settings | more, shards)
+
+
+def own_corpus(queries: Tensor, corpus: Tensor, positives: Tensor, **settings: Any) -> Any:
+    """Each rank searches in its own part of the corpus; positives elsewhere are forgotten."""
+    world = World.of()
+    queries_start, corpus_start = world.shards(len(queries)).start, world.shards(len(corpus)).start
+    local = positives - corpus_start
+    local[(local < 0) | (local >= len(corpus))] = -1
+    found = mine(queries, corpus, local, **settings, process_group=ONE_PROCESS)
+    offsets = {"query": queries_start, "positive": corpus_start, "negative": corpus_start}
+    return {name: column + offsets.get(name, 0) for name, column in found.items()}
+
+
+def positions_in_the_shard(queries: Tensor, corpus: Tensor, positives: Tensor, **settings: Any) -> Any:
+    """Positives are taken for positions in the part of rank 0."""
+    return mine(queries, corpus, positives % World.of().shards(len(corpus)).sizes[0], **settings)
+
+
+def drawn_by_local_index(queries: Tensor, corpus: Tensor, positives: Tensor, **settings: Any) -> Any:
+    """Each rank gathers the corpus and mines on its own, so that queries count from 0 on every rank."""
+    found = mine(queries, all_gather(corpus), positives, **settings, process_group=ONE_PROCESS)
+    return {**found, "query": found["query"] + World.of().shards(len(queries)).start}
+
+
+def test_the_comparison_of_splits_catches_mistakes(worlds: Worlds) -> None:
+    rows = {"queries": numbers(20, 4, seed=0), "corpus": numbers(40, 4, seed=1), "positives": torch.arange(20)}
+    settings = {"num_negatives": 2, "range_max": 8, "sampling": "random"}
+    for mistake in (own_corpus, drawn_by_local_index, positions_in_the_shard):
+        with pytest.raises(AssertionError):
+            same_columns_for_every_split(mistake, worlds, rows, settings, ((9, 11), (17, 23)))
 
 
 def test_sentence_transformers_mines_the_same() -> None:
@@ -244,13 +251,13 @@ def test_sentence_transformers_mines_the_same() -> None:
         theirs = sentence_transformers.util.mine_hard_negatives(
             pairs, StandIn(), corpus=[f"c{i}" for i in range(M)], range_max=M - 1, verbose=False, **settings
         )
-        found: list[list[int]] = [[] for _ in range(N)]
-        for query, negative in zip(theirs["query"], theirs["negative"], strict=True):
-            found[int(query[1:])].append(int(negative[1:]))
-        assert found == negatives(cz.data.mine_hard_negatives(**rows, range_max=M - 1, **settings))
+        found = [(int(q[1:]), int(x[1:])) for q, x in zip(theirs["query"], theirs["negative"], strict=True)]
+        ours = mine(**rows, range_max=M - 1, **settings)
+        expected = zip(ours["query"].tolist(), ours["negative"].tolist(), strict=True)
+        assert sorted(found, key=lambda pair: pair[0]) == [*expected]
 
 
-# ---------------------------------------------------------------------------------------------------------- bad input
+# ----------------------------------------------------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"corpus": torch.ones(M, D + 1)}, r"one width and dtype, got float32 \[37, 6\] and float32 \[90, 7\]"),
@@ -269,18 +276,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    change, says = BAD[name]
-    with pytest.raises(ValueError, match=says):
-        cz.data.mine_hard_negatives(**{**basic(), **change})
+def test_bad_input() -> None:
+    for change, says in BAD.values():
+        with pytest.raises(ValueError, match=says):
+            mine(**{**basic(), **change})
 
 
 def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
     def job(name: str | None) -> Any:
         rows: dict[str, Any] = {**basic(), "guide": lambda query, corpus: corpus}
         rows |= BAD[name][0] if name and dist.get_rank() == 1 else {}
-        return cz.data.mine_hard_negatives(**rows)["negative"].tolist()
+        return mine(**rows)["negative"].tolist()
 
     for name in ("width", "nan", "outside", "length", "number", "guide"):
         text, _ = common_error(worlds, 2, lambda name=name: job(name), lambda: job(None))
@@ -290,5 +296,5 @@ def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
 def test_the_error_of_a_guide_is_the_cause() -> None:
     rows = basic()
     with pytest.raises(ValueError, match="the guide raised KeyError: 'model'") as raised:
-        cz.data.mine_hard_negatives(**rows, guide=lambda query, corpus: {}["model"])
+        mine(**rows, guide=lambda query, corpus: {}["model"])
     assert isinstance(raised.value.__cause__, KeyError)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import contrastive_zoo as cz
 from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
+from contrastive_zoo.data.batch_sampler import took_one_in_w
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
@@ -198,12 +199,13 @@ def trained(way: str) -> int:
     return steps
 
 
-@pytest.mark.parametrize("way", ["every second batch", "dispatch"])
-def test_an_epoch_of_which_losses_received_one_batch_in_w_is_refused_on_every_rank(own: Worlds, way: str) -> None:
-    if way == "dispatch":  # only rank 0 reads its loader
-        pytest.importorskip("accelerate")
-    with pytest.raises(RankError, match=r"each rank has its part .* called losses \d times while it has read all 8"):
-        own.run(2, quietly, trained, way)
+def test_an_epoch_of_which_losses_received_one_batch_in_w_is_refused_on_every_rank(own: Worlds) -> None:
+    pytest.importorskip("accelerate")
+    for way in ("every second batch", "dispatch"):  # of the second only rank 0 reads its loader
+        with pytest.raises(
+            RankError, match=r"each rank has its part .* called losses \d times while it has read all 8"
+        ):
+            own.run(2, quietly, trained, way)
 
 
 def test_an_epoch_that_is_trained_or_left_early_is_accepted(own: Worlds) -> None:
@@ -214,6 +216,38 @@ def test_an_epoch_that_is_trained_or_left_early_is_accepted(own: Worlds) -> None
         "a loss of every two batches": 8,
     }
     assert {way: own.run(2, trained, way) for way in steps} == {way: [count] * 2 for way, count in steps.items()}
+
+
+EPOCHS_READ = [
+    # batches, losses, read ahead, rows, samples, W
+    ((8, 4, 2, 24, 48, 2), True),  # every second batch, on rank 1
+    ((9, 4, 2, 24, 54, 2), True),  # the last one is the other rank's
+    ((8, 8, 1, 48, 48, 2), False),  # all of them
+    ((8, 4, 8, 24, 48, 2), False),  # all are read first, and half of them trained
+    ((8, 4, 2, 48, 48, 2), False),  # a loss of every two batches
+    ((8, 6, 1, 36, 48, 2), False),  # neither: the others were skipped
+    ((8, 0, 8, 0, 48, 2), False),  # an epoch without a loss
+]
+
+
+def test_what_losses_received_is_told_by_counts_and_each_part_of_the_condition_matters() -> None:
+    def tells(condition: Any) -> bool:
+        return all(condition(*counts) == refused for counts, refused in EPOCHS_READ)
+
+    def without(**fixed: int) -> Any:
+        names = ("batches", "losses", "ahead", "rows", "samples", "world_size")
+        return lambda *counts: took_one_in_w(**{**dict(zip(names, counts, strict=True)), **fixed})
+
+    assert tells(took_one_in_w)
+    for mistake in (
+        without(ahead=0),  # nothing is read ahead
+        without(rows=0),  # rows are not counted
+        lambda batches, losses, ahead, rows, *of: took_one_in_w(
+            batches, losses, min(ahead, 3), rows, *of
+        ),  # a constant
+        lambda batches, losses, ahead, rows, samples, size: 0 < losses < batches - ahead and 2 * rows < 2 * samples,
+    ):
+        assert not tells(mistake)
 
 
 def test_lightning(own: Worlds) -> None:
