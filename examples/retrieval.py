@@ -39,21 +39,11 @@ class Settings(NamedTuple):
 FULL = Settings()
 
 
-class Checkpoint(NamedTuple):
-    """All that a run needs to continue on another number of processes."""
-
-    encoder: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    sampler: dict[str, Any]
-    negatives: dict[str, Any]
-    step: int
-
-
 class Result(NamedTuple):
     weights: Tensor
     recall: float
     recall_disturbed: float
-    checkpoint: Checkpoint
+    checkpoint: dict[str, Any]  # all that a run needs to continue on another number of processes
 
 
 class Normalized(nn.Module):
@@ -115,18 +105,17 @@ class Training:
         """Return embeddings of patches in the orientation of this step: one scene gives eight kinds of batches."""
         return self.encoder(reoriented(patches, self.step))
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> dict[str, Any]:
         """Return the state, the same on every rank."""
-        states = self.encoder.state_dict(), self.optimizer.state_dict(), self.position, self.negatives.state_dict()
-        return Checkpoint(*states, self.step)
+        parts = {"encoder": self.encoder, "optimizer": self.optimizer, "negatives": self.negatives}
+        states = {name: x.state_dict() for name, x in parts.items()}
+        return states | {"sampler": self.position, "step": self.step}
 
-    def load(self, state: Checkpoint) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint of any number of processes."""
-        self.encoder.load_state_dict(state.encoder)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.sampler.load_state_dict(state.sampler)
-        self.negatives.load_state_dict(state.negatives)
-        self.position, self.step = state.sampler, state.step
+        for name in ("encoder", "optimizer", "negatives", "sampler"):
+            getattr(self, name).load_state_dict(state[name])
+        self.position, self.step = state["sampler"], state["step"]
 
 
 def neighbour_sampler(pairs: Pairs, batch_size: int) -> cz.data.HardNegativeBatchSampler:
@@ -162,7 +151,7 @@ def make_negatives(encoder: nn.Module, pairs: Pairs, every: int) -> cz.data.Refr
     )  # fmt: skip
 
 
-def train(start: Checkpoint | None = None, stop: int | None = None, settings: Settings = FULL) -> Result:
+def train(start: dict[str, Any] | None = None, stop: int | None = None, settings: Settings = FULL) -> Result:
     """Train from a checkpoint and up to a step, and evaluate on all ranks; called on every rank."""
     stereo = stereo_pairs(settings.points)
     training = Training(stereo.train, settings)
@@ -215,7 +204,7 @@ def main(folder: str | None = None) -> None:
         from examples.retrieval_pictures import pictures
 
         encoder = make_encoder()
-        encoder.load_state_dict(runs["W = 1"][0].checkpoint.encoder)
+        encoder.load_state_dict(runs["W = 1"][0].checkpoint["encoder"])
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, figure in pictures(encoder, stereo).items():
             figure.savefig(Path(folder, f"{name}.png"))

@@ -306,11 +306,7 @@ class _Search:
         return torch.stack(padded, 1)
 
     def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:
-        """Return the rows of the corpus with these global indices, whichever rank holds them; any row for an index of −1.
-
-        Each rank requests every row once, and the owners answer. Memory is that of the result. ``wanted`` has any shape,
-        and the result [*shape of wanted, *shape of a row] is on the CPU.
-        """
+        """Return the rows of the corpus with these global indices, [*wanted, *row] on the CPU; any row for −1."""
         world = self.world
         needed, place = wanted.clamp(min=0).cpu().unique(return_inverse=True)
         if world.size == 1:

@@ -157,9 +157,8 @@ class Gallery:
     def nearest(self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Nearest:
         """Return scores and positions of this rank's items among the k nearest of all ranks, and where they are complete.
 
-        ``excluded`` are positions that are left out, −1 for none. Rows are ordered by score, then by position; −∞ and −1
-        where there is none. Rows that are not among the k nearest of all ranks may be missing. If a query is complete, all
-        items follow that have the score of this rank's k-th; otherwise there may be more.
+        They are ordered by score, then by position, without the ``excluded`` positions; −∞ and −1 where there is none. If a
+        query is complete, all items follow that have the score of this rank's k-th; otherwise there may be more.
         """
         k_local = min(k, len(self))
         proposals = self.proposals(queries, k_local, excluded)

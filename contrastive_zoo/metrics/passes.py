@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import Gallery
-from contrastive_zoo.metrics.ranking import Graded, Groups, Levels, Ranking, changes
+from contrastive_zoo.metrics.ranking import Graded, Groups, Levels, Ranking, changes, levels_of, parts_of
 from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -142,10 +142,8 @@ def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Grad
     """Return the relevant items of the local queries, counted, and the largest number that a query of any rank has."""
     parts: list[list[Tensor]] = []
     for block in rounds(queries, world):
-        answer = relevance.totals(relevance.question(block))
-        grades, at = block.answered_unevenly(answer[1], answer[0])
-        counts, _ = block.answered_unevenly(answer[2], answer[0])
-        parts += [[x + block.local.start, y, z] for x, y, z in zip(at, grades, counts, strict=True)]
+        received = block.answered_unevenly(*relevance.totals(relevance.question(block)))
+        parts += [[query + block.local.start, *rest] for query, *rest in received]
     if not parts:
         return Graded(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64)), 0
     query, grade, count = (np.asarray(torch.cat(x)) for x in zip(*parts, strict=True))
@@ -163,14 +161,13 @@ def nearest_ranking(
     Groups and levels are complete where fewer than k items score higher.
     """
     question = relevance.question(block)
-    query, *answers = _nearest_groups(block, gallery, relevance, question, block.gathered(queries), k)
-    received = [block.answered_unevenly(x, query) for x in answers]
-    parts = zip(received[0][1], *(x for x, _ in received), strict=True)
+    parts = block.answered_unevenly(*_nearest_groups(block, gallery, relevance, question, block.gathered(queries), k))
     groups = Groups.joined([Groups(*(x.numpy() for x in part)) for part in parts])
     grade = relevance.grades(block, torch.from_numpy(groups.query), torch.from_numpy(groups.value)).numpy()
+    levels, where = levels_of(groups)
     kept = grade > 0
-    relevant = Groups(groups.query[kept], groups.score[kept], grade[kept], groups.size[kept])
-    return groups, Ranking.of(Levels.of(groups), relevant, _of_round(totals, block), block.shards.size)
+    relevant = Graded(where[kept], grade[kept], groups.size[kept])
+    return groups, Ranking.of(levels, relevant, _of_round(totals, block), block.shards.size)
 
 
 def _nearest_groups(
@@ -208,8 +205,8 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     question, rows = relevance.question(block), block.gathered(queries)
     pairs = relevance.pairs(question)
     scores = gallery.pair_scores(rows, pairs.query, pairs.position)
-    received = [block.answered_unevenly(x, pairs.query) for x in (scores, pairs.grade)]
-    query, score, grade = (torch.cat(x).numpy() for x in (received[0][1], received[0][0], received[1][0]))
+    parts = block.answered_unevenly(pairs.query, scores, pairs.grade)
+    query, score, grade = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
     order = np.lexsort((grade, -score, query))
     query, score, grade = query[order], score[order], grade[order]
     first = changes(query, score)
@@ -219,9 +216,8 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     counts = _counts_at(gallery, question, rows, all_queries, block.gathered_unevenly(thresholds))
     by_rank = exchanged(counts, shards.sizes, [shards.size] * block.world.size, block.world)
     higher, tied = by_rank.view(block.world.size, shards.size, 2).sum(0).numpy().T
-    levels = Levels(query[first], score[first], higher, tied)
-    relevant = Groups(query, score, grade, np.ones(len(query), dtype=np.int64))
-    return Ranking.of(levels, relevant, _of_round(totals, block), block.shards.size)
+    relevant = Graded(parts_of(first, len(query)), grade, np.ones(len(query), dtype=np.int64))
+    return Ranking.of(Levels(query[first], higher, tied), relevant, _of_round(totals, block), block.shards.size)
 
 
 def _counts_at(

@@ -235,7 +235,7 @@ def measurement_picture(measurement: Measurement) -> Figure:
 
 def draw_similarities(axis: Any, measurement: Measurement) -> None:
     for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
-        draw_density(axis, torch.tensor(counts).view(-1, _JOINED).sum(1), name, colour)
+        draw_density(axis, counts.view(-1, _JOINED).sum(1), name, colour)
 
 
 def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:

@@ -35,16 +35,15 @@ class Levels(NamedTuple):
     """Items of a query with equal score: how many score higher, and how many there are."""
 
     query: Ints
-    score: Floats
     higher: Ints
     tied: Ints
 
-    @classmethod
-    def of(cls, groups: Groups) -> Levels:
-        """Return the levels of groups that hold every item of a score."""
-        first = changes(groups.query, groups.score)
-        query, tied = groups.query[first], sums_between(groups.size, first)
-        return cls(query, groups.score[first], running_before(query, tied), tied)
+
+def levels_of(groups: Groups) -> tuple[Levels, Ints]:
+    """Return the levels of groups that hold every item of a score, and the level of each group."""
+    first = changes(groups.query, groups.score)
+    query, tied = groups.query[first], sums_between(groups.size, first)
+    return Levels(query, running_before(query, tied), tied), parts_of(first, len(groups.query))
 
 
 class Graded(NamedTuple):
@@ -72,20 +71,16 @@ class Ranking:
     ideal: Graded  # all relevant items by query
 
     @classmethod
-    def of(cls, levels: Levels, relevant: Groups, ideal: Graded, queries: int) -> Ranking:
-        """Return the ranking of n queries; levels and groups are ordered by query and falling score.
+    def of(cls, levels: Levels, relevant: Graded, ideal: Graded, queries: int) -> Ranking:
+        """Return the ranking of n queries, given relevant items by level.
 
         Raises:
             AssertionError: more relevant items than items at a level, or than the query has: they were counted wrongly.
         """
-        first = changes(relevant.query, relevant.score)
-        begins = np.zeros(len(relevant.query), dtype=np.int64)
-        begins[first] = 1
-        at = _places_of(levels, relevant.query[first], relevant.score[first])
-        total = whole_sums(ideal.where, ideal.number, queries)
-        groups = Graded(begins.cumsum() - 1, relevant.value, relevant.size)
-        ranking = cls(total, levels.query[at], levels.higher[at], levels.tied[at], groups, ideal)
-        ranked = whole_sums(relevant.query, relevant.size, queries)
+        used, where = np.unique(relevant.where, return_inverse=True)
+        groups, total = Graded(where, *relevant[1:]), whole_sums(ideal.where, ideal.number, queries)
+        ranking = cls(total, levels.query[used], levels.higher[used], levels.tied[used], groups, ideal)
+        ranked = whole_sums(ranking.query, ranking.relevant, queries)
         if (ranking.relevant > ranking.tied).any() or (ranked > total).any():
             raise AssertionError("a query ranks more relevant items than there are. Please report this.")
         return ranking
@@ -100,19 +95,17 @@ class Ranking:
         return whole_sums(self.groups.where, self.groups.number, len(self.query))
 
 
-def _places_of(levels: Levels, query: Ints, score: Floats) -> Ints:
-    """Return at which levels these scores are; both are ordered by query and falling score."""
-    scores, queries = np.concatenate([levels.score, score]), np.concatenate([levels.query, query])
-    order = np.lexsort((-scores, queries))  # stable: a level is just before its score
-    return order[np.flatnonzero(order >= len(levels.score)) - 1]
-
-
 def changes(*columns: NDArray[np.generic]) -> Ints:
     """Return where a new combination of values begins."""
     if len(columns[0]) == 0:
         return np.zeros(0, dtype=np.int64)
     new = np.logical_or.reduce([x[1:] != x[:-1] for x in columns])
     return np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.int64)
+
+
+def parts_of(first: Ints, size: int) -> Ints:
+    """Return for each of ``size`` elements the number of its part, given where parts begin."""
+    return np.repeat(np.arange(len(first)), np.diff(np.append(first, size)))
 
 
 def sums_between(x: Ints, first: Ints) -> Ints:
@@ -128,4 +121,4 @@ def running_before(where: Ints, x: Ints) -> Ints:
     """Return for each element the sum of earlier elements with the same ``where``, which is in ascending order."""
     before = x.cumsum() - x
     first = changes(where)
-    return before - np.repeat(before[first], np.diff(np.append(first, len(x)))) if len(x) else x
+    return before - before[first][parts_of(first, len(x))]

@@ -44,14 +44,13 @@ class Round:
         thresholds = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
         return _gathered(thresholds, self.shards, self.world)
 
-    def answered_unevenly(self, answers: Tensor, query: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Send owners any number of rows by ascending ``query``; return ranks' answers and the queries of these."""
+    def answered_unevenly(self, query: Tensor, *columns: Tensor) -> list[list[Tensor]]:
+        """Send owners any number of rows by ascending ``query``; return those of each rank: local queries, and columns."""
         starts = torch.tensor(self.shards.sizes).cumsum(0)
         send = torch.diff(torch.searchsorted(query, starts), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
         receive = [sizes[self.world.rank] for sizes in self.world.exchange(send)]
-        received = exchanged(answers, send, receive, self.world)
-        queries = exchanged(query, send, receive, self.world) - self.shards.start
-        return list(received.split(receive)), list(queries.split(receive))
+        received = [exchanged(x, send, receive, self.world).split(receive) for x in (query, *columns)]
+        return [[query - self.shards.start, *rest] for query, *rest in zip(*received, strict=True)]
 
 
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
-from contrastive_zoo.metrics.ranking import Graded, Groups, Levels, Ranking
+from contrastive_zoo.metrics.ranking import Graded, Levels, Ranking
 from contrastive_zoo.metrics.ranking_metrics import _AT_CUTOFF
 from contrastive_zoo.ranks.messages import CommunicationError
 from tests.evaluation.awkward import awkward
@@ -108,11 +108,10 @@ def test_a_metric_outside_of_its_bounds_is_not_returned(monkeypatch):
 
 
 def test_more_relevant_rows_than_there_are_is_refused():
-    one, nothing, score = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.ones(1)
+    one, nothing = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for tied, total in ((nothing, one), (one, nothing)):
-        levels, relevant = Levels(nothing, score, nothing, tied), Groups(nothing, score, score, one)
         with pytest.raises(AssertionError, match="more relevant items than there are"):
-            Ranking.of(levels, relevant, Graded(nothing, score, total), 1)
+            Ranking.of(Levels(nothing, nothing, tied), Graded(nothing, one, one), Graded(nothing, one, total), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- faults

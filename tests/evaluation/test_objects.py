@@ -39,14 +39,6 @@ def test_a_gallery_ids_and_judgements_are_collected():
     assert metric.compute().item() == expected["ndcg"]
 
 
-def test_objects_of_one_process_are_merged_and_pickled():
-    first, second = cz.metrics.RetrievalMetrics("map"), cz.metrics.RetrievalMetrics("map")
-    first.update(ROWS[:10], LABELS[:10])
-    second.update(ROWS[10:], LABELS[10:])
-    first.merge_state(pickle.loads(pickle.dumps(second)))
-    assert first.compute().item() == cz.metrics.evaluate(ROWS, labels=LABELS, metrics=["map"])["map"]
-
-
 def test_a_batch_that_is_refused_leaves_nothing_behind():
     metric = cz.metrics.RetrievalMetrics("map")
     metric.update(ROWS[:20], LABELS[:20])
@@ -97,8 +89,7 @@ def test_a_collection_collects_once_and_merges_as_torchmetrics_does():
     torchmetrics = pytest.importorskip("torchmetrics")
     from contrastive_zoo.adapters.torchmetrics import RetrievalMetric
 
-    ids, labels = torch.arange(40), {"labels": LABELS, "metrics": NAMES}
-    expected = cz.metrics.evaluate(ROWS, **labels)
+    expected = cz.metrics.evaluate(ROWS, labels=LABELS, metrics=NAMES)
     kinds = {
         "first": RetrievalMetric("map@r"),
         "second": RetrievalMetric("mrr"),
@@ -123,10 +114,6 @@ def test_a_collection_collects_once_and_merges_as_torchmetrics_does():
     whole.merge_state(parts[1].metric_state)
     assert {name: x.item() for name, x in whole.compute().items()} == expected != before
     assert whole.clone().compute() == whole.compute()
-    judged = RetrievalMetric("ndcg")
-    judged.update(ROWS, ids=ids, judgements=(ids, ids.roll(1), LABELS + 1.0))
-    of_judgements = {"ids": ids, "judgements": (ids, ids.roll(1), LABELS + 1.0), "metrics": ["ndcg"]}
-    assert judged.compute().item() == cz.metrics.evaluate(ROWS, **of_judgements)["ndcg"]
 
 
 def test_lightning_logs_it(tmp_path):

@@ -201,7 +201,10 @@ def test_bad_arguments() -> None:
 
 
 def test_bad_positions_change_nothing() -> None:
-    sampler, other = (GlobalBatchSampler(10, batch_size=4, seed=seed, process_group=ONE_PROCESS) for seed in (0, 1))
+    sampler, other_seed, other_data = (
+        GlobalBatchSampler(size, batch_size=4, seed=seed, process_group=ONE_PROCESS)
+        for size, seed in ((10, 0), (10, 1), (11, 0))
+    )
     sampler.load_state_dict({"epoch": 2, "step": 1})
     states: list[tuple[Any, str]] = [
         (None, "GlobalBatchSampler: "),
@@ -211,7 +214,8 @@ def test_bad_positions_change_nothing() -> None:
         ({"epoch": -1, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got -1"),
         ({"epoch": 2**65, "step": 0}, r"an epoch is an integer in 0 … 2\*\*62, got 36893488147419103232"),
         ({"epoch": 1, "step": 4}, r"0 … 3, the number of batches of epoch 1, got 4"),
-        (other.state_dict(step=1), "other data, another seed or other settings"),
+        (other_seed.state_dict(step=1), "other data, another seed or other settings"),
+        (other_data.state_dict(step=1), "other data, another seed or other settings"),
     ]
     for state, says in states:
         with pytest.raises(ValueError, match=says):

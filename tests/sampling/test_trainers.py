@@ -73,8 +73,7 @@ def with_trainer(folder: str, resume: bool) -> list[list[int]]:
     model = Recorder()
     arguments = TrainingArguments(
         folder, num_train_epochs=EPOCHS, optim="sgd", report_to=[], save_strategy="steps", save_steps=4, use_cpu=True,
-        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, save_only_model=False,
-        ddp_find_unused_parameters=False,
+        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
     )  # fmt: skip
     trainer = WithSampler(model, arguments, train_dataset=Numbers())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4" if resume else None)
@@ -113,18 +112,14 @@ def with_lightning() -> list[list[int]]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-        def train_dataloader(self) -> DataLoader[Any]:
-            return loader()
-
-    size = dist.get_world_size()
     torchrun_variables()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=size, num_nodes=1, strategy="ddp" if size > 1 else "auto", max_epochs=EPOCHS,
-        use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_epochs=EPOCHS, use_distributed_sampler=False,
+        **quiet,
     )  # fmt: skip
     module = Module()
-    trainer.fit(module)
+    trainer.fit(module, loader())
     return module.model.seen
 
 

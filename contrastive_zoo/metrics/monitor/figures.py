@@ -82,12 +82,9 @@ class Measurement:
         first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
         return "\n".join(f"{name:<{first}}  {value:>{second}}  {meaning}" for name, value, meaning in rows)
 
-    def counts(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of positive and of negative pairs in each of the 2,048 bins between −1 and 1."""
-        if "counts" not in self.totals:
-            return [0] * BINS, [0] * BINS
-        positive, negative = self.totals["counts"].long().view(2, BINS).tolist()
-        return positive, negative
+    def counts(self) -> Tensor:
+        """Return the numbers of positive and of negative pairs in each of the 2,048 bins between −1 and 1, [2, 2048]."""
+        return self.totals["counts"].view(2, BINS).cpu() if "counts" in self.totals else torch.zeros(2, BINS)
 
     def spectrum(self, encoder: str) -> Tensor:
         """Return the eigenvalues of ZᵀZ / N in descending order, [d] on the CPU; NaN if some embedding is not finite."""
@@ -106,7 +103,7 @@ class Measurement:
         if "counts" not in self.totals:
             return {}
         result: dict[str, float] = {}
-        counts = self.totals["counts"].view(2, BINS).cpu()
+        counts = self.counts()
         sums = self.totals["sums"].tolist()
         for kind, of_kind, total in zip(("positive", "negative"), counts, sums, strict=True):
             result[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())

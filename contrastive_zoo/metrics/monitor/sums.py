@@ -43,12 +43,7 @@ class Samples:
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> "Samples":
-        """Find the embeddings of a call. All ranks find the same, as they have agreed on names, kinds and sizes.
-
-        The first argument holds embeddings: [n, d], or [n, views, d]. Integers after them are labels. Otherwise arguments
-        whose names begin with ``view`` are views of the same samples, and a second argument [m, d] is another encoder's.
-        Further arguments are not looked at.
-        """
+        """Find the embeddings of a call by the rules of :class:`Monitor`; all ranks find the same, as they have agreed."""
         assert samples_problem(rows) is None
         (name, first), *others = rows.items()
         of = shards[0]
@@ -120,13 +115,10 @@ def pair_sums(
 ) -> dict[str, Tensor]:
     """Return this rank's sums over the pairs of its anchors with the candidates of all ranks, both of unit length.
 
-    With labels of both, candidates with the anchor's label are positive; the anchor itself is no pair if the candidates are
-    the anchors. Without, the candidate with the anchor's index is positive.
-
-    Returns:
-        By name, in float64: ``counts`` [2, bins] and ``sums`` [2] of positive and negative similarities; ``hits``: anchors
-        whose best positive is more similar than every negative; ``without_positive``; ``beaten`` [N]: whether one of this
-        rank's anchors is at least as similar to a candidate as its partner is, only without labels.
+    With labels of both, candidates with the anchor's label are positive; without, the candidate with the anchor's index.
+    Results by name, in float64: ``counts`` [2, bins] and ``sums`` [2] of positive and negative similarities; ``hits``:
+    anchors whose best positive is more similar than every negative; ``without_positive``; ``beaten`` [N], only without
+    labels: whether one of this rank's anchors is at least as similar to a candidate as its partner is.
     """
     if labels is None:  # the bits of a block's, as both are functions of the two embeddings alone
         shared = similarities(anchors[:, None], candidates[:, None]).flatten(1)
@@ -170,13 +162,10 @@ def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
 
 
 def sketch(module: nn.Module | None) -> Tensor:
-    """Return a count sketch of all parameters that are equal on every rank, [WIDTH] in float64.
+    """Return a count sketch of all parameters that are equal on every rank, not the sharded ones, [WIDTH] in float64.
 
     Parameter k is added to number k mod WIDTH, with a random sign that is the same on every rank. So the expected squared
-    distance of two sketches is that of the parameters, and it is 0 if the parameters are the same bits. Sharded parameters
-    are left out: each rank holds other ones.
-
-    Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
+    distance of two sketches is that of the parameters. Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     result = torch.zeros(WIDTH, dtype=torch.float64)
     if module is None:
@@ -193,10 +182,7 @@ def sketch(module: nn.Module | None) -> Tensor:
 
 
 def totals(samples: Samples, sketches: Mapping[str, Tensor], temperature: float, world: World) -> Totals:
-    """Return the sums over all ranks; embeddings are gathered in rounds, and one message adds up all ranks' parts.
-
-    The temperature is that of this rank's loss, NaN if it has none; sketches are those of the same modules on every rank.
-    """
+    """Return the sums over all ranks, in one message; the temperature is NaN if this rank's loss has none."""
     local = _local_sums(next(x for views in samples.encoders.values() for x in views), samples, world)
     for name, numbers in sketches.items():
         of_all = torch.zeros(world.size, WIDTH, dtype=torch.float64)
