@@ -7,15 +7,15 @@ of its own; memory is the peak beyond queries and corpus (Linux). W = 2 has half
 """
 
 import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.harness import command_line, in_new_process, peak
+from suite.harness import command_line, peak
 from torch import Tensor
 
 from contrastive_zoo.data import mine_hard_negatives
@@ -32,23 +32,23 @@ def rows(queries: int, corpus: int, width: int) -> tuple[Tensor, Tensor]:
     return F.normalize(them[:queries] + noise, dim=1), them
 
 
-def measured(job: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return the seconds, the MB at the peak beyond those before, and the result."""
+def measured(job: Callable[[], Any]) -> tuple[float, float, list[int]]:
+    """Return the seconds, the MB at the peak beyond those before, and the negatives."""
     start = time.perf_counter()
     megabytes, result = peak(job)
-    return time.perf_counter() - start, megabytes, result
+    return time.perf_counter() - start, megabytes, [int(str(x).removeprefix("c")) for x in result["negative"]]
 
 
-def ours(queries: int, corpus: int, width: int) -> tuple[float, float, str]:
-    """Mine this rank's part; return seconds, MB, and the sum of the negatives."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def ours(queries: int, corpus: int, width: int) -> tuple[float, float, list[int]]:
+    """Mine this rank's part."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     own = [x.tensor_split(size)[rank].clone() for x in (*rows(queries, corpus, width), torch.arange(queries))]
     mine_hard_negatives(own[0][:64], own[1][:256], own[2][:64] * 0)  # libraries are loaded
-    seconds, megabytes, found = measured(lambda: mine_hard_negatives(*own, **SETTINGS))
-    return seconds, megabytes, f"{len(found['negative'])} {found['negative'].sum()}"
+    return measured(lambda: mine_hard_negatives(*own, **SETTINGS))
 
 
-def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[float, float, str]:
+def theirs(queries: int, corpus: int, width: int, *, use_faiss: bool) -> tuple[float, float, list[int]]:
+    import faiss
     import sentence_transformers
     from datasets import Dataset
 
@@ -68,46 +68,34 @@ def theirs(queries: int, corpus: int, width: int, use_faiss: bool) -> tuple[floa
         similarity = staticmethod(lambda a, b: torch.as_tensor(a) @ torch.as_tensor(b).T)
         similarity_pairwise = staticmethod(lambda a, b: (torch.as_tensor(a) * torch.as_tensor(b)).sum(1))
 
+    faiss.omp_set_num_threads(torch.get_num_threads())
     texts = [f"c{i}" for i in range(corpus)]
     pairs = Dataset.from_dict({"query": [f"q{i}" for i in range(queries)], "answer": texts[:queries]})
-    seconds, megabytes, found = measured(
-        lambda: sentence_transformers.util.mine_hard_negatives(
-            pairs, StandIn(), corpus=texts, use_faiss=use_faiss, verbose=False, **SETTINGS
-        )
-    )
-    negatives = [int(text[1:]) for text in found["negative"]]
-    return seconds, megabytes, f"{len(negatives)} {sum(negatives)}"
+    mine = sentence_transformers.util.mine_hard_negatives
+    settings = SETTINGS | {"use_faiss": use_faiss, "verbose": False}
+    return measured(lambda: mine(pairs, StandIn(), corpus=texts, **settings))
 
 
-def in_a_process(name: str, threads: int, *sizes: int) -> tuple[float, float, str]:
-    """Measure one implementation with so many threads; runs in a new process."""
-    import faiss
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(threads)
-    faiss.omp_set_num_threads(threads)
-    return ours(*sizes) if name == "ours" else theirs(*sizes, use_faiss=name == "faiss")
+IMPLEMENTATIONS: dict[str, tuple[int, Callable[[int, int, int], tuple[float, float, list[int]]]]] = {
+    "sentence-transformers, `use_faiss=True`": (1, partial(theirs, use_faiss=True)),
+    "sentence-transformers, torch": (1, partial(theirs, use_faiss=False)),
+    "`mine_hard_negatives`, W = 1": (1, ours),
+    "`mine_hard_negatives`, W = 2": (2, ours),
+}
+"""By title the number of ranks and the function that each calls."""
 
 
 def main() -> None:
     given = command_line(__doc__, corpus=200_000, queries=20_000, width=128, threads=2).parse_args()
     sizes = given.queries, given.corpus, given.width
     print(f"{given.queries:,} queries, corpus of {given.corpus:,} × {given.width}, {given.threads} threads together.")
-    print("| | s | MB per rank | negatives |\n|---|---:|---:|---:|")
-    for title, name in (
-        ("sentence-transformers, `use_faiss=True`", "faiss"),
-        ("sentence-transformers, torch", "torch"),
-        ("`mine_hard_negatives`, W = 1", "ours"),
-    ):
-        seconds, megabytes, found = in_new_process(in_a_process, name, given.threads, *sizes)
-        print(f"| {title} | {seconds:.1f} | {megabytes:.0f} | {found.split()[0]} |", flush=True)
-    with Worlds(timeout=900.0, threads=max(1, given.threads // 2)) as worlds:
-        by_rank = worlds.run(2, ours, *sizes)
-    number = sum(int(text.split()[0]) for _, _, text in by_rank)
-    seconds, megabytes = max(x[0] for x in by_rank), max(x[1] for x in by_rank)
-    print(f"| `mine_hard_negatives`, W = 2 | {seconds:.1f} | {megabytes:.0f} | {number} |")
-    same = sum(int(text.split()[1]) for _, _, text in by_rank) == int(found.split()[1])
-    print(f"\nW = 1 and 2 have the same negatives: {same}")
+    print("| | s | MB per rank | negatives | their sum |\n|---|---:|---:|---:|---:|")
+    for title, (world_size, function) in IMPLEMENTATIONS.items():
+        with Worlds(timeout=900.0, threads=max(1, given.threads // world_size)) as worlds:  # new processes
+            by_rank = worlds.run(world_size, function, *sizes)
+        seconds, megabytes = max(x[0] for x in by_rank), max(x[1] for x in by_rank)
+        negatives = [number for _, _, of_rank in by_rank for number in of_rank]
+        print(f"| {title} | {seconds:.1f} | {megabytes:.0f} | {len(negatives)} | {sum(negatives)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from suite.harness import Round, command_line, in_rounds
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import table
 
 RANKS, SAMPLES, WIDTH = 2, 256, 256
 EVERY = (10, 50)
@@ -70,18 +69,17 @@ def measure(name: str, rounds: int) -> list[Round]:
 
 def main() -> None:
     rounds = command_line(__doc__, rounds=20).parse_args().rounds
-    headings = ("loss", "plain step, ms", "a measurement adds, ms", *(f"every {k} steps, %" for k in EVERY))
-    table = Table(*headings, box=None)
+    lines = []
     with Worlds(timeout=600.0) as worlds:
         for name in LOSSES:
             found = worlds.run(RANKS, measure, name, rounds)[0]
             plain = statistics.median(x["plain"] for x in found)
-            added = statistics.median(x["measured"] - x["plain"] for x in found)
-            shares = [
-                100 * statistics.median((x["measured"] - x["plain"]) / (k * x["plain"]) for x in found) for k in EVERY
-            ]
-            table.add_row(name, f"{1e3 * plain:.0f}", f"{1e3 * added:.1f}", *(f"{share:.2f}" for share in shares))
-    Console().print(table)
+            added = [x["measured"] - x["plain"] for x in found]
+            shares = [statistics.median(a / (k * x["plain"]) for a, x in zip(added, found, strict=True)) for k in EVERY]
+            times = f"{1e3 * plain:.0f}", f"{1e3 * statistics.median(added):.1f}"
+            lines.append([name, *times, *(f"{100 * share:.2f}" for share in shares)])
+    every = (f"every={k}, % of a step" for k in EVERY)
+    print(table(("loss", "plain step, ms", "a measured call adds, ms", *every), lines, texts=1))
 
 
 if __name__ == "__main__":

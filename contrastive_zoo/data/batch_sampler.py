@@ -3,6 +3,7 @@
 A part may have no samples; :class:`CollateEmptyBatches` returns a batch of such a part.
 """
 
+import copy
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -214,14 +215,10 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
                 f"{name}: the position belongs to a sampler of other data, another seed or other settings. Construct the "
                 "sampler as before; to begin at a position of other batches, pass only its epoch and step."
             )
-        before = self.epoch, self.step
-        self.set_epoch(state["epoch"])
-        try:
-            self._check_step(state["step"])
-        except ValueError:
-            self.epoch, self.step = before
-            raise
-        self.step = int(state["step"])
+        position = copy.copy(self)  # what is refused changes nothing here
+        position.set_epoch(state["epoch"])
+        position._check_step(state["step"])
+        self.epoch, self.step, self._batches = position.epoch, int(state["step"]), position._batches
 
     def _check_step(self, step: Any) -> None:
         if not is_integer(step, at_least=0) or step > len(self):

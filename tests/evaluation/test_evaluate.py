@@ -36,7 +36,7 @@ def same_for_every_split(measure, world_size, worlds):
     def on_rank(seeds):
         return [measured_in_shards(measure, awkward(seed)[0], seed) for seed in seeds]
 
-    seeds = CASES[world_size::6]
+    seeds = CASES[world_size % 2 :: 2]
     expected = [repr(cz.metrics.evaluate(**awkward(seed)[0])) for seed in seeds]
     assert worlds.run(world_size, on_rank, seeds) == [expected] * world_size
 

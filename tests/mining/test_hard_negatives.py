@@ -113,6 +113,7 @@ def test_one_process_finds_what_a_plain_search_finds() -> None:
                 of = settings | {"output": output}
                 found, expected = mine(**rows, **of), by_hand(rows, of)
                 assert tuple(found) == COLUMNS
+                assert all(isinstance(x, np.ndarray) for x in found.values())  # as datasets and pyarrow take them
                 for column, x in expected.items():
                     np.testing.assert_allclose(found[column], np.array(x).reshape(found[column].shape), atol=1e-6)
 

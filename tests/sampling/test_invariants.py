@@ -4,7 +4,7 @@ An invariant yields what breaks it in a trial, in words, and nothing where it do
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import chain, zip_longest
 from typing import Any
@@ -144,135 +144,99 @@ def one_source_in_a_batch(trial: SamplerTrial) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------------------- mistakes
 
 
-class EmptyPartsSkipped(GlobalBatchSampler):
-    """A rank without samples yields no batch."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (part for part in super().__iter__() if part)
-
-
-class StridedOverRanks(GlobalBatchSampler):
+def own_batches(self: Any) -> Iterator[list[int]]:
     """Rank r takes every W-th sample of the epoch from the r-th on, and cuts batches of its own, as DistributedSampler."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        world = World.of(self.process_group)
-        order = np.concatenate(self.global_batches(self.epoch))[world.rank :: world.size]
-        size = -(-self.batch_size // world.size)
-        batches = [order[size * step : size * (step + 1)].tolist() for step in range(len(self))]
-        return iter(batches[self.step :])
+    world = World.of(self.process_group)
+    order = np.concatenate(self.global_batches(self.epoch))[world.rank :: world.size]
+    size = -(-self.batch_size // world.size)
+    return iter([order[size * step : size * (step + 1)].tolist() for step in range(self.step, len(self))])
 
 
-class Padded(GlobalBatchSampler):
+def padded(self: Any) -> Iterator[list[int]]:
     """The first samples of the last batch are repeated until all ranks have equally many."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        world = World.of(self.process_group)
-        for batch in self.global_batches(self.epoch)[self.step :]:
-            size = -(-len(batch) // world.size)
-            yield np.resize(batch, size * world.size)[size * world.rank : size * (world.rank + 1)].tolist()
+    world = World.of(self.process_group)
+    for batch in self.global_batches(self.epoch)[self.step :]:
+        size = -(-len(batch) // world.size)
+        yield np.resize(batch, size * world.size)[size * world.rank : size * (world.rank + 1)].tolist()
 
 
-class EqualShares(GlobalBatchSampler):
-    """The weights of the ranks are ignored."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        world = World.of(self.process_group)
-        for batch in self.global_batches(self.epoch)[self.step :]:
-            yield np.array_split(batch, world.size)[world.rank].tolist()
-
-
-class RestartsTheEpoch(GlobalBatchSampler):
-    """The position is the epoch: a resumed run begins it again."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.set_epoch(state["epoch"])
-
-
-class EpochNotInTheSeed(GlobalBatchSampler):
-    """Every epoch has the order of the first."""
-
-    def global_batches(self, epoch: int) -> Batches:
-        return super().global_batches(0)
-
-
-class RemainderAlone(MPerClassBatchSampler):
+def remainder_alone(self: Any, epoch: int) -> Batches:
     """Classes are cut into groups of m and what remains, be it one sample."""
-
-    def global_batches(self, epoch: int) -> Batches:
-        seen: dict[int, int] = {}
-        batches: list[list[int]] = []
-        for sample, label in enumerate(self._classes.tolist()):
-            seen[label] = seen.get(label, -1) + 1
-            number = seen[label] // self.m
-            batches.extend([] for _ in range(number + 1 - len(batches)))
-            batches[number].append(sample)
-        return [np.array(batch) for batch in batches]
+    seen: dict[int, int] = {}
+    batches: list[list[int]] = []
+    for sample, label in enumerate(self._classes.tolist()):
+        seen[label] = seen.get(label, -1) + 1
+        number = seen[label] // self.m
+        batches.extend([] for _ in range(number + 1 - len(batches)))
+        batches[number].append(sample)
+    return [np.array(batch) for batch in batches]
 
 
-class GroupsInRandomOrder(MPerClassBatchSampler):
+def groups_in_random_order(self: Any, epoch: int) -> Batches:
     """Groups of m are shuffled and cut into batches: a batch may have two groups of one class, another one fewer classes."""
-
-    def global_batches(self, epoch: int) -> Batches:
-        order = np.argsort(self._classes, kind="stable")
-        groups = np.array_split(order, max(len(order) // self.m, 1))
-        shuffled = [groups[index] for index in np.random.default_rng(epoch).permutation(len(groups))]
-        starts = range(0, len(shuffled), self.classes_per_batch)
-        return [np.concatenate(shuffled[start : start + self.classes_per_batch]) for start in starts]
+    order = np.argsort(self._classes, kind="stable")
+    groups = np.array_split(order, max(len(order) // self.m, 1))
+    shuffled = [groups[index] for index in np.random.default_rng(epoch).permutation(len(groups))]
+    starts = range(0, len(shuffled), self.classes_per_batch)
+    return [np.concatenate(shuffled[start : start + self.classes_per_batch]) for start in starts]
 
 
-class FirstColumnOnly(NoDuplicatesBatchSampler):
+def first_column_only(self: Any, *columns: Any, **settings: Any) -> None:
     """Only the values of the first column are different."""
-
-    def __init__(self, *columns: Any, **settings: Any) -> None:
-        (first,), _ = codes(columns[:1])
-        super().__init__(first, **settings)
+    (first,), _ = codes(columns[:1])
+    NoDuplicatesBatchSampler.__init__(self, first, **settings)
 
 
-class CutBySamples(TokenBatchSampler):
-    """Every rank gets as many samples, whatever their lengths."""
-
-    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
-        return rank_bounds(len(batch), weights)
-
-
-class RealTokensCounted(TokenBatchSampler):
+def real_tokens_counted(self: Any, epoch: int) -> Batches:
     """A batch is full when its samples have so many tokens; padding is not counted."""
-
-    def global_batches(self, epoch: int) -> Batches:
-        order = np.random.default_rng(epoch).permutation(len(self.lengths))
-        number = (np.cumsum(self.lengths[order]) - 1) // (self.chunk_tokens * self.chunks_per_batch)
-        batches = [order[number == x] for x in np.unique(number)]
-        return [x[np.argsort(-self.lengths[x], kind="stable")] for x in batches]
+    order = np.random.default_rng(epoch).permutation(len(self.lengths))
+    number = (np.cumsum(self.lengths[order]) - 1) // (self.chunk_tokens * self.chunks_per_batch)
+    batches = [order[number == x] for x in np.unique(number)]
+    return [x[np.argsort(-self.lengths[x], kind="stable")] for x in batches]
 
 
-class TurnsOfSamples(OneDatasetBatchSampler):
+def turns_of_samples(self: Any, epoch: int) -> Batches:
     """Samples of all data sets are shuffled before they are cut into batches."""
+    batches = OneDatasetBatchSampler.global_batches(self, epoch)
+    order = np.random.default_rng(epoch).permutation(np.concatenate(batches))
+    return np.split(order, np.cumsum([len(x) for x in batches])[:-1])
 
-    def global_batches(self, epoch: int) -> Batches:
-        batches = super().global_batches(epoch)
-        order = np.random.default_rng(epoch).permutation(np.concatenate(batches))
-        return np.split(order, np.cumsum([len(x) for x in batches])[:-1])
 
-    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
-        return rank_bounds(len(batch), weights)
+def bounds_of_samples(self: Any, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+    """Every rank gets as many samples, whatever their lengths."""
+    return rank_bounds(len(batch), weights)
+
+
+def same_shares(self: Any, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+    """The weights of the ranks are ignored."""
+    return rank_bounds(len(batch), (1.0,) * len(weights))
 
 
 Invariant = Callable[[SamplerTrial], Iterator[str]]
-MISTAKES: dict[Invariant, type[BaseBatchSampler]] = {
-    same_number_of_batches: EmptyPartsSkipped,
-    same_global_batches: StridedOverRanks,
-    each_sample_once: Padded,
-    shares_follow_weights: EqualShares,
-    same_after_resume: RestartsTheEpoch,
-    new_order_each_epoch: EpochNotInTheSeed,
-    positive_in_batch: RemainderAlone,
-    m_of_each_class: GroupsInRandomOrder,
-    no_value_twice: FirstColumnOnly,
-    chunks_stay_whole: CutBySamples,
-    batches_fill_the_budget: RealTokensCounted,
-    one_source_in_a_batch: TurnsOfSamples,
+MISTAKES: dict[Invariant, tuple[type[BaseBatchSampler], dict[str, Any]]] = {
+    same_number_of_batches: (
+        GlobalBatchSampler,
+        {"__iter__": lambda self: filter(None, GlobalBatchSampler.__iter__(self))},  # empty parts are skipped
+    ),
+    same_global_batches: (GlobalBatchSampler, {"__iter__": own_batches}),
+    each_sample_once: (GlobalBatchSampler, {"__iter__": padded}),
+    shares_follow_weights: (GlobalBatchSampler, {"bounds": same_shares}),
+    same_after_resume: (
+        GlobalBatchSampler,
+        {"load_state_dict": lambda self, state: self.set_epoch(state["epoch"])},  # the epoch begins again
+    ),
+    new_order_each_epoch: (
+        GlobalBatchSampler,
+        {"global_batches": lambda self, epoch: GlobalBatchSampler.global_batches(self, 0)},  # the order of the first
+    ),
+    positive_in_batch: (MPerClassBatchSampler, {"global_batches": remainder_alone}),
+    m_of_each_class: (MPerClassBatchSampler, {"global_batches": groups_in_random_order}),
+    no_value_twice: (NoDuplicatesBatchSampler, {"__init__": first_column_only}),
+    chunks_stay_whole: (TokenBatchSampler, {"bounds": bounds_of_samples}),
+    batches_fill_the_budget: (TokenBatchSampler, {"global_batches": real_tokens_counted}),
+    one_source_in_a_batch: (OneDatasetBatchSampler, {"global_batches": turns_of_samples, "bounds": bounds_of_samples}),
 }
-"""All invariants, the most basic first, and the mistake that each catches."""
+"""All invariants, the most basic first, and a sampler with the mistake that each catches: its kind, and other methods."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -283,5 +247,6 @@ def test_random_samplers_keep_the_invariants(kind: type[BaseBatchSampler]) -> No
 
 
 def test_each_invariant_catches_its_mistake() -> None:
-    for invariant, mistake in MISTAKES.items():
-        assert any(says for seed in range(40) for says in invariant(random_trial(seed, mistake))), invariant.__name__
+    for invariant, (kind, methods) in MISTAKES.items():
+        mistaken = type(f"Mistaken{kind.__name__}", (kind,), methods)
+        assert any(says for seed in range(40) for says in invariant(random_trial(seed, mistaken))), invariant.__name__

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
 from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
@@ -22,12 +23,7 @@ SIZE, BATCH, EPOCHS = 9, 4, 3
 """The last batch of an epoch has one sample, so rank 1 of 2 has none."""
 
 
-class Numbers(Dataset[dict[str, Tensor]]):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor([float(index)])}
-
-    def __len__(self) -> int:
-        return SIZE
+DATA: Any = [{"x": torch.tensor([float(index)])} for index in range(SIZE)]
 
 
 class Recorder(nn.Module):
@@ -44,10 +40,8 @@ class Recorder(nn.Module):
 
 
 def loader() -> DataLoader[Any]:
-    data = Numbers()
-    return DataLoader(
-        data, batch_sampler=GlobalBatchSampler(SIZE, batch_size=BATCH, seed=1), collate_fn=CollateEmptyBatches(data[0])
-    )
+    sampler = GlobalBatchSampler(SIZE, batch_size=BATCH, seed=1)
+    return DataLoader(DATA, batch_sampler=sampler, collate_fn=CollateEmptyBatches(DATA[0]))
 
 
 def expected() -> list[list[int]]:
@@ -75,7 +69,7 @@ def with_trainer(folder: str, resume: bool) -> list[list[int]]:
         folder, num_train_epochs=EPOCHS, optim="sgd", report_to=[], save_strategy="steps", save_steps=4, use_cpu=True,
         logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
     )  # fmt: skip
-    trainer = WithSampler(model, arguments, train_dataset=Numbers())
+    trainer = WithSampler(model, arguments, train_dataset=DATA)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4" if resume else None)
     return model.seen
 
@@ -152,7 +146,7 @@ def split_again(rank: int) -> list[int]:
     from accelerate.data_loader import prepare_data_loader
 
     sampler = GlobalBatchSampler(24, batch_size=6, process_group=cz.World(rank, 2))
-    loader = DataLoader(torch.arange(24), batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
+    loader: Any = DataLoader(range(24), batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
     return [int(x) for batch in prepare_data_loader(loader, num_processes=2, process_index=rank) for x in batch]
 
 
@@ -170,24 +164,22 @@ def trained(way: str) -> int:
     """Return how many steps this rank takes in two epochs, by a trainer that gets its batches in some way."""
     torchrun_variables()
     rank, size = dist.get_rank(), dist.get_world_size()
-    data, loss = torch.arange(48.0), cz.DistributedLoss(cz.NTXent())
     sampler = GlobalBatchSampler(48, batch_size=6, process_group=cz.World(rank, size) if "unchecked" in way else None)
-    loader: Any = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]  # it has a length and items
+    loader: Any = DataLoader(torch.arange(48.0), batch_sampler=sampler)  # type: ignore[arg-type]  # as above
     if way == "dispatch":
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
 
         loader = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(loader)
-    steps = 0
+    of_epoch: dict[str, Callable[[], Iterable[Tensor]]] = {
+        "every second batch": lambda: itertools.islice(loader, rank, None, size),
+        "every second batch, unchecked": lambda: itertools.islice(loader, rank, None, size),
+        "reads all, trains half": lambda: list(loader)[:4],
+        "a loss of every two batches": lambda: (torch.cat(pair) for pair in zip(*[iter(loader)] * 2, strict=True)),
+    }
+    loss, steps = cz.DistributedLoss(cz.NTXent()), 0
     for _ in range(2):
-        batches = iter(list(loader) if way == "reads all, trains half" else loader)
-        if "every second batch" in way:
-            batches = itertools.islice(batches, rank, None, size)
-        elif way == "reads all, trains half":
-            batches = itertools.islice(batches, 4)
-        elif way == "a loss of every two batches":
-            batches = (torch.cat(pair) for pair in zip(*[batches] * 2, strict=True))
-        for batch in batches:
+        for batch in of_epoch.get(way, lambda: loader)():
             z = torch.stack([batch.cos(), batch.sin()], 1).requires_grad_()
             loss(z, z + 1).backward()
             steps += 1
