@@ -16,8 +16,7 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.monitor.figures import Measurement
 from contrastive_zoo.metrics.monitor.sums import pair_sums, unit
-from contrastive_zoo.metrics.search import rows_problem
-from contrastive_zoo.ranks.row_checks import labels_problem
+from contrastive_zoo.metrics.task import EvaluationInputs
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -140,8 +139,7 @@ def embedding_map(
         >>> embedding_map(torch.eye(3), torch.tensor([0, 0, 1])).axes[0].get_title(loc="left")
         'Embeddings'
     """
-    problem = rows_problem(rows, rows) or (labels_problem("labels", labels, len(rows)) if labels is not None else None)
-    if problem is not None:
+    if (problem := EvaluationInputs(rows, labels=labels).shapes_problem()) is not None:
         raise ValueError(f"embedding_map: {problem}")
     plane = principal_plane(torch.nn.functional.normalize(rows.detach().cpu().float(), dim=1))
     labels = torch.zeros(len(rows), dtype=torch.int64) if labels is None else labels.cpu()
@@ -247,21 +245,15 @@ def _pair_counts(
     queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
     """Return how many positive and negative pairs of all ranks have a cosine in each bin."""
-    rows, of_rows = (queries, labels) if gallery is None else (gallery, gallery_labels)
-    problem = rows_problem(queries, rows)
-    if of_rows is None:
-        problem = "a gallery needs gallery_labels."
-    elif problem is None:
-        problem = labels_problem("labels", labels, len(queries)) or labels_problem("gallery_labels", of_rows, len(rows))
-    if bins < 1:
-        problem = f"bins is at least 1, got {bins}."
-    arguments = {"queries": queries.detach(), "gallery": rows.detach(), "labels": labels}
-    settings = {"bins": bins, "among the queries": gallery is None}
-    name = "similarity_histogram"
-    _, of_gallery, _ = agree_on_shards(name, arguments, world=world, problem=problem, settings=settings)
-    assert of_rows is not None  # the problem has been raised
-    of_both = labels.to(queries.device), of_rows.to(rows.device)
-    sums = pair_sums(unit(queries), unit(rows), of_both, of_gallery, world, among_themselves=gallery is None, bins=bins)
+    inputs = EvaluationInputs(queries, gallery, labels, gallery_labels)
+    problem = inputs.problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
+    settings, among_themselves = {"bins": bins, "among the queries": gallery is None}, gallery is None
+    shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, problem=problem, settings=settings)
+    of_rows = labels if gallery_labels is None else gallery_labels
+    sums = pair_sums(
+        unit(queries), unit(inputs.rows), (labels.to(queries.device), of_rows.to(inputs.rows.device)),
+        shards[0 if among_themselves else 1], world, among_themselves=among_themselves, bins=bins,
+    )  # fmt: skip
     positive, negative = torch.tensor(world.exchange(sums["counts"].long().tolist())).sum(0).view(2, bins)
     return positive, negative
 
