@@ -169,7 +169,7 @@ def _distinct(groups: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) ->
 def _classes_problem(
     counts: NDArray[np.int64], values: Sequence[object], per_batch: int, singletons: str
 ) -> str | None:
-    if problem := word_problem("singletons", singletons, Singletons, one_of=True):
+    if problem := word_problem("singletons", singletons, Singletons):
         return problem
     if not len(counts):
         return "labels are one per sample, got none."

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,7 +14,7 @@ from contrastive_zoo.metrics.ranking_metrics import KNN, Metric, Ties, names_pro
 from contrastive_zoo.metrics.rounds import exchanged
 from contrastive_zoo.metrics.search import overflow_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
-from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -115,8 +115,8 @@ class Settings:
     def problem(self, metrics: Sequence[Metric]) -> str | None:
         if problem := settings_problem(normalize=self.normalize, index=self.index):
             return problem
-        if not (isinstance(self.ties, str) and self.ties in get_args(Ties)):
-            return f"ties are 'pessimistic', 'optimistic' or 'expected', got {self.ties!r}."
+        if problem := word_problem("ties", self.ties, Ties):
+            return problem
         if self.index is not None and (whole := [x.name for x in metrics if x.whole]):
             return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."
         return None
