@@ -6,6 +6,8 @@ sentence-transformers gets a stand-in for the model whose ``encode`` returns the
 of its own; memory is the peak beyond queries and corpus (Linux). W = 2 has half of the threads on each rank.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from functools import partial
