@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .c
 # each of the many processes of a test compiles the package once, not each time that it is imported
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu test-trainers triton-versions quick search lint types examples loss-examples trainers-page docs dist bench bench-full bench-gpu clean
+.PHONY: demo test test-gpu test-trainers triton-versions quick search lint types examples loss-examples trainers-page docs dist versions bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -99,6 +99,18 @@ dist: .venv/.release-installed
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python tools/try_release.py dist
 
+# the package with other versions, in an environment of its own: make versions VERSION=3.13 TORCH=torch RESOLUTION=highest
+VERSION = 3.10
+TORCH = torch==2.6.0
+RESOLUTION = lowest-direct
+versions:
+	uv venv --quiet --clear --python $(VERSION) .versions
+	uv pip install --quiet --python .versions --resolution $(RESOLUTION) $(TORCH) -e '.[cli,testing,pml,mining,plot]' \
+		'beartype>=0.20' 'psutil>=6' 'scipy>=1.13' 'jsonschema>=4.23' 'scikit-learn>=1.5'
+	.versions/bin/contrastive-zoo check nt-xent --world-size 1 2 --examples 3
+	.versions/bin/python -m pytest -q -p no:cacheprovider tests/test_collectives.py tests/test_distributed.py \
+		tests/test_handshake.py tests/test_state.py tests/test_extremes.py
+
 bench: .venv/.peers-installed
 	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers
 
@@ -127,5 +139,5 @@ bench-gpu: .venv/.installed
 		$(BIN)/torchrun --standalone --nproc-per-node=$$count benchmarks/gpu_ranks.py --out gpu-ranks.md; fi
 
 clean:
-	rm -rf .venv site docs/site demo-output vectors dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .versions site docs/site demo-output vectors dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
