@@ -213,162 +213,111 @@ def of_loss(cls: type[Loss]) -> Target:
     return Target(run, both, dimensions, tuple(x.name for x in called if x.default is None))
 
 
-def _memory(loss: Any = None, **named: Any) -> Any:
-    memory = cz.CrossBatchMemory(loss, size=named.pop("size"), embedding_size=named.pop("embedding_size"))
-    return memory(named["rows"], named["partners"])
-
-
-def _queue(**named: Any) -> Any:
-    queue = cz.MemoryQueue(named["size"], named["embedding_size"], dtype=named["dtype"])
-    return queue.enqueue(named["rows"], named["labels"], enqueue_mask=named["enqueue_mask"])
-
-
-def _metrics(**named: Any) -> Any:
-    metrics = cz.metrics.RetrievalMetrics(named["metrics"], ties=named["ties"], normalize=named["normalize"])
-    metrics.update(named["queries"], labels=named["labels"])
-    return metrics.compute()
-
-
-def _sampler(cls: Any) -> Callable[..., Any]:
-    def run(**named: Any) -> Any:
-        first = [named.pop(name) for name in ("column",) if name in named]
-        sampler = cls(*first, **named)
-        return list(sampler)
-
-    return run
-
-
 SHARES = torch.tensor([0.0, 0.5, 1.0, 0.25])
 Z, LABELS = torch.randn(4, 3, generator=torch.Generator().manual_seed(5)), torch.arange(4) % 2
-POSITIVES = torch.arange(4)
 
 
-def _encoder(model: Any, chunk_size: Any, x: Any) -> Any:
-    return cz.GradCache(model, chunk_size)(x)
+def target(run: Callable[..., Any], dimensions: str = "", **arguments: Any) -> Target:
+    """A callable with valid arguments, and the dimensions of some: ``"rows: n d, labels: n"``."""
+    return Target(run, arguments, dict(x.split(": ") for x in dimensions.split(", ") if x))
 
 
-def _distributed(loss: Any, rows: Any, labels: Any, **options: Any) -> Any:
-    return cz.DistributedLoss(loss, **options)(rows, labels)
+def sampler(name: str, **arguments: Any) -> Target:
+    """A batch sampler, all of whose batches are drawn."""
+    return target(lambda **named: list(getattr(cz.data, name)(**named)), **arguments, seed=0, rank_weights=None)
 
 
-def _momentum(encoder: Any, momentum: Any, buffers: Any, updated: Any) -> Any:
-    keys = cz.MomentumEncoder(encoder, momentum=momentum, buffers=buffers)
-    return keys.update(updated)
+def labelled(make: Callable[..., Any], **settings: Any) -> Target:
+    """A constructor, and one call of what it makes with embeddings and labels."""
+    return target(
+        lambda rows, labels, **named: make(**named)(rows, labels),
+        "rows: n d, labels: n",
+        rows=Z,
+        labels=LABELS,
+        **settings,
+    )
+
+
+def _queue(rows: Any, labels: Any, enqueue_mask: Any, **settings: Any) -> Any:
+    return cz.MemoryQueue(**settings).enqueue(rows, labels, enqueue_mask=enqueue_mask)
+
+
+def _metrics(queries: Any, labels: Any, **settings: Any) -> Any:
+    metrics = cz.metrics.RetrievalMetrics(**settings)
+    metrics.update(queries, labels=labels)
+    return metrics.compute()
 
 
 def by_hand() -> dict[str, Target]:
     """Callables that are no losses, and how they are used."""
     rows = {"queries": Z, "gallery": None, "labels": LABELS, "gallery_labels": None}
-    labelled, n_and_n_d = {"rows": Z, "labels": LABELS}, {"rows": "n d", "labels": "n"}
-    seeds = {"seed": 0, "rank_weights": None}
-    linear = nn.Linear(3, 2)
+    linear, data, metrics = nn.Linear(3, 2), cz.data, cz.metrics
+    options = dict.fromkeys(("ring", "prefer_native", "static_shapes"), False)
     return {
-        "CrossBatchMemory": Target(
-            _memory,
-            {"loss": cz.SupCon(), "size": 8, "embedding_size": 3, "rows": Z, "partners": LABELS},
-            {"rows": "n d", "partners": "n"},
+        "CrossBatchMemory": labelled(cz.CrossBatchMemory, loss=cz.SupCon(), size=8, embedding_size=3),
+        "DistributedLoss": labelled(
+            cz.DistributedLoss, loss=cz.SupCon(), miner=None, mode="replicated", grad_reduction="mean", **options
         ),
-        "MemoryQueue": Target(
-            _queue,
-            {"size": 8, "embedding_size": 3, "dtype": None, "rows": Z, "labels": LABELS, "enqueue_mask": None},
-            {"rows": "n d", "labels": "n", "enqueue_mask": "n"},
+        "DistributedMiner": labelled(data.DistributedMiner, miner=lambda rows, labels: (labels, labels, labels)),
+        "WeightedSum": labelled(cz.WeightedSum, losses=[cz.SupCon(), cz.Triplet()], weights=None),
+        "Matryoshka": labelled(cz.Matryoshka, loss=cz.SupCon(), dims=[1, 3]),
+        "MemoryQueue": target(
+            _queue, "rows: n d, labels: n, enqueue_mask: n",
+            size=8, embedding_size=3, dtype=None, rows=Z, labels=LABELS, enqueue_mask=None,
         ),
-        "RetrievalMetrics": Target(
-            _metrics,
-            {"metrics": "map", "ties": "pessimistic", "normalize": True, "queries": Z, "labels": LABELS},
-            {"queries": "n d", "labels": "n"},
+        "RetrievalMetrics": target(
+            _metrics, "queries: n d, labels: n",
+            metrics="map", ties="pessimistic", normalize=True, queries=Z, labels=LABELS,
         ),
-        "GlobalBatchSampler": Target(
-            _sampler(cz.data.GlobalBatchSampler), {"num_samples": 8, "batch_size": 4, "shuffle": True, **seeds}, {}
+        "GlobalBatchSampler": sampler("GlobalBatchSampler", num_samples=8, batch_size=4, shuffle=True),
+        "MPerClassBatchSampler": sampler(
+            "MPerClassBatchSampler", labels=LABELS, m=2, classes_per_batch=2, singletons="raise"
         ),
-        "MPerClassBatchSampler": Target(
-            _sampler(cz.data.MPerClassBatchSampler),
-            {"labels": LABELS, "m": 2, "classes_per_batch": 2, "singletons": "raise", **seeds},
-            {},
+        "NoDuplicatesBatchSampler": target(
+            lambda column, **named: list(data.NoDuplicatesBatchSampler(column, **named)),
+            column=LABELS, batch_size=2, seed=0, rank_weights=None,
         ),
-        "NoDuplicatesBatchSampler": Target(
-            _sampler(cz.data.NoDuplicatesBatchSampler), {"column": LABELS, "batch_size": 2, **seeds}, {}
+        "HardNegativeBatchSampler": sampler(
+            "HardNegativeBatchSampler", neighbours=torch.tensor([[1], [0], [3], [2]]), batch_size=2, group_size=2
         ),
-        "HardNegativeBatchSampler": Target(
-            _sampler(cz.data.HardNegativeBatchSampler),
-            {"neighbours": torch.tensor([[1], [0], [3], [2]]), "batch_size": 2, "group_size": 2, **seeds},
-            {},
+        "TokenBatchSampler": sampler("TokenBatchSampler", lengths=LABELS + 1, chunk_tokens=9, chunks_per_batch=2),
+        "OneDatasetBatchSampler": sampler(
+            "OneDatasetBatchSampler",
+            samplers=[data.GlobalBatchSampler(4, batch_size=2)], sizes=[4], temperature=2.0, exhausted="last",
         ),
-        "TokenBatchSampler": Target(
-            _sampler(cz.data.TokenBatchSampler),
-            {"lengths": LABELS + 1, "chunk_tokens": 9, "chunks_per_batch": 2, **seeds},
-            {},
+        "GradCache": target(lambda x, **named: cz.GradCache(**named)(x), model=linear, chunk_size=2, x=Z),
+        "cached_step": target(cz.cached_step, model=linear, chunks=[Z[:2], Z[2:]], loss_fn=lambda z: z.sum()),
+        "MomentumEncoder": target(
+            lambda updated, **named: cz.MomentumEncoder(**named).update(updated),
+            encoder=linear, momentum=0.9, buffers="own", updated=linear,
         ),
-        "OneDatasetBatchSampler": Target(
-            _sampler(cz.data.OneDatasetBatchSampler),
-            {
-                "samplers": [cz.data.GlobalBatchSampler(4, batch_size=2)],
-                "sizes": [4],
-                "temperature": 2.0,
-                "exhausted": "last",
-                **seeds,
-            },
-            {},
+        "average_gradients": target(cz.average_gradients, module=linear),
+        "LearnableTemperature": target(
+            lambda **named: cz.LearnableTemperature(**named)(), initial=0.07, max_scale=100.0
         ),
-        "GradCache": Target(_encoder, {"model": linear, "chunk_size": 2, "x": Z}, {}),
-        "cached_step": Target(
-            cz.cached_step, {"model": linear, "chunks": [Z[:2], Z[2:]], "loss_fn": lambda z: z.sum()}, {}
+        "CollateEmptyBatches": target(
+            lambda **named: data.CollateEmptyBatches(**named)([]),
+            example=(Z[0], 1), collate_fn=torch.utils.data.default_collate,
         ),
-        "DistributedLoss": Target(
-            _distributed,
-            labelled
-            | {"loss": cz.SupCon(), "miner": None, "mode": "replicated", "grad_reduction": "mean"}
-            | dict.fromkeys(("ring", "prefer_native", "static_shapes"), False),
-            n_and_n_d,
-        ),
-        "DistributedMiner": Target(
-            lambda miner, rows, labels: cz.data.DistributedMiner(miner)(rows, labels),
-            {"miner": lambda rows, labels: (labels, labels, labels), "rows": Z, "labels": LABELS},
-            {},
-        ),
-        "MomentumEncoder": Target(
-            _momentum, {"encoder": linear, "momentum": 0.9, "buffers": "own", "updated": linear}, {}
-        ),
-        "average_gradients": Target(cz.average_gradients, {"module": linear}, {}),
-        "WeightedSum": Target(
-            lambda losses, weights, rows, labels: cz.WeightedSum(losses, weights=weights)(rows, labels),
-            labelled | {"losses": [cz.SupCon(), cz.Triplet()], "weights": None},
-            n_and_n_d,
-        ),
-        "Matryoshka": Target(
-            lambda rows, labels, **settings: cz.Matryoshka(**settings)(rows, labels),
-            labelled | {"loss": cz.SupCon(), "dims": [1, 3]},
-            n_and_n_d,
-        ),
-        "LearnableTemperature": Target(
-            lambda initial, max_scale: cz.LearnableTemperature(initial, max_scale=max_scale)(),
-            {"initial": 0.07, "max_scale": 100.0},
-            {},
-        ),
-        "CollateEmptyBatches": Target(
-            lambda example, collate_fn: cz.data.CollateEmptyBatches(example, collate_fn)([]),
-            {"example": (Z[0], 1), "collate_fn": torch.utils.data.default_collate},
-            {},
-        ),
-        "ApproximateIndex": Target(cz.metrics.ApproximateIndex, {"factory": "Flat", "parameters": ""}, {}),
-        "evaluate": of_function(cz.metrics.evaluate, rows),
-        "recall_at_k": of_function(cz.metrics.recall_at_k, rows | {"k": 1}),
+        "ApproximateIndex": target(metrics.ApproximateIndex, factory="Flat", parameters=""),
+        "evaluate": of_function(metrics.evaluate, rows),
+        "recall_at_k": of_function(metrics.recall_at_k, rows | {"k": 1}),
         "cross_modal_recall": of_function(
-            cz.metrics.cross_modal_recall, {"first": Z, "second": Z, "k": [1], "labels": None}
+            metrics.cross_modal_recall, {"first": Z, "second": Z, "k": [1], "labels": None}
         ),
-        "mean_by_group": of_function(cz.metrics.mean_by_group, {"values": SHARES, "groups": LABELS}),
+        "mean_by_group": of_function(metrics.mean_by_group, {"values": SHARES, "groups": LABELS}),
         "paired_bootstrap": of_function(
-            cz.metrics.paired_bootstrap,
+            metrics.paired_bootstrap,
             {"first": SHARES, "second": SHARES, "confidence": 0.9, "resamples": 9, "seed": 0},
         ),
-        "top_k": of_function(cz.metrics.top_k, {"queries": Z, "gallery": None, "k": 1, "excluded": None}),
+        "top_k": of_function(metrics.top_k, {"queries": Z, "gallery": None, "k": 1, "excluded": None}),
         "mine_hard_negatives": of_function(
-            cz.data.mine_hard_negatives, {"queries": Z, "corpus": Z, "positives": POSITIVES, "num_negatives": 1}
+            data.mine_hard_negatives, {"queries": Z, "corpus": Z, "positives": torch.arange(4), "num_negatives": 1}
         ),
         "global_sample_ids": of_function(cz.engine.global_sample_ids, {"n": 4, "views": 1}),
-        "token_chunks": of_function(cz.data.token_chunks, {"lengths": LABELS + 1, "chunk_tokens": 9}),
-        "World": Target(cz.World.of, {"process_group": None}, {}),
-    }
+        "token_chunks": of_function(data.token_chunks, {"lengths": LABELS + 1, "chunk_tokens": 9}),
+        "World": target(cz.World.of, process_group=None),
+    }  # fmt: skip
 
 
 def _names() -> dict[str, Callable[[], Target]]:

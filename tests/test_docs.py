@@ -212,16 +212,3 @@ def test_an_example_a_fragment_or_a_command_that_lies_is_noticed():
     names = unknown_names("cz.NoSuchLoss()\nfrom contrastive_zoo.nowhere import x")
     assert names == ["NoSuchLoss", "contrastive_zoo.nowhere"]
     assert missing_programs("make nothing\nmake docs") == ["make nothing"]
-
-
-def test_the_pictures_of_a_call_show_what_happens(worlds):
-    from tools.call_picture import FIGURES, LANDMARKS, SIZES, events_of, picture
-
-    seen = set()
-    for name, samples in SIZES.items():
-        names = worlds.run(2, events_of, samples)[0]
-        seen |= set(names)
-        drawn = (FIGURES / f"{name}.svg").read_text(encoding="utf-8")
-        assert picture(names) == drawn, "run: python -m tools.call_picture"
-        assert picture(names[:-1]) != drawn
-    assert seen == LANDMARKS.keys(), "a landmark that no call passes"

@@ -11,6 +11,7 @@ import pytest
 import contrastive_zoo as cz
 from contrastive_zoo.testing.auditing.launch import local_store
 from contrastive_zoo.testing.worlds import Worlds
+from tests.test_package import imported
 
 PACKAGE = Path(cz.__file__).parent
 PROGRAMS = {"testing", "__main__.py"}
@@ -28,15 +29,6 @@ def library() -> list[Path]:
     return [x for x in PACKAGE.rglob("*.py") if x.relative_to(PACKAGE).parts[0] not in PROGRAMS]
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the packages that a module imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").partition(".")[0]
-
-
 def called(tree: ast.Module) -> Iterator[str]:
     """Yield what a module calls: the whole expression, and the name of a method or of a module's function."""
     for node in ast.walk(tree):
@@ -45,17 +37,13 @@ def called(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(node.func).rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
 
 
-def test_the_library_is_found() -> None:
+def test_the_library_pickles_nothing_and_starts_nothing() -> None:
     names = {str(x.relative_to(PACKAGE)) for x in library()}
     assert {"ranks/handshake.py", "ranks/world.py", "ranks/messages.py", "adapters/sentence_transformers.py"} <= names
-    assert not any(name.startswith("testing") for name in names)
-
-
-def test_the_library_pickles_nothing_and_starts_nothing() -> None:
     refused = PICKLING | {"subprocess", "socket", "tempfile", "urllib", "requests", "http"}
     for path in library():
         tree = ast.parse(path.read_text())
-        assert not set(imports(tree)) & refused, path
+        assert not {x.partition(".")[0] for x in imported(tree)} & refused, path
         calls = list(called(tree))
         assert not set(calls) & OBJECTS, path
         assert not set(calls[::2]) & RUNNING, path  # model.eval() is none
@@ -63,7 +51,7 @@ def test_the_library_pickles_nothing_and_starts_nothing() -> None:
 
 def test_such_calls_are_noticed() -> None:
     tree = ast.parse("import pickle\ndist.all_gather_object(x, y)\neval('1')\nmodel.eval()\ntorch.load(f)")
-    assert set(imports(tree)) & PICKLING == {"pickle"}
+    assert set(imported(tree)) & PICKLING == {"pickle"}
     assert set(called(tree)) & OBJECTS == {"all_gather_object"}
     assert set(list(called(tree))[::2]) & RUNNING == {"eval", "torch.load"}
 

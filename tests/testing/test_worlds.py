@@ -180,7 +180,7 @@ def test_a_closed_pool_raises_and_can_be_closed_again():
         pool.run(1, total)
 
 
-# --- exceptions -----------------------------------------------------------------------------------------------------
+# --- jobs that fail -------------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -188,141 +188,41 @@ class Boom(Exception):
         super().__init__(f"{left} and {right}")
 
 
-def test_an_exception_on_every_rank(worlds):
-    before = pids(worlds, 2)
-
-    def job():
-        raise ValueError(f"from {dist.get_rank()}")
-
-    with pytest.raises(RankError) as caught:
-        worlds.run(2, job)
-    assert [type(error) for error in caught.value.errors.values()] == [ValueError, ValueError]
-    assert [str(error) for error in caught.value.errors.values()] == ["from 0", "from 1"]
-    assert str(caught.value).startswith("W=2: rank 0 raised ValueError: from 0; rank 1 raised ValueError: from 1")
-    assert 'raise ValueError(f"from' in str(caught.value)
-    assert "_rank.py" not in str(caught.value)
-    assert pids(worlds, 2) == before
+def raise_on(*ranks, error=ValueError):
+    if dist.get_rank() in ranks:
+        raise error(f"from {dist.get_rank()}")
 
 
-def test_ranks_that_raise_at_different_steps_are_not_kept(worlds):
-    before = pids(worlds, 2)
-
-    def job():
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(1), async_op=True)
-        raise ValueError
-
-    with pytest.raises(RankError):
-        worlds.run(2, job)
-    assert not set(pids(worlds, 2)) & set(before)
-    assert worlds.run(2, total) == [2.0, 2.0]
+def raise_at_different_steps():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+    raise ValueError
 
 
-def test_an_exception_on_one_rank_while_the_other_returns(worlds):
-    before = pids(worlds, 2)
-
-    def job():
-        if dist.get_rank() == 1:
-            raise Boom("this", "that")
-
-    with pytest.raises(RankError, match="W=2: rank 1 raised Boom: this and that") as caught:
-        worlds.run(2, job)
-    assert list(caught.value.errors) == [1]
-    assert isinstance(caught.value.errors[1], RuntimeError)
-    assert not set(pids(worlds, 2)) & set(before)
+def raise_boom():
+    if dist.get_rank() == 1:
+        raise Boom("this", "that")
 
 
-def test_an_exception_on_one_rank_while_the_other_waits_for_it(worlds):
-    def job():
-        if dist.get_rank() == 0:
-            raise KeyError("label")
-        dist.all_gather_object([None, None], 1)  # calls other collectives, which are not named
-
-    with pytest.raises(RankError, match=r"rank 0 raised KeyError: 'label'; rank 1 waits in all_gather_o") as caught:
-        worlds.run(2, job)
-    assert not isinstance(caught.value, WorldTimeout)
-    assert caught.value.errors[0].args == ("label",)
-    assert caught.value.stuck[1].collective == "all_gather_object"
-    assert worlds.run(2, total) == [2.0, 2.0]
+def raise_while_another_rank_waits():
+    raise_on(0, error=KeyError)
+    dist.all_gather_object([None, None], 1)  # calls other collectives, which are not named
 
 
-def interrupt():
-    raise KeyboardInterrupt
+def die(how):
+    if dist.get_rank() == 1:
+        how()
+    total()
 
 
-@pytest.mark.parametrize(("leave", "text"), [(lambda: sys.exit(3), "SystemExit: 3"), (interrupt, "KeyboardInterrupt")])
-def test_exiting_is_an_error_of_the_job(worlds, leave, text):
-    signal_is_ignored = worlds.run(1, lambda: signal.raise_signal(signal.SIGINT))
-    assert signal_is_ignored == [None]
-    with pytest.raises(RankError, match=f"rank 0 raised {text}"):
-        worlds.run(1, leave)
-    assert worlds.run(1, total) == [1.0]
+def skip_a_collective():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
 
 
-def test_a_result_that_cannot_be_pickled_is_its_ranks_error(worlds):
-    with pytest.raises(RankError, match="rank 0 raised TypeError: cannot pickle 'generator' object"):
-        worlds.run(1, lambda: (x for x in ()))
-
-
-def test_an_error_survives_pickling():
-    error = pickle.loads(pickle.dumps(RankError("text", {0: ValueError("a")}, {1: Where(None, "a.py:1 in f")})))
-    assert str(error) == "text"
-    assert str(error.errors[0]) == "a"
-    assert error.stuck == {1: Where(None, "a.py:1 in f")}
-
-
-def test_a_job_that_ends_its_process_group_ends_its_world(worlds):
-    before = pids(worlds, 1)
-    worlds.run(1, dist.destroy_process_group)
-    assert pids(worlds, 1) != before
-    assert worlds.run(1, total) == [1.0]
-
-
-# --- death ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("die", "code"), [(lambda: os._exit(7), 7), (lambda: os.kill(os.getpid(), signal.SIGSEGV), -11)]
-)
-def test_a_rank_that_dies_is_the_first_thing_reported(worlds, die, code):
-    def job():
-        if dist.get_rank() == 2:
-            die()
-        total()
-
-    with pytest.raises(RankError, match=rf"^W=3: rank 2 died \(exit code {code}\)") as caught:
-        worlds.run(3, job)
-    assert isinstance(caught.value.errors[2], ChildProcessError)
-    assert next(iter(caught.value.errors)) == 2
-    assert worlds.run(3, total) == [3.0] * 3
-
-
-def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
-    victim = pids(worlds, 2)[1]
-    os.kill(victim, signal.SIGKILL)
-    while Path(f"/proc/{victim}").exists():  # a zombie's threads may still hold its pipe: wait for its burial
-        time.sleep(0.01)
-    assert worlds.run(2, total) == [2.0, 2.0]
-
-
-# --- time -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_skips_a_collective_is_named(worlds):
-    def my_loss():
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(WorldTimeout) as caught:
-        worlds.run(2, my_loss, timeout=0.5)
-    line = my_loss.__code__.co_firstlineno + 2
-    place = f"test_worlds.py:{line} in my_loss"
-    assert str(caught.value) == (
-        f"W=2: no answer within 0.5 s. rank 0 waits in all_reduce ({place}); rank 1 has returned. "
-        "Rank 1 never entered all_reduce."
-    )
-    assert caught.value.stuck == {0: Where("all_reduce", place)}
-    assert worlds.run(2, total) == [2.0, 2.0]
+def skip_a_wait():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
 
 
 class Gather(torch.autograd.Function):
@@ -332,44 +232,93 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if dist.get_rank() != 1:
-            dist.all_gather([torch.empty_like(grad) for _ in range(3)], grad)
+        if dist.get_rank() == 0:
+            dist.all_gather([torch.empty_like(grad) for _ in range(2)], grad)
         return grad
 
 
-def test_a_collective_of_the_backward_pass_is_named(worlds):
-    def job():
-        Gather.apply(torch.ones(2, requires_grad=True)).sum().backward()
-        while dist.get_rank() == 1:
-            time.sleep(0.01)
-
-    with pytest.raises(WorldTimeout, match=r"Rank 1 never entered all_gather\.$") as caught:
-        worlds.run(3, job, timeout=0.5)
-    assert caught.value.stuck[0].place.endswith("in backward")
-    assert caught.value.stuck[1].collective is None
-    assert caught.value.stuck[1].place.endswith("in job")
+def skip_a_collective_of_the_backward_pass():
+    Gather.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    while dist.get_rank() == 1:
+        time.sleep(0.01)
 
 
-def skip_a_wait():
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1), async_op=True).wait()
+def other_collectives():
+    return dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("job", "text"),
-    [
-        (
-            lambda: dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(1)),
-            r"Rank 1 never entered all_reduce\. Rank 0 never entered barrier\.",
-        ),
-        (lambda: time.sleep(60), "No rank waits in a collective"),
-        (skip_a_wait, r"rank 1 has returned\. No Python frame .* in C\+\+"),
-    ],
-    ids=["two collectives", "a slow job", "a wait in C++"],
-)
-def test_a_hang_is_explained(worlds, job, text):
-    with pytest.raises(WorldTimeout, match=text):
-        worlds.run(2, job, timeout=0.5)
+PLACE = f"test_worlds.py:{skip_a_collective.__code__.co_firstlineno + 2} in skip_a_collective"
+ENDED_BY_SIGNAL = lambda: os.kill(os.getpid(), signal.SIGSEGV)  # noqa: E731 - a job of the table
+FAILURES = {
+    # job, words of the error, its ranks with the type of what they raised, the ranks that wait; whether the world is kept
+    "every rank": (lambda: raise_on(0, 1), "W=2: rank 0 raised ValueError: from 0; rank 1 raised ValueError: from 1",
+                   {0: ValueError, 1: ValueError}, {}, True),
+    "different steps": (raise_at_different_steps, "rank 0 raised ValueError", {0: ValueError, 1: ValueError}, {}, False),
+    "one rank": (raise_boom, "W=2: rank 1 raised Boom: this and that", {1: RuntimeError}, {}, False),
+    "another waits": (raise_while_another_rank_waits, "rank 0 raised KeyError: 'from 0'; rank 1 waits in all_gather_o",
+                      {0: KeyError}, {1: "all_gather_object"}, False),
+    "exit": (lambda: sys.exit(3), "rank 0 raised SystemExit: 3", {0: SystemExit, 1: SystemExit}, {}, True),
+    "interrupt": (lambda: raise_on(0, 1, error=KeyboardInterrupt), "rank 0 raised KeyboardInterrupt",
+                  {0: KeyboardInterrupt, 1: KeyboardInterrupt}, {}, True),
+    "no pickle": (lambda: (x for x in ()), "rank 0 raised TypeError: cannot pickle 'generator' object",
+                  {0: TypeError, 1: TypeError}, {}, True),
+    "death": (lambda: die(lambda: os._exit(7)), "W=2: rank 1 died (exit code 7)", {1: ChildProcessError}, None, False),
+    "signal": (lambda: die(ENDED_BY_SIGNAL), "W=2: rank 1 died (exit code -11)", {1: ChildProcessError}, None, False),
+    "a skipped collective": (
+        skip_a_collective,
+        f"W=2: no answer within 1 s. rank 0 waits in all_reduce ({PLACE}); rank 1 has returned. "
+        "Rank 1 never entered all_reduce.",
+        {}, {0: "all_reduce"}, False),
+    "a skipped collective of the backward pass": (
+        skip_a_collective_of_the_backward_pass, "in backward); rank 1 is at", {}, {0: "all_gather", 1: None}, False),
+    "two collectives": (other_collectives, "Rank 1 never entered all_reduce. Rank 0 never entered barrier.",
+                        {}, {0: "all_reduce", 1: "barrier"}, False),
+    "a slow job": (lambda: time.sleep(60), "No rank waits in a collective", {}, {0: None, 1: None}, False),
+    "a wait in C++": (skip_a_wait, "rank 1 has returned. No Python frame shows a collective", {}, {0: None}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_job_that_fails_says_why_and_the_next_one_runs(worlds, name):
+    job, words, errors, waiting, is_kept = FAILURES[name]
+    before = pids(worlds, 2)
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, job, timeout=None if errors else 1)
+    text = str(caught.value)
+    assert words in text
+    assert "_rank.py" not in text
+    assert ("Traceback" in text) == (bool(errors) and waiting is not None)
+    assert isinstance(caught.value, WorldTimeout) == (not errors)
+    first = dict(list(caught.value.errors.items())[: len(errors)])  # the root causes
+    assert {rank: type(error) for rank, error in first.items()} == errors
+    assert waiting is None or {rank: x.collective for rank, x in caught.value.stuck.items()} == waiting
+    after = pids(worlds, 2)
+    assert after == before if is_kept else not set(after) & set(before)
+    assert worlds.run(2, total) == [2.0, 2.0]
+
+
+def test_an_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(RankError("text", {0: ValueError("a")}, {1: Where(None, "a.py:1 in f")})))
+    assert str(error) == "text"
+    assert str(error.errors[0]) == "a"
+    assert error.stuck == {1: Where(None, "a.py:1 in f")}
+
+
+def test_a_signal_of_the_keyboard_is_ignored_and_a_job_that_ends_its_group_ends_its_world(worlds):
+    before = pids(worlds, 1)
+    assert worlds.run(1, lambda: signal.raise_signal(signal.SIGINT)) == [None]
+    assert pids(worlds, 1) == before
+    worlds.run(1, dist.destroy_process_group)
+    assert pids(worlds, 1) != before
+    assert worlds.run(1, total) == [1.0]
+
+
+def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
+    victim = pids(worlds, 2)[1]
+    os.kill(victim, signal.SIGKILL)
+    while Path(f"/proc/{victim}").exists():  # a zombie's threads may still hold its pipe: wait for its burial
+        time.sleep(0.01)
+    assert worlds.run(2, total) == [2.0, 2.0]
 
 
 # --- the parent -----------------------------------------------------------------------------------------------------

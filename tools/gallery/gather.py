@@ -50,33 +50,23 @@ def without_gradient(x: Tensor) -> Tensor:
     return torch.cat(gather_detached(x)) + 0 * x.sum() if world_size() > 1 else x
 
 
-class LocalSlice(torch.autograd.Function):
-    """Gather; the backward pass returns the local slice of the gradient."""
+def gather_layer(reduced: Callable[[Tensor], Tensor] = lambda dy: dy) -> Callable[[Tensor], Tensor]:
+    """Return a gather; its backward pass returns the local slice of the gradient, after it is reduced over ranks."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.start, ctx.size = sum(shard_sizes(x)[: rank_and_size()[0]]), len(x)
-        return torch.cat(gather_detached(x))
+    class GatherLayer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.start, ctx.size = sum(shard_sizes(x)[: rank_and_size()[0]]), len(x)
+            return torch.cat(gather_detached(x))
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy[ctx.start : ctx.start + ctx.size]
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return reduced(dy)[ctx.start : ctx.start + ctx.size]
 
-
-class GatherLayer(LocalSlice):
-    """Gather; the backward pass sums the gradient over ranks and returns the local slice."""
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return LocalSlice.backward(ctx, all_reduce(dy))
+    return GatherLayer.apply
 
 
-class _MaxAdjoint(LocalSlice):
-    """Gather; the backward pass reduces the gradient with MAX instead of SUM."""
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return LocalSlice.backward(ctx, all_reduce(dy, "max"))
+local_slice, summed_slice = gather_layer(), gather_layer(all_reduce)
 
 
 class _PlainAllGather(torch.autograd.Function):
@@ -98,11 +88,9 @@ class _PlainAllGather(torch.autograd.Function):
 # --- the whole loss on every rank -------------------------------------------------------------------------------------
 
 
-@recipe("DistributedLoss, own loss")
-def _info_nce() -> DistributedLoss:
-    return DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
-
-
+recipe("DistributedLoss, own loss")(
+    lambda: DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
+)
 recipe("DistributedLoss, any loss")(lambda: DistributedLoss(DenseInfoNCE()))
 recipe("DistributedLoss, labels", call="labels")(partial(DistributedLoss, dense_sup_con))
 recipe("DistributedLoss, sum trainer", grad_reduction="sum")(
@@ -110,11 +98,11 @@ recipe("DistributedLoss, sum trainer", grad_reduction="sum")(
 )
 recipe("gather with reduce-scatter")(partial(DenseInfoNCE, all_gather))
 recipe("torch functional all_gather", mistake="uneven shards")(partial(DenseInfoNCE, equal_shards))
-recipe("own slice", mistake="own slice")(partial(DenseInfoNCE, LocalSlice.apply))
-recipe("GatherLayer that all-reduces")(partial(DenseInfoNCE, GatherLayer.apply))
+recipe("own slice", mistake="own slice")(partial(DenseInfoNCE, local_slice))
+recipe("GatherLayer that all-reduces")(partial(DenseInfoNCE, summed_slice))
 recipe("GatherLayer of equal shards", mistake="uneven shards")(partial(DenseInfoNCE, _PlainAllGather.apply))
 recipe("overwritten slice", mistake="own slice")(partial(DenseInfoNCE, overwritten_slice))
-recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, LocalSlice.apply, world_size))
+recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, local_slice, world_size))
 recipe("detached gather", mistake="detached")(partial(DenseInfoNCE, without_gradient))
 
 
@@ -164,9 +152,7 @@ class _Local(nn.Module):
         return all_reduce(mean, "mean") if self.average else mean
 
 
-@recipe("sharded anchors")
-def _sharded() -> ShardedAnchors:
-    return ShardedAnchors(all_gather)
+recipe("sharded anchors")(partial(ShardedAnchors, all_gather))
 
 
 def local_parameters() -> ShardedAnchors:
@@ -174,16 +160,14 @@ def local_parameters() -> ShardedAnchors:
     return ShardedAnchors(all_gather, replicate=partial(scale_gradient, world_size()))
 
 
-recipe("wrong adjoint", mistake="wrong direction")(partial(ShardedAnchors, _MaxAdjoint.apply))
+recipe("wrong adjoint", mistake="wrong direction")(partial(ShardedAnchors, gather_layer(partial(all_reduce, op="max"))))
 recipe("local parameters", mistake="local parameters")(local_parameters)
 recipe("detached candidates", mistake="detached candidates")(partial(_Local, overwritten_slice))
 recipe("local loss", mistake="local loss")(partial(_Local, all_gather))
-recipe("GatherLayer, local anchors", mistake="local loss")(partial(_Local, GatherLayer.apply))
-recipe("GatherLayer of own slice, local anchors", mistake="detached candidates")(partial(_Local, LocalSlice.apply))
+recipe("GatherLayer, local anchors", mistake="local loss")(partial(_Local, summed_slice))
+recipe("GatherLayer of own slice, local anchors", mistake="detached candidates")(partial(_Local, local_slice))
 recipe("local loss × W", mistake="local loss × W")(partial(_Local, all_gather, factor=world_size))
-recipe("queries only, × W", mistake="local loss × W")(
-    partial(_Local, GatherLayer.apply, keys_too=False, factor=world_size)
-)
+recipe("queries only, × W", mistake="local loss × W")(partial(_Local, summed_slice, keys_too=False, factor=world_size))
 recipe("mean of means", mistake="mean of means")(partial(_Local, all_gather, average=True))
 recipe("mask without offset", mistake="mask without offset")(partial(_Local, all_gather, offset=False))
 
@@ -318,19 +302,6 @@ class _IgnoresGradOutput(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0]
 
 
-class _RescalesGradient(torch.autograd.Function):
-    """The identity; the backward pass multiplies the gradient by √(B/τ), with the local batch size B."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, temperature: float) -> Tensor:
-        ctx.factor = (len(z) / temperature) ** 0.5
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.factor * dy, None
-
-
 class _SavesOnClass(torch.autograd.Function):
     saved: Tensor
 
@@ -352,7 +323,7 @@ def _ignored_grad_output() -> DistributedLoss:
 @recipe("gradient × √(B/τ)", mistake="rescaled by batch size", call="labels")
 def _rescaled() -> Callable[[Tensor, Tensor], Tensor]:
     loss = DistributedLoss(dense_sup_con)
-    return lambda embeddings, labels: loss(_RescalesGradient.apply(embeddings, 0.5), labels)
+    return lambda embeddings, labels: loss(scale_gradient((len(embeddings) / 0.5) ** 0.5, embeddings), labels)
 
 
 @recipe("overwritten tensors", mistake="overwritten tensors", call="labels")
