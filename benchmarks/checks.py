@@ -25,7 +25,7 @@ from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
-from examples.demo.training import Digits
+from examples.losses.digits import images as digits
 from tools.pages import PAGES, fill, table
 
 PAGE = PAGES / "when-a-rank-fails.md"
@@ -98,7 +98,7 @@ def training_step(encoder: Callable[[], nn.Module], loss: Loss) -> Callable[[], 
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(encoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    images = Digits.load().images.float().unsqueeze(1)
+    images = digits()[0].float().unsqueeze(1)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
     def step() -> None:

@@ -1,13 +1,10 @@
 """Draws docs/pages/figures/gallery_drift.png: ``python docs/gallery_drift.py``.
 
-Recipes of the gallery train the demo's encoder on four processes with uneven shards. What is drawn is the true loss of
-held-out images, at the temperature that the recipe has learnt.
+Recipes of the gallery train the two towers of the demo on four processes with uneven shards. What is drawn is the true loss
+of held-out images, at the scale that the recipe has learnt.
 """
 
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
@@ -15,13 +12,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.testing.worlds import Worlds
-from examples.demo.recipes import TwoTowers
-from examples.demo.training import HELD_OUT, Digits
+from examples.demo import local
+from examples.losses.digits import augmented, batches, held_out, images
+from examples.losses.two_towers import Towers
 from tools.gallery.recipe import GALLERY, symmetric_cross_entropy
+from tools.pages import PAGES
 
-PICTURE = Path(__file__).parent / "pages" / "figures" / "gallery_drift.png"
-SHARES = {1: (1.0,), 4: (0.1, 0.2, 0.3, 0.4)}
-STEPS, EVERY, BATCH = 120, 3, 120
+EPOCHS = 24  # of five steps
 DRAWN = {  # Paul Tol's colours, told apart with any colour vision
     "DistributedLoss, any loss": ("#0B2545", (0, (4, 2.5))),
     "own slice": ("#CC3311", "-"),
@@ -32,58 +29,48 @@ DRAWN = {  # Paul Tol's colours, told apart with any colour vision
 }
 
 
-def curve(name: str, digits: Digits) -> dict[int, float]:
-    """The true held-out loss after so many steps, trained on this rank's part of every batch."""
+def curve(name: str) -> list[float]:
+    """The true held-out loss before each step and after the last."""
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    encoder, loss = TwoTowers(), GALLERY[name].make().double()
+    encoder, loss = Towers(), GALLERY[name].make().double()
     scale: nn.Parameter = dict(loss.named_parameters()).get("scale", next(loss.parameters()))
     model, criterion = DistributedDataParallel(encoder), DistributedDataParallel(loss)
-    groups = [{"params": list(encoder.parameters())}, {"params": list(loss.parameters()), "lr": 0.05}]
-    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *loss.parameters()], lr=0.05, momentum=0.9)
+    pixels, unseen = images()[0], held_out()
 
     @torch.no_grad()
-    def held_out() -> float:
-        a, b = (F.normalize(x, dim=1) for x in encoder(digits.images[:HELD_OUT]))
+    def true_loss() -> float:
+        a, b = (F.normalize(x, dim=1) for x in encoder(unseen))
         return symmetric_cross_entropy(scale * a @ b.T).item()
 
-    rank, shares = dist.get_rank(), SHARES[dist.get_world_size()]
-    start, stop = (round(BATCH * sum(shares[:r])) for r in (rank, rank + 1))
-    batches = torch.Generator().manual_seed(0)  # the same global batches in every world
-    found = {0: held_out()}
-    for step in range(1, STEPS + 1):
-        batch = HELD_OUT + torch.randperm(len(digits.images) - HELD_OUT, generator=batches)[:BATCH]
+    found = [true_loss()]
+    for indices, generator in batches(EPOCHS):
         optimizer.zero_grad()
-        criterion(*model(digits.images[batch[start:stop]])).backward()
+        criterion(*model(local(augmented(pixels[indices], generator)))).backward()
         optimizer.step()
-        if step % EVERY == 0:
-            found[step] = held_out()
+        found.append(true_loss())
     return found
 
 
-def main() -> None:
-    digits = Digits.load()
+if __name__ == "__main__":
     figure = Figure(figsize=(7.5, 4.6), layout="constrained", dpi=160)
     axis = figure.subplots()
     with Worlds(timeout=300) as worlds:
-        truth = worlds.run(1, curve, "DistributedLoss, any loss", digits)[0]
-        axis.plot(list(truth), list(truth.values()), color="#77AADD", alpha=0.7, lw=8, label="one process")
+        truth = worlds.run(1, curve, "DistributedLoss, any loss")[0]
+        axis.plot(truth, color="#77AADD", alpha=0.7, lw=8, label="one process")
         for name, (colour, dashes) in DRAWN.items():
-            found = worlds.run(4, curve, name, digits)[0]
+            found = worlds.run(4, curve, name)[0]
             label = "DistributedLoss" if name.startswith("Distributed") else name
-            axis.plot(list(found), list(found.values()), color=colour, ls=dashes, lw=1.8, label=label)
-            gap = max(abs(found[step] - truth[step]) for step in truth)
-            print(f"{label:18} ends at {found[STEPS]:.4f}, one process at {truth[STEPS]:.4f}; farthest {gap:.1e}")
-    axis.set(xlabel="optimizer step", ylabel="true loss on held-out digits, nats", yscale="log", xlim=(0, STEPS))
-    axis.set_title("Four processes, shards of 12, 24, 36 and 48 images")
-    ticks = [x for x in (0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 6) if axis.get_ylim()[0] < x < axis.get_ylim()[1]]
+            axis.plot(found, color=colour, ls=dashes, lw=1.8, label=label)
+            gap = max(abs(x - y) for x, y in zip(found, truth, strict=True))
+            print(f"{label:18} ends at {found[-1]:.4f}, one process at {truth[-1]:.4f}; farthest {gap:.1e}", flush=True)
+    axis.set(
+        xlabel="optimizer step", ylabel="true loss on held-out digits, nats", yscale="log", xlim=(0, len(truth) - 1)
+    )
+    axis.set_title("Four processes, shards of 25, 51, 77 and 103 images")
+    ticks = [x for x in (1, 1.5, 2, 3, 4, 5, 6) if axis.get_ylim()[0] < x < axis.get_ylim()[1]]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, handlelength=3)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(PICTURE)
-
-
-if __name__ == "__main__":
-    main()
+    FigureCanvasAgg(figure).print_png(PAGES / "figures" / "gallery_drift.png")

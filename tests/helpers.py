@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,9 @@ EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 
 EXACT = 1e-10
 """Largest difference of float64 results, relative to the larger of 1 and the largest expected element."""
+
+TEMPERATURES = st.sampled_from([1.0, 0.5, 0.1, 0.05, 0.01])
+"""Down to where exponentials underflow unless their maximum is subtracted."""
 
 R = TypeVar("R")
 

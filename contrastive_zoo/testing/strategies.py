@@ -1,9 +1,7 @@
-"""Hypothesis strategies of global batches, shard sizes, temperatures, numbers of views and dtypes."""
+"""Hypothesis strategies of global batches and shard sizes."""
 
 from collections.abc import Sequence
 from typing import get_args
-
-import torch
 
 try:
     from hypothesis import strategies as st
@@ -59,18 +57,3 @@ def global_batches(
         kind=st.sampled_from(list(kinds)),
         seed=st.integers(0, 999),
     )
-
-
-def temperatures() -> st.SearchStrategy[float]:
-    """Draw temperatures from 1 to 0.01, where exponentials underflow unless their maximum is subtracted."""
-    return st.sampled_from([1.0, 0.5, 0.1, 0.05, 0.01])
-
-
-def views(max_views: int = 4) -> st.SearchStrategy[int]:
-    """Draw the number of views of a sample: 2 to ``max_views``."""
-    return st.integers(2, max_views)
-
-
-def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Draw a dtype of embeddings, the widest first."""
-    return st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])

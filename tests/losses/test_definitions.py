@@ -17,8 +17,8 @@ from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import distances, squared_distances
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.strategies import global_batches, temperatures
-from tests.helpers import assert_same, close, numbers
+from contrastive_zoo.testing.strategies import global_batches
+from tests.helpers import TEMPERATURES, assert_same, close, numbers
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry
 
@@ -68,7 +68,11 @@ def on_odd_batches(test: Any) -> Any:
 
 @every_loss
 @on_odd_batches
-@given(batch=global_batches((1,)), temperature=temperatures(), path=st.sampled_from(list(PATHS)))
+@given(
+    batch=global_batches((1,)),
+    temperature=TEMPERATURES,
+    path=st.sampled_from(list(PATHS)),
+)
 def test_a_loss_is_its_definition(entry: Entry, batch: GlobalBatch, temperature: float, path: str) -> None:
     with PATHS[path]():
         loss = entry.make(temperature=temperature).double()
