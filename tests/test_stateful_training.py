@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from contrastive_zoo.wrapper.arguments import Arguments
-from tests.helpers import drawn
 from tests.stateful_losses import LOSSES, Loss
 from tests.stateful_rank import Action, play
 
@@ -202,23 +201,17 @@ def steps(**more: Any) -> list[Action]:
     return [("step", {"batches": [(sizes, 10 * seed)], **more}) for seed, sizes in enumerate(shards)]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_steps_of_every_loss_are_those_of_one_process(name: str, worlds: Worlds) -> None:
-    """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work."""
+@pytest.mark.parametrize(("number", "name"), enumerate(LOSSES), ids=list(LOSSES))
+def test_steps_of_every_loss_are_those_of_one_process(number: int, name: str, worlds: Worlds) -> None:
+    """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work.
+
+    The second half is within an activation checkpoint, which a loss without a memory may compute again.
+    """
     worlds.run(2, LOSSES[name].make)
-    program = [*steps(), ("set_option", {"grad_reduction": "sum"}), *steps()]
+    reentrant = None if LOSSES[name].remembers else number % 4 == 0
+    program = [*steps(), ("set_option", {"grad_reduction": "sum"}), *steps(reentrant=reentrant)]
     for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
         assert worlds.run(2, play, name, thresholds, program, timeout=TIMEOUT) == [[], []]
-
-
-FORGET = [name for name, loss in LOSSES.items() if not loss.remembers]
-"""Losses without a memory, which a checkpoint may compute again."""
-
-
-@pytest.mark.parametrize(("name", "reentrant"), [(x, False) for x in FORGET] + drawn(FORGET, [True], one_in=4))
-def test_an_activation_checkpoint_around_the_loss(name: str, reentrant: bool, worlds: Worlds) -> None:
-    for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
-        assert worlds.run(2, play, name, thresholds, steps(reentrant=reentrant), timeout=TIMEOUT) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["wrapper", "deepcopy", "pickle", "state_dict"])
