@@ -91,13 +91,25 @@ docs: .venv/.docs-installed
 	$(INSTALL) build check-wheel-contents twine
 	touch $@
 
-# wheel and sdist, checked, and the wheel tried in an empty environment outside of the checkout
+# wheel and sdist, checked; the sdist has every file; the wheel is tried in an environment of its own, one extra after the other
+INTO_TRIED = cd .tried && bin/python -m pip install -q --disable-pip-version-check -c ../.ci/constraints.txt "$$(ls ../dist/*.whl)
+VALUE = import torch, contrastive_zoo as cz; x = torch.eye(2); \
+	assert f'{cz.DistributedLoss(cz.NTXent(temperature=1.0))(x, x):.4f}' == '0.5514'
 dist: .venv/.release-installed
-	rm -rf dist
+	rm -rf dist .tried
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
-	$(BIN)/python tools/try_release.py dist
+	tar tzf dist/*.tar.gz | cut -d/ -f2- | sort > dist/files
+	git ls-files | sort | comm -23 - dist/files | (! grep .)
+	rm dist/files
+	$(PYTHON) -m venv .tried
+	$(INTO_TRIED)" && bin/python -c "$(VALUE)"
+	$(INTO_TRIED)[cli]" && bin/contrastive-zoo --version && bin/contrastive-zoo list
+	$(INTO_TRIED)[testing]" && bin/contrastive-zoo check nt-xent --world-size 1 2 --examples 3
+	$(INTO_TRIED)[pml]" && bin/contrastive-zoo check pytorch_metric_learning.losses:ContrastiveLoss --wrap --examples 3
+	$(INTO_TRIED)[mining]" && bin/python -c "import contrastive_zoo.data, faiss, tqdm"
+	$(INTO_TRIED)[plot]" && bin/python -c "import contrastive_zoo.metrics.plots"
 
 # the package with other versions, in an environment of its own: make versions VERSION=3.13 TORCH=torch RESOLUTION=highest
 VERSION = 3.10
@@ -139,5 +151,5 @@ bench-gpu: .venv/.installed
 		$(BIN)/torchrun --standalone --nproc-per-node=$$count benchmarks/gpu_ranks.py --out gpu-ranks.md; fi
 
 clean:
-	rm -rf .venv .versions site docs/site demo-output vectors dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .tried .versions site docs/site demo-output vectors dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -104,7 +104,7 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "nt-xent", "--call", "view", *QUICK], "Did you mean views?"),
         (["check", "train.py"], "contrastive-zoo audit train.py"),
         (["list", "tripel"], "no loss contains 'tripel'"),
-        (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "cannot be written"),
+        (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "No such file or directory"),
     ],
 )
 def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, here: Here) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -184,17 +185,16 @@ def list_losses(
     if json_file is None:
         console.show_catalogue(entries)
     else:
-        raise typer.Exit(_written({"losses": [x.as_dict() for x in entries]}, json_file))
+        _write({"losses": [x.as_dict() for x in entries]}, json_file)
 
 
 def _require_writable(file: Path | None) -> None:
     """Exit, before the check, if a file cannot be written."""
-    if (
-        file is not None
-        and str(file) != "-"
-        and not os.access(file if file.exists() else file.absolute().parent, os.W_OK)
-    ):
-        raise typer.BadParameter(f"--json: {file} cannot be written; does its folder exist?")
+    try:
+        if file is not None and str(file) != "-":
+            file.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"--json: {error}") from None
 
 
 def _shown(report: Any, json_file: Path | None) -> int:
@@ -203,22 +203,15 @@ def _shown(report: Any, json_file: Path | None) -> int:
 
     if str(json_file) != "-":
         console.show(report)
-    failed = 0 if json_file is None else _written(report.as_dict(), json_file)
-    return failed or int(report.status)
+    if json_file is not None:
+        _write(report.as_dict(), json_file)
+    return int(report.status)
 
 
-def _written(result: dict[str, Any], file: Path) -> int:
-    """Write a result as JSON to a file, or to the output; return the exit status."""
-    text = json.dumps(result, indent=2)
-    try:
-        if str(file) == "-":
-            typer.echo(text)
-        else:
-            file.write_text(text + "\n")
-    except OSError as error:
-        typer.echo(f"--json: {error}", err=True)
-        return 2
-    return 0
+def _write(result: dict[str, Any], file: Path) -> None:
+    """Write a result as JSON to a file, or to the output."""
+    with file.open("w") if str(file) != "-" else nullcontext(sys.stdout) as stream:
+        print(json.dumps(result, indent=2), file=stream)
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:
