@@ -23,6 +23,7 @@ from examples.losses.two_towers import Towers
 from tools.gallery import make
 
 TOLERANCE = 1e-9  # largest difference that counts as rounding, in float64
+RATE, LOSS_RATE = 0.5, 0.01
 
 
 class Job(NamedTuple):
@@ -71,8 +72,11 @@ def train(job: Job, epochs: int) -> Result:
     loss = job.loss().double()
     # DistributedLoss keeps its parameters equal on all ranks; a hand-written loss needs DDP for that.
     criterion = loss if isinstance(loss, cz.DistributedLoss) else DistributedDataParallel(loss)
-    groups = [{"params": list(model.parameters())}, {"params": list(loss.parameters()), "lr": 0.01}]
-    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.parameters())},
+        {"params": list(loss.parameters()), "lr": LOSS_RATE},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)
 
     def embeddings() -> Tensor:
         rows = model.module(held_out())

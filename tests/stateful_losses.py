@@ -1,7 +1,8 @@
 """The losses that random trainings draw from: how each is made, what it compares, and which setting may change."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,19 +15,8 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from tests.zoo import BatchHard
 
 D, CLASSES = 4, 5
-Compares = Literal[
-    "views",
-    "three views",
-    "stacked views",
-    "labels",
-    "whole numbers",
-    "mask",
-    "teachers",
-    "ids",
-    "texts",
-    "tokens",
-    "mined",
-]
+Compares = Literal["views", "three views", "stacked views", "labels", "whole numbers", "mask", "teachers", "ids", "texts",
+                   "tokens", "mined"]  # fmt: skip
 """Two or three views; three in one tensor; embeddings with labels, also of whole numbers, many of whose dot products are
 equal; embeddings with a mask of positives; two towers with those of a teacher; two towers with ids; videos with two texts
 each; queries and documents of tokens, with a mask each; or queries, documents, hard negatives and the queries that these
@@ -42,7 +32,6 @@ class Loss:
     # path of an attribute that may change, and its values
     setting: tuple[str, tuple[Any, ...]] = ("temperature", (0.5, 0.3, 0.02))
     wrapper: Callable[[], dict[str, Any]] = dict  # further arguments of DistributedLoss
-    ring: bool = False  # whether candidates may pass from rank to rank in a ring
     third_party: bool = False  # from another library
     remembers: bool = False  # whether it keeps embeddings from step to step
     sharded: bool = False  # whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all
@@ -120,7 +109,7 @@ def mined() -> dict[str, Any]:
 
 
 MARGIN, ARC, NORMALIZE = ("margin", (0.2, 0.3)), ("margin", (0.5, 0.3)), ("normalize", (True, False))
-IN_A_RING = {
+LOSSES = {
     "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum"), setting=NORMALIZE),
     "the user's own": Loss(YieldingHard, "labels", NORMALIZE),
     "Triplet, soft": Loss(
@@ -164,42 +153,30 @@ IN_A_RING = {
     "Margin": Loss(lambda: cz.Margin(nu=0.3), "labels", MARGIN),
     "RankedList": Loss(lambda: cz.RankedList(t_p=2.0, epsilon=1e-3), "labels", NORMALIZE),
     "FastAP": Loss(cz.FastAP, "labels", ("num_bins", (10, 5))),
-}
-"""Further losses that may pass candidates in a ring; ``ring`` of all of them is set below."""
-
-LOSSES = {
-    "NTXent": Loss(lambda: cz.NTXent(temperature=0.5), ring=True),
-    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=NORMALIZE, ring=True),
-    "NTXent of three views": Loss(lambda: cz.NTXent(temperature=0.3), "three views", ring=True),
-    "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), "three views", NORMALIZE, ring=True),
-    "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True)), ring=True),
-    "Clip": Loss(lambda: cz.Clip(temperature=learnt()), setting=NORMALIZE, ring=True),
-    "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels", ring=True),
-    "SigLIP": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=bias()), setting=NORMALIZE, ring=True),
-    "SupSigmoid": Loss(
-        lambda: cz.SupSigmoid(temperature=learnt(), logit_bias=bias()),
-        "labels",
-        NORMALIZE,
-        ring=True,
-    ),
-    "Contrastive": Loss(cz.Contrastive, "labels", ("neg_margin", (1.0, 0.8)), ring=True),
-    "MultiSimilarity": Loss(lambda: cz.MultiSimilarity(epsilon=0.1), "labels", ("base", (0.5, 0.3)), ring=True),
-    "Triplet": Loss(lambda: cz.Triplet(mining="hard"), "labels", ("margin", (0.05, 0.3)), ring=True),
-    "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", NORMALIZE, ring=True),
-    "DCL": Loss(lambda: cz.DCL(temperature=0.5), ring=True),
+    "NTXent": Loss(lambda: cz.NTXent(temperature=0.5)),
+    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=NORMALIZE),
+    "NTXent of three views": Loss(lambda: cz.NTXent(temperature=0.3), "three views"),
+    "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), "three views", NORMALIZE),
+    "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True))),
+    "Clip": Loss(lambda: cz.Clip(temperature=learnt()), setting=NORMALIZE),
+    "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels"),
+    "SigLIP": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=bias()), setting=NORMALIZE),
+    "SupSigmoid": Loss(lambda: cz.SupSigmoid(temperature=learnt(), logit_bias=bias()), "labels", NORMALIZE),
+    "Contrastive": Loss(cz.Contrastive, "labels", ("neg_margin", (1.0, 0.8))),
+    "MultiSimilarity": Loss(lambda: cz.MultiSimilarity(epsilon=0.1), "labels", ("base", (0.5, 0.3))),
+    "Triplet": Loss(lambda: cz.Triplet(mining="hard"), "labels", ("margin", (0.05, 0.3))),
+    "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", NORMALIZE),
+    "DCL": Loss(lambda: cz.DCL(temperature=0.5)),
     "RowLoss": Loss(BatchHard, "labels", NORMALIZE),
-    "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction")), ring=True),
-    "MNRL, masked": Loss(
-        lambda: MaskedMNRL(temperature=learnt()), "mined", ("false_negative_margin", (0.1, -0.05)), ring=True
-    ),
-    "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3)), ring=True),
+    "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
+    "MNRL, masked": Loss(lambda: MaskedMNRL(temperature=learnt()), "mined", ("false_negative_margin", (0.1, -0.05))),
+    "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3))),
     "WeightedSum of MNRL": Loss(
-        lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction")), ring=True
+        lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction"))
     ),
     "Matryoshka": Loss(
         lambda: cz.Matryoshka(cz.InfoNCE(temperature=learnt()), (2, D)),
         setting=("loss.symmetric", (False, True)),
-        ring=True,
     ),
     "CrossBatchMemory": Loss(
         lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.5), 7, D),
@@ -230,20 +207,17 @@ LOSSES = {
 }
 
 
-LOSSES |= {name: replace(loss, ring=True) for name, loss in IN_A_RING.items()}
+@functools.cache
+def can_ring(name: str) -> bool:
+    """Whether candidates may pass from rank to rank in a ring."""
+    return not LOSSES[name].third_party and getattr(LOSSES[name].make(), "can_ring", bool)()
 
 
 def _others() -> dict[str, Loss]:
-    """Losses of the catalogue that no table above has, and that can be called as its entry says."""
+    """Losses of the catalogue that the table lacks, which may ring, and which can be called as their entry says."""
     made = {type(loss.make()) for loss in LOSSES.values() if not loss.third_party}
-    entries = [
-        x for x in CATALOGUE.values() if x.call != "other" and x.loss not in made and "normalize" in x.loss.fields
-    ]
-    return {
-        x.name: Loss(x.make, x.call, NORMALIZE, ring=True)  # type: ignore[arg-type]  # why: not "other", see above
-        for x in entries
-        if x.make().can_ring()
-    }
+    entries = [x for x in CATALOGUE.values() if x.loss not in made and "normalize" in x.loss.fields]
+    return {x.name: Loss(x.make, x.call, NORMALIZE) for x in entries if x.call != "other" and x.make().can_ring()}
 
 
 LOSSES |= _others()

@@ -1,4 +1,4 @@
-"""Release files: one version everywhere, links that a package page can follow, a site that carries no other's files."""
+"""Release files: one version everywhere, links that a package page can follow."""
 
 import re
 import sys
@@ -55,30 +55,6 @@ def test_top_level_names_are_the_agreed_ones() -> None:
         "examples",
         "tools",
     }
-
-
-def test_a_dead_link_of_the_site_is_found(tmp_path: Path) -> None:
-    from tools.check_site import problems
-
-    (tmp_path / "b.html").write_text('<h2 id="here"></h2>')
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#here"></a><a href="b.html#gone"></a><a href="c.html"></a><a href="https://x.org/a b"></a>'
-        '<script src="https://x.org/a.js"></script><link rel="canonical" href="https://x.org/"/>'
-    )
-    assert problems(tmp_path) == [
-        "a.html: no anchor for b.html#gone",
-        "a.html: no file for c.html",
-        "a.html: bad address https://x.org/a b",
-        "a.html: loads https://x.org/a.js",
-    ]
-
-
-def test_a_word_that_the_search_lacks_is_found(tmp_path: Path) -> None:
-    from tools.check_site import WORDS, words_not_found
-
-    (tmp_path / "search").mkdir()
-    (tmp_path / "search" / "search_index.json").write_text('{"docs": [{"title": "GatherLayer", "text": "local_loss"}]}')
-    assert len(words_not_found(tmp_path)) == len(WORDS) - 2
 
 
 def test_the_addresses_of_sources_are_whole() -> None:

@@ -13,7 +13,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import exchange, rowwise
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message, local_shard
-from tests.stateful_losses import LOSSES, global_rows
+from tests.stateful_losses import LOSSES, can_ring, global_rows
 from tests.stateful_rank import Action, limits, play
 
 GENERAL_PATH = {
@@ -23,7 +23,7 @@ GENERAL_PATH = {
 LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.engine.tiling:TILE_BYTES": 700}
 
 
-RINGS = [name for name, loss in LOSSES.items() if loss.ring]
+RINGS = [name for name in LOSSES if can_ring(name)]
 
 
 def play_each(names: Sequence[str], thresholds: dict[str, int], program: list[Action]) -> None:
