@@ -7,8 +7,8 @@ import pytest
 
 from contrastive_zoo.testing.worlds import Worlds
 from tools.wild import adapters
+from tools.wild.__main__ import counts, page
 from tools.wild.measurement import RIGHT, measured
-from tools.wild.page import counts, page
 from tools.wild.projects import Entry, entries
 
 LOSS = """
@@ -52,9 +52,9 @@ def entry(name: str, project: str = "someone/tiny") -> Entry:
 
 def test_a_right_and_a_wrong_loss_are_told_apart(folder: Path, worlds: Worlds) -> None:
     right, local = (measured(entry(name), folder, worlds, 1, (1, 2)) for name in ("right", "local"))
-    assert (right.verdict, right.value, right.encoder) == (RIGHT, "right", "right")
+    assert (right.verdict, *right.columns[:2]) == (RIGHT, "right", "right")
     assert local.verdict == "local negatives"
-    assert "**" in local.value
+    assert "**" in local.columns[0]
     assert local.fix
     assert (right.line_number, local.line_number) == (11, 14)
     text = page([right, local])

@@ -199,10 +199,6 @@ def test_shrinks(n):
 
 
 def test_misuse_is_named(run) -> None:
-    marks = ["()", "(0)", "('2')", "(2, seconds=3)"]
-    result = run("\n".join(f"@pytest.mark.world_sizes{mark}\ndef test_{i}(): pass" for i, mark in enumerate(marks)))
-    result.assert_outcomes(errors=4)
-    result.stdout.fnmatch_lines(4 * ["*::*: world_sizes takes *, got *"])
     result = run(
         """
 import unittest
@@ -229,6 +225,13 @@ class TestOld(unittest.TestCase):
             "*not those of a unittest.TestCase.",
         ]
     )
+
+
+@pytest.mark.parametrize("mark", ["()", "(0)", "('2')", "(2, seconds=3)"])
+def test_a_mark_that_makes_no_sense(run, mark: str) -> None:
+    result = run(f"@pytest.mark.world_sizes{mark}\ndef test(): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*::*: world_sizes takes *, got *"])
 
 
 def test_a_timeout_that_makes_no_sense(run, pytester: pytest.Pytester) -> None:

@@ -58,14 +58,10 @@ class Row:
     entry: Entry
     commit: str  # of the clone; that of the entry if there is no clone
     line_number: int
-    value: str = ""
-    encoder: str = ""
-    parameters: str = ""
-    uneven: str = ""
+    why_not: str = ""
+    columns: tuple[str, ...] = ()  # value, gradients of encoder and parameters, what uneven shards change
     verdict: str = ""  # the doctor's name for the mistake, or RIGHT
     fix: str = ""
-    why_not: str = ""
-    seconds: float = 0.0
 
 
 RIGHT = "the same on any number of processes"
@@ -94,7 +90,7 @@ def measured(
     described = Described(recipe, even, measure(case, UNEVEN, worlds), report)
     diagnosis = report.diagnosis
     verdict = (diagnosis.mistake, diagnosis.fix) if diagnosis else (RIGHT, "")
-    return row(*described.on_even, described.on_uneven, *verdict, seconds=round(report.seconds, 1))
+    return row("", (*described.on_even, described.on_uneven), *verdict)
 
 
 def _commit(clone: Path) -> str:
