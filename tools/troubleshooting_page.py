@@ -1,15 +1,12 @@
 """Write the list of error messages into the page: ``python -m tools.troubleshooting_page``.
 
-Messages are read from the source: every sentence that the package holds as a string and that is no docstring. Those of a
-loss's own module stand beside the loss, in the page of the zoo.
+Messages are read from the source: every sentence that the package holds as a string and that is no docstring.
 """
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 
-from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.pages import PAGES, ROOT, filled
 
 PAGE = PAGES / "troubleshooting.md"
@@ -72,15 +69,14 @@ def messages(module: ast.Module) -> list[str]:
 
 
 def as_markdown() -> str:
-    """Return the list of all messages but those of single losses, a heading per group and a line per message."""
+    """Return the list of all messages, a heading per group and a line per message."""
     lines: list[str] = []
-    of_zoo = {inspect.getfile(entry.loss) for entry in CATALOGUE.values()}
     for heading, names in GROUPS.items():
         lines += ["", f"### {heading}", ""]
         for name in names:
             path = ROOT / "contrastive_zoo" / name
             modules = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-            for module in (x for x in modules if str(x) not in of_zoo):
+            for module in modules:
                 where = ".".join(module.relative_to(path.parent).with_suffix("").parts).removesuffix(".__init__")
                 tree = ast.parse(module.read_text(encoding="utf-8"))
                 lines += [f"- ``{message}`` – {where}" for message in messages(tree)]

@@ -1,13 +1,9 @@
 """Write the sections of all losses into the page of the catalogue: ``python -m tools.zoo_page``."""
 
-import ast
-import inspect
 import re
-from pathlib import Path
 
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from tools.pages import PAGES, fill, table
-from tools.troubleshooting_page import messages
 
 
 def anchor(cls: str) -> str:
@@ -62,31 +58,6 @@ def with_losses(markdown: str) -> str:
     return re.sub(r"^<!-- losses: ([\w ]+) -->$", listed, markdown, flags=re.MULTILINE)
 
 
-def errors(cls: type) -> list[str]:
-    """Return the messages of a loss: in its class, and in the names of its module that this uses.
-
-    Examples:
-        >>> import contrastive_zoo as cz
-        >>> "semi-hard negatives lie within a positive margin" in errors(cz.Triplet)
-        True
-    """
-    tree = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
-    defined = {name: x for x in tree.body for name in _names(x)}
-    used, nodes = [cls.__name__], []
-    for name in used:
-        nodes.append(defined[name])
-        inside = (x.id for x in ast.walk(defined[name]) if isinstance(x, ast.Name))
-        used += [x for x in dict.fromkeys(inside) if x in defined and x not in used]
-    return messages(ast.Module(sorted(nodes, key=lambda x: x.lineno), []))
-
-
-def _names(node: ast.stmt) -> list[str]:
-    """Return the names that a line of a module defines."""
-    if isinstance(node, ast.Assign):
-        return [x.id for x in node.targets if isinstance(x, ast.Name)]
-    return [node.name] if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else []
-
-
 def _section(entries: list[Entry]) -> list[str]:
     first = entries[0]
     lines = [f"### {first.cls} {{ #{anchor(first.cls)} }}\n", f"{first.summary}\n"]
@@ -101,8 +72,6 @@ def _section(entries: list[Entry]) -> list[str]:
             lines.append(f"    - elsewhere: {entry.peers}")
     reference = f"[reference]({reference_page(first.family)}#contrastive_zoo.{first.cls})"
     lines += [f"- parameters: `{first.parameters}`; {reference}", f"- source: {linked(first.source)}"]
-    if found := errors(first.loss):
-        lines += ["- errors of its own:", *(f"    - ``{message}``" for message in found)]
     return [*lines, ""]
 
 
