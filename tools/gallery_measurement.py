@@ -10,8 +10,7 @@ from contrastive_zoo.testing.evidence import CLOSE, Ratio, compare, is_near
 from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
-from tools.gallery.recipe import GALLERY, Recipe
-from tools.peers import PEERS
+from tools.gallery.recipe import GALLERY, PEERS, Recipe
 
 EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
 UNEVEN = GlobalBatch((3, 9), d=4)

@@ -8,10 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
-from tools.gallery.recipe import GALLERY, Recipe
+from tools.gallery.recipe import GALLERY, PEERS, Recipe
 from tools.gallery_measurement import Row, measure_gallery
 from tools.pages import PAGES, ROOT, fill, table
-from tools.peers import PEERS
 
 TRUTH_TABLE = (
     ("autograd.Function whose backward keeps only this rank's slice (SimCLR re-implementations)", "own slice"),

@@ -12,8 +12,7 @@ from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture
 from tools import gallery_measurement, gallery_page
-from tools.gallery.recipe import GALLERY
-from tools.peers import PEERS
+from tools.gallery.recipe import GALLERY, PEERS
 
 pytest_plugins = ["pytester"]
 

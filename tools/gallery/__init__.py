@@ -5,7 +5,7 @@ Every invariant names a wrong recipe that it catches. All recipes compute InfoNC
 """
 
 # Each module registers its recipes when it is imported; the order is that of the page.
-from tools.gallery import gather, steps  # noqa: F401 - as above
+from tools.gallery import gather, peers, steps  # noqa: F401 - as above
 from tools.gallery.recipe import GALLERY, make, recipe
 
 __all__ = ["GALLERY", "make", "recipe"]

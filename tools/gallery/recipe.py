@@ -1,8 +1,9 @@
 """Parts of the gallery's recipes: the registry, two dense losses, and functions of gathered tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,12 @@ class Recipe:
     call: Call
     grad_reduction: GradReduction
     about: str
-    step: bool = field(default=False, kw_only=True)
+    step: bool = False
+    library: str = ""  # another library that it needs, by the name under which it is imported
+
+    @property
+    def importable(self) -> bool:
+        return find_spec(self.library) is not None
 
     @property
     def case(self) -> Case:
@@ -39,12 +45,15 @@ class Recipe:
 GALLERY: dict[str, Recipe] = {}
 """All recipes by name, those of a training step last."""
 
+PEERS: dict[str, Recipe] = {}
+"""Implementations of other libraries by name, importable or not."""
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def make(name: str) -> Any:
     """Construct the loss, or the training step, of a recipe."""
-    return GALLERY[name].make()
+    return (GALLERY | PEERS)[name].make()
 
 
 def recipe(
@@ -55,12 +64,14 @@ def recipe(
     grad_reduction: GradReduction = "mean",
     step: bool = False,
     is_loss: bool = False,
+    library: str = "",
 ) -> Callable[[T], T]:
     """Register a function in the gallery: it is the loss, or it returns the loss or the training step."""
 
     def register(function: T) -> T:
         make = (lambda: function) if is_loss else function
-        GALLERY[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], step=step)
+        recipes = PEERS if library else GALLERY
+        recipes[name] = Recipe(name, make, mistake, call, grad_reduction, ABOUT[name], step, library)
         return function
 
     return register

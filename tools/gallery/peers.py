@@ -2,54 +2,16 @@
 
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.testing.measurement import Call, Case
-from tools.gallery.recipe import DenseInfoNCE, Recipe, rank_and_size
+from tools.gallery.recipe import DenseInfoNCE, rank_and_size, recipe
 
 WIDTH = 8  # width to which embeddings are padded with zeros, for losses with a fixed width
-
-
-@dataclass(frozen=True)
-class Peer(Recipe):
-    """A recipe that needs another library, which is imported by this name."""
-
-    library: str
-
-    @property
-    def case(self) -> Case:
-        return Case(partial(make, self.name), call=self.call, grad_reduction=self.grad_reduction, name=self.name)
-
-    @property
-    def importable(self) -> bool:
-        return find_spec(self.library) is not None
-
-
-PEERS: dict[str, Peer] = {}  # all peers by name, importable or not
-
-
-def make(name: str) -> Any:
-    return PEERS[name].make()
-
-
-def peer(
-    name: str, *, library: str, mistake: str | None, call: Call = "labels"
-) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Register a peer; its docstring says what people write."""
-
-    def register(make: Callable[[], Any]) -> Callable[[], Any]:
-        PEERS[name] = Peer(name, make, mistake, call, "mean", (make.__doc__ or "").strip(), library)
-        return make
-
-    return register
 
 
 class _Padded(nn.Module):
@@ -71,23 +33,16 @@ def _wrapped(loss: str, **settings: Any) -> nn.Module:
     return _Padded(DistributedLossWrapper(getattr(losses, loss)(**settings_of_proxies), **settings))
 
 
-_PML_WRAPPERS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
-    ("pml wrapper", "times W", "ContrastiveLoss()", {}),
-    ("pml wrapper, proxies", "times W", "ProxyAnchorLoss(...)", {}),
-    ("pml wrapper, efficient", "uneven shards", "ContrastiveLoss()", {"efficient": True}),
-    ("pml wrapper, efficient, proxies", "raises", "ProxyAnchorLoss(...)", {"efficient": True}),
-)
-"""Name, mistake, loss and settings of the wrapper."""
+_peer = partial(recipe, library="pytorch_metric_learning", call="labels")
 
-for _name, _mistake, _loss, _settings in _PML_WRAPPERS:
-    _call = f"DistributedLossWrapper({', '.join([_loss, *(f'{x}={y}' for x, y in _settings.items())])})"
-    _make, _about = partial(_wrapped, _loss.partition("(")[0], **_settings), f"pytorch-metric-learning's `{_call}`"
-    PEERS[_name] = Peer(_name, _make, _mistake, "labels", "mean", _about, library="pytorch_metric_learning")
+_peer("pml wrapper", mistake="times W")(partial(_wrapped, "ContrastiveLoss"))
+_peer("pml wrapper, proxies", mistake="times W")(partial(_wrapped, "ProxyAnchorLoss"))
+_peer("pml wrapper, efficient", mistake="uneven shards")(partial(_wrapped, "ContrastiveLoss", efficient=True))
+_peer("pml wrapper, efficient, proxies", mistake="raises")(partial(_wrapped, "ProxyAnchorLoss", efficient=True))
 
 
-@peer("accelerate gather", library="accelerate", mistake="detached", call="views")
-def _() -> Any:
-    """Hugging Face Accelerate's `accelerator.gather(embeddings)`, whole loss on every rank"""
+@recipe("accelerate gather", library="accelerate", mistake="detached")
+def _accelerate() -> Any:
     from accelerate import Accelerator
 
     _set_torchrun_environment()
@@ -95,9 +50,8 @@ def _() -> Any:
     return DenseInfoNCE(gather=lambda x: accelerator.gather(x) + 0 * x.sum() if rank_and_size()[1] > 1 else x)
 
 
-@peer("Fabric all_gather", library="lightning_fabric", mistake="uneven shards", call="views")
-def _() -> Any:
-    """Lightning Fabric's `fabric.all_gather(embeddings, sync_grads=True).flatten(0, 1)`, whole loss on every rank"""
+@recipe("Fabric all_gather", library="lightning_fabric", mistake="uneven shards")
+def _fabric() -> Any:
     from lightning_fabric import Fabric
 
     _set_torchrun_environment()
@@ -121,9 +75,8 @@ class _PrecomputedEmbeddings(nn.Module):
         return features
 
 
-@peer("sentence-transformers, gathered", library="sentence_transformers", mistake="uneven shards", call="views")
-def _() -> Any:
-    """sentence-transformers' `MultipleNegativesRankingLoss(model, gather_across_devices=True)`"""
+@recipe("sentence-transformers, gathered", library="sentence_transformers", mistake="uneven shards")
+def _sentence_transformers() -> Any:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     loss = MultipleNegativesRankingLoss(_PrecomputedEmbeddings(), gather_across_devices=rank_and_size()[1] > 1)  # type: ignore[arg-type]  # no model
