@@ -200,7 +200,7 @@ def steps(**more: Any) -> list[Action]:
     return [("step", {"batches": [(sizes, 10 * seed)], **more}) for seed, sizes in enumerate(shards)]
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(LOSSES), ids=list(LOSSES))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(LOSSES)), ids=list(LOSSES))
 def test_steps_of_every_loss_are_those_of_one_process(number: int, name: str, worlds: Worlds) -> None:
     """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work.
 
