@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,15 +36,10 @@ MOVE = 0.97
 @contextlib.contextmanager
 def limits(values: Mapping[str, Any]) -> Iterator[None]:
     """Within it, module constants named ``module:NAME`` have these values."""
-    found = [(importlib.import_module(key.partition(":")[0]), key.partition(":")[2], x) for key, x in values.items()]
-    before = [getattr(module, name) for module, name, _ in found]
-    for module, name, x in found:
-        setattr(module, name, x)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, x in values.items():
+            stack.enter_context(patch(name.replace(":", "."), x))
         yield
-    finally:
-        for (module, name, _), x in zip(found, before, strict=True):
-            setattr(module, name, x)
 
 
 def play(name: str, thresholds: Mapping[str, int], program: Sequence[Action]) -> list[str]:
@@ -381,11 +377,9 @@ def _is_last() -> bool:
 
 
 def _get(loss: Any, path: str) -> Any:
-    for name in path.split("."):
-        loss = loss[int(name)] if name.isdigit() else getattr(loss, name)
-    return loss
+    return attrgetter(path)(loss)
 
 
 def _set(loss: Any, path: str, value: Any) -> None:
-    *before, last = path.split(".")
-    setattr(_get(loss, ".".join(before)) if before else loss, last, value)
+    before, _, last = path.rpartition(".")
+    setattr(_get(loss, before) if before else loss, last, value)
