@@ -28,6 +28,9 @@ class Right:
     fix: ClassVar[str] = ""
     options: ClassVar[dict[str, Any]] = {}
 
+    def __init_subclass__(cls, name: str, fix: str = "") -> None:
+        cls.name, cls.fix = name, fix or cls.fix
+
     def __init__(self) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
@@ -72,48 +75,39 @@ class Right:
         return Trained.of(self.model, self.loss_fn)
 
 
-class NotOptimized(Right):
+class NotOptimized(
+    Right, name="loss parameters not in the optimizer", fix="`SGD([*model.parameters(), *loss_fn.parameters()])`"
+):
     """The optimizer has the parameters of the model, not those of the loss."""
-
-    name = "loss parameters not in the optimizer"
-    fix = "`SGD([*model.parameters(), *loss_fn.parameters()])`"
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self.model.parameters()
 
 
-class NeverZeroed(Right):
+class NeverZeroed(
+    Right, name="loss parameters never zeroed", fix="`optimizer.zero_grad()` in place of `model.zero_grad()`"
+):
     """Gradients of the model are cleared, those of the loss add up from step to step."""
-
-    name = "loss parameters never zeroed"
-    fix = "`optimizer.zero_grad()` in place of `model.zero_grad()`"
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         self.model.zero_grad()
 
 
-class GatheredFirst(Right):
+class GatheredFirst(Right, name="gathered before the loss", fix="pass local embeddings"):
     """Embeddings are gathered before DistributedLoss, which gathers them again: each sample counts twice."""
-
-    name = "gathered before the loss"
-    fix = "pass local embeddings"
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return self.loss_fn(cz.collectives.all_gather(self.model(images)), cz.collectives.all_gather(labels))
 
 
-class GatheredFirstUnchecked(GatheredFirst):
+class GatheredFirstUnchecked(GatheredFirst, name="gathered before the loss, not checked"):
     """The same, with `check_distinct=False`."""
 
-    name = "gathered before the loss, not checked"
     options: ClassVar[dict[str, Any]] = {"check_distinct": False}
 
 
-class Padded(Right):
+class Padded(Right, name="padded last batch", fix="`ShardedBatches` of examples/digits.py"):
     """DistributedSampler repeats a sample so that shards are equal; the loss compares it with itself."""
-
-    name = "padded last batch"
-    fix = "`ShardedBatches` of examples/digits.py"
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,71 +115,56 @@ class Padded(Right):
         self.loader = DataLoader(dataset, BATCH_SIZE // self.world_size, sampler=DistributedSampler(dataset))
 
 
-class SameOrder(Right):
+class SameOrder(Right, name="no set_epoch", fix="`sampler.set_epoch(epoch)` before each epoch"):
     """Every epoch has the order of the first one, and so the same batches with the same negatives."""
-
-    name = "no set_epoch"
-    fix = "`sampler.set_epoch(epoch)` before each epoch"
 
     def start_epoch(self, epoch: int) -> None:
         pass
 
 
-class SumUnderMean(Right):
+class SumUnderMean(Right, name='"sum" with a trainer that averages', fix='`grad_reduction="mean"`'):
     """DistributedLoss expects a trainer that sums gradients; DDP averages them."""
 
-    name = '"sum" with a trainer that averages'
-    fix = '`grad_reduction="mean"`'
     options: ClassVar[dict[str, Any]] = {"grad_reduction": "sum"}
 
 
-class MeanUnderSum(Right):
+class MeanUnderSum(
+    Right, name='"mean" with a trainer that sums', fix='`grad_reduction="sum"`, and the loss in the model'
+):
     """DistributedLoss expects a trainer that averages gradients; a communication hook sums them."""
-
-    name = '"mean" with a trainer that sums'
-    fix = '`grad_reduction="sum"`, and the loss in the model'
 
     def __init__(self) -> None:
         super().__init__()
         self.model.register_comm_hook(None, add_up)
 
 
-class TimesW(Right):
+class TimesW(Right, name="loss × W", fix="leave the factor out"):
     """The loss is multiplied by the number of processes, as other gathers need it."""
-
-    name = "loss × W"
-    fix = "leave the factor out"
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return self.world_size * super().loss(images, labels)
 
 
-class Local(Right):
+class Local(Right, name="local loss, parameters outside DDP", fix="`DistributedLoss(loss)`"):
     """Each process compares its own samples only, and its loss parameters differ from the second step on."""
-
-    name = "local loss, parameters outside DDP"
-    fix = "`DistributedLoss(loss)`"
 
     def __init__(self) -> None:
         super().__init__()
         self.loss_fn = make_loss()
 
 
-class LocalInDDP(Local):
+class LocalInDDP(Local, name="local loss, parameters in DDP"):
     """Each process compares its own samples only; DDP averages the gradients of the loss parameters too."""
-
-    name = "local loss, parameters in DDP"
 
     def __init__(self) -> None:
         super().__init__()
         self.loss_fn = DistributedDataParallel(make_loss())
 
 
-class SeededPerRank(Right):
+class SeededPerRank(
+    Right, name="loss parameters seeded per rank", fix="`DistributedLoss(loss, broadcast_parameters=True)`, or one seed"
+):
     """Loss parameters start from other values on each process; no message makes them equal."""
-
-    name = "loss parameters seeded per rank"
-    fix = "`DistributedLoss(loss, broadcast_parameters=True)`, or one seed"
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,11 +173,8 @@ class SeededPerRank(Right):
                 parameter.add_(0.1 * self.rank)
 
 
-class NotSaved(Right):
+class NotSaved(Right, name="loss parameters not in the checkpoint", fix="save `loss_fn.state_dict()`"):
     """A checkpoint has the model and the optimizer; the second epoch resumes with initial loss parameters."""
-
-    name = "loss parameters not in the checkpoint"
-    fix = "save `loss_fn.state_dict()`"
 
     def start_epoch(self, epoch: int) -> None:
         super().start_epoch(epoch)
