@@ -28,8 +28,8 @@ class Right:
     fix: ClassVar[str] = ""
     options: ClassVar[dict[str, Any]] = {}
 
-    def __init_subclass__(cls, name: str, fix: str = "") -> None:
-        cls.name, cls.fix = name, fix or cls.fix
+    def __init_subclass__(cls, name: str = "", fix: str = "") -> None:
+        cls.name, cls.fix = name or cls.name, fix or cls.fix
 
     def __init__(self) -> None:
         if not dist.is_initialized():
