@@ -118,19 +118,22 @@ def unknown_names(fragment: str) -> list[str]:
     return sorted(used - set(dir(contrastive_zoo))) + imported
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_run_or_checked(page):
+def problems(page: Path) -> list[object]:
+    """Blocks of a page that no test runs or checks, names and commands that do not exist, links that lead nowhere."""
     text = page.read_text(encoding="utf-8")
-    languages = {fence.strip() for fence in _FENCE.findall(text)}
-    listings = {
-        x for x in languages if re.fullmatch(r'python title="examples/\w+\.py"', x)
-    }  # test_examples.py runs them
-    assert languages - listings <= {"python", "py", "text", "sh", "bash", "{ .py }"}
-    assert len(examples(page)) == text.count("```python\n")
-    assert [unknown_names(fragment) for fragment in _FRAGMENT.findall(text) if unknown_names(fragment)] == []
-    assert all(
-        re.fullmatch(r'(?:<!-- )?--8<-- ["\[].*', line) for line in text.splitlines() if re.search("8 ?< ?--", line)
-    )
+    languages = {fence.strip() for fence in _FENCE.findall(text)} - {"python", "py", "text", "sh", "bash", "{ .py }"}
+    found: list[object] = [x for x in languages if not re.fullmatch(r'python title="examples/\w+\.py"', x)]  # listings
+    found += [] if len(examples(page)) == text.count("```python\n") else ["a block of python is no example"]
+    found += [names for fragment in _FRAGMENT.findall(text) if (names := unknown_names(fragment))]
+    snippets = (line for line in text.splitlines() if re.search("8 ?< ?--", line))
+    found += [line for line in snippets if not re.fullmatch(r'(?:<!-- )?--8<-- ["\[].*', line)]
+    found += missing_programs("".join(_COMMANDS.findall(text)))
+    links = (target for target in _LINK.findall(text) if "://" not in target)
+    return found + [target for target in links if not (page.parent / target).exists()]
+
+
+def test_blocks_names_commands_and_links_of_the_pages_exist():
+    assert {page.name: wrong for page in [*PAGES, ROOT / "CONTRIBUTING.md"] if (wrong := problems(page))} == {}
 
 
 def missing_programs(commands: str) -> list[str]:
@@ -146,17 +149,6 @@ def missing_programs(commands: str) -> list[str]:
         (line, re.match(form, line), is_there) for line in commands.splitlines() for form, is_there in exists.items()
     ]
     return [line for line, match, is_there in lines if match and not is_there(match[1])]
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_commands_name_programs_that_exist(page):
-    assert missing_programs("".join(_COMMANDS.findall(page.read_text(encoding="utf-8")))) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    targets = [target for target in _LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
 def test_the_reference_lists_every_public_name():
@@ -206,9 +198,12 @@ def test_every_message_of_the_source_is_on_the_page():
     assert page == with_messages(page), "run: python -m tools.troubleshooting_page"
 
 
-def test_an_example_a_fragment_or_a_command_that_lies_is_noticed():
+def test_an_example_a_fragment_a_command_or_a_link_that_lies_is_noticed(tmp_path):
     block = _BLOCK.search("```python\nprint(1 + 1)\n```\n```text\n3\n```")
     assert (printed(block[1], "here"), block[2]) == ("2\n", "3\n")
-    names = unknown_names("cz.NoSuchLoss()\nfrom contrastive_zoo.nowhere import x")
-    assert names == ["NoSuchLoss", "contrastive_zoo.nowhere"]
-    assert missing_programs("make nothing\nmake docs") == ["make nothing"]
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```py\ncz.NoSuchLoss()\nfrom contrastive_zoo.nowhere import x\n```\n"
+        "```sh\nmake nothing\nmake docs\n```\n[there](page.md), [nowhere](nowhere.md)\n```rust\n```\n"
+    )
+    assert problems(page) == ["rust", ["NoSuchLoss", "contrastive_zoo.nowhere"], "make nothing", "nowhere.md"]
