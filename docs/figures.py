@@ -1,7 +1,6 @@
 """Draws the figures of the documentation: ``python docs/figures.py`` writes docs/pages/figures/*.svg.
 
-The six collectives are drawings. ``recipes.svg`` is measured: recipes of the gallery run on 2 and 4 processes, in
-float64, and are compared with one process. Text is large enough for a phone.
+They are drawings of the collectives. Text is large enough for a phone.
 """
 
 import sys
@@ -11,10 +10,6 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
-
-from contrastive_zoo.testing.worlds import Worlds
-from tools.gallery.recipe import GALLERY
-from tools.gallery_measurement import EVEN, Measured, measure
 
 FIGURES = Path(__file__).parent / "pages" / "figures"
 RANK_COLOURS = ("#9ecae9", "#ffcf9a", "#b5dfae")
@@ -128,59 +123,6 @@ def draw_collective(name: str) -> None:
     save(figure, name)
 
 
-# ------------------------------------------------------------------------------------------------ recipes, measured
-
-RECIPES = {
-    "own slice, in a Function": "own slice",
-    "own slice overwritten": "overwritten slice",
-    "overwritten, loss × W": "own slice × W",
-    "local anchors, detached candidates": "detached candidates",
-    "local anchors, reduce-scatter": "local loss",
-    "local anchors, reduce-scatter, loss × W": "local loss × W",
-    "whole loss, reduce-scatter": "gather with reduce-scatter",
-    "DistributedLoss(InfoNCE(…))": "DistributedLoss, own loss",
-}
-"""What the figure calls each recipe of the gallery."""
-
-
-def draw_recipes(results: dict[str, list[Measured]]) -> None:
-    """Draw a row of cells per recipe, its name above, so that the figure fits the width of a phone."""
-    cell, high, gap, row_height, head = 0.82, 0.38, 0.14, 0.72, 0.55  # inches
-    block_width = len(EVEN) * cell + gap
-    width, height = 3 * block_width + gap, head + len(results) * row_height + 0.05
-    figure = plt.figure(figsize=(width, height))
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set_xlim(0, width)
-    ax.set_ylim(height, 0)
-    ax.axis("off")
-    for block, title in enumerate(("encoder gradient", "loss's gradient", "value")):
-        left = gap + block * block_width
-        ax.text(left + len(EVEN) * cell / 2, 0.17, title, ha="center", va="center", fontsize=10.5, weight="bold")
-        for column, batch in enumerate(EVEN):
-            x = left + column * cell
-            ax.text(x + cell / 2, 0.42, f"W = {len(batch.shards)}", ha="center", va="center", fontsize=9, color=FAINT)
-            for row, cells in enumerate(results.values()):
-                text, right = describe(block, cells[column])
-                y = head + row * row_height + 0.28
-                ax.add_patch(Rectangle((x, y), cell, high, fc="#d7efd3" if right else "#f8cfc8", ec="white", lw=2))
-                ax.text(x + cell / 2, y + high / 2, text, ha="center", va="center", fontsize=9, linespacing=1.1)
-    for row, recipe in enumerate(results):
-        weight = "bold" if "DistributedLoss" in recipe else "normal"
-        ax.text(gap, head + row * row_height + 0.16, recipe, ha="left", va="center", fontsize=9.5, weight=weight)
-    save(figure, "recipes")
-
-
-def describe(block: int, found: Measured) -> tuple[str, bool]:
-    least, most = min(found.values), max(found.values)
-    if block == 2:
-        same = most - least < 1e-9
-        return f"{most:.3g}×" if same else f"{least:.2f}×\nto {most:.2f}×", same and abs(most - 1) < 1e-9
-    ratio, cosine = found.encoder if block == 0 else found.parameters
-    straight = cosine > 1 - 1e-9
-    text = f"{ratio:.3g}×" if straight else f"{ratio:.2f}×\ncos {cosine:.2f}"
-    return text, straight and abs(ratio - 1) < 1e-9
-
-
 def save(figure: plt.Figure, name: str) -> None:
     figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None}, facecolor="white")
     if len(sys.argv) > 1:  # a folder for PNG copies, to look at
@@ -193,7 +135,3 @@ if __name__ == "__main__":
     FIGURES.mkdir(parents=True, exist_ok=True)
     for collective in COLLECTIVES:
         draw_collective(collective)
-    with Worlds() as live:
-        draw_recipes(
-            {title: [measure(GALLERY[name].case, batch, live) for batch in EVEN] for title, name in RECIPES.items()}
-        )
