@@ -296,7 +296,8 @@ def scatter(
         wanted = list(sizes)
     elif sizes is not None:
         problem = f"sizes are {world.size} integers, one per rank, got {described(sizes)}."
-    if world.rank == src and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0):
+    is_source = isinstance(src, int) and world.rank == src  # any other src is refused below
+    if is_source and (len(wanted) != world.size or sum(wanted) != total or min(wanted) < 0):
         problem = f"sizes must be {world.size} numbers that add up to the {total} rows of rank {src}, got {wanted}."
     _agree("scatter", rows, world, by_row=True, problem=problem, src=src)
     padded = (wanted + [0] * world.size)[: world.size]
