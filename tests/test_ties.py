@@ -15,7 +15,8 @@ from contrastive_zoo.engine import masked, max_sim, pairwise, row_statistics
 from contrastive_zoo.losses import max_sim as max_sim_loss
 from contrastive_zoo.losses import mnrl
 from contrastive_zoo.losses.max_sim import MaxSim
-from contrastive_zoo.testing.measurement import allow_repeated_samples, set_float64_and_seed
+from contrastive_zoo.testing.loss_calls import allow_repeated_samples
+from contrastive_zoo.testing.measurement import set_float64_and_seed
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE, EXACT, distance

@@ -12,43 +12,40 @@ Selection = Callable[[Samples, list[int], int], Samples]
 """A function of the samples of all ranks, the shard sizes and a rank."""
 
 
-def _other_samples(parts: list[Tensor]) -> list[Tensor]:
-    return [*parts[:1], *((1 + part).square() for part in parts[1:])] if parts[0].is_floating_point() else parts
+Edit = Callable[[list[Tensor]], list[Tensor]]
+"""A function of one input of all ranks, split by rank."""
 
 
-def _other_samples_shifted(parts: list[Tensor]) -> list[Tensor]:
-    return [*parts[:1], *(1 + part for part in parts[1:])] if parts[0].is_floating_point() else parts
+def _others(change: Callable[[Tensor], Tensor]) -> Edit:
+    """Change the part of every rank but the first."""
+    return lambda parts: [*parts[:1], *map(change, parts[1:])]
 
 
-def _other_labels(parts: list[Tensor]) -> list[Tensor]:
-    """Give all samples of other ranks the label of the first one."""
-    is_label = not parts[0].is_floating_point()
-    return [*parts[:1], *(parts[0][:1].expand_as(x) for x in parts[1:])] if is_label else parts
+def _by_rank(change: Callable[[Tensor, int], Tensor]) -> Edit:
+    return lambda parts: [change(x, rank) for rank, x in enumerate(parts)]
 
 
-def _classes_by_rank(parts: list[Tensor]) -> list[Tensor]:
-    """Let no class be on two ranks."""
-    return parts if parts[0].is_floating_point() else [x + 1000 * rank for rank, x in enumerate(parts)]
+def _of_samples(edit: Edit) -> Edit:
+    return lambda parts: edit(parts) if parts[0].is_floating_point() else parts
 
 
-def _ranks_apart(parts: list[Tensor]) -> list[Tensor]:
-    """Let the nearest samples of another class be on the same rank."""
-    return [x + 100 * rank for rank, x in enumerate(parts)] if parts[0].is_floating_point() else parts
+def _of_labels(edit: Edit) -> Edit:
+    return lambda parts: parts if parts[0].is_floating_point() else edit(parts)
 
 
-EDITS: Mapping[str, Callable[[list[Tensor]], list[Tensor]]] = {
+EDITS: Mapping[str, Edit] = {
     "": lambda parts: parts,
     "same draws": lambda parts: parts,  # all random numbers are the same on every rank, whatever their seed
-    "other samples": _other_samples,
-    "other samples shifted": _other_samples_shifted,
-    "other labels": _other_labels,
-    "classes by rank": _classes_by_rank,
-    "ranks apart": _ranks_apart,
+    "other samples": _of_samples(_others(lambda x: (1 + x).square())),
+    "other samples shifted": _of_samples(_others(lambda x: 1 + x)),
+    "other labels": _of_labels(lambda parts: [*parts[:1], *(parts[0][:1].expand_as(x) for x in parts[1:])]),
+    "classes by rank": _of_labels(_by_rank(lambda x, rank: x + 1000 * rank)),  # no class is on two ranks
+    "ranks apart": _of_samples(_by_rank(lambda x, rank: x + 100 * rank)),  # the nearest negatives are on the same rank
     "equal shards": lambda parts: parts[:1] * len(parts),
     "last shard reversed": lambda parts: [*parts[:-1], parts[-1].flip(0)],
-    "all shards reversed": lambda parts: [part.flip(0) for part in parts],
+    "all shards reversed": _by_rank(lambda x, rank: x.flip(0)),
 }
-"""Functions of one input of all ranks, split by rank, by name."""
+"""What changes the samples of all ranks, by name."""
 
 
 def local_samples(samples: Samples, shards: list[int], rank: int) -> Samples:

@@ -5,20 +5,18 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.interventions import EDITS
+from contrastive_zoo.testing.loss_calls import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.messages import Draws, Message, Messages
 from contrastive_zoo.testing.noise import noisy
 from contrastive_zoo.wrapper.step import splitting
@@ -43,7 +41,6 @@ class Case:
     views: int = 2  # number of views, for call="views"
     step: bool = False  # whether a whole training step is under test
     name: str = "loss"  # in reports
-    shared: bool = True  # whether to force the general path, in which ranks split the work, for small batches too
     repetitions: int = 0  # calls that are averaged, with other random numbers on each rank; 0 for one call
 
     def __str__(self) -> str:
@@ -145,7 +142,7 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
         for index, batch in enumerate(steps):
             batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
             # every second step takes the general path, in which ranks split the work
-            with splitting(always=case.shared and index % 2 == 0):
+            with splitting(always=index % 2 == 0):
                 try:
                     result = subject.measure([local_shard(case, x, plan) for x in batches], plan)
                     result.random_operations = draws.count > of_encoder
@@ -242,7 +239,7 @@ class Subject:
         """Return the loss of these samples; a training step also runs backward."""
         if self.step is None:
             return scalar(self.loss(*self._rounded(self.model.embed(samples))))
-        with self.recorder:
+        with self.recorder.recording():
             return scalar(self.step(self.model, *samples))
 
     def _rounded(self, embeddings: list[Tensor]) -> list[Tensor]:
@@ -259,87 +256,6 @@ class Subject:
 
     def start(self) -> Gradients:
         return split_parameters(self.module, copies(self.parameters.items()))[0]
-
-
-# --- the loss that a training step calls ----------------------------------------------------------------------------------
-
-
-def remove_hook(handle: Any) -> None:
-    """Remove a hook that ``register_module_forward_hook`` or another function of torch has registered.
-
-    torch (2.13) keeps a note of a removed hook's keyword arguments, which ``torch.compile`` takes for a hook and warns of.
-    """
-    handle.remove()
-    modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
-    modules._global_forward_hooks_always_called.pop(handle.id, None)
-
-
-class LossCall(NamedTuple):
-    loss: nn.Module  # the outermost module that received embeddings and returned a scalar
-    embedding_gradients: list[Tensor]  # of its inputs [n, ...] that require gradients, zero before the backward pass
-    position: int  # the number that count returned when the loss returned
-
-
-class LossRecorder:
-    """Records the losses called inside the context, as members of the model or not.
-
-    A loss is a module that returns a scalar, or raises, and has an input that requires gradients. The encoder, and a model
-    that returns its own loss, receive features, which require none. ``count`` is read when a loss returns: how many messages
-    have been sent so far.
-    """
-
-    def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
-        self.count = count
-        self.calls: list[LossCall] = []
-
-    def __enter__(self) -> "LossRecorder":
-        self._handles = [
-            register_module_forward_pre_hook(allow_repeated_samples),
-            register_module_forward_hook(self._record, with_kwargs=True, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            remove_hook(handle)
-
-    def _record(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        *kwargs, output = rest
-        raised = not kwargs  # torch passes keyword arguments only if the module has returned
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-        if not inputs or not (raised or _is_scalar(output)):
-            return
-        members = {id(member) for member in module.modules()}
-        self.calls = [call for call in self.calls if id(call.loss) not in members]  # inner modules return first
-        embeddings = [x for x in inputs if x.ndim > 1]  # not a scale or a temperature
-        call = LossCall(module, [torch.zeros_like(x) for x in embeddings], self.count())
-        for x, total in zip(embeddings, call.embedding_gradients, strict=True):
-            x.register_hook(lambda gradient, total=total: _add(total, gradient))
-        self.calls.append(call)
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        named: dict[str, nn.Parameter] = {}
-        for index, call in enumerate(self.calls):
-            for name, parameter in call.loss.named_parameters():
-                if all(parameter is not other for other in named.values()):
-                    named[f"loss{index or ''}.{name}"] = parameter
-        return named
-
-
-def allow_repeated_samples(loss: Any, inputs: object = None) -> None:
-    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples."""
-    if hasattr(loss, "check_distinct"):
-        loss.check_distinct = False
-
-
-def _is_scalar(output: Any) -> bool:
-    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    return bool(tensors) and tensors[0].ndim == 0 and tensors[0].requires_grad
-
-
-def _add(total: Tensor, gradient: Tensor) -> None:  # a hook that returned a tensor would replace the gradient
-    total += gradient.detach()
 
 
 # --- samples and tensors ---------------------------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.testing.auditing.merging import token_length
 from contrastive_zoo.testing.auditing.records import Draws, LossCall, ModuleCall, Record, Step, digests, snapshot
-from contrastive_zoo.testing.auditing.rerun import Rerun, replaced
+from contrastive_zoo.testing.auditing.rerun import Rerun
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.testing.auditing.tensors import Tensors, add
 from contrastive_zoo.testing.auditing.zero import PARAMETERS, held
+from contrastive_zoo.testing.loss_calls import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 THIRD_PARTY_LOSSES = (

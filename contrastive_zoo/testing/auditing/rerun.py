@@ -1,9 +1,7 @@
 """Run a training again in one process, with the batches of all ranks, from the state of rank 0."""
 
 import copy
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ from contrastive_zoo.testing.auditing.merging import (
 from contrastive_zoo.testing.auditing.randomness import ShardedDraws
 from contrastive_zoo.testing.auditing.records import ModuleCall, Record, digests
 from contrastive_zoo.testing.auditing.zero import assign, is_in_pieces
+from contrastive_zoo.testing.loss_calls import replaced
 from contrastive_zoo.testing.noise import noisy
 
 
@@ -36,23 +35,6 @@ class Setting(NamedTuple):
     noise: int | None = None  # seed of changes of up to half a unit of rounding of the parameters at the start
     unit: float = 0.0  # that unit of rounding; that of the parameters' type
     by_shard: bool = False  # whether a BatchNorm takes the statistics of each rank's samples
-
-
-@contextmanager
-def replaced(home: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module or class by one that gets the original as its first argument."""
-    original = getattr(home, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    defined = inspect.getattr_static(home, name)  # a class method, and not that of the class
-    setattr(home, name, call)
-    try:
-        yield
-    finally:
-        setattr(home, name, defined)
 
 
 class Rerun:
