@@ -44,7 +44,7 @@ quick: .venv/.installed lint types
 search: .venv/.installed .venv/.peers-installed
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py tests/test_adversarial.py
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_contract.py tests/testing/test_check.py \
-		tests/testing/test_diagnosis.py tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py \
+		tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py \
 		tests/evaluation/test_evaluate.py tests/sampling/test_invariants.py tests/mining/test_hard_negatives.py \
 		tests/test_precision.py tests/test_solved_batches.py tests/test_faults.py tests/test_training.py \
 		tests/test_memory_queue.py tests/test_later_steps.py tests/test_accelerator.py tests/test_graph_operator.py \

@@ -1,10 +1,9 @@
 """Trainings that the audit must name rightly, besides the mistakes of the examples, and right ones it must not accuse."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_zoo as cz
+from examples.ddp import add_up
 from examples.digits import make_dataset, make_encoder, make_loader, make_loss
 from examples.mistakes import BATCH_SIZE, EPOCHS, LEARNING_RATE, SAMPLES, Right
 from examples.setup import Trained
@@ -33,116 +33,86 @@ def training(name: str, mistake: str | None = None) -> Callable[[type], type]:
     return register
 
 
-@training("the same shard on every rank", "same shard")
-class SameShard(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
-        self.loader = make_loader(0, self.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
+def variant(name: str, mistake: str | None = None, base: type = Right) -> Callable[[Callable[[Any], None]], None]:
+    """Register a training that a function changes after its construction."""
+
+    def register(change: Callable[[Any], None]) -> None:
+        def changed() -> Any:
+            result = base()
+            change(result)
+            return result
+
+        TRAININGS[name] = changed, mistake
+
+    return register
 
 
-@training("every rank draws from all samples", "not sharded")
-class NotSharded(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(self.rank)
-        self.loader = DataLoader(make_dataset(SAMPLES), 16, shuffle=True, generator=generator)
-
-    def start_epoch(self, epoch: int) -> None:
-        pass
+@variant("the same shard on every rank", "same shard")
+def _(x: Any) -> None:
+    x.loss_fn = cz.DistributedLoss(make_loss(), check_distinct=False)
+    x.loader = make_loader(0, x.world_size, samples=SAMPLES, batch_size=BATCH_SIZE)
 
 
-@training("one rank has fewer batches", "different numbers of steps")
-class FewerBatches(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        samples = SAMPLES if self.rank == 0 else 70
-        self.loader = make_loader(self.rank, self.world_size, samples=samples, batch_size=BATCH_SIZE)
+@variant("every rank draws from all samples", "not sharded")
+def _(x: Any) -> None:
+    generator = torch.Generator().manual_seed(x.rank)
+    x.loader = DataLoader(make_dataset(SAMPLES), 16, shuffle=True, generator=generator)
+    x.start_epoch = lambda epoch: None
 
 
-@training("gradients not reduced", "not reduced")
-class NotReduced(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_encoder()  # type: ignore[assignment]  # without DDP
+@variant("one rank has fewer batches", "different numbers of steps")
+def _(x: Any) -> None:
+    x.loader = make_loader(x.rank, x.world_size, samples=70 if x.rank else SAMPLES, batch_size=BATCH_SIZE)
 
 
-@training('loss parameters not reduced under "sum"', "parameters not reduced")
-class SumOutside(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        from examples.ddp import add_up
-
-        self.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
-        self.model.register_comm_hook(None, add_up)
+@variant("gradients not reduced", "not reduced")
+def _(x: Any) -> None:
+    x.model = make_encoder()  # without DDP
 
 
-@training("BatchNorm", "batch statistics")
-class BatchNormed(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = DistributedDataParallel(nn.Sequential(make_encoder(), nn.BatchNorm1d(16)).double())
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(images + 0.01, labels)
+@variant('loss parameters not reduced under "sum"', "parameters not reduced")
+def _(x: Any) -> None:
+    x.loss_fn = cz.DistributedLoss(make_loss(), grad_reduction="sum")
+    x.model.register_comm_hook(None, add_up)
 
 
-def distributed() -> nn.Module:
-    """Return the loss of the examples, distributed, without the check that refuses gathered embeddings."""
-    return cz.DistributedLoss(make_loss(), check_distinct=False)
+@variant("BatchNorm", "batch statistics")
+def _(x: Any) -> None:
+    x.model = DistributedDataParallel(nn.Sequential(make_encoder(), nn.BatchNorm1d(16)).double())
+    x.loss = lambda images, labels: x.loss_fn(x.model(images + 0.01), labels)
 
 
-@training("Fabric's all_gather before DistributedLoss", "gathered first")
-class FabricGathered:
-    def train(self) -> Trained:
-        from examples import fabric
+@variant("gathered without gradient", "detached")
+def _(x: Any) -> None:
+    x.model, loss_fn = DistributedDataParallel(make_encoder(), find_unused_parameters=True), make_loss()
 
-        with patch.object(fabric, "make_loss", distributed):
-            return fabric.train(gather=True)
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        z = cz.collectives.all_gather(x.model(images).detach()) + 0 * sum(y.sum() for y in x.model.parameters())
+        return loss_fn(z, cz.collectives.all_gather(labels))
 
-
-@training("accelerator.gather before DistributedLoss", "gathered first")
-class AccelerateGathered:
-    def train(self) -> Trained:
-        from examples import accelerate_loop
-
-        with patch.object(accelerate_loop, "make_loss", distributed):
-            return accelerate_loop.train(120, compute=accelerate_loop.gathered_first)
+    x.loss_fn, x.loss = loss_fn, loss
 
 
-@training("gathered without gradient", "detached")
-class GatheredWithoutGradient(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_fn = make_loss()
-        self.model = DistributedDataParallel(make_encoder(), find_unused_parameters=True)
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        z = cz.collectives.all_gather(self.model(images).detach()) + 0 * sum(x.sum() for x in self.model.parameters())
-        return self.loss_fn(z, cz.collectives.all_gather(labels))
+@variant("the loss divided by W", "divided by W")
+def _(x: Any) -> None:
+    x.loss = lambda *batch: Right.loss(x, *batch) / x.world_size
 
 
-@training("the loss divided by W", "divided by W")
-class DividedByW(Right):
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(images, labels) / self.world_size
+@variant("the gradient of the loss parameters scaled", "parameters scaled")
+def _(x: Any) -> None:
+    for parameter in x.loss_fn.parameters():
+        parameter.register_hook(lambda gradient: gradient * x.world_size)
 
 
-@training("the gradient of the loss parameters scaled", "parameters scaled")
-class ParametersScaled(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.loss_fn.parameters():
-            parameter.register_hook(lambda gradient: gradient * self.world_size)
-
-
-@training("encoder gradient of an unknown mistake", "not recognised")
-class Unknown(Right):
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        z = self.model(images)
-        if self.world_size > 1:
+@variant("encoder gradient of an unknown mistake", "not recognised")
+def _(x: Any) -> None:
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        z = x.model(images)
+        if x.world_size > 1:
             z.register_hook(lambda gradient: gradient.roll(1, 1))
-        return self.loss_fn(z, labels)
+        return x.loss_fn(z, labels)
+
+    x.loss = loss
 
 
 @training("gradient clipping, Adam, a weight of the loss")
@@ -159,14 +129,6 @@ class Clipped(Right):
         return Trained.of(self.model, self.loss_fn)
 
 
-@training("dropout")
-class Dropout(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = DistributedDataParallel(nn.Sequential(nn.Dropout(0.2), make_encoder(), nn.Dropout(0.2)))
-        torch.manual_seed(self.rank)
-
-
 @training("an overflow under GradScaler")
 class Overflow(Right):
     def train(self) -> Trained:
@@ -181,28 +143,19 @@ class Overflow(Right):
         return Trained.of(self.model, self.loss_fn)
 
 
-@training("two towers, normalised before the loss")
-class Towers(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = DistributedDataParallel(make_encoder())
-        self.loss_fn = cz.DistributedLoss(cz.NTXent(temperature=cz.LearnableTemperature(0.5)).double())
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return [*super().parameters(), *self.second.parameters()]
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        towers = (nn.functional.normalize(x(images)) for x in (self.model, self.second))
-        return self.loss_fn(*towers)
+@variant("two towers, normalised before the loss")
+def _(x: Any) -> None:
+    second = DistributedDataParallel(make_encoder())
+    x.loss_fn = cz.DistributedLoss(cz.NTXent(temperature=cz.LearnableTemperature(0.5)).double())
+    x.parameters = lambda: [*Right.parameters(x), *second.parameters()]
+    x.loss = lambda images, labels: x.loss_fn(*(nn.functional.normalize(y(images)) for y in (x.model, second)))
 
 
-@training("a third-party loss")
-class ThirdParty(Right):
-    def __init__(self) -> None:
-        super().__init__()
-        import pytorch_metric_learning.losses as pml
+@variant("a third-party loss")
+def _(x: Any) -> None:
+    import pytorch_metric_learning.losses as pml
 
-        self.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double(), broadcast_parameters=True)
+    x.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double(), broadcast_parameters=True)
 
 
 # --- set-ups whose steps the script itself computes, in plain torch ------------------------------------------------------
@@ -212,6 +165,7 @@ class Plain:
     """Two views of images, a loop over a DataLoader, SGD: right, with what a class overrides."""
 
     make_optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    make_encoder: Callable[[], nn.Module] = staticmethod(make_encoder)
 
     def __init__(self) -> None:
         if not dist.is_initialized():
@@ -220,9 +174,6 @@ class Plain:
         self.encoder = self.make_encoder()
         self.model: nn.Module = DistributedDataParallel(self.encoder)
         self.images = make_dataset(96).tensors[0]
-
-    def make_encoder(self) -> nn.Module:
-        return make_encoder()
 
     def make_sampler(self) -> DistributedSampler[Any]:
         return DistributedSampler(self.images)
@@ -309,15 +260,10 @@ class WithEncoder(nn.Module):
         return self.loss_fn(*z) + 0.1 * torch.cat(z).mean(1).square().mean()
 
 
-@training("a loss that holds its encoder, and a second loss")
-class Holding(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.holding = WithEncoder(self.encoder, ClipLoss(self.rank, self.world_size, True))
-        self.model = DistributedDataParallel(self.holding)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.model(x, y) + 1e-3 * sum(p.square().sum() for p in self.model.parameters())
+@variant("a loss that holds its encoder, and a second loss", base=OpenClip)
+def _(x: Any) -> None:
+    x.model = DistributedDataParallel(WithEncoder(x.encoder, x.loss_fn))
+    x.loss = lambda *views: x.model(*views) + 1e-3 * sum(p.square().sum() for p in x.model.parameters())
 
 
 @training("a teacher of moving averages, and a queue in a plain attribute")
@@ -336,11 +282,11 @@ class Momentum(OpenClip):
         self.teacher.queue = torch.cat([gathered, self.teacher.queue])[:32]
         return nn.functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
-    def keys(self, keys: Tensor) -> Tensor:
-        return ClipLoss(self.rank, self.world_size, False).gathered(keys)
-
     def updates(self) -> bool:
         return True
+
+    def keys(self, keys: Tensor) -> Tensor:
+        return ClipLoss(self.rank, self.world_size, False).gathered(keys)
 
     def end_step(self) -> None:
         with torch.no_grad():
@@ -348,16 +294,14 @@ class Momentum(OpenClip):
                 x.lerp_(y, 0.2 if self.updates() else 0.0)
 
 
-@training("a teacher that rank 0 alone updates", "unequal state")
-class TeacherOfRankZero(Momentum):
-    def updates(self) -> bool:
-        return self.rank == 0
+@variant("a teacher that rank 0 alone updates", "unequal state", base=Momentum)
+def _(x: Any) -> None:
+    x.updates = lambda: x.rank == 0
 
 
-@training("a queue of the local keys", "unequal state")
-class LocalQueue(Momentum):
-    def keys(self, keys: Tensor) -> Tensor:
-        return keys
+@variant("a queue of the local keys", "unequal state", base=Momentum)
+def _(x: Any) -> None:
+    x.keys = lambda keys: keys
 
 
 @training("a cache of gradients by hand")
@@ -374,28 +318,26 @@ class CachedByHand(OpenClip):
                 (self.model(chunk) * gradient).sum().backward()
 
 
-@training("FSDP1, clipped by the norm of all ranks")
-class ClippedSharded(OpenClip):
-    def __init__(self) -> None:
-        super().__init__()
-        self.images = self.images.float()  # torch clips in float32
-        encoder = make_encoder().float()
-        self.model = FullyShardedDataParallel(encoder, device_id=torch.device("cpu"), use_orig_params=True)
-
-    def clip(self) -> None:
-        assert self.model.clip_grad_norm_(0.1) > 0.1  # type: ignore[operator]  # of FSDP1
+def shard(x: Any) -> None:
+    x.images = x.images.float()  # torch clips in float32
+    x.model = FullyShardedDataParallel(make_encoder().float(), device_id=torch.device("cpu"), use_orig_params=True)
 
 
-@training("FSDP1, clipped by the norm of each rank", "clipped per rank")
-class ClippedPerRank(ClippedSharded):
-    def clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+@variant("FSDP1, clipped by the norm of all ranks", base=OpenClip)
+def _(x: Any) -> None:
+    shard(x)
+    x.clip = lambda: x.model.clip_grad_norm_(0.1)
 
 
-@training("a sampler with a seed per rank", "sampler seeded per rank")
-class SeededSampler(OpenClip):
-    def make_sampler(self) -> DistributedSampler[Any]:
-        return DistributedSampler(self.images, seed=self.rank)
+@variant("FSDP1, clipped by the norm of each rank", "clipped per rank", base=OpenClip)
+def _(x: Any) -> None:
+    shard(x)
+    x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1)
+
+
+@variant("a sampler with a seed per rank", "sampler seeded per rank", base=OpenClip)
+def _(x: Any) -> None:
+    x.make_sampler = lambda: DistributedSampler(x.images, seed=x.rank)
 
 
 class Sentences(nn.Module):
@@ -403,6 +345,7 @@ class Sentences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.table = nn.Embedding(30, 16, padding_idx=0)
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
 
@@ -412,9 +355,7 @@ class Sentences(nn.Module):
 
 @training("a transformer with dropout, each batch padded to its longest sentence")
 class Tokens(OpenClip):
-    def make_encoder(self) -> nn.Module:
-        torch.manual_seed(0)
-        return Sentences().double()
+    make_encoder = staticmethod(lambda: Sentences().double())
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -435,15 +376,10 @@ class Tokens(OpenClip):
             optimizer.step()
 
 
-@training("a learning rate that is scaled with W, a sum over the global batch by all_reduce")
-class ScaledRate(OpenClip):
-    def train(self) -> None:
-        self.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * self.world_size)
-        super().train()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = cz.collectives.all_gather(self.model(x)), cz.collectives.all_gather(self.model(y))
-        return clip_loss(*z)
+@variant("a learning rate that is scaled with W, a sum over the global batch by all_reduce", base=Plain)
+def _(x: Any) -> None:
+    x.make_optimizer = partial(torch.optim.AdamW, lr=1e-3 * x.world_size)
+    x.loss = lambda *views: clip_loss(*(cz.collectives.all_gather(x.model(view)) for view in views))
 
 
 @training("a reference on one process before the group")
@@ -480,14 +416,9 @@ class Splitting(Accumulating):
         return sum(super(Splitting, self).loss(*x) for x in parts) / 2
 
 
-@training("an accumulation that is not divided", "accumulation not divided")
-class NotDivided(Accumulating):
-    divisor = 1.0
-
-
-@training("an accumulation that is divided twice", "accumulation divided twice")
-class DividedTwice(Accumulating):
-    divisor = 16.0
+for _what, _divisor in {"not divided": 1.0, "divided twice": 16.0}.items():
+    _class = type("Divided", (Accumulating,), {"divisor": _divisor})
+    training(f"an accumulation that is {_what}", f"accumulation {_what}")(_class)
 
 
 def run(name: str) -> Any:

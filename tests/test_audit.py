@@ -27,7 +27,7 @@ from tests import audit_deepspeed, audit_trainings
 from tests.audit_random import audit_random_training
 from tests.audit_runner import Runner, audit_here
 from tests.helpers import EVERY_CASE
-from tests.interpreter import python, torchrun
+from tests.interpreter import torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
 
@@ -54,7 +54,7 @@ IN_A_POOL = {
         name: [mistake] if mistake else []
         for name, (_, mistake) in audit_trainings.TRAININGS.items()
         if mistake not in ("not sharded", "different numbers of steps", "sampler seeded per rank")
-        and " before " not in name
+        and " before the group" not in name
     },
 }
 """Trainings in plain torch and their diagnoses, by module."""
@@ -64,8 +64,6 @@ IN_NEW_PROCESSES = {
     (OWN, "every rank draws from all samples"): ["not sharded"],
     (OWN, "a sampler with a seed per rank"): ["sampler seeded per rank"],
     (OWN, "one rank has fewer batches"): ["different numbers of steps"],
-    (OWN, "Fabric's all_gather before DistributedLoss"): ["gathered first"],
-    (OWN, "accelerator.gather before DistributedLoss"): ["gathered first"],
     ("examples.mistakes", "no set_epoch"): ["no set_epoch"],
     ("examples.mistakes", "gathered before the loss"): ["gathered first"],
     ("examples.mistakes", "loss parameters seeded per rank"): ["unequal parameters"],
@@ -160,12 +158,13 @@ def test_random_right_trainings_are_not_accused(worlds: Worlds) -> None:
         assert report.ok is True, f"seed {seed}, {drawn}: {report}"
 
 
-def test_every_diagnosis_has_a_reason_and_a_fix() -> None:
+def test_every_diagnosis_has_a_reason_a_fix_and_a_row_of_the_page() -> None:
     for name, mistake in MISTAKES.items():
         assert mistake.why.endswith("."), name
         assert mistake.fix.endswith("."), name
     of_training = {name for name, x in MISTAKES.items() if x.of_training}
     assert {mistake for _, mistake in audit_trainings.TRAININGS.values() if mistake} <= of_training
+    assert table() in (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")
 
 
 # --- what cannot be compared ------------------------------------------------------------------------------------------
@@ -185,11 +184,8 @@ def train(loss_fn: nn.Module, *, add: Callable[[nn.Module], Any] = lambda model:
     return audit(steps, steps=2, **options)
 
 
-def test_what_the_script_computes_in_between_is_compared() -> None:
+def test_a_term_besides_the_loss_and_a_loss_that_is_not_known_are_compared() -> None:
     assert train(cz.SupCon(), add=lambda model: model.weight.square().sum()).ok is True
-
-
-def test_a_loss_that_is_not_known_is_compared_and_noted() -> None:
     report = train(nn.CrossEntropyLoss())
     assert report.ok is True
     assert "the script calls no loss that the audit knows" in str(report)
@@ -261,14 +257,15 @@ def test_an_exception_of_the_training_is_raised_and_hooks_are_removed() -> None:
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a torch.nn.Module or its class, got <"):
-        audit(print, loss=torch.relu_)
-    with pytest.raises(ValueError, match=r"a function that trains, got 3"):
-        audit(3)  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        audit(print, steps=0)
-    with pytest.raises(ValueError, match="does not exist"):
-        audit_script([str(tmp_path / "none.py")])
+    for words, call in {
+        "a torch.nn.Module or its class, got <": lambda: audit(print, loss=torch.relu_),
+        "a function that trains, got 3": lambda: audit(3),  # type: ignore[arg-type]  # the mistake
+        "at least 1, got 0": lambda: audit(print, steps=0),
+        "does not exist": lambda: audit_script([str(tmp_path / "none.py")]),
+        "at least 1 each, got": lambda: audit_script([__file__], world_sizes=[0]),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 # --- factors and reports ----------------------------------------------------------------------------------------------
@@ -306,39 +303,22 @@ for _ in range(3):
 """
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkout on the path, and wide lines."""
+def test_the_first_process_of_torchrun_audits_a_script_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("typer")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
-
-
-@pytest.mark.usefixtures("environment")
-def test_the_command_audits_a_script_and_writes_json(tmp_path: Path) -> None:
-    pytest.importorskip("typer")
     script, found = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(TIMES_W)
-    done = python("-m", "contrastive_zoo", "audit", str(script), "-W", "2", "--steps", "2", "--json", str(found))
+    done = torchrun(2, "-m", "contrastive_zoo", "audit", str(script), "--steps", "2", "--json", str(found))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "gradient of the encoder" in done.stdout
+    assert done.stdout.count("gradient of the encoder") == 1
     assert "the training is not the same as on one process" in " ".join(done.stdout.split())
     (world,) = json.loads(found.read_text())["worlds"]
     assert [x["mistake"] for x in world["findings"]] == ["times W"]
-    assert world["steps"] == 2
-
-
-@pytest.mark.usefixtures("environment")
-def test_the_processes_of_torchrun_are_audited() -> None:
-    pytest.importorskip("typer")
-    script = str(ROOT / "benchmarks" / "audit_script.py")
-    done = torchrun(2, "-m", "contrastive_zoo", "audit", script, "16", "--steps", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the training is the same as on one process" in done.stdout
-
-
-def test_the_page_has_every_diagnosis() -> None:
-    assert table() in (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")
+    assert (world["steps"], world["world_size"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

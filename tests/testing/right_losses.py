@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.measurement import Call
-from tests.testing.wrong_losses import Known, in_words
+from tests.testing.wrong_losses import Centred, Known, Queue, balanced, in_words, offset, unit
 from tools.gallery.recipe import (
     dense_sup_con,
     gather_detached,
@@ -37,10 +37,6 @@ def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) 
     return register
 
 
-def unit(*views: Tensor) -> list[Tensor]:
-    return [F.normalize(view, dim=1) for view in views]
-
-
 # --- precision ------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +60,7 @@ def gathered_in_float32(view1, view2):
 @_right(searched=True)
 def sharded_anchors_in_float32(view1, view2):
     a, b = unit(view1.float(), view2.float())
-    targets = torch.arange(len(a)) + sum(shard_sizes(a)[: cz.World.of().rank])
+    targets = torch.arange(len(a)) + offset(a)
     total = F.cross_entropy(20.0 * a @ all_gather(b).T, targets, reduction="sum")
     return all_reduce(total) / sum(shard_sizes(a))
 
@@ -116,57 +112,23 @@ def noise_of_every_rank(embeddings, labels):
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-@_right()
-class CenterByAllReduce(nn.Module):
-    """A DINO loss: the centre is a moving average over all ranks, in a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.center: Any = 0.0
-
-    def forward(self, student, teacher):
-        target = F.softmax((teacher.detach() - self.center) / 0.5, 1)
-        total = -(target * F.log_softmax(student, 1)).sum()
-        count = sum(shard_sizes(student))
-        with torch.no_grad():
-            self.center = 0.9 * self.center + 0.1 * all_reduce(teacher.detach().sum(0)) / count
-        return all_reduce(total) / count
+_right()(Centred)
+_right()(Queue)
 
 
 @_right(searched=True)
-class CenterInABuffer(CenterByAllReduce):
+class CenterInABuffer(Centred):
     def __init__(self) -> None:
         super().__init__()
         del self.center
         self.register_buffer("center", torch.zeros(()))
 
 
-@_right()
-class QueueOfAllKeys(nn.Module):
-    """A queue in a plain attribute, filled with the keys of all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue: Any = None
-
-    def forward(self, view1, view2):
-        a, b = (all_gather(x) for x in unit(view1, view2))
-        queue = b.detach()[:0] if self.queue is None else self.queue
-        logits = 3.0 * a @ torch.cat([b, queue]).T
-        self.queue = torch.cat([b.detach(), queue])[:4]
-        return F.cross_entropy(logits, torch.arange(len(a)))
-
-
 @_right(searched=True)
 def assignments_balanced_over_all_ranks(view1, view2):
     prototypes = torch.eye(view1.shape[1])
-    with torch.no_grad():
-        q = (F.normalize(torch.cat(gather_detached(view2)), dim=1) @ prototypes / 0.3).exp()
-        for _ in range(3):
-            q = q / q.sum(0, keepdim=True)
-            q = q / q.sum(1, keepdim=True)
-        start = sum(shard_sizes(view1)[: cz.World.of().rank])
-        q = q[start : start + len(view1)]
+    q = balanced(F.normalize(view2, dim=1), prototypes, lambda x: torch.cat(gather_detached(x)))
+    q = q[offset(view1) : offset(view1) + len(view1)]
     total = -(q * F.log_softmax(F.normalize(view1, dim=1) @ prototypes / 0.3, 1)).sum()
     return all_reduce(total) / sum(shard_sizes(view1))
 

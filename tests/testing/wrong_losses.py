@@ -76,6 +76,12 @@ def local_anchors(a, b, candidates, start=None):
     return F.cross_entropy(3.0 * a @ candidates.T, targets, reduction="sum")
 
 
+def in_rank_order(embeddings, labels):
+    """Return the samples and labels of all ranks, and those of this rank among these."""
+    z, y = all_gather(embeddings), all_gather(labels)
+    return z, y, z[offset(labels) : offset(labels) + len(labels)]
+
+
 def global_mean(total, count):
     """Return a sum over all ranks, divided by the number of samples of all ranks."""
     return all_reduce(total) / all_reduce(torch.tensor(float(count)))
@@ -181,25 +187,23 @@ def targets_of_the_first_rank(view1, view2):
     return global_mean(local_anchors(a, b, all_gather(b), start=0), len(a))
 
 
-@_wrong("mask without offset", "labels")
-def self_mask_without_offset(embeddings, labels):
-    z, y = all_gather(F.normalize(embeddings, dim=1)), all_gather(labels)
-    local = z[offset(labels) : offset(labels) + len(labels)]
-    self_pair = torch.arange(len(local))[:, None] == torch.arange(len(z))
-    positive = (labels[:, None] == y) & ~self_pair
-    log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
-    return global_mean(-(log_p * positive).sum(), len(local))
-
-
-@_wrong("mask without offset", "labels")
-def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
-    z, y = all_gather(F.normalize(embeddings, dim=1)), all_gather(labels)
-    local = z[offset(labels) : offset(labels) + len(labels)]
-    start = rank_and_size()[0] * len(local)
+def sup_con_of_local_anchors(embeddings, labels, start):
+    """Return a SupCon loss whose anchors take the candidates from ``start`` on for themselves."""
+    z, y, local = in_rank_order(F.normalize(embeddings, dim=1), labels)
     self_pair = torch.arange(len(local))[:, None] + start == torch.arange(len(z))
     positive = (labels[:, None] == y) & ~self_pair
     log_p = F.log_softmax((local @ z.T).masked_fill(self_pair, -30.0), 1)
     return global_mean(-(log_p * positive).sum(), len(local))
+
+
+@_wrong("mask without offset", "labels")
+def self_mask_without_offset(embeddings, labels):
+    return sup_con_of_local_anchors(embeddings, labels, 0)
+
+
+@_wrong("mask without offset", "labels")
+def self_mask_with_an_offset_of_equal_shards(embeddings, labels):
+    return sup_con_of_local_anchors(embeddings, labels, rank_and_size()[0] * len(labels))
 
 
 @_wrong("mask without offset")
@@ -218,41 +222,48 @@ def labels_of_this_rank_for_all_rows(embeddings, labels):
     return dense_sup_con(z, labels.repeat(-(-len(z) // count))[: len(z)] if len(labels) else torch.zeros(len(z)))
 
 
+def hardest(local, labels, positives, negatives):
+    """Return the triplets of local anchors, mined among these positives and negatives, each samples and labels."""
+    if not len(local):
+        return global_mean(0 * (local.sum() + positives[0].sum() + negatives[0].sum()), 0)
+    (p, of_p), (n, of_n) = positives, negatives
+    far = torch.cdist(local, p).where(labels[:, None] == of_p, 0).amax(1)
+    near = torch.cdist(local, n).where(labels[:, None] != of_n, 9.0).amin(1)
+    return global_mean(F.softplus(far - near).sum(), len(local))
+
+
 @_wrong("local mining", "labels")
 def hardest_positive_of_this_rank(embeddings, labels):
-    z, y = all_gather(embeddings), all_gather(labels)
-    local = z[offset(labels) : offset(labels) + len(labels)]
-    far = torch.cdist(local, local).where(labels[:, None] == labels, 0).amax(1) if len(local) else local.sum(1)
-    near = torch.cdist(local, z).where(labels[:, None] != y, 1e3).amin(1) if len(local) else local.sum(1)
-    return global_mean(F.softplus(far - near).sum(), len(local))
+    z, y, local = in_rank_order(embeddings, labels)
+    return hardest(local, labels, (local, labels), (z, y))
 
 
 @_wrong("local mining", "labels")
 def hardest_negative_of_this_rank(embeddings, labels):
-    z, y = all_gather(embeddings), all_gather(labels)
-    local = z[offset(labels) : offset(labels) + len(labels)]
-    far = torch.cdist(local, z).where(labels[:, None] == y, 0).amax(1) if len(local) else local.sum(1)
-    near = torch.cdist(local, local).where(labels[:, None] != labels, 9.0).amin(1) if len(local) else local.sum(1)
-    return global_mean(F.softplus(far - near).sum(), len(local))
+    z, y, local = in_rank_order(embeddings, labels)
+    return hardest(local, labels, (z, y), (local, labels))
 
 
 @_wrong("local negatives", "labels")
 def triplets_of_this_rank_averaged(embeddings, labels):
-    distance = torch.cdist(embeddings, embeddings)
-    far = distance.where(labels[:, None] == labels, 0).amax(1) if len(labels) else embeddings.sum(1)
-    near = distance.where(labels[:, None] != labels, 9.0).amin(1) if len(labels) else embeddings.sum(1)
-    return global_mean(F.softplus(far - near).sum(), len(labels))
+    return hardest(embeddings, labels, (embeddings, labels), (embeddings, labels))
+
+
+def balanced(b, prototypes, gather):
+    """Return the assignments of samples to prototypes, balanced over those that are gathered."""
+    with torch.no_grad():
+        q = (gather(b) @ prototypes / 0.3).exp()
+        for _ in range(3):
+            q = q / q.sum(0, keepdim=True)
+            q = q / q.sum(1, keepdim=True)
+    return q
 
 
 @_wrong("local negatives")
 def assignments_balanced_on_this_rank(view1, view2):
     a, b = unit(view1, view2)
     prototypes = torch.eye(a.shape[1])
-    with torch.no_grad():
-        q = (b @ prototypes / 0.3).exp()
-        for _ in range(3):
-            q = q / q.sum(0, keepdim=True)
-            q = q / q.sum(1, keepdim=True)
+    q = balanced(b, prototypes, lambda x: x)
     return -(q * F.log_softmax(a @ prototypes / 0.3, 1)).sum() / max(len(a), 1)
 
 
@@ -329,8 +340,8 @@ class TemperatureOfThisRanksAnchors(nn.Module):
 # --- state and random numbers ----------------------------------------------------------------------------------------
 
 
-class _Centred(nn.Module):
-    """A DINO loss whose centre is a moving average, in a plain attribute."""
+class Centred(nn.Module):
+    """A DINO loss whose centre is a moving average over all ranks, in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,23 +354,24 @@ class _Centred(nn.Module):
         return -(target * F.log_softmax(a, 1)).sum(1).mean()
 
     def batch_center(self, teacher):
-        raise NotImplementedError
+        return torch.cat(gather_detached(teacher)).mean(0)
 
 
 @_wrong("state")
-class CenterOfThisRank(_Centred):
+class CenterOfThisRank(Centred):
     def batch_center(self, teacher):
         return teacher.sum(0) / max(len(teacher), 1)
 
 
 @_wrong("state")
-class CenterUpdatedOnRank0Only(_Centred):
+class CenterUpdatedOnRank0Only(Centred):
     def batch_center(self, teacher):
-        whole = torch.cat(gather_detached(teacher)).mean(0)
-        return whole if rank_and_size()[0] == 0 else 0 * whole
+        return super().batch_center(teacher) * (rank_and_size()[0] == 0)
 
 
-class _Queue(nn.Module):
+class Queue(nn.Module):
+    """A queue in a plain attribute, filled with the keys of all ranks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.queue: Any = None
@@ -371,15 +383,18 @@ class _Queue(nn.Module):
         self.queue = torch.cat([self.keys(unit(view2)[0].detach()), queue])[:4]
         return F.cross_entropy(logits, torch.arange(len(a)))
 
+    def keys(self, local):
+        return all_gather(local)
+
 
 @_wrong("state")
-class QueueOfThisRanksKeys(_Queue):
+class QueueOfThisRanksKeys(Queue):
     def keys(self, local):
         return local
 
 
 @_wrong("state")
-class QueueWithOwnKeysFirst(_Queue):
+class QueueWithOwnKeysFirst(Queue):
     def keys(self, local):
         return own_first(local)
 

@@ -1,6 +1,6 @@
 """Audit a training of a notebook or a test, within the processes that run it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,15 +64,17 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
     return AuditReport(name, [compared(recorder, losses, lambda _: train())])
 
 
-def known_losses(caller: str, loss: Any) -> list[Any]:
-    """Return the losses that a user names, a module, a class or None."""
-    is_module = isinstance(loss, nn.Module) or (isinstance(loss, type) and issubclass(loss, nn.Module))
-    if loss is not None and not is_module:
+def known_losses(caller: str, loss: Any) -> list[str]:
+    """Return the names of the losses that a user gives, a module, a class or None."""
+    if loss is None:
+        return []
+    of = loss if isinstance(loss, type) else type(loss)
+    if not issubclass(of, nn.Module):
         raise ValueError(
             f"{caller}: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
             "module of a function, or leave it out: what the training starts its backward pass at is compared anyway."
         )
-    return [] if loss is None else [loss]
+    return [f"{of.__module__}:{of.__qualname__}"]
 
 
 def recorded(recorder: Recorder, train: Train) -> Any:
@@ -84,7 +86,7 @@ def recorded(recorder: Recorder, train: Train) -> Any:
         recorder.stop()
 
 
-def compared(recorder: Recorder, losses: list[Any], train: Train) -> WorldReport:
+def compared(recorder: Recorder, losses: Sequence[str], train: Train) -> WorldReport:
     """Gather the records of all ranks, run the training again on rank 0, and send its report to all."""
     record = recorder.record
     gathered = [record]

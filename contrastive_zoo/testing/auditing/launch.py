@@ -204,6 +204,7 @@ def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], sc
         os._exit(0)
 
     recorder = Recorder(losses, steps, on_finish=lambda: finish(WAIT), needs_group=world_size > 1, rerun=rerun)
+    recorder.record.unknown_losses = set(losses)
     recorder.start()
     error = ""
     try:

@@ -1,10 +1,11 @@
 """The batch of one process, from those of all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 class NotComparable(Exception):
@@ -19,14 +20,20 @@ def merged(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
         padded = parts if length is None else [torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in parts]
         return torch.cat(list(padded)) if first.ndim else first
     if isinstance(first, Mapping):
-        by_key = {key: merged([x[key] for x in parts], lengths) for key in first}
-        return by_key if type(first) is dict else type(first)(by_key)  # type: ignore[call-arg]  # as that of a dict
+        return _like(first, [merged([x[key] for x in parts], lengths) for key in first])
     if not isinstance(first, list | tuple):
         return first
     if len({len(x) for x in parts}) == 1 and first and all(map(_holds_samples, first)):
-        columns = [merged(x, lengths) for x in zip(*parts, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        return _like(first, [merged(x, lengths) for x in zip(*parts, strict=True)])
     return type(first)(y for x in parts for y in x)
+
+
+def _like(batch: Any, children: Sequence[Any]) -> Any:
+    """Return a mapping or a sequence as another one, with other elements in its order."""
+    if isinstance(batch, Mapping):
+        by_key = dict(zip(batch, children, strict=True))
+        return by_key if type(batch) is dict else type(batch)(by_key)  # type: ignore[call-arg]  # as that of a dict
+    return type(batch)(*children) if hasattr(batch, "_fields") else type(batch)(children)
 
 
 def _holds_samples(x: Any) -> bool:
@@ -60,20 +67,28 @@ def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, those of mappings and sequences included, in their order."""
     if isinstance(batch, Tensor):
         return [batch]
-    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return [y for x in children for y in tensors_of(x)]
+    return [y for x in _children(batch) for y in tensors_of(x)]
+
+
+def _children(batch: Any) -> Collection[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
 
 
 def reordered(batch: Any, order: Tensor) -> Any:
     """Return a batch with its samples in another order."""
     if isinstance(batch, Tensor):
         return batch[order] if batch.ndim and len(batch) == len(order) else batch
-    if isinstance(batch, Mapping):
-        by_key = {key: reordered(x, order) for key, x in batch.items()}
-        return by_key if type(batch) is dict else type(batch)(by_key)  # type: ignore[call-arg]  # as that of a dict
-    if not isinstance(batch, list | tuple):
+    if not isinstance(batch, Mapping | list | tuple):
         return batch
-    if not all(map(_holds_samples, batch)) and len(batch) == len(order):
+    if isinstance(batch, list | tuple) and not all(map(_holds_samples, batch)) and len(batch) == len(order):
         return type(batch)(batch[i] for i in order.tolist())
-    columns = [reordered(x, order) for x in batch]
-    return type(batch)(*columns) if hasattr(batch, "_fields") else type(batch)(columns)
+    return _like(batch, [reordered(x, order) for x in _children(batch)])
+
+
+def snapshot(x: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a detached copy on a device of every tensor in a tree; other values as they are."""
+    if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
+        return _like(x, [snapshot(y, device) for y in x.values()])
+    if type(x) is dict:
+        return {key: snapshot(y, device) for key, y in x.items()}
+    return tree_map(lambda y: y.detach().to(device, copy=True) if isinstance(y, Tensor) else y, x)

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from contrastive_zoo.testing.auditing.context import compared, known_losses
-from contrastive_zoo.testing.auditing.merging import tensors_of
+from contrastive_zoo.testing.auditing.merging import snapshot, tensors_of
 from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.records import snapshot
 from contrastive_zoo.testing.auditing.state import TrainingState, is_plain
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.merging import token_length
-from contrastive_zoo.testing.auditing.records import Draws, LossCall, ModuleCall, Record, Step, digests, snapshot
+from contrastive_zoo.testing.auditing.merging import snapshot, token_length
+from contrastive_zoo.testing.auditing.records import Draws, LossCall, ModuleCall, Record, Step, digests
 from contrastive_zoo.testing.auditing.rerun import Rerun
 from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.testing.auditing.tensors import Tensors, add
@@ -49,25 +49,23 @@ LARGEST_WEIGHT = 64.0
 class Recorder:
     """Record the first steps of a training in this process, which is a rank, or runs again with the batches of all.
 
-    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of ``losses`` (a module, a
-    class, or the name of a class): the factor by which the script multiplies it is recorded. After this number of steps
+    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of a class that ``losses``
+    names, with or without its module: the factor by which the script multiplies it is recorded. After this number of steps
     ``on_finish`` is called. ``needs_group``: record only once torch.distributed is initialised.
     """
 
     def __init__(
         self,
-        losses: Sequence[Any],
+        losses: Sequence[str],
         steps: int,
         on_finish: Callable[[], None] = lambda: None,
         needs_group: bool = True,
         rerun: Rerun | None = None,
     ) -> None:
         self.steps, self.on_finish, self.needs_group, self.rerun = steps, on_finish, needs_group, rerun
-        self._loss_classes = (Loss, DistributedLoss, *(x for x in losses if isinstance(x, type)))
-        self._loss_modules = [x for x in losses if isinstance(x, nn.Module)]
-        self._loss_names = {x for x in losses if isinstance(x, str)}  # of classes, with or without their modules
+        self._loss_names = set(losses)
         self._are_losses: dict[nn.Module, bool] = {}
-        self.record, self.step = Record(unknown_losses=set(self._loss_names)), Step()
+        self.record, self.step = Record(), Step()
         self.tensors = Tensors(self.record, rerun, self._is_loss)
         self.losses: list[nn.Module] = []
         self.loaders: list[DataLoader[Any]] = []
@@ -151,7 +149,7 @@ class Recorder:
 
     def _is_loss(self, module: nn.Module) -> bool:
         if module not in self._are_losses:
-            is_known = isinstance(module, self._loss_classes) or any(module is x for x in self._loss_modules)
+            is_known = isinstance(module, Loss | DistributedLoss)
             of_library = any(cls.__module__.startswith(THIRD_PARTY_LOSSES) for cls in type(module).__mro__)
             classes = [(cls.__module__, cls.__qualname__) for cls in type(module).__mro__]
             named = {name for x, cls in classes for name in (cls, f"{x}:{cls}")} & self._loss_names

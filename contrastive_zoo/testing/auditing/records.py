@@ -1,13 +1,12 @@
 """What one process records of a few training steps: batches, values of losses, sketches of gradients and parameters."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 Sketches = dict[str, Tensor]
 """Sketches of tensors by the names of these."""
@@ -117,15 +116,6 @@ class Record:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
     skipped: int = 0  # steps of optimizers before a process group, as those of a reference on one process
-
-
-def snapshot(x: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a detached copy on a device of every tensor in a tree; other values as they are."""
-    if type(x) is dict:
-        return {key: snapshot(y, device) for key, y in x.items()}
-    if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
-        return type(x)({key: snapshot(y, device) for key, y in x.items()})  # type: ignore[call-arg]  # as that of a dict
-    return tree_map(lambda y: y.detach().to(device, copy=True) if isinstance(y, Tensor) else y, x)
 
 
 def digests(leaves: Sequence[Any]) -> list[bytes]:
