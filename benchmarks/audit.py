@@ -110,7 +110,7 @@ def online() -> None:
     print("| processes | parameters | plain step, ms | audited step, ms | audited / plain | added at every=100 |")
     print("| --- | --- | --- | --- | --- | --- |")
     with Worlds(timeout=600.0) as worlds:
-        for world_size in (1, 2):
+        for world_size in (1, 2, 3):
             count, plain, audited = worlds.run(world_size, _seconds_of_steps)[0]
             cells = [f"{world_size}", f"{count / 1e6:.1f} M", f"{1e3 * plain:.0f}", f"{1e3 * audited:.0f}"]
             cells += [f"{audited / plain:.1f}", f"{(audited / plain - 1) / 100:.1%}"]

@@ -21,22 +21,15 @@ class Zero(NamedTuple):
     grad_reduction: str = "mean"
 
 
-TRAININGS = {
-    **{f"ZeRO stage {stage}": Zero(stage) for stage in range(4)},
-    **{f"ZeRO stage {stage}, accumulation": Zero(stage, accumulate=2) for stage in range(4)},
-    **{f"ZeRO stage {stage}, a local loss": Zero(stage, "local negatives", is_local=True) for stage in range(4)},
-    **{f"ZeRO stage {stage}, loss × W": Zero(stage, "times W", times_world=True) for stage in range(4)},
-    **{
-        f"ZeRO stage {stage}, divided by W once too often": Zero(stage, "trainer averages", grad_reduction="sum")
-        for stage in range(4)
-    },
-    **{
-        f"ZeRO stage {stage}, accumulation divided twice": Zero(
-            stage, "accumulation divided twice", divisor=2.0, accumulate=2
-        )
-        for stage in range(4)
-    },
+KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", accumulation": {"accumulate": 2},
+    ", a local loss": {"mistake": "local negatives", "is_local": True},
+    ", loss × W": {"mistake": "times W", "times_world": True},
+    ", divided by W once too often": {"mistake": "trainer averages", "grad_reduction": "sum"},
+    ", accumulation divided twice": {"mistake": "accumulation divided twice", "divisor": 2.0, "accumulate": 2},
 }
+TRAININGS = {f"ZeRO stage {stage}{kind}": Zero(stage, **x) for kind, x in KINDS.items() for stage in range(4)}
 """Trainings by name."""
 
 

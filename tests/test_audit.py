@@ -135,7 +135,7 @@ MUTANTS = {
     "_of_optimizer": ("examples.mistakes", "loss parameters never zeroed"),
     "_of_factor": ("examples.mistakes", "loss × W"),
     "_of_gathering": ("examples.mistakes", "gathered before the loss, not checked"),
-    "_of_samples": (OWN, "the same shard on every rank"),
+    "of_samples": (OWN, "the same shard on every rank"),
     "batch statistics": (OWN, "BatchNorm"),
     "local negatives": ("examples.mistakes", "local loss, parameters in DDP"),
     "trainer sums": ("examples.mistakes", '"mean" with a trainer that sums'),

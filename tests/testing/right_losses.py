@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
@@ -172,12 +173,7 @@ for _name in ("ProxyAnchorLoss", "ArcFaceLoss", "SoftTripleLoss", "NormalizedSof
 
 # --- the losses of other libraries ----------------------------------------------------------------------------------------
 
-_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rows": lambda x: x,
-    "unit rows": lambda x: F.normalize(x, dim=1),
-    "rows without gradient": Tensor.detach,
-    "rows of probabilities": lambda x: x.detach().softmax(1),
-}
+TAKEN = "rows", "unit rows", "rows without gradient", "rows of probabilities", "labels", "pair labels", "number"
 
 
 class OfPeer(nn.Module):
@@ -188,32 +184,18 @@ class OfPeer(nn.Module):
         self.peer, self.loss = peer, cz.DistributedLoss(peer.construct(), **peer.options)
 
     def forward(self, first, second):
-        labels = second if not second.is_floating_point() else None
-        other = second if labels is None else 0.5 * first + first.square()
+        other = second if second.is_floating_point() else 0.5 * first + first.square()
         views = [first, other, first + other, first - other]
-        arguments: dict[str, Any] = {}
-        for position, (name, of) in enumerate(self.peer.takes.items()):
-            if of.name in _VIEWS:
-                arguments[name] = _VIEWS[of.name](views[position % len(views)])
-            elif of.name == "labels":
-                arguments[name] = labels
-            elif of.name == "pair labels":
-                arguments[name] = (labels % 2).double()
-            elif of.name == "number":
-                arguments[name] = torch.tensor(2.0)
-            elif "dicts" in of.name:
-                arguments[name] = [{"sentence_embedding": x} for x in views[: int(of.name.split()[2])]]
-            else:
-                arguments[name] = views[: int(of.name.split()[2])]
-        return self.loss(**arguments)
+        numbers = {"scale": torch.tensor(2.0), "bias": torch.tensor(2.0)}
+        batch: Any = SimpleNamespace(embeddings=lambda i: views[i % 4], index=lambda: second, numbers=numbers)
+        taken = enumerate(self.peer.takes.items())
+        return self.loss(**{name: argument.value(batch, position) for position, (name, argument) in taken})
 
 
 def _is_usable(peer: PeerLoss) -> bool:
     names = [x.name for x in peer.takes.values()]
-    lists = [x for x in names if x.startswith("list of") and x.endswith((" rows", "dicts of rows"))]
-    plain = [x for x in names if x in (*_VIEWS, "labels", "pair labels", "number")]
-    has_gradient = peer.name != "CO2Regularizer"  # it returns a copy of its value
-    return len(lists) + len(plain) == len(names) and peer.refused is None and has_gradient
+    are_known = all(x in TAKEN or (x.startswith("list of") and x.endswith((" rows", "dicts of rows"))) for x in names)
+    return are_known and peer.refused is None and peer.name != "CO2Regularizer"  # it returns a copy of its value
 
 
 PEERS = [

@@ -10,7 +10,7 @@ import torch
 from contrastive_zoo.testing.auditing.evidence import CLIPPED, StepEvidence, undisturbed, worst
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Setting
-from contrastive_zoo.testing.auditing.sampling import sample_mistakes
+from contrastive_zoo.testing.auditing.sampling import of_samples
 from contrastive_zoo.testing.evidence import flat
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 
@@ -35,10 +35,6 @@ def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Ite
         yield Diagnosis(
             "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
         )
-
-
-def _of_samples(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    return sample_mistakes(records)
 
 
 def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
@@ -195,7 +191,7 @@ def _inferred(step: StepEvidence, before: Sequence[StepEvidence]) -> Diagnosis:
 
 PROBES: tuple[Probe, ...] = (
     _of_process,
-    _of_samples,
+    of_samples,
     _of_start,
     _of_optimizer,
     _of_factor,
