@@ -1,5 +1,6 @@
 """Trainings that the audit must name rightly, besides the mistakes of the examples, and right ones it must not accuse."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import contrastive_zoo as cz
 from examples.ddp import add_up
 from examples.digits import make_dataset, make_encoder, make_loader, make_loss
-from examples.mistakes import BATCH_SIZE, EPOCHS, LEARNING_RATE, SAMPLES, Right
+from examples.mistakes import BATCH_SIZE, LEARNING_RATE, SAMPLES, Right
 from examples.setup import Trained
 
 TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
@@ -115,34 +116,6 @@ def _(x: Any) -> None:
     x.loss = loss
 
 
-@training("gradient clipping, Adam, a weight of the loss")
-class Clipped(Right):
-    def train(self) -> Trained:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        for epoch in range(EPOCHS):
-            self.start_epoch(epoch)
-            for images, labels in self.loader:
-                optimizer.zero_grad()
-                (0.3 * self.loss(images, labels)).backward()
-                torch.nn.utils.clip_grad_norm_([*self.parameters()], 0.1)
-                optimizer.step()
-        return Trained.of(self.model, self.loss_fn)
-
-
-@training("an overflow under GradScaler")
-class Overflow(Right):
-    def train(self) -> Trained:
-        optimizer = torch.optim.SGD(self.parameters(), LEARNING_RATE, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu")
-        for step, (images, labels) in enumerate(self.loader):
-            optimizer.zero_grad()
-            loss = self.loss(images, labels)
-            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return Trained.of(self.model, self.loss_fn)
-
-
 @variant("two towers, normalised before the loss")
 def _(x: Any) -> None:
     second = DistributedDataParallel(make_encoder())
@@ -187,6 +160,9 @@ class Plain:
     def clip(self) -> None:
         """Change gradients before the optimizer receives them."""
 
+    def step(self) -> None:
+        self.optimizer.step()
+
     def end_step(self) -> None:
         """Do what follows the optimizer."""
 
@@ -196,7 +172,7 @@ class Plain:
             self.optimizer.zero_grad()
             self.backward(images, images.flip(1))
             self.clip()
-            self.optimizer.step()
+            self.step()
             self.end_step()
 
 
@@ -246,6 +222,26 @@ class OpenClip(Plain):
 @training("ClipLoss(rank, world_size) that gathers without gradient", "own slice")
 class OpenClipOwnSlice(OpenClip):
     gather_with_grad = False
+
+
+@variant("gradient clipping, Adam, a weight of the loss", base=OpenClip)
+def _(x: Any) -> None:
+    x.loss_fn = cz.DistributedLoss(cz.NTXent())
+    x.make_optimizer = partial(torch.optim.AdamW, lr=0.01)
+    x.loss = lambda *views: 0.3 * OpenClip.loss(x, *views)
+    x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1)
+
+
+@variant("an overflow under GradScaler", base=OpenClip)
+def _(x: Any) -> None:
+    x.loss_fn, scaler, factors = cz.DistributedLoss(cz.NTXent()), torch.amp.GradScaler("cpu"), iter([1.0, math.inf])
+
+    def step() -> None:
+        scaler.step(x.optimizer)
+        scaler.update()
+
+    x.backward = lambda *views: scaler.scale(next(factors, 1.0) * x.loss(*views)).backward()
+    x.step = step
 
 
 class WithEncoder(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.evidence import tolerance
 from contrastive_zoo.testing.measurement import UNCHANGED, Case, Gradients, Measurement, Outcome, Plan, Subject, measure
-from contrastive_zoo.testing.noise import tolerance
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 

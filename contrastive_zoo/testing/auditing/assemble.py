@@ -10,8 +10,8 @@ from contrastive_zoo.testing.auditing.diagnosis import mistakes
 from contrastive_zoo.testing.auditing.evidence import RunAgain, StepEvidence, undisturbed
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Setting
+from contrastive_zoo.testing.evidence import ROUNDING_FACTOR
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis
-from contrastive_zoo.testing.noise import ROUNDING_FACTOR
 from contrastive_zoo.testing.report import Quantity, WorldReport
 
 LOCAL_MEAN = "each rank returns the loss of its own anchors"

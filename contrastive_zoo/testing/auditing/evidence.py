@@ -9,8 +9,16 @@ from torch import Tensor
 
 from contrastive_zoo.testing.auditing.records import Record, Step
 from contrastive_zoo.testing.auditing.rerun import Setting
-from contrastive_zoo.testing.evidence import Comparison, Evidence, Gradients, Ratio, flat
-from contrastive_zoo.testing.noise import NOISE_FACTOR, ROUNDING_FACTOR, tolerance
+from contrastive_zoo.testing.evidence import (
+    NOISE_FACTOR,
+    ROUNDING_FACTOR,
+    Comparison,
+    Evidence,
+    Gradients,
+    Ratio,
+    flat,
+    tolerance,
+)
 from contrastive_zoo.testing.report import Quantity
 
 LOW_NOISE_FACTOR = 3.0

@@ -24,8 +24,8 @@ from contrastive_zoo.testing.auditing.merging import (
 from contrastive_zoo.testing.auditing.randomness import ShardedDraws
 from contrastive_zoo.testing.auditing.records import ModuleCall, Record, digests
 from contrastive_zoo.testing.auditing.zero import assign, is_in_pieces
+from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.loss_calls import replaced
-from contrastive_zoo.testing.noise import noisy
 
 
 class Setting(NamedTuple):
