@@ -77,7 +77,6 @@ class Measurement:
     backward: Sequence[Message] = ()  # after that
     drew_random_numbers: bool = False  # from a global generator
     random_operations: bool = False  # whether any generator is drawn from, if recorded
-    start: Gradients = field(default_factory=dict)  # the loss's own parameters before the step
     embeddings: list[Tensor] = field(default_factory=list)  # of a step, the gradients at the inputs of its loss
     grad_reduction: str | None = None  # the option of this name, if the loss has one
     precision: torch.dtype = torch.float64  # the narrowest dtype in which the loss computes, if recorded
@@ -222,7 +221,6 @@ class Subject:
             forward=messages.sent[:returned],
             backward=messages.sent[returned:],
             drew_random_numbers=random_states() != states,
-            start=self.start(),
             embeddings=[gradient for call in calls for gradient in call.embedding_gradients],
             grad_reduction=getattr(calls[0].loss if calls else self.loss, "grad_reduction", None),
             precision=messages.precision,
@@ -254,9 +252,6 @@ class Subject:
         shared = LossModules(self.module if self.step is None else self.model).shared_state()
         return ((name, x) for name, x in shared if not isinstance(x, nn.Parameter))
 
-    def start(self) -> Gradients:
-        return split_parameters(self.module, copies(self.parameters.items()))[0]
-
 
 # --- samples and tensors ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +262,7 @@ def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
     if case.step:
         with suppress(Exception):
             subject.value(local_shard(case, batch, UNCHANGED))
-    return subject.start()
+    return split_parameters(subject.module, copies(subject.parameters.items()))[0]
 
 
 class Encoder(nn.Module):

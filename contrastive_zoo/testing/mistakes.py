@@ -118,12 +118,6 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return Diagnosis(best.mistake, str(evidence) if evidence.is_training else "", best.held, competing, place)
 
 
-def table() -> str:
-    """Return the mistakes that an audit names as a table in Markdown, which the documentation shows."""
-    rows = [f"| {name} | {x.why} | {x.fix} |" for name, x in MISTAKES.items() if x.of_training]
-    return "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows])
-
-
 # --- facts of more than a line -----------------------------------------------------------------------------------------
 
 Fact = Callable[[Evidence], bool]

@@ -37,7 +37,7 @@ class LossEvidence(Evidence):
         self.case, self.worlds, self.width, self.tolerance = case, worlds, width, TOLERANCE
         self.is_step, self.trainer = case.step, case.grad_reduction
         self.broken = frozenset(broken) - {runs_on_every_split.name}
-        self.ranks: list[list[Measurement]] = []
+        self.measured: Measurement | None = None  # by rank 0 on the first batch
         self._trials: dict[tuple[int, ...], Trial] = {}
         try:
             trial = self._trial(EVEN[0])
@@ -48,7 +48,6 @@ class LossEvidence(Evidence):
             self.one_sided = self._compared(ONE_SIDED)
         except RankError as error:
             self.failure = self._kind(error)
-        self.measured = self.ranks[0][0] if self.ranks else None
         if self.measured is not None:
             self.option = self.measured.grad_reduction
             self.calls_in_backward = not case.step and any(x.is_of_floats for x in self.measured.backward)
@@ -71,7 +70,7 @@ class LossEvidence(Evidence):
         """Compare one batch with one process; a RankError says that a rank raised, died or never answered."""
         trial = self._trial(shards)
         one, ranks = trial.on_one_process(), trial.on_ranks(Plan(record=True))
-        self.ranks.append(ranks)
+        self.measured = self.measured or ranks[0]
 
         def gradients(of: str) -> Gradients | None:
             expected, by_rank = getattr(one, of), [getattr(x, of) for x in ranks]
@@ -129,11 +128,9 @@ class LossEvidence(Evidence):
 
     def _starts_unequal(self) -> bool:
         """Return whether the loss's own parameters differ between ranks before the first step."""
-        starts = [[x.start for x in ranks] for ranks in self.ranks]
-        if not starts:
-            with suppress(RankError):
-                starts = [self.worlds.run(2, starting_parameters, self.case, self._trial(EVEN[0]).batch)]
-        return not all(map(_are_equal, starts))
+        with suppress(RankError):
+            return not _are_equal(self.worlds.run(2, starting_parameters, self.case, self._trial(EVEN[0]).batch))
+        return False
 
     def calls(self, name: str) -> bool:
         return self.measured is not None and any(name in x.name for x in self.measured.forward if x.is_of_floats)
