@@ -20,7 +20,7 @@ from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing import diagnosis
 from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.launch import environment, judged, rank_name, record_script
+from contrastive_zoo.testing.auditing.launch import environment, judged, record_script
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
@@ -57,7 +57,7 @@ class Runner:
                 assert self.pipe.poll(2 * TIMEOUT), "the server does not answer"
                 self.pipe.recv()
 
-            run([rank_name(rank) for rank in range(processes)])
+            run([f"rank{rank}" for rank in range(processes)])
             report = judged(Path(folder), processes, run)
         report.seconds = time.monotonic() - start
         return report

@@ -62,7 +62,7 @@ def audit_script(
         with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
             folder = Path(name)
             run = partial(_run, folder, arguments, timeout)
-            run([rank_name(rank) for rank in range(size)])
+            run([f"rank{rank}" for rank in range(size)])
             on_run(2 * index + 1)
             world = judged(folder, size, run)
         world.seconds = time.monotonic() - start
@@ -100,11 +100,6 @@ def _run(folder: Path, arguments: Sequence[str], timeout: float, names: Sequence
             process.wait()
 
 
-def rank_name(rank: int) -> str:
-    """Return the name of the files of a rank."""
-    return f"rank{rank}"
-
-
 def judged(folder: Path, world_size: int, run: Callable[[list[str]], object]) -> WorldReport:
     """Return the report of what all ranks recorded in a folder; ``run`` runs the script in processes of these names."""
     records = _records(folder)
@@ -125,7 +120,8 @@ def judged(folder: Path, world_size: int, run: Callable[[list[str]], object]) ->
     )
     if missing or not all(x.steps for x in records):
         failed = next((x.rank for x in records if x.error), missing[0] if missing else 0)
-        report.problem += f". Last output of rank {failed}:\n{_log(folder, rank_name(failed))}"
+        output = _log(folder, f"rank{failed}")
+        report.problem += f". Last output of rank {failed}:\n{output}"
     return report
 
 
