@@ -131,6 +131,8 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
     # one process may raise anything: the step is then left out. Several ranks may raise only a ValueError.
     expected_errors = () if len(steps) == 1 else Exception if world.size == 1 else ValueError
     outcomes: list[Outcome] = []
+    batches = [[x] if plan.second_seed is None else [x, replace(x, seed=plan.second_seed)] for x in steps]
+    shards = [[local_shard(case, x, plan) for x in of_step] for of_step in batches]  # their draws are not the loss's
     draws = Draws(same=plan.edit == "same draws")
     with draws if plan.record or draws.same else nullcontext():
         subject = Subject(case, steps[0].d, plan.rounding)
@@ -138,12 +140,11 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
         if plan.first_seed is not None:
             for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
                 seed(plan.first_seed + world.rank)
-        for index, batch in enumerate(steps):
-            batches = [batch] if plan.second_seed is None else [batch, replace(batch, seed=plan.second_seed)]
+        for index, of_step in enumerate(shards):
             # every second step takes the general path, in which ranks split the work
             with splitting(always=index % 2 == 0):
                 try:
-                    result = subject.measure([local_shard(case, x, plan) for x in batches], plan)
+                    result = subject.measure(of_step, plan)
                     result.random_operations = draws.count > of_encoder
                     outcomes.append(result)
                 except expected_errors as error:

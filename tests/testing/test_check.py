@@ -194,8 +194,9 @@ def sharper_on_several_processes(view1, view2):
 
 
 def test_a_loss_that_is_right_when_wrapped_gathers_by_itself(impatient: Worlds) -> None:
-    case = Case(lambda: sharper_on_several_processes, "views")
-    assert diagnosed(case, impatient).mistake == "gathers by itself"
+    evidence = LossEvidence(Case(lambda: sharper_on_several_processes, "views"), [], impatient)
+    assert diagnose(evidence).mistake == "gathers by itself"
+    assert not evidence.draws  # the batch is drawn, and not by the loss
     wrapped = Case(lambda: cz.DistributedLoss(sharper_on_several_processes), "views")
     assert diagnosed(wrapped, impatient).mistake == NOT_RECOGNISED  # of a right loss there is no evidence
 
