@@ -11,7 +11,7 @@ import ast
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -63,28 +63,14 @@ class GraphModule(nn.Module):
             )
         if not IN_ORDER and (has_buffers or not alone()):
             return "its messages or its buffers need operators that run in order, which torch has from 2.10 on."
-        named_rows = {key: x for key, x in named_rows.items() if x is not None}
-        return _called(id(self), rows, named_rows, dict(self.named_parameters()))
-
-
-class _Call(NamedTuple):
-    """A call without its tensors."""
-
-    loss: int  # id of a module
-    is_tensor: list[bool]  # whether each positional argument is a tensor; otherwise it is None
-    names: list[str]  # names of the tensors that are passed by name
-    parameters: list[str]  # names of the module's parameters
-
-
-def _called(
-    loss: int, rows: Sequence[Tensor | None], named: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> Tensor | str:
-    tensors: Any = [*(x for x in rows if x is not None), *named.values(), *parameters.values()]
-    if not all(isinstance(x, Tensor) for x in tensors) or not (rows or named):
-        return "an argument is no tensor."
-    call = (loss, [x is not None for x in rows], list(named), list(parameters))
-    learns = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
-    return loss_and_gradients(tensors, f"{call!r}", learns)[0]
+        named, parameters = {key: x for key, x in named_rows.items() if x is not None}, dict(self.named_parameters())
+        tensors: Any = [*(x for x in rows if x is not None), *named.values(), *parameters.values()]
+        if not all(isinstance(x, Tensor) for x in tensors) or not (rows or named):
+            return "an argument is no tensor."
+        # the module, which positional arguments are tensors, not None, and the names of the other tensors
+        call = (id(self), [x is not None for x in rows], list(named), list(parameters))
+        learns = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
+        return loss_and_gradients(tensors, f"{call!r}", learns)[0]
 
 
 _TAGS: Any = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}  # from torch 2.9 on
@@ -174,9 +160,7 @@ def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
             parameters[name] = x
 
 
-@functools.lru_cache(1024)
-def _parsed(call: str) -> _Call:
-    return _Call(*ast.literal_eval(call))
+_parsed = functools.lru_cache(1024)(ast.literal_eval)
 
 
 def _save(ctx: Any, inputs: tuple[list[Tensor], str, list[bool]], output: list[Tensor]) -> None:

@@ -162,15 +162,18 @@ def _shape_problem(name: str, rows: Tensor) -> str | None:
     return None
 
 
-def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
+def _pairing_problem(rule: str, fix: str, towers: Mapping[str, Tensor]) -> str | None:
+    first, one = next(iter(towers.items()))
     for name, x in towers.items():
         if problem := tensor_problem(name, x):
             return problem
-    (first, one), *others = towers.items()
-    for name, other in others:
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{rule}, got {first} {described(one)} and {name} {described(other)}. {fix}".rstrip()
-    return _shape_problem(first, one)
+        if one.shape != x.shape or one.dtype != x.dtype:
+            return f"{rule}, got {first} {described(one)} and {name} {described(x)}. {fix}".rstrip()
+    return None
+
+
+def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
+    return _pairing_problem(rule, fix, towers) or _shape_problem(*next(iter(towers.items())))
 
 
 def two_models_problem(rule: str, **towers: Tensor) -> str | None:
@@ -186,15 +189,9 @@ def two_models_problem(rule: str, **towers: Tensor) -> str | None:
 def views_problem(views: Sequence[Tensor]) -> str | None:
     if len(views) < 2:
         return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
-    for index, view in enumerate(views):
-        if problem := tensor_problem(f"view {index}", view):
-            return problem
-        if view.shape != views[0].shape or view.dtype != views[0].dtype:
-            return (
-                f"views must pair row by row, got view 0 {described(views[0])} and view {index} {described(view)}. "
-                "Pass the same samples, in the same order, in every view."
-            )
-    return _shape_problem("views", views[0])
+    rule, fix = "views must pair row by row", "Pass the same samples, in the same order, in every view."
+    named = {f"view {index}": x for index, x in enumerate(views)}
+    return _pairing_problem(rule, fix, named) or _shape_problem("views", views[0])
 
 
 def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:

@@ -173,14 +173,10 @@ class World:
         self, x: Tensor, message: str = "an exchange of numbers", *, opens: bool = False
     ) -> Callable[[], Tensor]:
         """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for."""
-        group = self._host_group if self.size > 1 and self.on_accelerators else None
-        return self.start_gather(x, message, group or self.group, opens=opens)
+        return self.start_gather(x, message, self._host_group if self.size > 1 else None, opens=opens)
 
     def sends_directly(self, x: Tensor) -> bool:
-        """Whether a gather of x takes fewer rounds than gloo's ring, because x is small."""
-        return self._is_small(x) and self.size > 1 and not self.on_accelerators
-
-    def _is_small(self, x: Tensor) -> bool:
+        """Whether a gather of x on the CPU takes fewer rounds than gloo's ring, because x is small."""
         return x.is_cpu and x.nbytes * self.size <= (_SMALL if self.size <= _FEW_RANKS else _SMALL_OF_MANY)
 
     def start_gather(
@@ -196,7 +192,7 @@ class World:
             return lambda: x[None]
         gathered, group = x.new_empty(self.size, *x.shape), group or self.process_group
         begin: Callable[[], Any]
-        if (is_small := self._is_small(x)) and self.size > _FEW_RANKS:
+        if (is_small := self.sends_directly(x)) and self.size > _FEW_RANKS:
             state_of(group).gathers += 1
             begin = functools.partial(Doubling, x, gathered, group, state_of(group).gathers)
         elif is_small:
