@@ -1,12 +1,8 @@
 """Print the table of native equivalents of pytorch-metric-learning's losses: ``python -m tools.pml_native_page``."""
 
-from typing import get_type_hints
-
 from pytorch_metric_learning import losses
 
-from contrastive_zoo.wrapper.pml.meaning import COMPOSITES
-from contrastive_zoo.wrapper.pml.native.translation import NO_LOSS, REFUSED, TRANSLATED
-from contrastive_zoo.wrapper.pml.sharded import sharded_loss
+from contrastive_zoo.wrapper.pml.table import LOSSES
 
 
 def as_markdown() -> str:
@@ -18,14 +14,19 @@ def as_markdown() -> str:
         |---|---|---|
         | `AngularLoss` | it compares unit rows with negatives that are not normalised, this library's all unit rows. | yes |
     """
+    composites = {
+        losses.MultipleLosses: ("`WeightedSum`", "as its losses"),
+        losses.SelfSupervisedLoss: ("`NTXent`, `InfoNCE`, or what its loss is, called with views", "as its losses"),
+    }
+    rows = composites | {
+        kind: (
+            native if isinstance(native, str) else f"`{native.__name__}`",
+            evaluate if isinstance(evaluate, str) else "yes",
+        )
+        for kind, (evaluate, native, *_) in LOSSES.items()
+    }
     lines = ["| pytorch-metric-learning | native | sharded |", "|---|---|---|"]
-    no_losses = {kind for kind, why in REFUSED.items() if why == NO_LOSS}
-    for kind in sorted({*TRANSLATED, *REFUSED} - no_losses, key=lambda x: x.__name__):
-        native = f"`{get_type_hints(TRANSLATED[kind])['return'].__name__}`" if kind in TRANSLATED else REFUSED[kind]
-        if kind is losses.SelfSupervisedLoss:
-            native = "`NTXent`, `InfoNCE`, or what its loss is, called with views"
-        sharded = "as its losses" if kind in COMPOSITES else sharded_loss.REFUSED.get(kind, "yes")
-        lines.append(f"| `{kind.__name__}` | {native} | {sharded} |")
+    lines += [f"| `{kind.__name__}` | {' | '.join(rows[kind])} |" for kind in sorted(rows, key=lambda x: x.__name__)]
     return "\n".join(lines) + "\n"
 
 

@@ -45,9 +45,13 @@ class ClipLoss(nn.Module):
     Source: the calls of open_clip 3.3, https://github.com/mlfoundations/open_clip
     """
 
+    @staticmethod
+    def make() -> Loss:
+        return Clip(temperature=1.0, normalize=False)
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.contrastive = DistributedLoss(Clip(temperature=1.0, normalize=False), **options)
+        self.contrastive = DistributedLoss(self.make(), **options)
 
     def forward(
         self,
@@ -67,7 +71,7 @@ class ClipLoss(nn.Module):
         return loss if bias is None else loss + 0 * bias.sum()
 
 
-class SigLipLoss(nn.Module):
+class SigLipLoss(ClipLoss):
     """Compute :class:`contrastive_zoo.SigLIP` by the call of open_clip's ``SigLipLoss``.
 
     Called as :class:`ClipLoss`; here ``logit_bias``, with one element, is required.
@@ -76,7 +80,7 @@ class SigLipLoss(nn.Module):
         options: those of :class:`contrastive_zoo.DistributedLoss`. ``ring=True`` takes the place of ``dist_impl``.
 
     Raises:
-        ValueError: as :class:`ClipLoss`.
+        ValueError: as :class:`ClipLoss`; no bias.
 
     Examples:
         >>> import torch
@@ -85,23 +89,15 @@ class SigLipLoss(nn.Module):
         tensor(1.0064)
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.contrastive = DistributedLoss(SigLIP(temperature=1.0, logit_bias=0.0, normalize=False), **options)
+    @staticmethod
+    def make() -> Loss:
+        return SigLIP(temperature=1.0, logit_bias=0.0, normalize=False)
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor,
-        output_dict: bool = False,
-    ) -> Losses:
-        """Return the loss of all ranks' pairs, from this rank's."""
+    def _contrastive_loss(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            raise ValueError("SigLipLoss: logit_bias is missing, the bias of the model, got None.")
         # as a parameter, the model's bias would become one of the loss
-        settings = {"temperature": _inverse(logit_scale), "logit_bias": logit_bias.view_as(logit_bias)}
-        loss = _value(self.contrastive, image_features, text_features, **settings)
-        return {"contrastive_loss": loss} if output_dict else loss
+        return _value(self.contrastive, images, texts, temperature=_inverse(scale), logit_bias=bias.view_as(bias))
 
 
 class CoCaLoss(ClipLoss):

@@ -10,6 +10,7 @@ and a loss that gathers is refused.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from sentence_transformers.base.losses.merged_forward import column_merging_disa
 from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, DenoisingAutoEncoderLoss
 from sentence_transformers.util import cat_padded_token_embeddings
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, broadcast
@@ -126,19 +127,17 @@ class DistributedSentenceLoss(LossAttributes):
             return self.loss(sentence_features, labels)
         with reported(session):
             value = self._of_all_ranks(list(sentence_features), labels, session)
-        if self.grad_reduction == "sum":
-            value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
-        return value
+        return (
+            value if self.grad_reduction == "mean" else tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
+        )
 
     def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
         """Return the loss on all ranks' embeddings and labels; every rank computes the same."""
         name, encoder = type(self.loss).__name__, _core(self.model)
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
-        problem, is_of_layers = None, any(isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules())
-        if is_of_layers and not isinstance(encoder, SentenceTransformer):
-            problem = (
-                "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
-            )
+        is_of_layers = any(isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules())
+        words = "AdaptiveLayerLoss looks inside the encoder, where compiled code gathers nothing. Do not compile it."
+        problem = words if is_of_layers and not isinstance(encoder, SentenceTransformer) else None
         settings = {"grad_reduction": self.grad_reduction, "number of columns": len(columns)}
         result = agree_on_shards(name, named, world=world, problem=problem, settings=settings)
         rows = result[0] if result else None
@@ -159,9 +158,8 @@ class DistributedSentenceLoss(LossAttributes):
                 names = _OF_TOKENS if isinstance(encoder, MultiVectorEncoder) else _OF_SAMPLES
                 local = {key: output[key] for key in names if isinstance(output.get(key), Tensor)}
                 if not local:
-                    refuse(
-                        name, f"asks its encoder for embeddings by the names {', '.join(names)}, got none.", world=world
-                    )
+                    words = f"asks its encoder for embeddings by the names {', '.join(names)}, got none."
+                    refuse(name, words, world=world)
                 of_all, rows = _gathered(name, local, rows, world)
                 shared_stream.enter_context(one_stream(world, device))
                 return {**output, **of_all}
@@ -206,16 +204,11 @@ class DistributedSentenceLoss(LossAttributes):
 
         with _patched(cached, "calculate_loss", gathered_calculate):
             value = self.loss(columns, labels)
-        if rows is not None and rows.size == 0:  # DDP waits for a backward pass of every rank
-
-            def backward(_: Tensor) -> None:
-                with torch.enable_grad():
-                    z = embed_nothing(columns[0], with_grad=True)[0]
-                    (0 * z.sum()).backward()
-
-            for x in tree_leaves(value):
-                if x.requires_grad:
-                    x.register_hook(backward)
+        if (
+            rows is not None and rows.size == 0 and torch.is_grad_enabled()
+        ):  # DDP waits for a backward pass of every rank
+            nothing = 0 * embed_nothing(columns[0], with_grad=True)[0].sum()
+            value = tree_map(lambda x: x + nothing.to(x.dtype), value)
         return value
 
     def _copy_parameters_from_rank_0(self, encoder: nn.Module, world: World) -> None:
@@ -284,9 +277,7 @@ def _is_cached(loss: nn.Module) -> bool:
 def _of_chunks(chunks: list[Tensor], partners: list[Tensor]) -> dict[str, Tensor]:
     """Return the rows of one column's mini-batches, and of what belongs to them."""
     if partners and chunks[0].ndim == 3:
-        return dict(
-            zip(("token_embeddings", "attention_mask"), cat_padded_token_embeddings(chunks, partners), strict=True)
-        )
+        return dict(zip(_OF_TOKENS, cat_padded_token_embeddings(chunks, partners), strict=True))
     columns = {"sentence_embedding": chunks, "guide": partners}
     return {name: torch.cat(x) for name, x in columns.items() if x}
 
@@ -295,12 +286,11 @@ def _gathered(
     name: str, local: dict[str, Tensor], rows: Shards | None, world: World
 ) -> tuple[dict[str, Tensor], Shards]:
     """Return all ranks' embeddings of one column, and the shard sizes, equal to those of the labels or first column."""
-    z = next(iter(local.values()))
-    problem = None
+    z, problem = next(iter(local.values())), None
     if rows is not None and len(z) != rows.size:
+        expected = f"where the labels or the first column have {rows.size}"
         problem = (
-            f"a column has {len(z)} rows where the labels or the first column have {rows.size}. Pass one sentence of "
-            "every column, and one label, for each row."
+            f"a column has {len(z)} rows {expected}. Pass one sentence of every column, and one label, for each row."
         )
     if z.ndim == 3:
         # the sum has NaN where any token has; an empty tensor of as many rows tells the number of tokens
@@ -311,10 +301,9 @@ def _gathered(
     else:
         (shards,) = agree_on_shards(name, {"sentence_embedding": z}, world=world, problem=problem)
     refuse_empty(name, shards)
+    gather = partial(all_gather, gradient="complete", shards=shards, process_group=world)
     scaled = {key: scale_gradient(x, world.size) if x.is_floating_point() else x for key, x in local.items()}
-    return {
-        key: all_gather(x, gradient="complete", shards=shards, process_group=world) for key, x in scaled.items()
-    }, shards
+    return {key: gather(x) for key, x in scaled.items()}, shards
 
 
 @contextmanager

@@ -141,8 +141,8 @@ def failing_together(caller: str, function: Callable[[], R], world: World) -> R:
     A state may move afterwards: it moves on all ranks or on none. The function sends no messages.
 
     Raises:
-        ValueError: on every rank alike, the function raised on some ranks only; there its error is ``__cause__``. What
-            it raises on every rank is raised as it is.
+        ValueError: on every rank alike, the function raised on some ranks only, or not the same error; there its error
+            is ``__cause__``. What it raises alike on every rank is raised as it is.
     """
     if world.size == 1:
         return function()
@@ -150,10 +150,9 @@ def failing_together(caller: str, function: Callable[[], R], world: World) -> R:
         result, error = function(), None
     except Exception as raised:
         error = raised
-    failed = [bool(x) for (x,) in world.exchange([error is not None])]
-    if not any(failed):
+    if not any(failed for (failed,) in world.exchange([error is not None])):
         return result
-    if error is not None and all(failed):
+    texts = world.exchange_text("" if error is None else f"{type(error).__name__}: {str(error).rstrip('.')}.")
+    if error is not None and len({*texts}) == 1:
         raise error
-    words = "" if error is None else f"{type(error).__name__}: {str(error).rstrip('.')}."
-    raise ValueError(f"{caller}: {combined(world.exchange_text(words))}") from error
+    raise ValueError(f"{caller}: {combined(texts)}") from error

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
+from tools.comparison import Compared, Run, compare, measure
 from tools.peer_losses import packages
-from tools.peer_losses.losses import LEFT_OUT, PeerLoss, table
-from tools.peer_losses.measurement import Compared, compare, measure
+from tools.peer_losses.losses import LEFT_OUT, PeerLoss, runs, table
 from tools.peer_losses.page import drawn, page
-from tools.peer_losses.trainers import REPLACEMENTS, SIZES, replaced
+from tools.peer_losses.trainers import REPLACEMENTS, and_alone, replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
 PACKAGES = list(dict.fromkeys(peer.package for peer in table()))
@@ -45,8 +46,9 @@ def of_package(package: str) -> list[PeerLoss]:
 def test_losses_are_on_several_ranks_what_they_are_on_one(package: str, worlds: Worlds) -> None:
     losses = of_package(package)
     chosen = [x for x in losses if EVERY_CASE or x is losses[0] or str(x) in ALWAYS or drawn(x)]
-    for peer, compared in zip(chosen, measure(worlds, chosen), strict=True):
-        assert {size: of.wrong(peer) for size, of in compared.items()} == {2: None, 3: None}, (package, str(peer))
+    for peer, compared in measure(worlds, chosen, runs):
+        assert {len(run.steps[0]) for run in compared} == {2, 3}
+        assert [why for of in compared.values() if (why := peer.wrong(of))] == [], (package, str(peer))
 
 
 def bare(loss: Any, **_: Any) -> Any:
@@ -61,23 +63,24 @@ def times_size(loss: Any, **_: Any) -> Any:
 @pytest.mark.parametrize("mutant", [bare, times_size])
 def test_a_wrong_wrapper_is_detected(mutant: Callable[..., Any], worlds: Worlds) -> None:
     losses = [x for x in of_package("open-clip-torch") if x.name == "SigLipLoss"]
-    (compared,) = measure(worlds, losses, (2,), mutant)
-    assert "differs by" in (compared[2].wrong(losses[0]) or "")
+    ((peer, compared),) = measure(worlds, losses, runs, mutant)
+    assert all("differs by" in (peer.wrong(of) or "") for of in compared.values())
 
 
 @pytest.mark.parametrize("package", dict.fromkeys(x.package.lower() for x in REPLACEMENTS))
 def test_what_replaces_a_trainers_loss_is_their_own_code_on_one_process(package: str, worlds: Worlds) -> None:
     need(package)
     chosen = [x for x in REPLACEMENTS if x.package.lower() == package]
-    for peer, compared in zip(chosen, measure(worlds, chosen, SIZES, replaced), strict=True):
-        assert {size: of.wrong(peer) for size, of in compared.items()} == dict.fromkeys(SIZES), str(peer)
+    for peer, compared in measure(worlds, chosen, and_alone, replaced):
+        assert {len(run.steps[0]) for run in compared} == {1, 2, 3}
+        assert [why for of in compared.values() if (why := peer.wrong(of))] == [], str(peer)
 
 
 def test_another_temperature_than_theirs_is_detected(worlds: Worlds) -> None:
     need("colpali-engine")
     (peer,) = (replace(x, ours=cz.InfoNCE(normalize=False)) for x in REPLACEMENTS if x.name == "BiEncoderLoss")
-    (compared,) = measure(worlds, [peer], (2,), replaced)
-    assert "differs by" in (compared[2].wrong(peer) or "")
+    ((_, compared),) = measure(worlds, [peer], runs, replaced)
+    assert all("differs by" in (peer.wrong(of) or "") for of in compared.values())
 
 
 SUFFIXES = ("Loss", "Regularizer", "_loss_func", "Contrastive", "Distillation", "InfoNCE")
@@ -119,12 +122,18 @@ def test_each_package_is_installed_by_itself(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_differences_are_told() -> None:
     peer = PeerLoss("lightly", "lightly.loss.x", "X", {})
-    assert compare("ValueError: x", {}).wrong(peer) == "ValueError: x"
-    assert compare({}, "ValueError: y").words == "one process raises ValueError: y"
-    assert Compared({"value": 1e-3}).wrong(peer) == "value differs by 1.0e-03"
+    x, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert peer.wrong(compare("ValueError: x", {})) == "ValueError: x"
+    assert peer.wrong(compare({}, "ValueError: y")) == "one process raises ValueError: y"
+    assert peer.wrong(compare("ValueError: y", "ValueError: y")) == "ValueError: y"
+    assert compare("ValueError: y", "ValueError: y").wrong(0) is None
+    assert compare({"value": x}, {"value": x[:1]}).words == compare({"value": x}, {}).words == "differs in ['value']"
+    assert compare({"value 0": nan}, {"value 0": x}).differences == {"value": torch.inf}
+    assert compare({"value 0": nan}, {"value 0": nan}).differences == {"value": 0}
+    assert peer.wrong(Compared({"value": 1e-3})) == "value differs by 1.0e-03"
     refused = PeerLoss("lightly", "lightly.loss.x", "X", {}, refused="gathers by itself")
-    assert Compared({}, "ValueError: X gathers by itself").wrong(refused) is None
-    assert Compared({"value": 0.0}).wrong(refused) == "is not refused: {'value': 0.0}"
+    assert refused.wrong(Compared({}, "ValueError: X gathers by itself")) is None
+    assert refused.wrong(Compared({"value": 0.0})) == "is not refused: {'value': 0.0}"
 
 
 def test_the_page_has_every_loss_and_no_difference() -> None:
@@ -137,7 +146,7 @@ def test_the_page_has_every_loss_and_no_difference() -> None:
         assert ("refused" in cells) == (peer.refused is not None)
         numbers = [float(cell) for cell in cells if cell not in ("", "–", "refused")]
         assert all(x <= peer.tolerance for x in numbers)
-    text = page([(PeerLoss("x", "x.y", "Z", {}, refused="w"), {2: Compared({}, "w")})])
+    text = page([(PeerLoss("x", "x.y", "Z", {}, refused="w"), {Run(((1, 2),)): Compared({}, "w")})])
     assert "- `Z()` of x is refused: w" in text
 
 

@@ -19,8 +19,7 @@ pytest.importorskip("pytorch_metric_learning")
 from pytorch_metric_learning import losses
 
 from tests.helpers import numbers
-from tools.pml_matrix.cases import Case
-from tools.pml_matrix.constructors import CLASSES, LABELS, SAMPLES, WIDTH, WITHOUT_LABELS, parts
+from tools.pml_matrix.cases import CLASSES, LABELS, SAMPLES, WIDTH, Case, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 
@@ -140,7 +139,7 @@ def test_a_wrapper_that_changes_a_call_is_detected() -> None:
 
 
 @pytest.mark.parametrize("name", parts(losses))
-def test_attributes_are_those_of_the_loss(name: str) -> None:
+def test_attributes_and_state_are_those_of_the_loss(name: str) -> None:
     loss, _ = Case(name).construct()
     wrapper = cz.DistributedLoss(loss)
     of_modules = set(dir(nn.Module())) | OWN
@@ -152,24 +151,16 @@ def test_attributes_are_those_of_the_loss(name: str) -> None:
     assert [*wrapper.state_dict()] == [f"loss.{key}" for key in loss.state_dict()]
     with pytest.raises(AttributeError, match="'DistributedLoss' object has no attribute 'temprature'"):
         _ = wrapper.temprature
-    assert wrapper.eval() is wrapper
-    assert not loss.training
-
-
-@pytest.mark.parametrize("name", parts(losses))
-def test_it_can_be_copied_and_saved(name: str) -> None:
-    wrapper = cz.DistributedLoss(Case(name).construct()[0])
-    call = "one tensor" if name == "ManifoldLoss" else "two views" if name in WITHOUT_LABELS else "rows and labels"
-    call = "a reference by name" if name == "VICRegLoss" else call
-    expected = outcome(wrapper, call)
+    call = {"ManifoldLoss": "one tensor", "VICRegLoss": "a reference by name", "SelfSupervisedLoss": "two views"}
+    expected = outcome(copy.deepcopy(wrapper), call.get(name, "rows and labels"))
     assert isinstance(expected[0], Tensor)
-    twin = cz.DistributedLoss(Case(name).construct()[0])
-    file = io.BytesIO()
-    torch.save(twin.state_dict(), file)
+    twin, file = cz.DistributedLoss(Case(name).construct()[0]), io.BytesIO()
+    torch.save(wrapper.state_dict(), file)
     file.seek(0)
     twin.load_state_dict(torch.load(file))
-    for other in (twin, copy.deepcopy(cz.DistributedLoss(Case(name).construct()[0]))):
-        assert same(outcome(other, call), expected)
+    assert same(outcome(twin, call.get(name, "rows and labels")), expected)
+    assert wrapper.eval() is wrapper
+    assert not loss.training
 
 
 def test_attributes_of_a_loss_inside_ddp_are_read_too(worlds: Worlds) -> None:

@@ -16,19 +16,14 @@ from contrastive_zoo.testing.worlds import Worlds
 
 pytest.importorskip("pytorch_metric_learning")
 
-from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
+from pytorch_metric_learning import losses, miners
 
 from tests.helpers import EVERY_CASE
-from tools.pml_matrix import measurement
-from tools.pml_matrix.cases import AROUND_ANOTHER, Case, all_splits, cases, some_splits
-from tools.pml_matrix.constructors import BASES, parts
-from tools.pml_matrix.measurement import Row, measure
-from tools.pml_matrix.page import page
+from tools.comparison import Batch, Compared, Run, measure, train
+from tools.pml_matrix.cases import AROUND_ANOTHER, BASES, MODULES, SPLITS, Case, all_runs, cases, parts, some_runs
+from tools.pml_matrix.page import Rows, page, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
-MODULES = (losses, miners, reducers, distances, regularizers)
-
-
 WHOLE = {"TripletMarginLoss", "NTXentLoss", "ArcFaceLoss", "MarginLoss", *AROUND_ANOTHER}
 
 
@@ -37,52 +32,61 @@ def drawn(case: Case) -> bool:
     return EVERY_CASE or case == Case(case.loss) or case.loss in WHOLE or crc32(str(case).encode()) % 8 == 0
 
 
+def wrong(rows: Rows) -> list[str]:
+    return [why for mark, why in (verdict(*row) for row in rows) if mark == "✗"]
+
+
 @pytest.fixture(scope="module")
-def rows(worlds: Worlds) -> list[Row]:
-    return measure(worlds, filter(drawn, cases()), some_splits)
+def rows(worlds: Worlds) -> Rows:
+    return measure(worlds, filter(drawn, cases()), some_runs)
 
 
-def test_all_cases_equal_one_process(rows: list[Row]) -> None:
-    assert [f"{row.case}: {row.wrong}" for row in rows if row.wrong] == []
+def test_all_cases_equal_one_process(rows: Rows) -> None:
+    assert wrong(rows) == []
 
 
-@pytest.mark.parametrize("loss", parts(losses))
-def test_every_exported_loss_is_compared_by_itself_on_every_split(loss: str, rows: list[Row]) -> None:
-    (row,) = [row for row in rows if row.case == Case(loss)]
-    assert row.unsupported is None, "how is it built? say so in BUILT, or in BASES that it is no loss"
-    assert set(row.verdicts) == set(all_splits(row.case))
-    assert {len(shards) for shards in row.verdicts} == {1, 2, 3}
-    assert any(min(shards) == 0 for shards in row.verdicts)
+def test_every_export_is_compared(rows: Rows) -> None:
+    """Every loss by itself on every split, every part with some loss."""
+    marks = {case: verdict(case, compared)[0] for case, compared in rows}
+    for loss in parts(losses):
+        assert marks[Case(loss)] == "✓", f"how is {loss} built? say so in BUILT, or in BASES that it is no loss"
+        assert [run.steps[0] for run in all_runs(Case(loss))] == list(SPLITS)
+    compared = [case for case, mark in marks.items() if mark == "✓"]
+    assert {case.miner for case in compared} - {None} == set(parts(miners))
+    inside = {*losses.CrossBatchMemory.supported_losses(), *losses.SelfSupervisedLoss.supported_losses()}
+    of_modules = {
+        name for setting, module in MODULES.items() if setting not in ("loss", "miner") for name in parts(module)
+    }
+    assert {name for case in compared for _, name in case.parts} == of_modules | inside
+    assert {case.loss for case in compared if case.references} >= {"TripletMarginLoss", "NTXentLoss"}
+    assert {case.loss for case in compared if case.mined == "outside"} >= {"TripletMarginLoss", "ArcFaceLoss"}
+    assert set(BASES) <= {name for module in MODULES.values() for name in vars(module)}
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 @pytest.mark.parametrize("loss", parts(losses))
 def test_every_loss_has_a_comparison(loss: str) -> None:
-    found = measurement.on_one_process(Case(loss)).tensors
-    assert found["value 0 of step 0"].abs() > 1e-6
+    found = train(Case(loss), all_runs(Case(loss))[0])
+    assert found["value 0"].abs() > 1e-6
     assert all(x.abs().max() > 1e-9 for name, x in found.items() if name.startswith(("encoder", "parameter")))
-
-
-def test_every_exported_part_is_compared_with_some_loss(rows: list[Row]) -> None:
-    compared = [row.case for row in rows if row.unsupported is None]
-    with_miner = {case.miner for case in compared}
-    with_part = {name for case in compared for _, name in case.parts}
-    assert with_miner - {None} == set(parts(miners))
-    inside = {*losses.CrossBatchMemory.supported_losses(), *losses.SelfSupervisedLoss.supported_losses()}
-    assert with_part == {name for module in MODULES[2:] for name in parts(module)} | inside
-    assert {case.loss for case in compared if case.references} >= {"TripletMarginLoss", "NTXentLoss"}
-    assert {case.loss for case in compared if case.mined == "outside"} >= {"TripletMarginLoss", "ArcFaceLoss"}
 
 
 @pytest.mark.parametrize("references", [False, True], ids=["rows", "reference rows"])
 def test_every_miner_by_itself(references: bool, worlds: Worlds) -> None:
     of = [Case("TripletMarginLoss", miner, "outside", references) for miner in parts(miners)]
-    rows = measure(worlds, of, lambda _: [(4, 8), (5, 0, 7)])
-    assert [(row.case.miner, row.unsupported, row.wrong) for row in rows if row.wrong or row.unsupported] == []
+    rows = measure(worlds, of, lambda _: [Run(((4, 8),)), Run(((5, 0, 7),))])
+    assert {verdict(*row) for row in rows} == {("✓", "")}
 
 
-def test_base_classes_that_are_left_out_are_exported() -> None:
-    assert set(BASES) <= {name for module in MODULES for name in vars(module)}
+class Masked(Case):
+    """A memory that stores some of the samples."""
+
+    def arguments(self, batch: Batch) -> dict[str, Tensor]:
+        return super().arguments(batch) | {"enqueue_mask": batch.local(torch.arange(batch.total) % 3 > 0)}
+
+
+def test_the_enqueue_mask_is_gathered(worlds: Worlds) -> None:
+    assert wrong(measure(worlds, [Masked("CrossBatchMemory")], all_runs)) == []
 
 
 def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +96,16 @@ def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(losses, "NewLoss", NewLoss, raising=False)
     assert "NewLoss" in parts(losses)
-    assert "needs_to_be_told" in (measurement.on_one_process(Case("NewLoss")).error or "")
+    assert "needs_to_be_told" in train(Case("NewLoss"), Run(((12,),)))
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    rows = [Row(case, None, {(1, 2): None}) for case in cases()]
-    wrong = Row(rows[0].case, None, {(1, 2): "rank 0: encoder differs by 1.0e+00"})
-    text = page([wrong, *rows[1:]])
-    line = next(line for line in text.splitlines() if line.startswith(f"| {wrong.case.loss} |"))
-    assert line.split(" | ")[1] == "✗<sup>1</sup>"
-    assert "1. [1, 2]: rank 0: encoder differs by 1.0e+00" in text
+    run = Run(((1, 2),))
+    rows = [(case, {run: Compared({"encoder": 0.0})}) for case in cases()]
+    text = page([(rows[0][0], {run: Compared({"encoder": 1.0})}), *rows[1:]])
+    line = next(line for line in text.splitlines() if line.startswith(f"| {rows[0][0].loss} |"))
+    assert line.split(" | ")[1] == "✗ 1"
+    assert f"- ✗ {rows[0][0]}, shards [1, 2]: encoder differs by 1.0e+00" in text
     assert all(f"| {loss} | " in text for loss in parts(losses))
     assert all(f"- `{name}`: {why}." in text for name, why in BASES.items())
 
@@ -125,8 +129,8 @@ class ByHand(nn.Module):
         return self.loss(*rows.values(), *indices)
 
 
-def even(_: Case) -> list[tuple[int, ...]]:
-    return [(6, 6), (4, 4, 4)]
+def even(_: Case) -> list[Run]:
+    return [Run(((6, 6),) * 2), Run(((4, 4, 4),) * 2)]
 
 
 class TimesW(ByHand):
@@ -164,13 +168,12 @@ class OwnChance(ByHand):
     ids=str,
 )
 def test_mutants_are_caught(mutant: Callable[..., Any], case: Case, worlds: Worlds) -> None:
-    (row,) = measure(worlds, [case], even, mutant)
-    assert row.wrong
+    assert wrong(measure(worlds, [case], even, mutant))
 
 
 def test_the_model_without_a_mutant_is_right(worlds: Worlds) -> None:
     of = map(Case, ("ContrastiveLoss", "ProxyAnchorLoss", "NTXentLoss", "CrossBatchMemory"))
-    assert [row.wrong for row in measure(worlds, of, even, ByHand)] == [{}] * 4
+    assert wrong(measure(worlds, of, even, ByHand)) == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the library calls NumPy
@@ -184,13 +187,11 @@ def test_ddp_may_hold_weights_outside_or_inside(worlds: Worlds) -> None:
     with_weights = [case for case in map(Case, parts(losses)) if [*case.construct()[0].parameters()]]
     assert len(with_weights) > 10
     for wrap in (outside, inside):
-        rows = measure(worlds, with_weights, lambda _: [(4, 8), (12, 0)], wrap)
-        assert {row.case.loss: row.wrong for row in rows if row.wrong} == {}
+        assert wrong(measure(worlds, with_weights, lambda _: [Run(((4, 8), (12, 0)))], wrap)) == []
 
 
 def test_the_page_in_the_docs_is_of_all_losses_and_finds_nothing_different() -> None:
     table = PAGE.read_text(encoding="utf-8").split("<!-- matrix: begin -->")[1].split("<!-- matrix: end -->")[0]
     assert [loss for loss in parts(losses) if f"\n| {loss} | ✓" not in table] == []
     assert [line for line in table.splitlines() if line.startswith("|") and "✗" in line] == []
-    for shards in all_splits(Case("NTXentLoss")):
-        assert f"| {len(shards)} | {list(shards)} | " in table
+    assert all(f"| {len(shards)} | {list(shards)} | " in table for shards in SPLITS)

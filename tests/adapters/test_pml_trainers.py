@@ -45,17 +45,9 @@ Recipe = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
 """Trainer, models besides the trunk, losses and miners."""
 
 
-def metric_loss_only() -> Recipe:
-    loss = losses.TripletMarginLoss(margin=0.5)
-    return trainers.MetricLossOnly, {}, {"metric_loss": loss}, {"tuple_miner": miners.BatchHardMiner()}
-
-
-def with_proxies() -> Recipe:
-    return trainers.MetricLossOnly, {}, {"metric_loss": losses.ProxyAnchorLoss(CLASSES, D, alpha=4)}, {}
-
-
 def with_classifier() -> Recipe:
-    functions = {"metric_loss": losses.ContrastiveLoss(), "classifier_loss": nn.CrossEntropyLoss()}
+    proxies = losses.ProxyAnchorLoss(CLASSES, D, alpha=4)
+    functions = {"metric_loss": proxies, "classifier_loss": nn.CrossEntropyLoss()}
     return trainers.TrainWithClassifier, {"classifier": nn.Linear(D, CLASSES)}, functions, {}
 
 
@@ -98,9 +90,7 @@ def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
     return [x.detach() for x in weights]
 
 
-@pytest.mark.parametrize(
-    "recipe", [metric_loss_only, with_proxies, with_classifier, cascaded], ids=lambda x: x.__name__
-)
+@pytest.mark.parametrize("recipe", [with_classifier, cascaded], ids=lambda x: x.__name__)
 def test_a_trainer_computes_the_weights_of_one_process(recipe: Any, worlds: Worlds) -> None:
     (expected,) = worlds.run(1, train, recipe, distributed=False)
     for by_rank in worlds.run(2, train, recipe, distributed=True):
@@ -168,30 +158,3 @@ def test_record_keeper_finds_what_a_wrapped_miner_records() -> None:
         assert names == getattr(miner, kept) != []
         assert [getattr(wrapped, name) for name in names] == [getattr(miner, name) for name in names]
     assert not hasattr(wrapped, "_private")
-
-
-# ------------------------------------------------------------------------------------------------------ a queue's mask
-
-
-@pytest.mark.parametrize("shards", [(4, 4), (3, 5), (8, 0)], ids=str)
-def test_the_enqueue_mask_is_gathered(shards: tuple[int, ...], worlds: Worlds) -> None:
-    rows, labels = numbers(BATCH, D, seed=1), torch.arange(BATCH) % CLASSES
-    mask = torch.tensor([True, False, True, True, False, False, True, False])
-
-    def step(wrap: Any, mine: slice) -> tuple[Tensor, Tensor, Tensor]:
-        memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), D, memory_size=6).double()
-        x = rows[mine].clone().requires_grad_()
-        value = wrap(memory)(x, labels[mine], enqueue_mask=mask[mine])
-        value.backward()
-        return value, x.grad, memory.embedding_memory
-
-    def job() -> tuple[Tensor, Tensor, Tensor]:
-        start = sum(shards[: dist.get_rank()])
-        return step(cz.DistributedLoss, slice(start, start + shards[dist.get_rank()]))
-
-    value, gradient, memory = step(lambda x: x, slice(None))
-    found = worlds.run(len(shards), job)
-    close(torch.cat([by_rank[1] for by_rank in found]) / len(shards), gradient)
-    for by_rank in found:
-        close(by_rank[0], value.detach())
-        close(by_rank[2], memory)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from contrastive_zoo.testing.invariants import CONTRACT, same_state
 from contrastive_zoo.testing.measurement import Call, Case
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import local_shard, numbers
 
 SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 
@@ -156,7 +156,6 @@ RECIPES = [
     ),
     Recipe("a scale from outside", lambda: WithScale(clip), lambda: WithScale(cz.DistributedLoss(clip)), "views"),
 ]
-STATEFUL = {"a moving centre": Centred, "a queue": Queued, "class means": ClassMeans}
 
 
 def trial(
@@ -165,37 +164,22 @@ def trial(
     return Trial(Case(make, call, reduction), GlobalBatch(shards, d=2, seed=3), worlds)
 
 
+def summed(recipe: Recipe) -> Any:
+    made = recipe.after()
+    for part in made.modules():
+        if isinstance(part, cz.DistributedLoss):
+            part.grad_reduction = "sum"
+    return made
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_distributed_loss_computes_the_loss_of_the_global_batch(recipe: Recipe, worlds: Worlds) -> None:
-    for shards in SPLITS:
-        on = trial(recipe.after, recipe.call, shards, worlds)
-        for invariant in (*CONTRACT, same_state):
-            invariant(on)
-
-
-@pytest.mark.parametrize("recipe", [x for x in RECIPES if x.name != "a formula of gathered views"], ids=str)
-def test_distributed_loss_supports_trainers_that_sum(recipe: Recipe, worlds: Worlds) -> None:
-    def make() -> Any:
-        made = recipe.after()
-        for part in made.modules():
-            if isinstance(part, cz.DistributedLoss):
-                part.grad_reduction = "sum"
-        return made
-
-    for invariant in CONTRACT:
-        invariant(trial(make, recipe.call, (0, 3, 2), worlds, "sum"))
-
-
-def states(make: Callable[[], nn.Module], wrap: Callable[[nn.Module], Any], splits: list[tuple[int, ...]]) -> list[Any]:
-    """Return the loss's buffers after each step; every step splits its samples differently."""
-    torch.manual_seed(dist.get_rank())
-    loss, found = make().double(), []
-    step_loss = wrap(loss)
-    for step, shards in enumerate(splits):
-        z, y = numbers(6, 2, seed=step), torch.arange(6) % 4
-        step_loss(local_shard(z, shards).requires_grad_(), local_shard(y, shards))
-        found.append({name: x.clone() for name, x in loss.named_buffers()})
-    return found
+    on = [trial(recipe.after, recipe.call, shards, worlds) for shards in SPLITS]
+    if recipe.name != "a formula of gathered views":
+        on.append(trial(partial(summed, recipe), recipe.call, (0, 3, 2), worlds, "sum"))
+    for invariant in (*CONTRACT, same_state):
+        for each in on:
+            invariant(each)
 
 
 # ------------------------------------------------------------------------------------------------------------- the page

@@ -12,63 +12,35 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, close, distance, numbers, split
+from tools.comparison import measure
+from tools.pml_matrix.cases import Case, all_runs
 
 wrap, mining = cz.DistributedLoss, cz.data.DistributedMiner
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
-SHARDS = ((8,), (3, 5), (0, 6, 2))
-
-
-def arc_face() -> Any:
-    torch.manual_seed(0)
-    return losses.ArcFaceLoss(3, 4).double()
 
 
 def triplets() -> Any:
     return losses.TripletMarginLoss(0.5)
 
 
-Wrap = Callable[[], Callable[..., Any]]
-
-TAKEN_OFF: dict[str, tuple[Wrap, Wrap]] = {
-    "their loss": (lambda: arc_face(), lambda: wrap(DistributedLossWrapper(arc_face()))),
-    "their efficient loss": (lambda: triplets(), lambda: wrap(DistributedLossWrapper(triplets(), efficient=True))),
+MINED = Case("TripletMarginLoss", "BatchHardMiner")
+TAKEN_OFF: dict[str, tuple[Case, Callable[..., Any]]] = {
+    "their loss": (Case("ArcFaceLoss"), lambda loss, miner, **o: wrap(DistributedLossWrapper(loss), **o)),
+    "their efficient loss": (
+        Case("TripletMarginLoss"), lambda loss, miner, **o: wrap(DistributedLossWrapper(loss, efficient=True), **o)
+    ),
     "their loss and our miner": (
-        lambda: triplets(),
-        lambda: wrap(DistributedLossWrapper(triplets()), miner=mining(miners.BatchHardMiner())),
+        MINED, lambda loss, miner, **o: wrap(DistributedLossWrapper(loss), miner=mining(miner), **o)
     ),
-    "their miner": (
-        lambda: triplets(),
-        lambda: wrap(triplets(), miner=DistributedMinerWrapper(miners.BatchHardMiner())),
-    ),
-}
-
-
-def one_process(name: str, bare: Callable[..., Any], z: Tensor) -> Any:
-    return bare(z, LABELS, miners.BatchHardMiner()(z, LABELS)) if "miner" in name else bare(z, LABELS)
+    "their miner": (MINED, lambda loss, miner, **o: wrap(loss, miner=DistributedMinerWrapper(miner), **o)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAKEN_OFF)
 def test_an_outermost_wrapper_is_taken_off(name: str, worlds: Worlds) -> None:
-    make, wrapped = TAKEN_OFF[name]
-
-    def job(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        z, loss_fn = z.clone().requires_grad_(), wrapped()
-        value = loss_fn(z, labels)
-        gradient, *of_loss = torch.autograd.grad(value, [z, *loss_fn.parameters()])
-        return value.detach(), gradient, of_loss
-
-    z, bare = numbers(8, 4, seed=0).requires_grad_(), make()
-    expected = one_process(name, bare, z)
-    gradient, *of_loss = torch.autograd.grad(expected, [z, *bare.parameters()])
-    for shards in SHARDS:
-        found = worlds.run(
-            len(shards), job, each=list(zip(split(z.detach(), shards), split(LABELS, shards), strict=True))
-        )
-        assert distance(torch.cat([x[1] for x in found]) / len(shards), gradient) <= EXACT
-        for value, _, own in found:
-            close(value, expected.detach())
-            for x, y in zip(own, of_loss, strict=True):
-                close(x, y)
+    case, wrapped = TAKEN_OFF[name]
+    ((_, compared),) = measure(worlds, [case], all_runs, wrapped)
+    assert [why for x in compared.values() if (why := x.wrong(EXACT) or x.unsupported)] == []
 
 
 @pytest.mark.parametrize("inner", [DistributedMinerWrapper, lambda x: x], ids=["theirs", "bare"])
@@ -79,15 +51,14 @@ def test_a_wrapped_miner_mines_once(inner: Callable[..., Any], worlds: Worlds) -
     z = numbers(8, 4, seed=0)
     expected = miners.BatchHardMiner()(z, LABELS)
     for found in worlds.run(2, job, each=list(zip(split(z, (3, 5)), split(LABELS, (3, 5)), strict=True))):
-        for x, y in zip(found, expected, strict=True):
-            assert torch.equal(x, y)
+        assert all(map(torch.equal, found, expected))
 
 
 def distributed() -> Any:
     return wrap(losses.ContrastiveLoss())
 
 
-REFUSED: dict[str, tuple[Wrap, str]] = {
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ours in MultipleLosses": (
         lambda: wrap(losses.MultipleLosses([triplets(), distributed()])),
         r"loss\.losses\.1 is DistributedLoss",
@@ -136,7 +107,7 @@ def test_an_inner_wrapper_is_refused_with_its_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [distributed, lambda: DistributedLossWrapper(losses.ContrastiveLoss())])
-def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(make: Wrap, worlds: Worlds) -> None:
+def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(make: Callable[[], Any], worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor) -> list[Tensor]:
         inner, miner, z = make(), DistributedMinerWrapper(miners.BatchHardMiner()), z.clone().requires_grad_()
 

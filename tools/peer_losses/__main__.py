@@ -8,9 +8,9 @@ import argparse
 import sys
 
 from contrastive_zoo.testing.worlds import Worlds
+from tools.comparison import measure
 from tools.pages import PAGES, fill
-from tools.peer_losses.losses import table
-from tools.peer_losses.measurement import measure
+from tools.peer_losses.losses import runs, table
 from tools.peer_losses.packages import FOLDER, missing, required
 from tools.peer_losses.page import page
 
@@ -22,14 +22,13 @@ def main() -> None:
     options = parser.parse_args()
     if absent := missing(FOLDER, required()):
         sys.exit(f"not in {FOLDER}: {', '.join(absent)}")
-    peers = table()
     with Worlds(timeout=120.0) as worlds:
         worlds.start(1, 2, 3, imports=["sentence_transformers"])
-        rows = list(zip(peers, measure(worlds, peers), strict=True))
-    wrong = [(peer, size, why) for peer, of in rows for size, x in of.items() if (why := x.wrong(peer))]
-    for peer, size, why in wrong:
-        print(f"{peer.package} {peer} on {size} ranks: {why}")
-    print(f"{len(peers)} losses, {sum(len(of) for _, of in rows)} comparisons, {len(wrong)} different")
+        rows = measure(worlds, table(), runs)
+    wrong = [(peer, run, why) for peer, of in rows for run, x in of.items() if (why := peer.wrong(x))]
+    for peer, run, why in wrong:
+        print(f"{peer.package} {peer}, {run}: {why}")
+    print(f"{len(rows)} losses, {sum(len(of) for _, of in rows)} comparisons, {len(wrong)} different")
     if options.docs:
         fill(PAGES / "everybody-elses-losses.md", {"peers": page(rows)})
 

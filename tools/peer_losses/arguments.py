@@ -9,27 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.testing.measurement import Encoder
+from contrastive_zoo.testing.batch import FEATURES
+from tools.comparison import Batch
 
-WIDTH, CLASSES, TOKENS, FEATURES = 8, 4, 3, 3
+WIDTH, CLASSES, TOKENS = 8, 4, 3
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The samples of all ranks at a step, of which this rank passes some."""
+class Samples(Batch):
+    """A batch, of which a loss takes embeddings that resemble each other, labels, and what is equal on all ranks."""
 
-    step: int
-    shards: tuple[int, ...]
-    rank: int
-    encoder: Encoder
     numbers: Mapping[str, Tensor]
     """Parameters of the model that a loss is called with, such as a logit scale."""
-
-    def normal(self, seed: int, *shape: int) -> Tensor:
-        """Return this rank's part of normal numbers [N, …]."""
-        generator = torch.Generator().manual_seed(100 * self.step + seed)
-        whole = torch.randn(sum(self.shards), *shape, dtype=torch.float64, generator=generator)
-        return whole.split(self.shards)[self.rank]
 
     def embeddings(self, view: int) -> Tensor:
         """Return this rank's embeddings [n, WIDTH] of a view: different ones, which resemble those of view 0."""
@@ -42,7 +33,7 @@ class Batch:
 
     def index(self) -> Tensor:
         """Return the index of each of this rank's samples among all."""
-        return torch.arange(sum(self.shards)).split(self.shards)[self.rank]
+        return self.local(torch.arange(self.total))
 
 
 Role = Literal["rows", "shared", "batch_dim"]
@@ -53,21 +44,22 @@ class Argument:
     """What a loss takes: its name in the table, and the value of the so-manieth argument."""
 
     name: str
-    value: Callable[[Batch, int], Any]
+    value: Callable[[Samples, int], Any]
     role: Role = "rows"
+    parameter: str = ""  # its name, if it is one of the model
 
 
-def _tokens(batch: Batch, view: int, count: int = TOKENS) -> Tensor:
+def _tokens(batch: Samples, view: int, count: int = TOKENS) -> Tensor:
     return torch.stack([batch.embeddings(10 * view + token) for token in range(count)], dim=1)
 
 
-def _features(batch: Batch, view: int) -> dict[str, Tensor]:
+def _features(batch: Samples, view: int) -> dict[str, Tensor]:
     """What a tokeniser returns, with embeddings that are already computed."""
     ones = torch.ones(len(batch.index()), TOKENS, dtype=torch.long)
     return {"token_embeddings": _tokens(batch, view), "input_ids": ones, "attention_mask": ones.clone()}
 
 
-def _documents(batch: Batch, view: int) -> dict[str, Tensor]:
+def _documents(batch: Samples, view: int) -> dict[str, Tensor]:
     """Two documents of each query, one after the other."""
     columns = [_features(batch, view), _features(batch, view + 1)]
     return {name: torch.stack([x[name] for x in columns], 1).flatten(0, 1) for name in columns[0]}
@@ -111,12 +103,12 @@ patches = Argument("rows of patches", lambda batch, view: _tokens(batch, view).f
 tokens_masked = Argument("token mask", lambda batch, _: (batch.index()[:, None] + torch.arange(TOKENS)) % 2 == 0)
 captions = Argument("token logits", _tokens)
 caption_labels = Argument("token labels", lambda batch, _: batch.index()[:, None].expand(-1, TOKENS) % WIDTH)
-scale = Argument("number", lambda batch, _: batch.numbers["scale"])
-prototypes = Argument("learnt shared", lambda batch, _: batch.numbers["prototypes"], "shared")
-bias = Argument("number", lambda batch, _: batch.numbers["bias"])
+scale = Argument("number", lambda batch, _: batch.numbers["scale"], parameter="scale")
+bias = Argument("number", lambda batch, _: batch.numbers["bias"], parameter="bias")
+prototypes = Argument("learnt shared", lambda batch, _: batch.numbers["prototypes"], "shared", "prototypes")
 
 
-def _stack(batch: Batch, view: int, count: int) -> Tensor:
+def _stack(batch: Samples, view: int, count: int) -> Tensor:
     return torch.stack([batch.embeddings(10 * view + x) for x in range(count)])
 
 

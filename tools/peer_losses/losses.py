@@ -8,40 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tools.peer_losses.arguments import (
-    CLASSES,
-    WIDTH,
-    Argument,
-    bias,
-    caption_labels,
-    captions,
-    differences,
-    documents,
-    labels,
-    listed,
-    long_documents,
-    mask,
-    pairs,
-    patches,
-    probabilities,
-    prototypes,
-    queries_and_documents,
-    regions,
-    rows,
-    scale,
-    scores,
-    sentences,
-    several_scores,
-    shared,
-    stack,
-    stack_of_probabilities,
-    targets,
-    tokens,
-    tokens_masked,
-    triples,
-    unit_rows,
-    unit_tokens,
-)
+from tools.comparison import Batch, Compared, Run, Wrap
+from tools.peer_losses import arguments as a
+from tools.peer_losses.arguments import CLASSES, WIDTH, Argument, Samples
 from tools.peer_losses.packages import loaded
 
 
@@ -84,6 +53,8 @@ class PeerLoss:
     settings: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None
 
+    width = WIDTH
+
     def __str__(self) -> str:
         texts = {name: getattr(x, "__name__", repr(x)) for name, x in self.settings.items() if name != "model"}
         settings = ", ".join(f"{name}={text}" for name, text in texts.items())
@@ -102,21 +73,40 @@ class PeerLoss:
             return loss.double()
         return found
 
+    def start(self, wrap: Wrap | None, **options: Any) -> tuple[nn.Module, Callable[[Batch], Any]]:
+        loss = self.construct()
+        loss_fn = loss if wrap is None else wrap(loss, **options, **self.options)
+        numbers = {"scale": torch.tensor(2.0), "bias": torch.tensor(-1.0)}
+        numbers["prototypes"] = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(9))
+        model = nn.ParameterDict({x.parameter: numbers[x.parameter] for x in self.takes.values() if x.parameter})
+        learnt = nn.ModuleDict({"model": model})
+        if isinstance(loss, nn.Module):
+            learnt["loss"] = loss
+
+        def of_batch(batch: Batch) -> Any:
+            samples = Samples(**vars(batch), numbers=dict(model.items()))
+            return loss_fn(**{name: x.value(samples, view) for view, (name, x) in enumerate(self.takes.items())})
+
+        return learnt, of_batch
+
     @property
     def tolerance(self) -> float:
         """Return the largest allowed difference, relative to the larger of 1 and the largest expected element."""
         return 1e-6 if self.name in IN_FLOAT32 else 1e-10
 
+    def wrong(self, compared: Compared) -> str | None:
+        """Return in words what differs, unless it is what is said of the loss; None if nothing does."""
+        if self.refused is not None and self.refused in (compared.words or ""):
+            return None
+        refused = f"is not refused: {compared.words or compared.differences}"
+        return compared.wrong(self.tolerance) or compared.unsupported if self.refused is None else refused
+
     @property
     def options(self) -> dict[str, Any]:
         """Return the roles of arguments that DistributedLoss is told."""
         names = {role: [x for x, of in self.takes.items() if of.role == role] for role in ("shared", "batch_dim")}
-        options: dict[str, Any] = {}
-        if names["shared"]:
-            options["shared"] = set(names["shared"])
-        if names["batch_dim"]:
-            options["batch_dim"] = dict.fromkeys(names["batch_dim"], 1)
-        return options
+        options = {"shared": set(names["shared"]), "batch_dim": dict.fromkeys(names["batch_dim"], 1)}
+        return {name: x for name, x in options.items() if x}
 
 
 Row = tuple[str, str, Mapping[str, Argument], Mapping[str, Any]]
@@ -128,12 +118,12 @@ def _of(package: str, folder: str, table: Iterable[Row]) -> Iterator[PeerLoss]:
         yield PeerLoss(package, f"{folder}.{file}", name, takes, settings)
 
 
-_TWO = {"out0": rows, "out1": rows}
-_Z = {"z_a": rows, "z_b": rows}
-_REGIONS = dict.fromkeys(("pred_view0", "pred_view1", "target_view0", "target_view1"), tokens)
-_MASKS = {"mask_view0": regions, "mask_view1": regions}
-_ANCHORS = {"anchors": rows, "targets": rows, "prototypes": prototypes}
-_STACKED = {"local_proj": stack(2), "global_proj": stack(3)}
+_TWO = {"out0": a.rows, "out1": a.rows}
+_Z = {"z_a": a.rows, "z_b": a.rows}
+_REGIONS = dict.fromkeys(("pred_view0", "pred_view1", "target_view0", "target_view1"), a.tokens)
+_MASKS = {"mask_view0": a.regions, "mask_view1": a.regions}
+_ANCHORS = {"anchors": a.rows, "targets": a.rows, "prototypes": a.prototypes}
+_STACKED = {"local_proj": a.stack(2), "global_proj": a.stack(3)}
 _DIM = {"output_dim": WIDTH}
 _LIGHTLY: tuple[Row, ...] = (
     ("ntx_ent_loss", "NTXentLoss", _TWO, {}),
@@ -149,83 +139,88 @@ _LIGHTLY: tuple[Row, ...] = (
     ("vicreg_loss", "VICRegLoss", _Z, {"gather_distributed": True}),
     ("tico_loss", "TiCoLoss", _Z, {}),
     ("hypersphere_loss", "HypersphereLoss", _Z, {}),
-    ("macl_loss", "MACLLoss", {"z0": rows, "z1": rows}, {}),
-    ("negative_cosine_similarity", "NegativeCosineSimilarity", {"x0": rows, "x1": targets}, {}),
-    ("koleo_loss", "KoLeoLoss", {"x": rows}, {}),
-    ("emp_ssl_loss", "EMPSSLLoss", {"z_views": listed(3)}, {}),
-    ("frossl_loss", "FroSSLLoss", {"z_views": listed(2)}, {}),
-    ("mmcr_loss", "MMCRLoss", {"online": tokens, "momentum": tokens}, {}),
-    ("detcon_loss", "DetConSLoss", {"view0": tokens, "view1": tokens, **_MASKS}, {}),
+    ("macl_loss", "MACLLoss", {"z0": a.rows, "z1": a.rows}, {}),
+    ("negative_cosine_similarity", "NegativeCosineSimilarity", {"x0": a.rows, "x1": a.targets}, {}),
+    ("koleo_loss", "KoLeoLoss", {"x": a.rows}, {}),
+    ("emp_ssl_loss", "EMPSSLLoss", {"z_views": a.listed(3)}, {}),
+    ("frossl_loss", "FroSSLLoss", {"z_views": a.listed(2)}, {}),
+    ("mmcr_loss", "MMCRLoss", {"online": a.tokens, "momentum": a.tokens}, {}),
+    ("detcon_loss", "DetConSLoss", {"view0": a.tokens, "view1": a.tokens, **_MASKS}, {}),
     ("detcon_loss", "DetConBLoss", {**_REGIONS, **_MASKS}, {}),
-    ("dino_loss", "DINOLoss", {"teacher_out": listed(2), "student_out": listed(3)}, {"output_dim": WIDTH}),
-    (*("ibot_loss", "IBOTPatchLoss"), {"teacher_out": patches, "student_out": patches, "mask": mask}, _DIM),
+    ("dino_loss", "DINOLoss", {"teacher_out": a.listed(2), "student_out": a.listed(3)}, {"output_dim": WIDTH}),
+    (*("ibot_loss", "IBOTPatchLoss"), {"teacher_out": a.patches, "student_out": a.patches, "mask": a.mask}, _DIM),
     (
         *("ibot_loss", "IBOTPlusPlusPatchLoss"),
-        {"teacher_out": tokens, "student_out": tokens, "mask": tokens_masked},
+        {"teacher_out": a.tokens, "student_out": a.tokens, "mask": a.tokens_masked},
         _DIM,
     ),
-    ("swav_loss", "SwaVLoss", {"high_resolution_outputs": listed(2), "low_resolution_outputs": listed(2, 2)}, {}),
+    ("swav_loss", "SwaVLoss", {"high_resolution_outputs": a.listed(2), "low_resolution_outputs": a.listed(2, 2)}, {}),
     ("msn_loss", "MSNLoss", _ANCHORS, {}),
     ("pmsn_loss", "PMSNLoss", _ANCHORS, {}),
     ("pmsn_loss", "PMSNCustomLoss", _ANCHORS, {"target_distribution": uniform}),
-    ("capi_loss", "CAPILoss", {"teacher_logits": tokens, "student_logits": tokens}, {}),
-    ("lejepa_loss", "SIGReg", {"proj": rows}, {}),
+    ("capi_loss", "CAPILoss", {"teacher_logits": a.tokens, "student_logits": a.tokens}, {}),
+    ("lejepa_loss", "SIGReg", {"proj": a.rows}, {}),
     ("lejepa_loss", "LeJEPALoss", _STACKED, {}),
     ("visreg_loss", "VISRegLoss", _STACKED, {}),
-    ("lewm_loss", "LeWMLoss", {"predicted": tokens, "target": tokens, "embeddings": tokens}, {}),
+    ("lewm_loss", "LeWMLoss", {"predicted": a.tokens, "target": a.tokens, "embeddings": a.tokens}, {}),
     ("regularizer.co2", "CO2Regularizer", _TWO, {}),
     ("regularizer.co2", "CO2Regularizer", _TWO, {"memory_bank_size": (16, WIDTH)}),
-    ("regularizer.dse", "DSERegularizer", {"representations": tokens}, {"local_clusters": 2, "global_clusters": 4}),
+    ("regularizer.dse", "DSERegularizer", {"representations": a.tokens}, {"local_clusters": 2, "global_clusters": 4}),
 )
 
 _SCHEDULE = {"warmup_teacher_temp": 0.04, "teacher_temp": 0.07, "warmup_teacher_temp_epochs": 0, "num_epochs": 2}
 _SOLO: tuple[Row, ...] = (
-    ("barlow", "barlow_loss_func", {"z1": rows, "z2": rows}, {}),
-    ("byol", "byol_loss_func", {"p": rows, "z": rows}, {}),
-    ("dino", "DINOLoss", {"student_output": rows, "teacher_output": targets}, {"num_prototypes": WIDTH, **_SCHEDULE}),
-    ("moco", "moco_loss_func", {"query": unit_rows, "key": unit_rows, "queue": shared(WIDTH, 16)}, {}),
-    ("nnclr", "nnclr_loss_func", {"nn": rows, "p": rows}, {}),
-    ("ressl", "ressl_loss_func", {"q": unit_rows, "k": unit_rows, "queue": shared(16, WIDTH)}, {}),
-    ("simclr", "simclr_loss_func", {"z1": rows, "z2": rows}, {}),
-    ("simsiam", "simsiam_loss_func", {"p": rows, "z": rows}, {}),
-    ("swav", "swav_loss_func", {"preds": listed(2), "assignments": listed(2, 0, probabilities)}, {}),
-    ("vicreg", "vicreg_loss_func", {"z1": rows, "z2": rows}, {}),
-    ("wmse", "wmse_loss_func", {"z1": rows, "z2": rows}, {}),
+    ("barlow", "barlow_loss_func", {"z1": a.rows, "z2": a.rows}, {}),
+    ("byol", "byol_loss_func", {"p": a.rows, "z": a.rows}, {}),
+    (
+        "dino",
+        "DINOLoss",
+        {"student_output": a.rows, "teacher_output": a.targets},
+        {"num_prototypes": WIDTH, **_SCHEDULE},
+    ),
+    ("moco", "moco_loss_func", {"query": a.unit_rows, "key": a.unit_rows, "queue": a.shared(WIDTH, 16)}, {}),
+    ("nnclr", "nnclr_loss_func", {"nn": a.rows, "p": a.rows}, {}),
+    ("ressl", "ressl_loss_func", {"q": a.unit_rows, "k": a.unit_rows, "queue": a.shared(16, WIDTH)}, {}),
+    ("simclr", "simclr_loss_func", {"z1": a.rows, "z2": a.rows}, {}),
+    ("simsiam", "simsiam_loss_func", {"p": a.rows, "z": a.rows}, {}),
+    ("swav", "swav_loss_func", {"preds": a.listed(2), "assignments": a.listed(2, 0, a.probabilities)}, {}),
+    ("vicreg", "vicreg_loss_func", {"z1": a.rows, "z2": a.rows}, {}),
+    ("wmse", "wmse_loss_func", {"z1": a.rows, "z2": a.rows}, {}),
 )
 
 _STABLE: tuple[Row, ...] = (
-    ("joint_embedding", "BYOLLoss", {"online_pred": rows, "target_proj": targets}, {}),
-    ("joint_embedding", "BarlowTwinsLoss", {"z_i": rows, "z_j": rows}, {}),
-    ("joint_embedding", "NTXEntLoss", {"z_i": rows, "z_j": rows}, {}),
-    ("joint_embedding", "VICRegLoss", {"z_i": rows, "z_j": rows}, {}),
-    ("multimodal", "CLIPLoss", {"feats_i": rows, "feats_j": rows}, {}),
-    ("multimodal", "CLIPLoss", {"feats_i": rows, "feats_j": rows, "logit_scale": scale}, {}),
-    ("utils", "VCRegLoss", {"z_i": rows}, {}),
-    ("utils", "NegativeCosineSimilarity", {"z_i": rows, "z_j": targets}, {}),
-    ("dino", "DINOv1Loss", {"student_logits": stack(3), "teacher_probs": stack_of_probabilities}, {}),
-    ("dino", "iBOTPatchLoss", {"student_patch_logits": rows, "teacher_patch_probs": probabilities}, {}),
+    ("joint_embedding", "BYOLLoss", {"online_pred": a.rows, "target_proj": a.targets}, {}),
+    ("joint_embedding", "BarlowTwinsLoss", {"z_i": a.rows, "z_j": a.rows}, {}),
+    ("joint_embedding", "NTXEntLoss", {"z_i": a.rows, "z_j": a.rows}, {}),
+    ("joint_embedding", "VICRegLoss", {"z_i": a.rows, "z_j": a.rows}, {}),
+    ("multimodal", "CLIPLoss", {"feats_i": a.rows, "feats_j": a.rows}, {}),
+    ("multimodal", "CLIPLoss", {"feats_i": a.rows, "feats_j": a.rows, "logit_scale": a.scale}, {}),
+    ("utils", "VCRegLoss", {"z_i": a.rows}, {}),
+    ("utils", "NegativeCosineSimilarity", {"z_i": a.rows, "z_j": a.targets}, {}),
+    ("dino", "DINOv1Loss", {"student_logits": a.stack(3), "teacher_probs": a.stack_of_probabilities}, {}),
+    ("dino", "iBOTPatchLoss", {"student_patch_logits": a.rows, "teacher_patch_probs": a.probabilities}, {}),
 )
 
-_TOWERS = {"image_features": unit_rows, "text_features": unit_rows}
-_TEACHER = {"dist_image_features": unit_rows, "dist_text_features": unit_rows, "dist_logit_scale": scale}
+_TOWERS = {"image_features": a.unit_rows, "text_features": a.unit_rows}
+_TEACHER = {"dist_image_features": a.unit_rows, "dist_text_features": a.unit_rows, "dist_logit_scale": a.scale}
 _WEIGHTS = {"caption_loss_weight": 2.0, "clip_loss_weight": 1.0}
-_CAPTIONS = {"logits": captions, "labels": caption_labels}
+_CAPTIONS = {"logits": a.captions, "labels": a.caption_labels}
 _OPEN_CLIP: tuple[Row, ...] = (
-    ("loss", "ClipLoss", {**_TOWERS, "logit_scale": scale}, {}),
-    ("loss", "ClipLoss", {**_TOWERS, "logit_scale": scale, "logit_bias": bias}, {"cache_labels": True}),
+    ("loss", "ClipLoss", {**_TOWERS, "logit_scale": a.scale}, {}),
+    ("loss", "ClipLoss", {**_TOWERS, "logit_scale": a.scale, "logit_bias": a.bias}, {"cache_labels": True}),
     (
         "loss",
         "CoCaLoss",
-        {**_TOWERS, **_CAPTIONS, "logit_scale": scale},
+        {**_TOWERS, **_CAPTIONS, "logit_scale": a.scale},
         _WEIGHTS,
     ),
-    ("loss", "DistillClipLoss", {**_TOWERS, "logit_scale": scale, **_TEACHER}, {}),
-    ("loss", "SigLipLoss", {**_TOWERS, "logit_scale": scale, "logit_bias": bias}, {}),
+    ("loss", "DistillClipLoss", {**_TOWERS, "logit_scale": a.scale, **_TEACHER}, {}),
+    ("loss", "SigLipLoss", {**_TOWERS, "logit_scale": a.scale, "logit_bias": a.bias}, {}),
 )
 
-_PAIR = {"query_embeddings": unit_rows, "doc_embeddings": unit_rows}
-_LATE = {"query_embeddings": unit_tokens, "doc_embeddings": unit_tokens}
-_NEGATIVES, _LATE_NEGATIVES = {"neg_doc_embeddings": documents}, {"neg_doc_embeddings": long_documents}
+_PAIR = {"query_embeddings": a.unit_rows, "doc_embeddings": a.unit_rows}
+_LATE = {"query_embeddings": a.unit_tokens, "doc_embeddings": a.unit_tokens}
+_NEGATIVES, _LATE_NEGATIVES = {"neg_doc_embeddings": a.documents}, {"neg_doc_embeddings": a.long_documents}
 _WARM = {"temperature": 0.5}
 _COLPALI: tuple[Row, ...] = (
     ("bi_encoder_losses", "BiEncoderLoss", _PAIR, _WARM),
@@ -244,39 +239,39 @@ _COLPALI: tuple[Row, ...] = (
 )
 
 _MODEL = {"model": Reading()}
-_DISTILLED = {"sentence_features": queries_and_documents, "labels": several_scores}
+_DISTILLED = {"sentence_features": a.queries_and_documents, "labels": a.several_scores}
 _PYLATE: tuple[Row, ...] = (
-    ("contrastive", "Contrastive", {"sentence_features": triples}, _MODEL),
-    ("contrastive", "Contrastive", {"sentence_features": triples}, {**_MODEL, "gather_across_devices": True}),
+    ("contrastive", "Contrastive", {"sentence_features": a.triples}, _MODEL),
+    ("contrastive", "Contrastive", {"sentence_features": a.triples}, {**_MODEL, "gather_across_devices": True}),
     ("distillation", "Distillation", _DISTILLED, _MODEL),
 )
 
-_QUERIES = {"query": rows, "positive_key": rows}
+_QUERIES = {"query": a.rows, "positive_key": a.rows}
 _INFO_NCE: tuple[Row, ...] = (
     ("__init__", "InfoNCE", _QUERIES, {}),
-    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": rows}, {}),
-    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": shared(5, WIDTH)}, {}),
-    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": documents}, {"negative_mode": "paired"}),
+    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": a.rows}, {}),
+    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": a.shared(5, WIDTH)}, {}),
+    ("__init__", "InfoNCE", {**_QUERIES, "negative_keys": a.documents}, {"negative_mode": "paired"}),
 )
 
 
 def _sentences(name: str, count: int, of: Argument, **settings: Any) -> Row:
-    takes = {"sentence_features": sentences(count), "labels": of}
+    takes = {"sentence_features": a.sentences(count), "labels": of}
     return "sentence_transformer.losses", name, takes, {**_MODEL, **settings}
 
 
 _SENTENCES: tuple[Row, ...] = (
-    _sentences("MultipleNegativesRankingLoss", 3, labels),
-    _sentences("MultipleNegativesRankingLoss", 3, labels, gather_across_devices=True),
-    _sentences("CosineSimilarityLoss", 2, scores),
-    _sentences("CoSENTLoss", 2, scores),
-    _sentences("AnglELoss", 2, scores),
-    _sentences("ContrastiveLoss", 2, pairs),
-    _sentences("OnlineContrastiveLoss", 2, pairs),
-    _sentences("TripletLoss", 3, labels),
-    _sentences("MarginMSELoss", 3, differences),
-    _sentences("SoftmaxLoss", 2, labels, embedding_dimension=WIDTH, num_labels=CLASSES),
-    *(_sentences(f"Batch{kind}TripletLoss", 1, labels) for kind in ("All", "Hard", "HardSoftMargin", "SemiHard")),
+    _sentences("MultipleNegativesRankingLoss", 3, a.labels),
+    _sentences("MultipleNegativesRankingLoss", 3, a.labels, gather_across_devices=True),
+    _sentences("CosineSimilarityLoss", 2, a.scores),
+    _sentences("CoSENTLoss", 2, a.scores),
+    _sentences("AnglELoss", 2, a.scores),
+    _sentences("ContrastiveLoss", 2, a.pairs),
+    _sentences("OnlineContrastiveLoss", 2, a.pairs),
+    _sentences("TripletLoss", 3, a.labels),
+    _sentences("MarginMSELoss", 3, a.differences),
+    _sentences("SoftmaxLoss", 2, a.labels, embedding_dimension=WIDTH, num_labels=CLASSES),
+    *(_sentences(f"Batch{kind}TripletLoss", 1, a.labels) for kind in ("All", "Hard", "HardSoftMargin", "SemiHard")),
 )
 
 
@@ -292,6 +287,15 @@ def table() -> list[PeerLoss]:
         *_of("info-nce-pytorch", "info_nce", _INFO_NCE),
         *_of("sentence-transformers", "sentence_transformers", _SENTENCES),
     ]
+
+
+STEPS = (((3, 9), (12, 0), (5, 3)), ((5, 0, 7), (1, 8, 3), (0, 6, 2)))
+"""Samples of each rank at each step: uneven, and with empty ranks."""
+
+
+def runs(_: PeerLoss) -> list[Run]:
+    """Return the runs of every loss, under trainers that average and that sum."""
+    return [Run(steps, grad_reduction) for steps in STEPS for grad_reduction in ("mean", "sum")]
 
 
 LEFT_OUT: dict[str, str] = {

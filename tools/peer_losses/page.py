@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from zlib import crc32
 
+from tools.comparison import GROUPS, Compared, Run, worst
 from tools.pages import table
 from tools.peer_losses.losses import LEFT_OUT, PeerLoss
-from tools.peer_losses.measurement import GROUPS, Compared
 from tools.peer_losses.packages import required
 
 SHOWN = GROUPS[:3]
@@ -19,13 +19,22 @@ def _cells(compared: Compared) -> list[str]:
     return ["–" if x is None else "0" if x == 0 else f"{x:.0e}" for x in numbers]
 
 
-def page(rows: Sequence[tuple[PeerLoss, Mapping[int, Compared]]]) -> str:
+def page(rows: Sequence[tuple[PeerLoss, Mapping[Run, Compared]]]) -> str:
     """Return the table of all losses, the words of those that are refused, and what is not compared."""
-    sizes = sorted({size for _, compared in rows for size in compared})
+    sizes = sorted({len(run.steps[0]) for _, compared in rows for run in compared})
+
+    def of_size(compared: Mapping[Run, Compared], size: int) -> Compared:
+        return worst([x for run, x in compared.items() if len(run.steps[0]) == size])
+
     groups = ("value", "encoder", "own parameters")
     head = ["library", "loss", "call", *(f"W = {size}: {group}" for size in sizes for group in groups)]
     lines = [
-        [peer.package, f"`{peer}`", f"`{peer.call}`", *(cell for size in sizes for cell in _cells(compared[size]))]
+        [
+            peer.package,
+            f"`{peer}`",
+            f"`{peer.call}`",
+            *(cell for size in sizes for cell in _cells(of_size(compared, size))),
+        ]
         for peer, compared in rows
     ]
     refused = [(peer, next(iter(of.values())).words) for peer, of in rows]

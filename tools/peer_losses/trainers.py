@@ -18,13 +18,17 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from tools.peer_losses.arguments import TOKENS, Argument, Batch, documents, rows, unit_rows, unit_tokens
-from tools.peer_losses.losses import PeerLoss, Reading
-from tools.peer_losses.measurement import measure
+from tools.comparison import Run, measure
+from tools.peer_losses.arguments import TOKENS, Argument, Samples, documents, rows, unit_rows, unit_tokens
+from tools.peer_losses.losses import PeerLoss, Reading, runs
 from tools.peer_losses.packages import FOLDER, is_there, loaded
 
 Call = Callable[..., Tensor]
-SIZES = (1, 2, 3)
+
+
+def and_alone(peer: PeerLoss) -> list[Run]:
+    """Return the runs of every loss, and one on one process, where the replacement is compared, too."""
+    return [runs(peer)[0].alone(), *runs(peer)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def _swift_as_qwen3(kind: Any) -> Call:
     return _swift(kind, **{f"INFONCE_{name}": "True" for name in names})
 
 
-def _token_features(batch: Batch, view: int) -> list[dict[str, Tensor]]:
+def _token_features(batch: Samples, view: int) -> list[dict[str, Tensor]]:
     ones = torch.ones(len(batch.index()), TOKENS, dtype=torch.long)
     rows = [unit_tokens.value(batch, view + x) for x in range(2)]
     return [{"token_embeddings": x, "input_ids": ones, "attention_mask": ones.clone()} for x in rows]
@@ -180,12 +184,12 @@ def main(folders: Sequence[str | Path]) -> int:
         if is_there(x.module, folder)
     ]
     with Worlds(timeout=120.0) as worlds:
-        compared = measure(worlds, chosen, SIZES, replaced)
+        rows = measure(worlds, chosen, and_alone, replaced)
     differ = False
-    for peer, by_size in zip(chosen, compared, strict=True):
-        for size, of in by_size.items():
-            differ |= of.wrong(peer) is not None
-            print(f"{peer.package} {peer.name} on {size} ranks: {of.wrong(peer) or dict(of.differences)}")
+    for peer, compared in rows:
+        for run, of in compared.items():
+            differ |= peer.wrong(of) is not None
+            print(f"{peer.package} {peer.name}, {run}: {peer.wrong(of) or dict(of.differences)}")
     return int(differ or not chosen)
 
 

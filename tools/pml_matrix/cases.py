@@ -1,38 +1,103 @@
-"""The cases of the table: every loss with every miner, reducer, distance and regularizer; and how they are split."""
+"""Losses of pytorch-metric-learning with their miners, reducers, distances and regularizers, and how they are split."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
 from zlib import crc32
 
 import torch
-from pytorch_metric_learning import losses, miners
+from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 from torch import Tensor, nn
 
-from tools.pml_matrix.constructors import (
-    AROUND_ANOTHER,
-    BUILT,
-    CENTERS,
-    CLASSES,
-    IN_FLOAT32,
-    LABELS,
-    MODULES,
-    ONE_STEP,
-    SAMPLES,
-    SETTINGS,
-    WITHOUT_LABELS,
-    parts,
-)
+from contrastive_zoo.data.miner import DistributedMiner
+from contrastive_zoo.testing.batch import FEATURES
+from tools.comparison import Batch, Run, Wrap
 
-EXACT = 1e-10
-"""Largest allowed difference of results in float64."""
+SAMPLES, CLASSES, WIDTH = 12, 3, 4
 
-SPLITS: dict[int, tuple[tuple[int, ...], ...]] = {
-    1: ((12,),),
-    2: ((6, 6), (4, 8), (12, 0)),
-    3: ((4, 4, 4), (1, 8, 3), (5, 0, 7)),
+LABELS = torch.arange(CLASSES).repeat_interleave(SAMPLES // CLASSES)
+"""The same number of samples in each class, sorted by class, as SmoothAPLoss requires."""
+
+# ------------------------------------------------------------------------------------------------- how a part is made
+
+
+def _memory(loss: nn.Module | None = None, **more: Any) -> nn.Module:
+    return losses.CrossBatchMemory(loss or losses.ContrastiveLoss(**more), WIDTH, memory_size=2 * SAMPLES - 4)
+
+
+def _multiple(**more: Any) -> nn.Module:
+    members = [losses.TripletMarginLoss(**more), losses.ContrastiveLoss(**more)]
+    return losses.MultipleLosses(members, weights=[1.0, 0.5])
+
+
+_OF_CLASSES = (
+    "ArcFaceLoss", "CosFaceLoss", "LargeMarginSoftmaxLoss", "NormalizedSoftmaxLoss", "ProxyAnchorLoss", "ProxyNCALoss",
+    "SphereFaceLoss", "SubCenterArcFaceLoss",
+)  # fmt: skip
+_CLASSES = {"num_classes": CLASSES, "embedding_size": WIDTH}
+BUILT: dict[str, Callable[..., nn.Module]] = {
+    "CrossBatchMemory": _memory,
+    "DynamicSoftMarginLoss": partial(losses.DynamicSoftMarginLoss, min_val=-4.0, num_bins=20),
+    "ManifoldLoss": partial(losses.ManifoldLoss, l=WIDTH, K=3),
+    "MarginLoss": partial(losses.MarginLoss, learn_beta=True, num_classes=CLASSES, nu=0.1),
+    "MultipleLosses": _multiple,
+    "P2SGradLoss": partial(losses.P2SGradLoss, descriptors_dim=WIDTH, num_classes=CLASSES),
+    "RankedListLoss": partial(losses.RankedListLoss, margin=0.5, Tn=1),
+    "SelfSupervisedLoss": lambda loss=None, **more: losses.SelfSupervisedLoss(loss or losses.NTXentLoss(**more)),
+    "SoftTripleLoss": partial(losses.SoftTripleLoss, **_CLASSES, centers_per_class=2),
+    **{name: partial(getattr(losses, name), **_CLASSES) for name in _OF_CLASSES},
+    # parts, where settings are required or where 12 samples need them to have an effect
+    "ClassWeightedReducer": partial(reducers.ClassWeightedReducer, torch.linspace(0.5, 2.0, SAMPLES)),
+    "MultipleReducers": lambda: reducers.MultipleReducers({"pos_loss": reducers.SumReducer()}),
+    "ThresholdReducer": partial(reducers.ThresholdReducer, low=0.1),
+    "AngularMiner": partial(miners.AngularMiner, angle=10),
+    "HDCMiner": partial(miners.HDCMiner, filter_percentage=0.3),
+    "LpDistance, p=1": partial(distances.LpDistance, p=1, power=2, normalize_embeddings=False),
+    "PerAnchorReducer, above 0": lambda: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
+    "UniformHistogramMiner": partial(miners.UniformHistogramMiner, num_bins=5, pos_per_bin=3, neg_per_bin=3),
 }
-"""Samples of each rank by world size: even, uneven, with an empty rank."""
+"""Constructors of what has required arguments."""
+
+BASES = {
+    **{f"Base{x}": "a base class" for x in ("Distance", "LossWrapper", "MetricLossFunction", "Miner", "Reducer")},
+    "BaseRegularizer": "a base class",
+    "BatchedDistance": "for inference: it passes each block of the matrix to a function",
+    "EmbeddingRegularizerMixin": "a mixin of the losses",
+    "GenericPairLoss": "a base class",
+    "WeightRegularizerMixin": "a mixin of the losses",
+}
+"""Exported classes that are not compared, and why."""
+
+AROUND_ANOTHER = ("CrossBatchMemory", "SelfSupervisedLoss")
+WITHOUT_LABELS = ("ManifoldLoss", "SelfSupervisedLoss", "VICRegLoss")
+ONE_STEP = ("DynamicSoftMarginLoss",)
+"""Losses whose histogram holds the graph of the previous step: a second backward pass raises, on one process too."""
+IN_FLOAT32 = ("ManifoldLoss", "SmoothAPLoss")
+"""Losses that compute in float32 for every input dtype, so the factor 1/W of a trainer is rounded to 24 bits."""
+
+CENTERS = {"SoftTripleLoss": 2, "SubCenterArcFaceLoss": 3}
+"""Number of weights per class, if it is not one."""
+
+MODULES = {
+    "loss": losses,
+    "miner": miners,
+    "reducer": reducers,
+    "distance": distances,
+    "embedding_regularizer": regularizers,
+    "weight_regularizer": regularizers,
+}
+
+
+def parts(module: ModuleType) -> list[str]:
+    """Return the names of the classes that a module of the library exports, without the base classes."""
+    names = (name for name, x in vars(module).items() if inspect.isclass(x) and not name.startswith("_"))
+    return sorted(name for name in names if name not in BASES)
+
+
+# ---------------------------------------------------------------------------------------------------------- the cases
 
 
 @dataclass(frozen=True)
@@ -53,6 +118,8 @@ class Case:
     references: bool = False
     parts: tuple[tuple[str, str], ...] = ()
 
+    width = WIDTH
+
     def __str__(self) -> str:
         with_parts = [self.miner, *(name for _, name in self.parts), "reference rows" if self.references else None]
         outside = " by itself" if self.mined == "outside" else ""
@@ -62,18 +129,28 @@ class Case:
         """Construct the loss and its miner, with the same parameters at each call."""
         torch.manual_seed(7)
         settings = {setting: self._part(setting, name) for setting, name in self.parts}
-        loss = BUILT.get(self.loss, getattr(losses, self.loss))(**settings).double()
+        make: Any = BUILT.get(self.loss, getattr(losses, self.loss, None))
+        loss: nn.Module = make(**settings).double()
         return loss, None if self.miner is None else self._part("miner", self.miner)
 
     def _part(self, setting: str, name: str) -> nn.Module:
-        settings = SETTINGS.get(name, {})
         if name == "SparseCentersRegularizer":  # its setting is the number of rows
             views = 2 if self.loss == "SelfSupervisedLoss" else 1
             of_weights = CLASSES * CENTERS.get(self.loss, 1)
             rows = views * SAMPLES if setting == "embedding_regularizer" else of_weights
-            settings = {"num_classes": 1, "centers_per_class": rows}
-        part: nn.Module = getattr(MODULES[setting], name)(**settings)
+            return regularizers.SparseCentersRegularizer(num_classes=1, centers_per_class=rows)
+        make: Any = BUILT.get(name, getattr(MODULES[setting], name, None))
+        part: nn.Module = make()
         return part
+
+    def start(self, wrap: Wrap | None, **options: Any) -> tuple[nn.Module, Callable[[Batch], Any]]:
+        loss, miner = self.construct()
+        call: Any = (
+            loss if wrap is None else wrap(loss, **options, **({"miner": miner} if self.mined == "inside" else {}))
+        )
+        if miner is not None and (wrap is None or self.mined == "outside"):
+            call = _mined(call, miner if wrap is None else DistributedMiner(miner))
+        return loss, lambda batch: call(**self.arguments(batch))
 
     @property
     def steps(self) -> int:
@@ -84,71 +161,99 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Return the largest allowed difference, relative to the larger of 1 and the largest expected element."""
-        return torch.finfo(torch.float32).eps if self.loss in IN_FLOAT32 else EXACT
+        return torch.finfo(torch.float32).eps if self.loss in IN_FLOAT32 else 1e-10
 
     @property
     def inapplicable(self) -> str | None:
         """Return in words why the library has no such case; None if it has."""
-        cls = getattr(losses, self.loss)
+        cls: Any = getattr(losses, self.loss)
+        settings = dict(self.parts)
         if self.miner is not None and self.loss in WITHOUT_LABELS:
             return "takes no labels, which a miner needs"
         if self.references and not {"ref_emb", "ref_labels"} <= inspect.signature(cls.forward).parameters.keys():
             return "takes no reference rows"
-        if (
-            self.parts
-            and self.parts[0][0] == "weight_regularizer"
-            and not issubclass(cls, losses.WeightRegularizerMixin)
-        ):
+        if "weight_regularizer" in settings and not issubclass(cls, losses.WeightRegularizerMixin):
             return "takes no weight regularizer"
-        if self.parts and self.parts[0][0] == "loss" and self.parts[0][1] not in cls.supported_losses():
+        if "loss" in settings and settings["loss"] not in cls.supported_losses():
             return f"is not among the losses that {self.loss} supports"
         return None
 
-    def arguments(self, seed: int) -> dict[str, Tensor]:
-        """Return the features of all samples, and labels if the loss takes them, by argument name."""
-        generator = torch.Generator().manual_seed(seed)
-        first, second = torch.randn(2, SAMPLES, 3, dtype=torch.float64, generator=generator)
+    def arguments(self, batch: Batch) -> dict[str, Tensor]:
+        """Return this rank's embeddings, and labels if the loss takes them, by argument name."""
+        first, second = batch.normal(0, FEATURES), batch.normal(1, FEATURES)
+        embeddings = {"embeddings": batch.encoder(first)}
         if self.loss in ("SelfSupervisedLoss", "VICRegLoss"):
-            return {"embeddings": first, "ref_emb": first + 0.3 * second}
-        labelled = {} if self.loss == "ManifoldLoss" else {"labels": LABELS}
+            return embeddings | {"ref_emb": batch.encoder(first + 0.3 * second)}
+        if self.loss == "ManifoldLoss":
+            return embeddings
+        embeddings["labels"] = batch.local(LABELS) if self.loss == "SmoothAPLoss" else _labels(batch)
         if not self.references:
-            return {"embeddings": first, **labelled}
-        return {"embeddings": first, **labelled, "ref_emb": second, "ref_labels": LABELS.flip(0)}
+            return embeddings
+        others = replace(batch, shards=(*batch.shards[:-1], batch.shards[-1] + 1))  # there is one reference more
+        return embeddings | {"ref_emb": batch.encoder(others.normal(2, FEATURES)), "ref_labels": _labels(others)}
+
+
+def _labels(batch: Batch) -> Tensor:
+    """Return drawn classes, of which the first and the last sample have the same one."""
+    labels = torch.randint(CLASSES, (batch.total,), generator=torch.Generator().manual_seed(batch.step))
+    labels[-1:] = labels[:1]
+    return batch.local(labels)
+
+
+def _mined(loss: Callable[..., Any], miner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **arguments: loss(**arguments, indices_tuple=miner(*arguments.values()))
 
 
 def inside(outer: str, loss: str) -> Case:
     return Case(outer, parts=(("loss", loss),))
 
 
+COLUMNS: dict[str, Callable[[str], list[Case]]] = {
+    "by itself": lambda loss: [Case(loss)],
+    "with a miner": lambda loss: [Case(loss, miner) for miner in parts(miners)],
+    "inside another": lambda loss: [inside(outer, loss) for outer in AROUND_ANOTHER],
+    **{
+        f"{setting.replace('_', ' ')}": partial(lambda setting, loss: [
+            Case(loss, parts=((setting, name),)) for name in parts(MODULES[setting])
+        ], setting)
+        for setting in ("reducer", "distance", "embedding_regularizer", "weight_regularizer")
+    },
+    "reference rows": lambda loss: [
+        Case(loss, references=True), Case(loss, "MultiSimilarityMiner", references=True)
+    ],
+    "`DistributedMiner`": lambda loss: [Case(loss, "BatchHardMiner", mined="outside")],
+}  # fmt: skip
+"""The cases of a loss by the column of the table."""
+
+
 def cases() -> Iterator[Case]:
     """Yield every loss with every miner, reducer, distance and regularizer, with references, and with a separate miner."""
     for loss in parts(losses):
-        yield Case(loss)
-        for miner in parts(miners):
-            yield Case(loss, miner)
-        yield Case(loss, references=True)
-        yield Case(loss, "MultiSimilarityMiner", references=True)
-        yield Case(loss, "BatchHardMiner", mined="outside")
-        for outer in AROUND_ANOTHER:
-            yield inside(outer, loss)
-        for setting in ("reducer", "distance", "embedding_regularizer", "weight_regularizer"):
-            for name in parts(MODULES[setting]):
-                yield Case(loss, parts=((setting, name),))
+        for of_column in COLUMNS.values():
+            yield from of_column(loss)
 
 
-Splits = Callable[[Case], Sequence[tuple[int, ...]]]
+# --------------------------------------------------------------------------------------------------------- the splits
+
+SPLITS = ((12,), (6, 6), (4, 8), (12, 0), (4, 4, 4), (1, 8, 3), (5, 0, 7))
+"""Samples of each rank: even, uneven, with an empty rank."""
 
 
-def all_splits(case: Case) -> Sequence[tuple[int, ...]]:
+def run_of(case: Case, shards: tuple[int, ...]) -> Run:
+    """Return the steps of a split; uneven shards are tested with a trainer that sums gradients."""
+    return Run((shards,) * case.steps, "sum" if len(set(shards)) > 1 and min(shards) > 0 else "mean")
+
+
+def all_runs(case: Case) -> list[Run]:
     """Return every split for a loss and its miner; for other parts, which do not depend on ranks, two uneven splits."""
-    if case.parts or case.references or case.mined == "outside":
-        return [SPLITS[2][1], SPLITS[3][2]]
-    return [shards for splits in SPLITS.values() for shards in splits]
+    if case.inapplicable is not None:
+        return []
+    few = case.parts or case.references or case.mined == "outside"
+    return [run_of(case, shards) for shards in ((4, 8), (5, 0, 7)) if few] or [run_of(case, x) for x in SPLITS]
 
 
-def some_splits(case: Case) -> Sequence[tuple[int, ...]]:
+def some_runs(case: Case) -> list[Run]:
     """Return every split for a loss without parts; for other cases one split over several ranks."""
-    if case == Case(case.loss):
-        return all_splits(case)
-    several = [*SPLITS[2], *SPLITS[3]]
-    return [several[crc32(str(case).encode()) % len(several)]]
+    if case == Case(case.loss) or case.inapplicable is not None:
+        return all_runs(case)
+    return [run_of(case, SPLITS[1 + crc32(str(case).encode()) % (len(SPLITS) - 1)])]

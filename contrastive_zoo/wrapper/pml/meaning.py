@@ -2,10 +2,8 @@
 
 from typing import Any, Literal
 
-from pytorch_metric_learning import losses, reducers
+from pytorch_metric_learning import reducers
 from torch import nn
-
-COMPOSITES = (losses.MultipleLosses, losses.SelfSupervisedLoss)  # losses that consist of other losses
 
 EPSILON = 1e-5  # what RankedListLoss adds to each weight of its means
 

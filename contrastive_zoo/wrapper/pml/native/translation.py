@@ -7,13 +7,14 @@ import torch
 from pytorch_metric_learning import losses, miners  # noqa: F401 - the example uses miners
 from torch import Tensor, nn
 
+from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
-from contrastive_zoo.wrapper.pml.meaning import COMPOSITES, members
-from contrastive_zoo.wrapper.pml.native import formulas
-from contrastive_zoo.wrapper.pml.native.formulas import NoExactTranslation, require
+from contrastive_zoo.wrapper.pml.meaning import members
+from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation, epsilon, mining, reduction, require
+from contrastive_zoo.wrapper.pml.table import LOSSES
 
 
 def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
@@ -47,15 +48,53 @@ def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
 
 
 def _translate(loss: Any, miner: Any) -> Loss:
-    kind = type(loss)
-    require(kind in TRANSLATED, REFUSED.get(kind, "it is no loss of pytorch-metric-learning itself."))
+    if type(loss) is losses.SelfSupervisedLoss:
+        return _self_supervised(loss, miner)
+    if type(loss) is losses.MultipleLosses:
+        return _multiple_losses(loss, miner)
+    require(type(loss) in LOSSES, "it is no loss of pytorch-metric-learning itself.")
+    _, native, readers, reductions = LOSSES[type(loss)]
+    if isinstance(native, str):
+        raise NoExactTranslation(native)
     for name in ("embedding_regularizer", "weight_regularizer"):
         regularizer = getattr(loss, name, None)
         require(regularizer is None, f"its {name} has no option here. Add {type(regularizer).__name__} to the value.")
-    if kind in _WITH_MINER:
-        return TRANSLATED[kind](loss, miner)
-    require(miner is None, f"{type(miner).__name__} has no option here.")
-    return TRANSLATED[kind](loss)
+    settings = {name: x for read in readers for name, x in read(loss).items()} | reduction(loss, reductions)
+    if type(loss) is losses.TripletMarginLoss:
+        if loss.smooth_loss and "average" in settings:
+            settings["average"] = "all"  # no soft loss is 0
+        settings["mining"] = mining(loss, miner, loss.smooth_loss or settings.get("average") == "all")
+    elif type(loss) is losses.MultiSimilarityLoss and miner is not None:
+        settings |= epsilon(loss, miner)
+    else:
+        require(miner is None, f"{type(miner).__name__} has no option here.")
+    return _with_weights(native, settings, loss)
+
+
+def _with_weights(native: type[Loss], settings: dict[str, Any], loss: Any) -> Loss:
+    """Return this library's loss with a copy of the other's weights, [C, d] or [C, k, d]."""
+    if issubclass(native, ClassLoss):
+        weights = _class_weights(loss)
+        if weights.ndim == 3:
+            settings["sub_centers"] = weights.shape[1]
+        with torch.random.fork_rng(devices=[]):  # the constructor's random weights are replaced
+            result: Any = native(len(weights), weights.shape[-1], **settings)
+        assert result.weights.shape == weights.shape
+        result.weights = nn.Parameter(weights.detach().clone(), requires_grad=weights.requires_grad)
+        return result
+    result = native(**settings)
+    if type(loss) is losses.MarginLoss:
+        result.beta.data = loss.beta.detach().clone().reshape(result.beta.shape)
+    return result
+
+
+def _class_weights(loss: Any) -> Tensor:
+    """Return weights [d, C k], a class's centres side by side, as [C, d] or [C, k, d]; proxies are [C, d]."""
+    if hasattr(loss, "proxies"):
+        return loss.proxies
+    rows = (loss.fc if hasattr(loss, "fc") else loss.W).T.contiguous()
+    centers = getattr(loss, "centers_per_class", getattr(loss, "sub_centers", 1))
+    return rows if centers == 1 else rows.view(loss.num_classes, centers, -1)
 
 
 def _self_supervised(loss: Any, miner: Any) -> Loss:
@@ -79,77 +118,14 @@ def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
     )
 
 
-_WITH_MINER = (*COMPOSITES, losses.TripletMarginLoss, losses.MultiSimilarityLoss)
 _WITH_VIEWS = (
     losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.TripletMarginLoss,
     losses.MultiSimilarityLoss, losses.CircleLoss,
 )  # fmt: skip
 
-TRANSLATED: dict[type, Callable[..., Loss]] = {
-    losses.ArcFaceLoss: formulas.arc_face,
-    losses.CircleLoss: formulas.circle,
-    losses.ContrastiveLoss: formulas.contrastive,
-    losses.CosFaceLoss: formulas.cos_face,
-    losses.FastAPLoss: formulas.fast_ap,
-    losses.LiftedStructureLoss: formulas.lifted_structure,
-    losses.MarginLoss: formulas.margin,
-    losses.MultiSimilarityLoss: formulas.multi_similarity,
-    losses.MultipleLosses: _multiple_losses,
-    losses.NCALoss: formulas.nca,
-    losses.NPairsLoss: formulas.n_pairs,
-    losses.NTXentLoss: formulas.nt_xent,
-    losses.NormalizedSoftmaxLoss: formulas.normalized_softmax,
-    losses.ProxyAnchorLoss: formulas.proxy_anchor,
-    losses.ProxyNCALoss: formulas.proxy_nca,
-    losses.RankedListLoss: formulas.ranked_list,
-    losses.SelfSupervisedLoss: _self_supervised,
-    losses.SignalToNoiseRatioContrastiveLoss: formulas.signal_to_noise,
-    losses.SoftTripleLoss: formulas.soft_triple,
-    losses.SubCenterArcFaceLoss: formulas.arc_face,
-    losses.SupConLoss: formulas.sup_con,
-    losses.TripletMarginLoss: formulas.triplet,
-    losses.TupletMarginLoss: formulas.tuplet_margin,
-    losses.VICRegLoss: formulas.vicreg,
-}
-"""Losses that this library has, and the function that translates each."""
-
-NO_LOSS = "it is no loss by itself."
-
-
-def _by_hand(native: str) -> str:
-    return f"construct contrastive_zoo.{native} by name."
-
-
-REFUSED: dict[type, str] = {
-    losses.AngularLoss: "it compares unit rows with negatives that are not normalised, this library's all unit rows.",
-    losses.BaseLossWrapper: NO_LOSS,
-    losses.BaseMetricLossFunction: NO_LOSS,
-    losses.CrossBatchMemory: "translate its loss, and wrap that in this library's CrossBatchMemory.",
-    losses.DynamicSoftMarginLoss: _by_hand("DynamicSoftMargin"),
-    losses.EmbeddingRegularizerMixin: NO_LOSS,
-    losses.GeneralizedLiftedStructureLoss: "anchors without a positive count with the half of the formula they have.",
-    losses.GenericPairLoss: NO_LOSS,
-    losses.HistogramLoss: _by_hand("Histogram"),
-    losses.InstanceLoss: "Instance of this library is another function, a classifier of instances.",
-    losses.IntraPairVarianceLoss: _by_hand("IntraPairVariance"),
-    losses.LargeMarginSoftmaxLoss: _by_hand("LargeMarginSoftmax"),
-    losses.ManifoldLoss: "this library has no such formula.",
-    losses.P2SGradLoss: _by_hand("P2SGrad"),
-    losses.PNPLoss: _by_hand("PNP"),
-    losses.SmoothAPLoss: "it follows its formula only where a batch has as many classes as rows of each.",
-    losses.SphereFaceLoss: _by_hand("SphereFace"),
-    losses.ThresholdConsistentMarginLoss: _by_hand("ThresholdConsistentMargin"),
-    losses.WeightRegularizerMixin: NO_LOSS,
-}
-"""Losses without an exact translation, and the reason."""
-
 
 class Original(NamedTuple):
-    """The loss and the miner that were translated.
-
-    The native loss takes embeddings with labels, or two views. The original computes calls with other arguments
-    (``indices_tuple``, ``ref_emb``) from the native loss's weights.
-    """
+    """What was translated; it computes calls that the native loss does not take, with the native loss's weights."""
 
     loss: nn.Module
     miner: Callable[..., Any] | None

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from pytorch_metric_learning import distances, miners
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.engine.masks import block_masks
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
+from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.transport import gather_rows
@@ -25,7 +26,6 @@ Anchors index local embeddings, positives and negatives index the gathered candi
 """
 Info = dict[str, Any]
 """A sub-loss in the library's terms: ``losses``, ``indices``, ``reduction_type``, perhaps a ``divisor``."""
-R = TypeVar("R")
 
 PAIRWISE_DISTANCES = (
     distances.CosineSimilarity, distances.DotProductSimilarity, distances.LpDistance, distances.SNRDistance,
@@ -60,9 +60,6 @@ class AnchorBatch:
             return self.candidates, self.candidate_labels
         shards, world = self.shards, self.world
         return all_gather(self.anchors, shards=shards, process_group=world), gather_rows(self.labels, shards, world)
-
-    def anchor_indices(self) -> Tensor:
-        return torch.arange(len(self.anchors), device=self.anchors.device)
 
     def masks(self) -> tuple[Tensor, Tensor]:
         """Return which candidates are an anchor's positives, and which are its negatives."""
@@ -100,38 +97,23 @@ class AnchorBatch:
         labels = torch.cat([self.labels, self.candidate_labels[:1].expand(count)])
         return replace(self, anchors=torch.cat([self.anchors, filler.expand(count, -1)]), labels=labels)
 
-    def run_on_all_ranks(self, caller: nn.Module, function: Callable[[], R]) -> R:
-        """Return ``function()``; if it raises on one rank, every rank raises, since it would wait in the next message."""
-        if self.world.size == 1:
-            return function()
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-        if any(failed for (failed,) in self.world.exchange([error is not None])):
-            texts = self.world.exchange_text("" if error is None else f"{type(error).__name__}: {error}")
-            errors = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-            raise ValueError(f"{type(caller).__name__}: it raised {errors}") from error
-        return cast("R", result)
-
     def totals(self, *local: int) -> list[int]:
         return [sum(counts) for counts in zip(*self.world.exchange(local), strict=True)]
 
 
 def mined(miner: Any, batch: AnchorBatch) -> Indices | None:
     """Return what the miner chooses from all samples, restricted to the local anchors."""
+    name = type(miner).__name__
     with torch.no_grad():
         if type(miner) in MINERS and type(miner.distance) in PAIRWISE_DISTANCES:
-            chosen = batch.run_on_all_ranks(miner, lambda: MINERS[type(miner)](miner, batch))
+            chosen = failing_together(name, partial(MINERS[type(miner)], miner, batch), batch.world)
             miner.output_assertion(chosen)  # it also counts them, for users who log the counts
             return chosen
         anchors = batch.all_anchors()
         with one_stream(batch.world, batch.anchors.device):
             references = (batch.candidates, batch.candidate_labels) if batch.has_references else ()
             mine = partial(miner, *anchors, *references)
-            alone = partial(in_one_process, mine, type(miner).__name__, batch.world)
-            chosen = batch.run_on_all_ranks(miner, alone)
+            chosen = failing_together(name, partial(in_one_process, mine, name, batch.world), batch.world)
     return local_indices(chosen, batch)
 
 

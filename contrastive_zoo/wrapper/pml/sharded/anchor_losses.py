@@ -4,8 +4,8 @@ Code of the library that needs anchors and candidates to be one tensor is writte
 where it has the formula, otherwise after the library's code.
 """
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.row_statistics import complete
 from contrastive_zoo.losses.ranking import PNP, FastAP
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
+from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.wrapper.pml.meaning import EPSILON
 from contrastive_zoo.wrapper.pml.native.variants import RankedListOfDistinct
@@ -37,7 +38,8 @@ def of_classes(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[s
     weights = miner_weights(batch, indices, anchors_only=type(loss) is losses.ProxyNCALoss)
     padded = batch.with_padding(int(len(batch.anchors) == 0))
     arguments = (padded.anchors, padded.labels, None, padded.anchors, padded.labels)
-    sub_losses = batch.run_on_all_ranks(loss, lambda: loss.compute_loss(*arguments))
+    evaluate = partial(loss.compute_loss, *arguments)
+    sub_losses = failing_together(type(loss).__name__, evaluate, batch.world)
     sub_losses["loss"] = local = _without_padding(sub_losses["loss"], len(batch.anchors), True)
     local["losses"] = local["losses"] * weights[local["indices"]]
     return sub_losses
@@ -54,8 +56,9 @@ def _computed(loss: Any, batch: AnchorBatch, groups: Sequence[Indices], *, enoug
         for group, anchors in zip(groups, padding, strict=True)
         for position, x in enumerate(group)
     ]
-    evaluate = functools.partial(loss.compute_loss, padded.anchors, padded.labels, tuple(indices))
-    sub_losses = batch.run_on_all_ranks(loss, lambda: evaluate(batch.candidates, batch.candidate_labels))
+    candidates = batch.candidates, batch.candidate_labels
+    evaluate = partial(loss.compute_loss, padded.anchors, padded.labels, tuple(indices), *candidates)
+    sub_losses = failing_together(type(loss).__name__, evaluate, batch.world)
     return {name: _without_padding(info, len(batch.anchors), any(local)) for name, info in sub_losses.items()}
 
 
@@ -74,8 +77,9 @@ def _without_padding(info: Info, anchors: int, has_pairs: bool) -> Info:
     return info if divisor is None else {**info, "divisor": divisor if has_pairs else 0 * divisor}
 
 
-def _of_anchors(values: Tensor, anchors: Tensor) -> dict[str, Info]:
-    """Return the losses of these anchors as the only sub-loss."""
+def _of_anchors(values: Tensor, anchors: Tensor | None = None) -> dict[str, Info]:
+    """Return the losses of these anchors, or of all local ones, as the only sub-loss."""
+    anchors = torch.arange(len(values), device=values.device) if anchors is None else anchors
     return {"loss": {"losses": values, "indices": anchors, "reduction_type": "element"}}
 
 
@@ -137,7 +141,7 @@ def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[
     row_loss.margin, row_loss.alpha, row_loss.imbalance = loss.margin, loss.alpha, loss.imbalance
     row_loss.t_p, row_loss.t_n = loss.Tp, loss.Tn
     values, _ = complete(row_loss.rows(loss.distance(batch.anchors, batch.candidates), *batch.masks()))
-    return _of_anchors(values, batch.anchor_indices())
+    return _of_anchors(values)
 
 
 def intra_pair_variance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
@@ -164,7 +168,7 @@ def instance(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str
     numbers, _ = class_numbers(batch.candidate_labels)
     logits = loss.distance(batch.anchors, batch.candidates) * loss.gamma
     values = F.cross_entropy(logits, numbers[batch.shards.local], reduction="none")
-    return _of_anchors(values, batch.anchor_indices())
+    return _of_anchors(values)
 
 
 def n_pairs(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
@@ -208,4 +212,4 @@ def p2s_grad(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str
         own_class = torch.zeros_like(cosines).scatter_(1, batch.labels[:, None], 1)
         return (cosines - own_class).square().mean(1)
 
-    return {"loss": _already_averaged(batch.run_on_all_ranks(loss, squared_errors), len(batch.anchors))}
+    return {"loss": _already_averaged(failing_together("P2SGradLoss", squared_errors, batch.world), len(batch.anchors))}

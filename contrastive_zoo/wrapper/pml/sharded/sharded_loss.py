@@ -12,6 +12,7 @@ from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.engine.rowwise import AsForward
 from contrastive_zoo.loss_base.loss import has_user_code
 from contrastive_zoo.ranks.collectives import replicated, sum_over_ranks
+from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.pml.meaning import members, reducer_of, reduction_of
 from contrastive_zoo.wrapper.pml.sharded import anchor_losses
@@ -23,12 +24,8 @@ from contrastive_zoo.wrapper.pml.sharded.anchor_batch import (
     local_indices,
     mined,
 )
+from contrastive_zoo.wrapper.pml.table import LOSSES
 
-PAIR_LOSSES = (
-    losses.ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss, losses.MultiSimilarityLoss, losses.CircleLoss,
-    losses.NTXentLoss, losses.SupConLoss, losses.GeneralizedLiftedStructureLoss, losses.TupletMarginLoss,
-    losses.AngularLoss,
-)  # fmt: skip
 COLUMNS = (
     losses.AngularLoss, losses.CircleLoss, losses.GeneralizedLiftedStructureLoss, losses.LiftedStructureLoss,
     losses.MultiSimilarityLoss, losses.TupletMarginLoss,
@@ -36,84 +33,63 @@ COLUMNS = (
 """Losses that hand a reducer a column ``[n, 1]``, which spreads against a reducer's row of numbers."""
 COLUMNS_OF_PAIRS = (losses.AngularLoss, losses.LiftedStructureLoss, losses.TupletMarginLoss)
 """Those among them whose numbers are of pairs: PerAnchorReducer raises unless there is a single pair."""
-TRIPLET_LOSSES = (losses.TripletMarginLoss, losses.MarginLoss)
-CLASSIFIERS = (
-    losses.ArcFaceLoss, losses.CosFaceLoss, losses.LargeMarginSoftmaxLoss, losses.NormalizedSoftmaxLoss,
-    losses.ProxyNCALoss, losses.SoftTripleLoss, losses.SphereFaceLoss, losses.SubCenterArcFaceLoss,
-)  # fmt: skip
 TAKE_NO_INDICES = (losses.InstanceLoss, losses.P2SGradLoss, losses.PNPLoss, losses.RankedListLoss)
-TAKE_REFERENCES = (*PAIR_LOSSES, *TRIPLET_LOSSES, losses.NCALoss, losses.IntraPairVarianceLoss)
-
-EVALUATED: dict[type[nn.Module], Callable[[Any, AnchorBatch, Indices | None], dict[str, Info]]] = {
-    **dict.fromkeys(PAIR_LOSSES, anchor_losses.of_pairs),
-    **dict.fromkeys(TRIPLET_LOSSES, anchor_losses.of_triplets),
-    **dict.fromkeys(CLASSIFIERS, anchor_losses.of_classes),
-    losses.FastAPLoss: anchor_losses.fast_ap,
-    losses.InstanceLoss: anchor_losses.instance,
-    losses.IntraPairVarianceLoss: anchor_losses.intra_pair_variance,
-    losses.LiftedStructureLoss: anchor_losses.lifted_structure,
-    losses.NCALoss: anchor_losses.nca,
-    losses.NPairsLoss: anchor_losses.n_pairs,
-    losses.P2SGradLoss: anchor_losses.p2s_grad,
-    losses.PNPLoss: anchor_losses.pnp,
-    losses.RankedListLoss: anchor_losses.ranked_list,
-    losses.ThresholdConsistentMarginLoss: anchor_losses.threshold_consistent,
-}
-"""Losses, and the function that evaluates the local anchors. MultipleLosses and SelfSupervisedLoss of these work, too."""
-
-REFUSED: dict[type[nn.Module], str] = {
-    losses.CrossBatchMemory: "its queue holds rows without gradient, whose owners it does not know.",
-    losses.DynamicSoftMarginLoss: "its histogram of all pairs is kept from call to call.",
-    losses.HistogramLoss: "its histograms are of all pairs.",
-    losses.ManifoldLoss: "its random walk goes over all rows.",
-    losses.ProxyAnchorLoss: "its anchors are proxies, and a proxy's sums are over all rows.",
-    losses.SmoothAPLoss: "it takes blocks of equal classes.",
-    losses.VICRegLoss: "its variances and covariances are of all rows.",
-}
-"""Losses that are not sums over anchors as the library has written them, and the reason."""
+TAKE_REFERENCES = (
+    anchor_losses.of_pairs, anchor_losses.of_triplets, anchor_losses.nca, anchor_losses.intra_pair_variance,
+)  # fmt: skip
 
 
-def refusal(loss: Any, miner: Callable[..., Indices] | None = None) -> str | None:
-    """Return why a loss cannot be evaluated in shards with its miner, in words; None if it can."""
-    kind = type(loss)
-    if problem := _user_code_problem(loss, miner):
-        return problem
+def refusal(
+    loss: Any, miner: Callable[..., Indices] | None = None, arguments: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return why a loss cannot be evaluated in shards with its miner, or a call with these arguments, in words."""
+    kind, has_indices = type(loss), arguments is not None and arguments.get("indices_tuple") is not None
+    parts = (part for module in (loss, miner) if isinstance(module, nn.Module) for part in module.modules())
+    if part := next(filter(has_user_code, parts), None):
+        return f"{type(part).__name__} has hooks or a forward of its own, which would not see the rows of all ranks."
     if kind is losses.MultipleLosses:
-        if miner is not None and loss.miners:
-            return "it has miners of its own."
-        result = ((x, _member_refusal(x, own_miner or miner)) for x, own_miner, _ in members(loss))
-        return next((f"{type(x).__name__}: {reason}" for x, reason in result if reason), None)
+        if loss.miners and (miner is not None or has_indices):
+            return "it has miners of its own, and takes neither another one nor indices_tuple. Leave one of them out."
+        for member, own_miner, _ in members(loss):
+            views = "it takes two views, and a member of MultipleLosses takes embeddings and labels."
+            is_of_views = type(member) is losses.SelfSupervisedLoss
+            if problem := views if is_of_views else refusal(member, own_miner or miner, arguments):
+                return f"{type(member).__name__}: {problem}"
+        return None
     if kind is losses.SelfSupervisedLoss:
-        return refusal(loss.loss, miner)
+        if arguments is not None:
+            references = {} if loss.symmetric else {"ref_emb": arguments["ref_emb"]}
+            arguments = {"embeddings": arguments["embeddings"], "labels": torch.zeros(0), **references}
+        return refusal(loss.loss, miner, arguments)
     if isinstance(loss, nn.parallel.DistributedDataParallel):
         return "its parameters' gradient is complete on every rank already. Pass loss.module."
-    if kind not in EVALUATED:
-        return REFUSED.get(kind, "it is none of the losses that are known to be sums over anchors.")
-    if kind is losses.NPairsLoss and miner is not None:
-        return (
-            "it takes the first mined pair of each class, and ranks do not know the order in which a miner found them."
-        )
-    if kind in TRIPLET_LOSSES and miner is None and loss.triplets_per_anchor != "all":
+    if kind not in LOSSES:
+        return "it is none of the losses that are known to be sums over anchors."
+    if isinstance(evaluate := LOSSES[kind].evaluate, str):
+        return evaluate
+    if kind is losses.NPairsLoss and (miner is not None or has_indices):
+        return "it takes the first pair of each class, and ranks do not know the order in which a miner found them."
+    if evaluate is anchor_losses.of_triplets and miner is None and loss.triplets_per_anchor != "all":
         return f"it draws {loss.triplets_per_anchor} triplets an anchor. Pass triplets_per_anchor='all', or a miner."
     if getattr(loss, "swap", False):
         return "swap compares positives with negatives, which are other ranks' anchors."
     if type(loss.distance) not in PAIRWISE_DISTANCES:
         return f"{type(loss.distance).__name__} is not known to depend on two embeddings alone."
-    return _reducer_refusal(loss.reducer, kind)
+    if kind in TAKE_NO_INDICES and (miner is not None or has_indices):
+        return "it takes no indices_tuple."
+    problem = _reducer_refusal(loss.reducer, kind)
+    return _arguments_problem(evaluate, arguments) if problem is None and arguments is not None else problem
 
 
-def _member_refusal(member: Any, miner: Callable[..., Indices] | None) -> str | None:
-    if type(member) is losses.SelfSupervisedLoss:
-        return "it takes two views, and a member of MultipleLosses takes embeddings and labels."
-    return refusal(member, miner)
-
-
-def _user_code_problem(*modules: Any) -> str | None:
-    """Which module of the loss or its miner has code that a rank would call with its own anchors, or not at all."""
-    for module in modules:
-        for part in module.modules() if isinstance(module, nn.Module) else ():
-            if has_user_code(part):
-                return f"{type(part).__name__} has hooks or a forward of its own, which would not see the rows of all ranks."
+def _arguments_problem(evaluate: Any, arguments: Mapping[str, Any]) -> str | None:
+    for name, shape, dimensions in (("embeddings", "[n, d]", 2), ("ref_emb", "[n, d]", 2), ("labels", "[n]", 1)):
+        x = arguments.get(name)
+        if isinstance(x, Tensor) and x.ndim != dimensions:
+            return f"{name} are {shape}, got {x.ndim} dimensions."
+    if arguments.get("labels") is None:
+        return "labels are missing: call loss(embeddings, labels), also with indices_tuple."
+    if arguments.get("ref_emb") is not None and evaluate not in TAKE_REFERENCES:
+        return "it takes no ref_emb."
     return None
 
 
@@ -134,10 +110,8 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
         )
     if reduction != "each anchor":
         return None
-    if kind in TRIPLET_LOSSES:
-        return "PerAnchorReducer takes no triplets."
-    if kind in COLUMNS_OF_PAIRS:
-        return "PerAnchorReducer takes a number of each pair, and this loss gives it a column."
+    if LOSSES[kind].evaluate is anchor_losses.of_triplets or kind in COLUMNS_OF_PAIRS:
+        return "PerAnchorReducer takes a number of each pair, and this loss has none, or a column."
     if reducer.aggregation_func is not reducers.per_anchor_reducer.aggregation_func:
         return "PerAnchorReducer has an aggregation_func of its own, which may depend on several anchors at once."
     if type(reducer.reducer) is reducers.DivisorReducer:
@@ -146,33 +120,8 @@ def _reducer_refusal(reducer: Any, kind: type[nn.Module]) -> str | None:
 
 
 def call_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
-    problem = refusal(loss, miner) or _arguments_problem(loss, miner, arguments)
+    problem = refusal(loss, miner, arguments)
     return None if problem is None else f"it cannot be evaluated in shards: {problem} Leave mode='sharded' out."
-
-
-def _arguments_problem(loss: Any, miner: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a call's arguments, in words; None if nothing is. It is the same on every rank."""
-    has_indices = arguments.get("indices_tuple") is not None
-    if type(loss) is losses.MultipleLosses and loss.miners and has_indices:
-        return "it has miners of its own, and takes no indices_tuple. Leave one of them out."
-    for name, shape, dimensions in (("embeddings", "[n, d]", 2), ("ref_emb", "[n, d]", 2), ("labels", "[n]", 1)):
-        x = arguments.get(name)
-        if isinstance(x, Tensor) and x.ndim != dimensions:
-            return f"{name} are {shape}, got {x.ndim} dimensions."
-    if type(loss) is losses.SelfSupervisedLoss:
-        return None
-    if type(loss) is losses.MultipleLosses:
-        problems = ((x, _arguments_problem(x, own_miner or miner, arguments)) for x, own_miner, _ in members(loss))
-        return next((f"{type(x).__name__}: {problem}" for x, problem in problems if problem), None)
-    if arguments.get("labels") is None:
-        return f"labels are missing: call loss(embeddings, labels){', also with indices_tuple' if has_indices else ''}."
-    if arguments.get("ref_emb") is not None and type(loss) not in TAKE_REFERENCES:
-        return "it takes no ref_emb."
-    if type(loss) in TAKE_NO_INDICES and (miner is not None or has_indices):
-        return "it takes no indices_tuple."
-    if type(loss) is losses.NPairsLoss and has_indices:
-        return "it takes the first pair of each class, and ranks do not know the order of these pairs."
-    return None
 
 
 def sharded(
@@ -182,16 +131,14 @@ def sharded(
     shards: Mapping[str, Shards],
     world: World,
 ) -> Tensor:
-    """Return the loss of all ranks' samples; each rank evaluates its own anchors only.
+    """Return ``loss(Z, labels, miner(Z, labels))`` of all ranks' samples; each rank evaluates its own anchors only.
 
-    Equal to ``loss(Z, labels, miner(Z, labels))`` with the samples of all ranks: the value on every rank, ∂L/∂z of the
-    local embeddings (other ranks' anchors included), and ∂L/∂φ of the loss's parameters. If no anchor counts, the value
-    is 0. An ``indices_tuple`` refers to all samples and is equal on all ranks; ``shards`` are the sizes of each argument.
+    If no anchor counts, the value is 0. An ``indices_tuple`` refers to all samples; ``shards`` are those of each argument.
     """
-    if problem := call_problem(loss, miner, arguments):
-        raise ValueError(f"{type(loss).__name__}: {problem}")
     if type(loss) is losses.SelfSupervisedLoss:
-        arguments, shards = _labelled_views(arguments, shards, symmetric=loss.symmetric)
+        views, shard = (arguments["embeddings"], arguments["ref_emb"]), shards["embeddings"]
+        arguments = _labelled_views(*views, symmetric=loss.symmetric, start=shard.start)
+        shards = dict.fromkeys(arguments, shard.times(2) if loss.symmetric else shard)
         return sharded(loss.loss, miner, arguments, shards, world)
     batch = AnchorBatch.of(arguments, shards, world)
     indices = local_indices(arguments.get("indices_tuple"), batch) if miner is None else mined(miner, batch)
@@ -218,22 +165,20 @@ def _of_all_ranks(loss: Any, batch: AnchorBatch, indices: Indices | None) -> Ten
 
 
 def _evaluated(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
-    sub_losses = EVALUATED[type(loss)](loss, batch, indices)
+    evaluate = LOSSES[type(loss)].evaluate
+    assert not isinstance(evaluate, str), evaluate
+    sub_losses = evaluate(loss, batch, indices)
     if loss.embedding_regularizer is not None:
         loss.add_embedding_regularization_to_loss_dict(sub_losses, batch.all_anchors()[0])
     return sub_losses
 
 
-def _labelled_views(
-    arguments: Mapping[str, Any], shards: Mapping[str, Shards], *, symmetric: bool
-) -> tuple[dict[str, Any], dict[str, Shards]]:
+def _labelled_views(view1: Tensor, view2: Tensor, *, symmetric: bool, start: int) -> dict[str, Tensor]:
     """Return two views of the same samples as embeddings whose labels are the samples' numbers."""
-    view1, view2, shard = arguments["embeddings"], arguments["ref_emb"], shards["embeddings"]
-    labels = torch.arange(shard.start, shard.start + shard.size, device=view1.device)
-    result = {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
+    labels = torch.arange(start, start + len(view1), device=view1.device)
     if symmetric:
-        result, shard = {"embeddings": torch.cat([view1, view2]), "labels": labels.repeat(2)}, shard.times(2)
-    return result, dict.fromkeys(result, shard)
+        return {"embeddings": torch.cat([view1, view2]), "labels": labels.repeat(2)}
+    return {"embeddings": view1, "labels": labels, "ref_emb": view2, "ref_labels": labels.clone()}
 
 
 def _reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, connected: Sequence[Tensor]) -> Tensor:
@@ -274,14 +219,21 @@ def summands(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, Any]
         return values, info["divisor"]
     if reduction == "class weights":
         weights, anchors = reducer.weights.to(values), indices if isinstance(indices, Tensor) else indices[0]
-        return batch.run_on_all_ranks(reducer, lambda: values * weights[batch.labels[anchors]]), len(values)
+        weighted = failing_together(
+            type(reducer).__name__, lambda: values * weights[batch.labels[anchors]], batch.world
+        )
+        return weighted, len(values)
     if reduction == "each anchor":
         if info["reduction_type"] != "element":
             is_pair = torch.zeros(len(batch.anchors), len(batch.candidates), dtype=torch.bool, device=values.device)
             is_pair[indices] = True
             of_pairs = torch.zeros_like(is_pair, dtype=values.dtype).index_put(indices, values)
             means = of_pairs.sum(1) / is_pair.sum(1).clamp(min=1)
-            info = {"losses": means, "indices": batch.anchor_indices(), "reduction_type": "element"}
+            info = {
+                "losses": means,
+                "indices": torch.arange(len(means), device=means.device),
+                "reduction_type": "element",
+            }
         return summands(reducer.reducer, info, batch)
     if reduction != "mean":  # "threshold" or "nonzero"; others are refused
         for bound, is_inside in ((reducer.low, torch.gt), (reducer.high, torch.lt)):
