@@ -81,11 +81,14 @@ def make_loader(
     return DataLoader(make_dataset(samples), sampler=batches, batch_size=None)
 
 
-def run_steps(loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, loader: Any) -> None:
-    """Train with a loss of images and labels in a plain loop over all epochs."""
+def run_steps(
+    loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, loader: Any, accumulate: int = 1
+) -> None:
+    """Train with a loss of images and labels in a plain loop; the mean gradient of ``accumulate`` batches is one step."""
     for epoch in range(EPOCHS):
         loader.sampler.set_epoch(epoch)
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss(images, labels).backward()
-            optimizer.step()
+        for i, (images, labels) in enumerate(loader):
+            (loss(images, labels) / accumulate).backward()
+            if (i + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()

@@ -10,10 +10,14 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
+from contextlib import suppress
+from multiprocessing.queues import SimpleQueue
+from typing import Any, NamedTuple
+
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from examples.setup import Deviation, Setup, measured
 
@@ -107,42 +111,24 @@ def _run(context: mp.context.ForkServerContext, example: str, index: int, setup:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    processes, results = [], []
-    for rank in range(setup.processes):
-        result, sender = context.Pipe(duplex=False)
-        job = (example, index, rank, setup.processes, port, sender)
-        processes.append(context.Process(target=_process, args=job, daemon=True))
-        processes[-1].start()
-        sender.close()
-        results.append(result)
-    answer = _answer(results)
-    for process in processes:
-        process.join(5 if isinstance(answer, Deviation) else 0.5)
+    queue, deadline = context.SimpleQueue(), time.monotonic() + TIMEOUT
+    job = (example, index, setup.processes, port, queue)
+    started = start_processes(_process, job, setup.processes, join=False, start_method="forkserver")
+    with suppress(ProcessExitedException):  # its answer says why
+        while not started.join(1) and time.monotonic() < deadline:
+            pass
+    for process in started.processes:
         process.kill()
-    return Outcome(example, setup, *((answer, "") if isinstance(answer, Deviation) else (None, answer)))
+    answers: list[Deviation | str] = []
+    while not queue.empty():
+        answers.append(queue.get())
+    error = next((x for x in answers if isinstance(x, str)), "")
+    if not error and len(answers) < setup.processes:
+        error = f"a process ended without a result, or had none after {TIMEOUT:g} seconds"
+    return Outcome(example, setup, *((None, error) if error else (answers[0], "")))
 
 
-def _answer(results: Sequence[Connection]) -> Deviation | str:
-    """Return the deviation that all ranks agree on, or the first error of any rank."""
-    waiting, answer = list(results), None
-    while waiting:
-        ready = wait(waiting, TIMEOUT)
-        if not ready:
-            return f"no result after {TIMEOUT:g} seconds"
-        for result in results:
-            if result in ready:
-                waiting.remove(result)
-                try:
-                    answer = result.recv()
-                except EOFError:
-                    answer = "a process ended without a result"
-                if isinstance(answer, str):
-                    return answer
-    assert isinstance(answer, Deviation)
-    return answer
-
-
-def _process(example: str, index: int, rank: int, world_size: int, port: int, sender: Connection) -> None:
+def _process(rank: int, example: str, index: int, world_size: int, port: int, queue: SimpleQueue[Any]) -> None:
     """Set the variables of torchrun, run the set-up, and send its deviation or the text of its error."""
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     of_world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
@@ -152,7 +138,7 @@ def _process(example: str, index: int, rank: int, world_size: int, port: int, se
     slow_gathers = logging.getLogger("torch.distributed.tensor._redistribute")  # of 2-d shards
     slow_gathers.setLevel(logging.ERROR)
     try:
-        sender.send(measured(setups(example)[index]))
+        queue.put(measured(setups(example)[index]))
     except BaseException as error:
-        sender.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        queue.put(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         os._exit(1)

@@ -6,13 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
+from examples.digits import LEARNING_RATE, make_encoder, make_loader, make_loss, run_steps
+
+SGD = partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
 class Trained(NamedTuple):
@@ -29,7 +32,7 @@ class Trained(NamedTuple):
 
 
 def one_process(
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD,
     *,
     samples: int = 125,
     batch_size: int = 31,
@@ -37,26 +40,20 @@ def one_process(
     context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Trained, Trained]:
-    """Train on one process in plain torch, without DistributedLoss; SGD with momentum is the default.
+    """Train on one process in plain torch, without DistributedLoss.
 
-    The context is entered around the encoder, for example autocast. The mean gradient of ``accumulate`` batches is one step.
+    The context is entered around the encoder, for example autocast.
     """
     encoder, loss_fn = make_encoder().to(dtype), make_loss().to(dtype)
     parameters = [*encoder.parameters(), *loss_fn.parameters()]
-    optimizer = (
-        make_optimizer(parameters) if make_optimizer else torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9)
-    )
     before = Trained.of(encoder, loss_fn)
-    loader = make_loader(samples=samples, batch_size=batch_size)
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
-        for i, (images, labels) in enumerate(loader):
-            with context():
-                embeddings = encoder(images.to(dtype))
-            (loss_fn(embeddings, labels) / accumulate).backward()
-            if (i + 1) % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        with context():
+            embeddings = encoder(images.to(dtype))
+        return loss_fn(embeddings, labels)
+
+    run_steps(loss, make_optimizer(parameters), make_loader(samples=samples, batch_size=batch_size), accumulate)
     return before, Trained.of(encoder, loss_fn)
 
 

@@ -1,8 +1,8 @@
 """The Hugging Face Trainer on two processes computes the parameters of one process, in every configuration."""
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,213 +11,109 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, error_message, numbers
+from tests.helpers import error_message
 
 pytest.importorskip("accelerate")  # the Trainer needs it
+pytest.importorskip("sklearn")  # for the digits
 
 from transformers import Trainer, TrainingArguments
 
 from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
 from contrastive_zoo.testing.auditing.huggingface import AuditedTrainerMixin
-
-STEPS, BATCH, D, LEARNING_RATE = 10, 8, 4, 0.1
-SAMPLES = STEPS * BATCH * 2
-"""Enough for two accumulation steps."""
-
-
-class Encoder(nn.Module):
-    """An encoder without its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, D).double()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"embeddings": self.linear(x)}
+from examples.digits import LEARNING_RATE, make_dataset, make_encoder
+from examples.huggingface import SETUPS, DigitsTrainer, OutputLoss, make_setup, train
+from examples.huggingface_mistakes import PlainTrainer
+from examples.setup import Deviation, Setup, Trained
 
 
-class OutputLoss(nn.Module):
-    """A ``compute_loss_func`` with a learnable temperature."""
+class OwnComputeLoss(DigitsTrainer):
+    """A trainer with a method ``compute_loss`` of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature(0.5))).double()
-
-    def forward(self, outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return self.loss(outputs["embeddings"], labels)
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Any:
+        return self.loss_function(model(inputs["input"]), inputs["labels"])
 
 
-class Closed(Encoder):
-    """An encoder that contains its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = OutputLoss()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        outputs = super().forward(x)
-        return {"loss": self.criterion(outputs, labels), **outputs}
+def set_torchrun_environment() -> None:
+    rank, size = map(str, (dist.get_rank(), dist.get_world_size()))
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
 
 
-class Open(Closed):
-    """The same, with a ``forward`` of open signature."""
-
-    def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
-        return super().forward(x, labels)
-
-
-class OwnComputeLoss:
-    """A method ``compute_loss``, with the loss outside the model."""
-
-    criterion: OutputLoss
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(inputs["x"])
-        loss = self.criterion(outputs, inputs["labels"])
-        return (loss, outputs) if return_outputs else loss
-
-
-def build(form: str, mixin: bool) -> tuple[Callable[..., Trainer], nn.Module, OutputLoss]:
-    """Return a Trainer class with its extra arguments bound, the model, and its loss."""
-    bases: tuple[type, ...] = (ContrastiveTrainerMixin, Trainer) if mixin else (Trainer,)
-    if form in ("closed", "open"):
-        model = {"closed": Closed, "open": Open}[form]()
-        return type("InModel", bases, {}), model, model.criterion
-    loss = OutputLoss()
-    if form == "override":
-        return type("Override", (OwnComputeLoss, *bases), {"criterion": loss}), Encoder(), loss
-    kind = type("Function", bases, {})
-    return lambda *args, **kwargs: kind(*args, compute_loss_func=loss, **kwargs), Encoder(), loss
-
-
-def data() -> list[dict[str, Any]]:
-    return [{"x": x, "labels": i % 3} for i, x in enumerate(numbers(SAMPLES, 3, seed=0))]
-
-
-def arguments(folder: str, **settings: Any) -> TrainingArguments:
-    if (world_size := dist.get_world_size() if dist.is_initialized() else 1) > 1:  # what torchrun sets
-        rank = dist.get_rank()
-        os.environ.update(
-            RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world_size}", LOCAL_WORLD_SIZE=f"{world_size}"
-        )
-    return TrainingArguments(
-        folder, max_steps=STEPS, per_device_train_batch_size=BATCH // world_size,
-        per_device_eval_batch_size=BATCH // world_size, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
-        optim="sgd", max_grad_norm=0.0, report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
-        disable_tqdm=True, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
-        label_names=["labels"], train_sampling_strategy="sequential", **settings,
-    )  # fmt: skip
-
-
-def parameters(model: nn.Module, loss: nn.Module) -> list[nn.Parameter]:
-    return list(dict.fromkeys([*model.parameters(), *loss.parameters()]))
-
-
-def train(
-    folder: str, form: str, accumulation: int, average_tokens: bool, *, own_optimizer: bool = False, mixin: bool = True
-) -> tuple[list[Tensor], float]:
-    """Return all parameters after ten steps, and the value of the loss on the first batches."""
-    make, model, loss = build(form, mixin)
-    optimizer = torch.optim.SGD(parameters(model, loss), lr=LEARNING_RATE) if own_optimizer else None
-    trainer = make(
-        model,
-        arguments(folder, gradient_accumulation_steps=accumulation, average_tokens_across_devices=average_tokens),
-        train_dataset=data(),
-        eval_dataset=data()[: 4 * BATCH],
-        optimizers=(optimizer, None),
-    )
-    trainer.train()
-    return [x.detach() for x in parameters(model, loss)], trainer.evaluate()["eval_loss"]
+def deviation(setup: Setup) -> Deviation:
+    set_torchrun_environment()
+    return Deviation.between(setup.train(), *setup.reference())
 
 
 @pytest.fixture(scope="module")
-def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Yield a function that runs ``train`` in worlds of their own: the Trainer changes the state of a process."""
-    folder = str(tmp_path_factory.mktemp("trainer"))
+def trainers() -> Iterator[Worlds]:
+    """Yield worlds of their own: the Trainer changes the state of a process."""
     with Worlds(timeout=120.0) as own:
-        yield lambda world_size, *args, job=train, **kwargs: own.run(world_size, job, folder, *args, **kwargs)
+        yield own
 
 
-@pytest.fixture(scope="module")
-def one_process() -> dict[int, list[Tensor]]:
-    """Return the parameters of a loop without a Trainer, by number of accumulation steps."""
-    return {accumulation: loop(accumulation) for accumulation in (1, 2)}
+OWN = [
+    make_setup("compute_loss_func", steps, average, kind=OwnComputeLoss) for steps, average in ((1, True), (2, False))
+]
 
 
-def loop(accumulation: int) -> list[Tensor]:
-    model = Closed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    x, labels = numbers(SAMPLES, 3, seed=0), torch.arange(SAMPLES) % 3
-    batches = zip(x.split(BATCH), labels.split(BATCH), strict=True)
-    for _ in range(STEPS):
-        for batch in itertools.islice(batches, accumulation):
-            (model(*batch)["loss"] / accumulation).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [x.detach() for x in parameters(model, model.criterion)]
+@pytest.mark.parametrize("setup", [*SETUPS, *OWN], ids=lambda x: x.name)
+def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, trainers: Worlds) -> None:
+    assert max(map(max, trainers.run(2, deviation, setup))) <= setup.bound
 
 
-@pytest.mark.parametrize(
-    ("form", "own_optimizer", "average_tokens", "accumulation"),
-    [  # every pair of settings; make examples trains further combinations
-        ("function", False, True, 1), ("function", False, False, 2), ("function", True, True, 2),
-        ("open", False, True, 2), ("open", False, False, 1), ("closed", False, True, 1),
-        ("closed", True, False, 2), ("override", True, True, 1), ("override", True, False, 2),
-    ],
-)  # fmt: skip
-def test_the_mixin_computes_the_parameters_of_one_process(
-    form: str,
-    own_optimizer: bool,
-    average_tokens: bool,
-    accumulation: int,
-    trainers: Callable[..., Any],
-    one_process: dict[int, list[Tensor]],
-) -> None:
-    found = trainers(2, form, accumulation, average_tokens, own_optimizer=own_optimizer)
-    for by_rank, _ in found:
-        for x, expected in zip(by_rank, one_process[accumulation], strict=True):
-            close(x, expected)
+def recorded(kind: Any, read: Callable[[Any], Any], **settings: Any) -> tuple[Trained, Any]:
+    """Return the parameters after ten steps, and what is read of the trainer then."""
+    set_torchrun_environment()
+    found = []
+
+    class Recorded(kind):
+        def train(self) -> None:
+            super().train()
+            found.append(read(self))
+
+    return train("loss in the model", partial(Recorded, **settings.pop("more", {})), **settings), found[0]
 
 
-def test_the_evaluation_loss_is_that_of_one_process(trainers: Callable[..., Any]) -> None:
-    ((_, expected),) = trainers(1, "open", 1, True)
-    for by_rank in trainers(2, "open", 1, True):
-        assert by_rank[1] == pytest.approx(expected, rel=1e-6)  # the Trainer gathers values in float32
-    assert trainers(2, "open", 1, True, mixin=False)[0][1] > 1.5 * expected
+def evaluation_loss(kind: Any) -> float:
+    samples = [{"input": x, "labels": y} for x, y in make_dataset(32)]
+    of_rank = {"per_device_eval_batch_size": 8 // dist.get_world_size(), "label_names": ["labels"]}
+    return recorded(kind, lambda trainer: trainer.evaluate(samples)["eval_loss"], **of_rank)[1]
+
+
+def test_the_evaluation_loss_is_that_of_one_process(trainers: Worlds) -> None:
+    (expected,) = trainers.run(1, evaluation_loss, DigitsTrainer)
+    for found in trainers.run(2, evaluation_loss, DigitsTrainer):
+        assert found == pytest.approx(expected, rel=1e-6)  # the Trainer gathers values in float32
+    assert trainers.run(2, evaluation_loss, PlainTrainer)[0] > 1.5 * expected
 
 
 def test_an_optimizer_without_the_parameters_of_the_loss_is_refused(tmp_path: Path) -> None:
-    make, model, _ = build("function", mixin=True)
+    model = make_encoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    trainer = make(model, arguments(str(tmp_path)), train_dataset=data(), optimizers=(optimizer, None))
-    assert "lacks 1 parameters of compute_loss_func" in (error_message(trainer.train) or "")
+    kind = type("Mixed", (ContrastiveTrainerMixin, Trainer), {})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = kind(
+        model, arguments, train_dataset=[*make_dataset(8)], compute_loss_func=OutputLoss(), optimizers=(optimizer, None)
+    )
+    assert "lacks 2 parameters of compute_loss_func" in (error_message(trainer.train) or "")
 
 
-def audited(folder: str, form: str, accumulation: int, mixin: bool, every: int) -> tuple[list[Tensor], Any]:
-    """Return all parameters after ten steps with an audit, and its last report."""
-    make, model, loss = build(form, mixin)
-    settings = {"gradient_accumulation_steps": accumulation, "average_tokens_across_devices": True}
-    kind = type("Audited", (AuditedTrainerMixin, make), {})
-    trainer = kind(model, arguments(folder, **settings), train_dataset=data(), audit_every=every)
-    trainer.train()
-    return [x.detach() for x in parameters(model, loss)], trainer.online_audit.report.worlds[0]
+def audited(kind: Any, every: int | None, accumulation: int) -> tuple[Trained, Any]:
+    of_audit = (AuditedTrainerMixin, kind) if every else (kind,)
+    more = {"audit_every": every} if every else {}
+    settings = {"gradient_accumulation_steps": accumulation, "average_tokens_across_devices": True, "more": more}
+    return recorded(
+        type("Audited", of_audit, {}), lambda x: x.online_audit.report.worlds[0] if every else None, **settings
+    )
 
 
-@pytest.mark.parametrize(
-    ("form", "accumulation", "mixin", "mistakes"),
-    [("closed", 2, True, []), ("open", 1, False, ["times W"])],
-)
+@pytest.mark.parametrize(("kind", "accumulation", "mistakes"), [(DigitsTrainer, 2, []), (PlainTrainer, 1, ["times W"])])
 def test_an_audited_training_goes_on_as_without(
-    form: str, accumulation: int, mixin: bool, mistakes: list[str], trainers: Callable[..., list[Any]]
+    kind: Any, accumulation: int, mistakes: list[str], trainers: Worlds
 ) -> None:
-    plain = trainers(2, form, accumulation, True, mixin=mixin)
-    found = trainers(2, form, accumulation, mixin, 6, job=audited)
+    plain = trainers.run(2, audited, kind, None, accumulation)
+    found = trainers.run(2, audited, kind, 6, accumulation)
     for (expected, _), (actual, report) in zip(plain, found, strict=True):
-        assert all(map(torch.equal, expected, actual))
+        assert all(map(torch.equal, [*expected.encoder, *expected.loss], [*actual.encoder, *actual.loss]))
         assert [x.mistake for x in report.findings] == mistakes, str(report)
         assert report.ok is (not mistakes), str(report)
