@@ -19,7 +19,7 @@ from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import Agreed
 from contrastive_zoo.ranks.row_checks import described, in_one_line, row_kind, tensor_problem
 from contrastive_zoo.ranks.transport import flat_bytes
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
 
@@ -114,37 +114,25 @@ class Arguments:
     def gathered(
         self, agreed: Agreed, world: World, indices: Sequence[tuple[str, Tensor, Tensor]] = ()
     ) -> dict[str, Any]:
-        """The arguments with :meth:`gathered_rows`; named ``indices`` of local rows become those among all ranks'."""
-        rows = self.gathered_rows(agreed, world)
+        """The arguments with the rows of all ranks; named ``indices`` of local rows become those among all ranks'."""
+        rows = dict(self.rows)
+        for (path, dim), of in zip(self._padded_dims, agreed.shards[len(rows) :], strict=True):
+            x = rows[path]
+            # padded with zeros, which get no gradient; rows of a rank that holds none may be cut
+            rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
+        rows = {path: self.roles.with_rows_back(path, x) for path, x in gathered_rows(rows, agreed, world).items()}
+        # a tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about
+        for index, (first, second) in enumerate(itertools.combinations([*rows][:_COMPARED], 2)):
+            if max(agreed.same - 1, 0) >> index & 1:
+                rows[second] = rows[first]
         shards = dict(zip(self.rows, agreed.shards, strict=False))
-        for _, x, of in indices:
-            path, other = (next(key for key, y in self.rows.items() if y is tensor) for tensor in (x, of))
+        for _, x, of_rows in indices:
+            path, other = (next(key for key, y in self.rows.items() if y is tensor) for tensor in (x, of_rows))
             starts = torch.tensor([0, *itertools.accumulate(shards[other].sizes)][:-1], device=x.device)
             shift = starts.repeat_interleave(torch.tensor(shards[path].sizes, device=x.device))
             rows[path] = torch.where(rows[path] < 0, rows[path], rows[path] + shift)
         leaves = self.leaves | rows
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
-
-    def gathered_rows(self, agreed: Agreed, world: World) -> dict[str, Tensor]:
-        """:attr:`rows` of all ranks in rank order, as the loss takes them, whose gradients come out W times as large.
-
-        A tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about.
-        """
-        result = gathered_rows(self._as_wide_as(agreed.shards[len(self.rows) :]), agreed, world)
-        result = {path: self.roles.with_rows_back(path, x) for path, x in result.items()}
-        for index, (first, second) in enumerate(itertools.combinations([*result][:_COMPARED], 2)):
-            if max(agreed.same - 1, 0) >> index & 1:
-                result[second] = result[first]
-        return result
-
-    def _as_wide_as(self, sizes: Sequence[Shards]) -> dict[str, Tensor]:
-        """The rows, padded with zeros to the largest of each dimension's sizes; the padding gets no gradient."""
-        rows = dict(self.rows)
-        for (path, dim), of in zip(self._padded_dims, sizes, strict=True):
-            x = rows[path]
-            # rows of a rank that holds none may be cut
-            rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
-        return rows
 
 
 def device_of(rows: Mapping[str, Tensor]) -> torch.device | None:

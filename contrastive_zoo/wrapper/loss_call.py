@@ -33,11 +33,7 @@ class LossCall:
         return Arguments.of(self.bound.arguments, self.roles)
 
     def mine_and_compute(self, world: World) -> Any:
-        """What the loss returns, given the miner's indices if there is a miner; both see one process.
-
-        Raises:
-            ValueError: on every rank alike, the loss or the miner sends messages by a process group that it holds.
-        """
+        """What the loss returns, given the miner's indices if there is a miner; both see one process."""
         if self.miner is not None:
             named = self.bound.arguments
             references = [named[name] for name in ("ref_emb", "ref_labels") if named.get(name) is not None]
@@ -135,13 +131,7 @@ def paired_problem(arguments: Mapping[str, Any]) -> str | None:
 
 
 def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
-    """Return this library's loss, no miner, and the third-party loss that it replaces if it is the same function.
-
-    Otherwise the loss and the miner as they are, and None.
-
-    Raises:
-        ValueError: a loss of open_clip, whose scale is an argument of the call.
-    """
+    """Return this library's loss, no miner, and the equal loss that it replaces; or loss and miner as they are, and None."""
     kind = type(without_ddp(loss))
     if issubclass(kind, Loss):
         return loss, miner, None

@@ -158,20 +158,3 @@ def stacked_views(shapes: Mapping[str, Sequence[int]], counts: Counts, paths: Co
         if counts[path] not in others.values() and any({*sizes} == {shape[1]} for sizes in of_samples):
             return path
     return None
-
-
-def shared_fix(path: str) -> str:
-    return (
-        f"{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is "
-        f"one tensor for all ranks, such as prototypes or a queue, pass DistributedLoss(loss, shared={{{path!r}}}), with "
-        f"its labels or weights. If it was gathered before, pass this rank's own rows. batch_dim={{{path!r}: 0}} says that "
-        "its rows are equal by chance."
-    )
-
-
-def batch_dim_fix(path: str, shape: Sequence[int]) -> str:
-    return (
-        f"{path} [{', '.join(map(str, shape))}] counts otherwise than the other arguments, as a stack of views does: its "
-        f"dimension 1 has their {shape[1]} samples. Pass DistributedLoss(loss, batch_dim={{{path!r}: 1}}). "
-        f"batch_dim={{{path!r}: 0}} says that dimension 0 counts samples."
-    )

@@ -40,7 +40,7 @@ from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.options import ROLES
-from contrastive_zoo.wrapper.roles import batch_dim_fix, no_rows, shared_fix, stacked_views
+from contrastive_zoo.wrapper.roles import no_rows, stacked_views
 
 T = TypeVar("T")
 
@@ -279,12 +279,21 @@ class ThirdPartyStep(DistributedStep):
             # some numbers of these are equal on all ranks; only then all are compared
             texts = [argument_fingerprint(as_matrix(rows[path])) if on_cpu(rows[path]) else 0 for path in suspects]
             of_ranks = zip(*self.session.exchange(texts), strict=True)
-            same = [path for path, of_path in zip(suspects, of_ranks, strict=True) if len({*of_path}) == 1]
-            if same:
-                raise ValueError(f"{self.name}: {shared_fix(same[0])}")
+            if same := [path for path, of_path in zip(suspects, of_ranks, strict=True) if len({*of_path}) == 1]:
+                path = same[0]
+                raise ValueError(
+                    f"{self.name}: {path} is equal on every rank, and would count once for each rank, but other arguments "
+                    "are not equal. If it is one tensor for all ranks, such as prototypes or a queue, pass "
+                    f"DistributedLoss(loss, shared={{{path!r}}}), with its labels or weights. If it was gathered before, "
+                    f"pass this rank's own rows. batch_dim={{{path!r}: 0}} says that its rows are equal by chance."
+                )
         shapes = {path: x.shape for path, x in rows.items()}
-        if (path := stacked_views(shapes, counts, self._without_role)) is not None:
-            raise ValueError(f"{self.name}: {batch_dim_fix(path, shapes[path])}")
+        if (views := stacked_views(shapes, counts, self._without_role)) is not None:
+            raise ValueError(
+                f"{self.name}: {views} {[*shapes[views]]} counts otherwise than the other arguments, as a stack of views "
+                f"does: its dimension 1 has their {shapes[views][1]} samples. Pass DistributedLoss(loss, batch_dim="
+                f"{{{views!r}: 1}}). batch_dim={{{views!r}: 0}} says that dimension 0 counts samples."
+            )
 
     def statement(self) -> Statement:
         call, arguments = self.call, self.call.inputs
