@@ -275,9 +275,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
         step = self, compared_options(self, self._roles()) | compared, session
         if isinstance(call, Stated):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
-            value = OwnStep(call.name, *step, bare, call, compute).compute()
+            value = OwnStep(call.name, call, *step, bare, compute).compute()
         else:
-            value = ThirdPartyStep(loss_name(bare), *step, call).compute()
+            value = ThirdPartyStep(loss_name(bare), call, *step).compute()
         if value is ASKED:
             self._history.has_broadcast = False
             return self(*rows, **named_rows)

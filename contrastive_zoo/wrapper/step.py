@@ -56,6 +56,7 @@ class DistributedStep:
     """
 
     name: str  # of the loss, the first word of errors
+    call: Any  # what this rank states of its call
     options: Any  # the wrapper, whose attributes are the options
     compared: Mapping[str, str]  # the options and arguments that must be equal on every rank
     session: Session
@@ -69,7 +70,8 @@ class DistributedStep:
     @property
     def rows(self) -> Mapping[str, Tensor]:
         """The tensors of the call, whose dimension 0 counts samples."""
-        raise NotImplementedError
+        rows: Mapping[str, Tensor] = self.call.inputs.rows
+        return rows
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
@@ -189,20 +191,16 @@ def _with_names_apart(of_loss: Mapping[str, T], others: Mapping[str, T]) -> dict
 
 @dataclass
 class OwnStep(DistributedStep):
+    call: Stated
     loss: Loss
-    stated: Stated
     compute_batch: Callable[[Batch], Any]
 
     @property
-    def rows(self) -> Mapping[str, Tensor]:
-        return self.stated.inputs.rows
-
-    @property
     def computed(self) -> Mapping[str, Tensor]:
-        return {name: x for name, x in self.stated.compared.items() if isinstance(x, Tensor)}
+        return {name: x for name, x in self.call.compared.items() if isinstance(x, Tensor)}
 
     def statement(self) -> Statement:
-        stated, inputs, rows = self.stated, self.stated.inputs, self.stated.inputs.rows
+        stated, inputs, rows = self.call, self.call.inputs, self.call.inputs.rows
         compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
         compared["the passed arguments"] = ", ".join(rows)
         compared["implementation"] = str(stated.kernels)
@@ -229,7 +227,7 @@ class OwnStep(DistributedStep):
 
     def value(self, agreed: Agreed) -> Any:
         session, rows = self.session, self.rows
-        stated = self.stated.on_ranks(agreed)
+        stated = self.call.on_ranks(agreed)
         if not agreed.replicate:
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
             return self.compute_batch(stated.batch(scaled, agreed.shards, session))
@@ -248,10 +246,6 @@ class ThirdPartyStep(DistributedStep):
     """A call of any other loss: computed by every rank alike from the samples of all ranks, or for its own anchors."""
 
     call: LossCall
-
-    @property
-    def rows(self) -> Mapping[str, Tensor]:
-        return self.call.inputs.rows
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
