@@ -81,7 +81,7 @@ def _built(
     kernel: Any, constants: dict[str, Any], blocks: dict[str, Any], dtype: str, capability: int, **options: int
 ) -> Any:
     types = {x: f"*{of}" for of, names in POINTERS.items() for x in names} | dict.fromkeys(NUMBERS, "i32")
-    types |= {"tokens": f"*{dtype}"} | ({"weights": f"*{dtype}"} if kernel is token_gradients else {})
+    types |= {"tokens": f"*{dtype}"}
     types |= {x: f"tensordesc<{dtype}[{height},{width}]>" for x, (height, width) in blocks.items()}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {x: types.get(x, "*fp32") for x in kernel.arg_names}

@@ -418,7 +418,7 @@ def inner_logits_too_large(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: list[tuple[Mutant, Case | Collapsed | TokenCase]] = [
     *((products_of_rounded_weights, case) for case in COLLAPSED[:2]),
-    *((rounded_unit_rows, case) for case in COLLAPSED[:-1]),
+    *((rounded_unit_rows, case) for case in (*COLLAPSED[:-1], *TOKEN_CASES[4:6])),
     *((inner_logits_too_large, Case(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
     (partners_on_every_rank, Case("Clip", ring=True)),
     (partners_on_every_rank, Case("SigLIP", ring=True)),
@@ -441,11 +441,13 @@ def interpret_bfloat16() -> None:
 
     plain = interpreter.InterpreterBuilder.create_dot
 
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
     def create_dot(self, a, b, *rest):  # type: ignore[no-untyped-def]  # Triton's own has no types
-        for x in (a, b):
-            if x.dtype.scalar == tl.bfloat16 and x.data.dtype == np.uint16:
-                x.data = (x.data.astype(np.uint32) << 16).view(np.float32)
-        return plain(self, a, b, *rest)
+        return plain(self, widened(a), widened(b), *rest)
 
     convert = interpreter._convert_float
 
@@ -502,7 +504,7 @@ def main() -> None:
             {
                 "case": str(case),
                 "mutant": mutant and mutant.__name__,
-                "dtype": case.dtype,
+                "dtype": "float32" if isinstance(case, TokenCase) else case.dtype,
                 "errors": [x for of_rank in found for x in of_rank],
             }
         )

@@ -2,7 +2,7 @@
 
 A kernel returns the largest product of each query token and document, and which token has it. The backward pass reads the
 selected tokens: gradients of queries are sums over documents, those of documents products with a matrix that is mostly zero,
-built on the chip. All sums have float32 and a fixed order. Unit tokens of 16 bits are rounded to these.
+built on the chip. All sums have float32 and a fixed order. Tokens of 16 bits are multiplied as they came.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.kernels.blocks import MAX_TILES, MIN_PROGRAMS, Operand, Tile, precision_of, tiles_for
 from contrastive_zoo.engine.kernels.max_sim_tiles import best_tokens, query_gradients, sums_of_sets, token_gradients
 from contrastive_zoo.engine.max_sim_sweep import MaxSimSweep, set_of_token, small_integer
-from contrastive_zoo.engine.precision import inverse_norms
 
 RESIDENT_BYTES = 512  # largest row of a token of which a tile holds all features: then queries are read once a program
 SMALLEST_TILE = 32  # tokens of a document
@@ -74,9 +73,8 @@ class KernelSweep(MaxSimSweep):
     """Compute blocks of documents as they arrive, each by a few launches."""
 
     def operand(self, rows: Tensor) -> Operand:
-        rows = rows * inverse_norms(rows)[:, None] if self.normalizes else rows
         rows = rows.to(self.dtype or rows.dtype)
-        return Operand.of(rows, precision_of(rows))
+        return Operand.of(rows, precision_of(rows), unit_norm=self.normalizes)
 
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[slice, Documents]]:
         """Yield blocks whose largest products, of each query token and document, fit into a tile of the engine."""
@@ -104,13 +102,14 @@ class KernelSweep(MaxSimSweep):
         chunk = max(1, min(MAX_TILES, row_blocks * documents // MIN_PROGRAMS))
         best_tokens[(row_blocks * cdiv(documents, chunk),)](
             queries.tiles(slice(None), tile.rows, tile.depth), tokens.tiles(slice(None), tile.columns, tile.depth),
-            *block.tiles(), best, best if selected is None else selected, t, queries.width, documents, chunk,
+            tokens.factors, *block.tiles(), best, best if selected is None else selected, t, queries.width, documents,
+            chunk,
             SELECT=select, RESIDENT=tile.depth >= queries.width, PRECISION=precision,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         starts = F.pad(self.query_lengths.cumsum(0), (1, 0))
         sums_of_sets[(n, cdiv(documents, 32))](
-            best, starts, scores, t, documents, scores.stride(0), BLOCK_N=32, BLOCK_K=32, num_warps=4
+            best, queries.factors, starts, scores, t, documents, scores.stride(0), BLOCK_N=32, BLOCK_K=32, num_warps=4
         )
         return scores, selected
 
@@ -126,16 +125,18 @@ class KernelSweep(MaxSimSweep):
         precision, _, tile = _tiles(queries.rows, longest)
         if dqueries is not None:
             query_gradients[(cdiv(t, 16), cdiv(queries.width, tile.depth))](
-                tokens.rows, block.starts, position, weights, sets, dqueries, t, weights.shape[1], queries.width,
-                documents, tokens.rows.stride(0), BLOCK_M=16, BLOCK_K=tile.depth, num_warps=4,
+                tokens.rows, tokens.factors, block.starts, position, weights, sets, dqueries, t, weights.shape[1],
+                queries.width, documents, tokens.rows.stride(0), BLOCK_M=16, BLOCK_K=tile.depth, num_warps=4,
             )  # fmt: skip
         if dtokens is not None:
             unit = _unit(weights)
-            rounded = Operand.of((weights / unit).to(queries.rows.dtype), precision).rows
+            weights = weights / unit
+            if queries.rows.dtype == torch.float32:
+                weights = Operand.of(weights, precision).rows
             tiles, _ = block.tiles()
             token_gradients[(len(tiles), cdiv(queries.width, tile.depth))](
-                queries.tiles(slice(None), tile.rows, tile.depth), tiles, position, rounded, sets, unit, dtokens,
-                t, queries.width, rounded.stride(0), PRECISION=precision,
+                queries.tiles(slice(None), tile.rows, tile.depth), queries.factors, tiles, position, weights, sets,
+                unit, dtokens, t, queries.width, weights.stride(0), PRECISION=precision,
                 BLOCK_M=tile.rows, BLOCK_N=block.width, BLOCK_K=tile.depth, num_warps=tile.warps,
                 num_stages=tile.stages,
             )  # fmt: skip

@@ -13,9 +13,10 @@ import triton.language as tl
 def best_tokens(
     queries,  # [t, d]
     tokens,  # [c, d], of all documents
+    norms,  # [c]: factors of the tokens' products, as for ``softmax_tiles``
     tiles,  # [tiles, 4]: document; first token, of all; the same, of the document's; how many the document has from there
     first_tiles,  # [documents + 1]: the first tile of each document
-    best,  # [documents, t]: the largest product of each query token
+    best,  # [documents, t]: the largest product of each query token, without the token's own factor
     selected,  # [documents, t]: its position in the document; not written without SELECT
     t,
     d,
@@ -52,7 +53,8 @@ def best_tokens(
             for depth in range(0, d, BLOCK_K):
                 q = queries.load([i, depth])
                 acc = tl.dot(q, tokens.load([token, depth]).T, acc, input_precision=PRECISION)
-        x = tl.where((columns < left)[None, :], acc, float("-inf"))
+        factors = tl.load(norms + token + columns, mask=columns < left, other=0.0)
+        x = tl.where((columns < left)[None, :], acc * factors[None, :], float("-inf"))
         of_tile = tl.max(x, 1)
         better = (offset == 0) | (of_tile > top) | (of_tile != of_tile)
         if SELECT:
@@ -69,6 +71,7 @@ def best_tokens(
 @triton.jit
 def sums_of_sets(
     best,  # [documents, t]
+    norms,  # [t]: factors of the rows
     starts,  # [n + 1]: the first token of each query
     scores,  # [n, documents]
     t,
@@ -85,13 +88,15 @@ def sums_of_sets(
     for start in range(first, stop, BLOCK_K):
         rows = start + tl.arange(0, BLOCK_K)
         inside = (columns < documents)[:, None] & (rows < stop)[None, :]
-        total += tl.sum(tl.load(best + columns.to(tl.int64)[:, None] * t + rows[None, :], mask=inside, other=0.0), 1)
+        values = tl.load(best + columns.to(tl.int64)[:, None] * t + rows[None, :], mask=inside, other=0.0)
+        total += tl.sum(values * tl.load(norms + rows, mask=rows < stop, other=0.0)[None, :], 1)
     tl.store(scores + query * stride + columns, total, mask=columns < documents)
 
 
 @triton.jit
 def query_gradients(
     tokens,  # [c, d]
+    norms,  # [c]
     starts,  # [documents]: the first token of each
     selected,  # [documents, t]
     weights,  # [documents, n], float32: the gradients of the scores
@@ -116,6 +121,7 @@ def query_gradients(
         position = tl.load(selected + at * t + rows, mask=rows < t, other=0)
         weight = tl.load(weights + at * n + query, mask=rows < t, other=0.0)
         token = tl.load(starts + document) + position.to(tl.int64)
+        weight *= tl.load(norms + token, mask=rows < t, other=0.0)
         values = tl.load(tokens + token[:, None] * stride + features[None, :], mask=inside, other=0.0)
         total += weight[:, None] * values.to(tl.float32)
     places = out + rows.to(tl.int64)[:, None] * d + features[None, :]
@@ -125,9 +131,10 @@ def query_gradients(
 @triton.jit
 def token_gradients(
     queries,  # [t, d]
+    norms,  # [t]
     tiles,  # [tiles, 4], see best_tokens
     selected,  # [documents, t]
-    weights,  # [documents, n], of the queries' dtype
+    weights,  # [documents, n], float32
     sets,  # [t]
     unit,  # what a weight of 1 stands for
     out,  # [c, d], float32; it is added to
@@ -141,7 +148,8 @@ def token_gradients(
 ):
     """Add the weighted sum of the query tokens that selected it to the gradient of each token of a tile.
 
-    The weights are a matrix that is zero where another token is selected: its product needs no atomic addition.
+    The weights are a matrix that is zero where another token is selected: its product needs no atomic addition. Rounded to
+    16 bits they would double the gradient's error, so what rounding leaves is multiplied, too.
     """
     tile, depth = tl.program_id(0), tl.program_id(1) * BLOCK_K
     document = tl.load(tiles + 4 * tile).to(tl.int64)
@@ -155,9 +163,14 @@ def token_gradients(
         position = tl.load(selected + document * t + rows, mask=rows < t, other=0).to(tl.int32) - offset
         query = tl.load(sets + rows, mask=rows < t, other=0)
         weight = tl.load(weights + document * stride + query, mask=rows < t, other=0.0)
+        weight *= tl.load(norms + rows, mask=rows < t, other=0.0)
         chosen = tl.where(position[None, :] == places[:, None], weight[None, :], 0.0)
-        rows_of_queries = queries.load([i, depth])
-        total = tl.dot(chosen.to(rows_of_queries.dtype), rows_of_queries, total, input_precision=PRECISION)
+        values = queries.load([i, depth])
+        high = chosen.to(values.dtype)
+        total = tl.dot(high, values, total, input_precision=PRECISION)
+        if values.dtype != tl.float32:
+            low = (chosen - high.to(tl.float32)).to(values.dtype)
+            total = tl.dot(low, values, total, input_precision=PRECISION)
     features = depth + tl.arange(0, BLOCK_K)
     inside = (places < left)[:, None] & (features < d)[None, :]
     at = out + (token + places)[:, None] * d + features[None, :]
