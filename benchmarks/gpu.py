@@ -10,22 +10,26 @@ their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the
 out small batches and a million embeddings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import triton
 from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
 from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured
-from gpu_suite.report import LARGE, MILLION, SMALL, Results, notes, side_by_side, summary, times
 from suite.harness import command_line
 
 from tools.peer_losses.packages import installed, missing, required
 
+LARGE, MILLION = (65_536, 768), (1_048_576, 512)
+SMALL = (256, 512, 1024, 2048)
 SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
+MAX_SIM = [(128, 1030), (512, 128), (2048, 128)]  # ColPali, ColBERT, and a large batch of it
 
 
 def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
+    if loss == "MaxSim":
+        return MAX_SIM
     also_small = name in (OURS, COMPILED, PUBLIC, NORMALISED) and loss != "InfoNCE"
     small = [(n, 768) for n in SMALL] if also_small else []
     million = [MILLION] if name == OURS and loss != "InfoNCE" else []
@@ -35,16 +39,50 @@ def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
 def predictions(ceilings: Ceilings) -> Iterator[str]:
     yield "| loss | B | d | model ms | FLOP ms | bytes ms | exponentials ms |"
     yield "|---|---|---|---|---|---|---|"
-    for n, d in (*SIDE_BY_SIDE, MILLION):
-        for name in IMPLEMENTATIONS:
+    for name in IMPLEMENTATIONS:
+        for n, d in sizes_of(name, OURS, quick=False):
             parts = " | ".join(f"{x:.3g}" for x in ceilings.parts_ms(name, n, d))
             yield f"| {name} | {n:,} | {d} | {ceilings.model_ms(name, n, d):.3g} | {parts} |"
 
 
-def page(device: str, found: list[Measurement], ceilings: dict[str, Ceilings]) -> str:
-    results = Results(found)
+def times(found: Sequence[Measurement], ceilings: Mapping[str, Ceilings]) -> Iterator[str]:
+    """Return a table of this library's kernels and of the model at the rates measured before each loss."""
+    yield "| loss | B | d | kernel ms | model ms | model / kernel | MB beyond inputs |"
+    yield "|---|---|---|---|---|---|---|"
+    for x in found:
+        if x.implementation == OURS:
+            model = ceilings[x.loss].model_ms(x.loss, x.n, x.d)
+            figures = f"{x.reason} | {model:.3g} | – | –"
+            if x.ms is not None:
+                figures = f"{x.ms:.3g} | {model:.3g} | {model / x.ms:.0%} | {x.mb:,.0f}"
+            yield f"| {x.loss} | {x.n:,} | {x.d} | {figures} |"
+
+
+def side_by_side(found: Sequence[Measurement]) -> Iterator[str]:
+    """Return a table of all implementations at the sizes at which more than this library's was measured."""
+    yield "| loss | B | d | implementation | ms | ms / ours | MB beyond inputs | relative error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    ours = {(x.loss, x.n, x.d): x.ms for x in found if x.implementation == OURS}
+    for size in {(x.loss, x.n, x.d): None for x in found if x.implementation != OURS}:
+        for x in found:
+            if (x.loss, x.n, x.d) == size:
+                ratio = f"{x.ms / ms:.2f}" if x.ms and (ms := ours.get(size)) else "–"
+                figures = f"{x.reason} | –" if x.ms is None else f"{x.ms:.3g} | {ratio}"
+                memory = "–" if x.mb is None else f"{x.mb:,.0f}"
+                error = "–" if x.error is None else f"{x.error:.1e}"
+                yield f"| {x.loss} | {x.n:,} | {x.d} | {x.implementation} | {figures} | {memory} | {error} |"
+
+
+def notes(found: Sequence[Measurement]) -> Iterator[str]:
+    """Return how implementations differ from the dense formula, or from the same work."""
+    for loss, name in {(x.loss, x.implementation): None for x in found}:
+        if note := IMPLEMENTATIONS[loss][name].note:
+            yield f"- {loss} by {name}: {note}."
+
+
+def page(device: str, found: Sequence[Measurement], ceilings: Mapping[str, Ceilings]) -> str:
     rates = [f"- Before {loss}: {x}." for loss, x in ceilings.items()]
-    parts = [[device], rates, times(results, ceilings), side_by_side(results), notes(results), summary(results)]
+    parts = [[device], rates, times(found, ceilings), side_by_side(found), notes(found)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 

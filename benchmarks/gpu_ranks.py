@@ -3,14 +3,13 @@
     torchrun --standalone --nproc-per-node=gpu benchmarks/gpu_ranks.py [--rows N] [--width D] [--out FILE]
 
 Forward and backward of ``DistributedLoss`` in bfloat16, N embeddings a tower of all ranks together (NT-Xent: of both views).
-A step's time is that of its slowest rank, by CUDA events; medians. Memory is the peak of a rank beyond its inputs. On GPUs
+A step's time is that of its slowest rank; medians. Memory is the peak of a rank beyond its inputs. On GPUs
 the last rows are steps that a CUDA graph replays.
 """
 
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.harness import command_line
+from suite.harness import command_line, reading, slowest
 
 import contrastive_zoo as cz
 
@@ -27,25 +26,6 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
     "SigLIP": cz.SigLIP,
     "NT-Xent": lambda: cz.NTXent(temperature=0.1),
 }
-
-
-def milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cpu":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last)
-
-
-def slowest(value: float, device: torch.device) -> float:
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
@@ -62,20 +42,14 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def measured(
-    name: str,
-    implementation: str,
-    ring: bool,
-    options: argparse.Namespace,
-    device: torch.device,
-    *,
-    capture: bool = False,
+    name: str, implementation: str, ring: bool, options: argparse.Namespace, device: torch.device, capture: bool = False
 ) -> str:
     count = options.rows // dist.get_world_size() // (2 if name == "NT-Xent" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     views = (F.normalize(torch.randn(count, options.width, generator=generator), dim=1) for _ in range(2))
     rows = [x.to(device, torch.bfloat16).requires_grad_() for x in views]
     settings = {"static_shapes": True, "check_finite": False, "check_equal": False, "check_distinct": False}
-    loss = cz.DistributedLoss(LOSSES[name](), ring=ring, **settings).to(device)
+    loss, on_gpu = cz.DistributedLoss(LOSSES[name](), ring=ring, **settings).to(device), device.type == "cuda"
 
     def step() -> None:
         with cz.engine.use_implementation(implementation):
@@ -83,20 +57,24 @@ def measured(
         for x in rows:
             x.grad = None
 
-    if capture:
-        step = captured(step)
-    times = []
-    for index in range(options.steps + 3):
-        dist.barrier()
-        if index == 3 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        times.append(slowest(milliseconds(step, device), device))
+    replayed = captured(step) if capture else step
+
+    def run() -> None:
+        replayed()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        reading(run, 1)
     memory = "–"
-    if device.type == "cuda":
-        memory = f"{slowest(torch.cuda.max_memory_allocated() - before, device) / 1e6:.0f}"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    times = [reading(run, 1) for _ in range(options.steps)]
+    if on_gpu:
+        memory = f"{slowest(torch.cuda.max_memory_allocated() - before) / 1e6:.0f}"
     exchange = "ring" if ring else "gathered, captured" if capture else "gathered"
-    return f"| {name} | {implementation} | {exchange} | {statistics.median(times[3:]):.3g} | {memory} |"
+    return f"| {name} | {implementation} | {exchange} | {1e3 * statistics.median(times):.3g} | {memory} |"
 
 
 def write(lines: list[str], options: argparse.Namespace) -> None:
@@ -114,7 +92,7 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     lines = [
         f"{dist.get_world_size()} ranks on {name}, torch {torch.__version__}, {options.rows:,} × {options.width}.",
@@ -126,7 +104,7 @@ def main() -> None:
     lines += [measured(*case, options, device) for case in cases]
     write(lines, options)
     if device.type == "cuda":  # last, since a capture that fails may end the ranks
-        write([*lines, *(measured(x, "auto", False, options, device, capture=True) for x in LOSSES)], options)
+        write([*lines, *(measured(x, "auto", False, options, device, True) for x in LOSSES)], options)
     dist.destroy_process_group()
 
 

@@ -19,20 +19,27 @@ def samples(n: int = 8, d: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(n + rank, d, generator=draw), torch.randint(3, (n + rank,), generator=draw)
 
 
-def monitored(put: Put) -> dict[str, float]:
-    (a, _), (b, _) = samples(), samples(seed=1)
-    loss = cz.DistributedLoss(put(cz.NTXent()))
-    monitor = cz.Monitor(loss, every=1)
-    loss(put(a), put(b))
-    return monitor.take()
+def searched(put: Put) -> Any:
+    (x, labels), (y, _) = samples(), samples(seed=1)
+    a, b, first, metrics = put(x), put(y), put(torch.zeros(len(x), 1, dtype=torch.int64)), cz.metrics
+    return [
+        tuple(metrics.top_k(a, b, k=3)),
+        tuple(metrics.top_k(a, k=2, excluded=first)),
+        metrics.evaluate(a, labels=labels, metrics=["map", "knn_accuracy@3"]),
+        metrics.evaluate(a, labels=put(labels)),
+        metrics.recall_at_k(a, b, k=2),
+        metrics.cross_modal_recall(a, b, k=[1, 2]),
+        metrics.index_recall(a, b, k=2, index=metrics.ApproximateIndex("IVF2,Flat")),
+    ]
 
 
-def monitored_labels(put: Put) -> dict[str, float]:
-    x, labels = samples()
-    encoder, loss = put(nn.Linear(4, 4)), cz.DistributedLoss(put(cz.SupCon()))
-    monitor = cz.Monitor(loss, every=1, encoder=encoder)
-    loss(put(x), labels)
-    return {name: x for name, x in monitor.take().items() if "drift" not in name}
+def monitored(put: Put) -> list[dict[str, float]]:
+    (a, labels), (b, _) = samples(), samples(seed=1)
+    views, classes = cz.DistributedLoss(put(cz.NTXent())), cz.DistributedLoss(put(cz.SupCon()))
+    monitors = [cz.Monitor(views, every=1), cz.Monitor(classes, every=1, encoder=put(nn.Linear(4, 4)))]
+    views(put(a), put(b))
+    classes(put(a), labels)
+    return [{name: x for name, x in monitor.take().items() if "drift" not in name} for monitor in monitors]
 
 
 def collected(put: Put) -> Any:
@@ -55,16 +62,10 @@ def judged(put: Put) -> Any:
 
 def remembered(put: Put) -> Any:
     x, labels = samples()
-    memory = put(cz.MemoryQueue(11, embedding_size=4))
-    slots = memory.enqueue(put(x), labels)
+    memory, on_cpu = put(cz.MemoryQueue(11, embedding_size=4)), cz.MemoryQueue(11, embedding_size=4)
+    slots = memory.enqueue(put(x), labels), on_cpu.enqueue(put(x), put(labels))
     more = memory.enqueue(put(x), put(labels), enqueue_mask=labels > 0)
-    return slots, more, memory.rows, memory.labels
-
-
-def remembered_on_the_cpu(put: Put) -> Any:
-    x, labels = samples()
-    memory = cz.MemoryQueue(11, embedding_size=4)
-    return memory.enqueue(put(x), put(labels)), memory.rows, memory.labels
+    return slots, more, memory.rows, memory.labels, on_cpu.rows, on_cpu.labels
 
 
 def compared_with_memory(put: Put) -> Any:
@@ -105,7 +106,8 @@ def messages(put: Put) -> Any:
         + cz.collectives.all_reduce(x.sum(0), "max")
     )
     (gradient,) = torch.autograd.grad(scattered.sum() + total.square().sum(), x)
-    return gathered, scattered, total, gradient, cz.engine.pair_masks(put(labels)).positive
+    collated = cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([])
+    return gathered, scattered, total, gradient, cz.engine.pair_masks(put(labels)).positive, collated
 
 
 def mined(put: Put) -> Any:
@@ -264,48 +266,11 @@ def sentences(put: Put) -> Any:
 
 
 ENTRIES: dict[str, Callable[[Put], Any]] = {
-    "top_k": lambda put: tuple(cz.metrics.top_k(put(samples()[0]), put(samples(seed=1)[0]), k=3)),
-    "top_k, excluded": lambda put: tuple(
-        cz.metrics.top_k(put(samples()[0]), k=2, excluded=put(torch.zeros(len(samples()[0]), 1, dtype=torch.int64)))
-    ),
-    "evaluate": lambda put: cz.metrics.evaluate(
-        put(samples()[0]), labels=samples()[1], metrics=["map", "knn_accuracy@3"]
-    ),
-    "evaluate, labels on the device": lambda put: cz.metrics.evaluate(
-        *map(put, samples()[:1]), labels=put(samples()[1])
-    ),
-    "evaluate, judgements": judged,
-    "recall_at_k": lambda put: cz.metrics.recall_at_k(put(samples()[0]), put(samples(seed=1)[0]), k=2),
-    "cross_modal_recall": lambda put: cz.metrics.cross_modal_recall(
-        put(samples()[0]), put(samples(seed=1)[0]), k=[1, 2]
-    ),
-    "index_recall": lambda put: cz.metrics.index_recall(
-        put(samples()[0]), put(samples(seed=1)[0]), k=2, index=cz.metrics.ApproximateIndex("IVF2,Flat")
-    ),
-    "evaluate_queries, by group": by_group,
-    "RetrievalMetrics": collected,
-    "mine_hard_negatives": mined,
-    "DistributedMiner": mined_by_pml,
-    "Monitor": monitored,
-    "Monitor, labels": monitored_labels,
-    "MemoryQueue": remembered,
-    "MemoryQueue on the CPU": remembered_on_the_cpu,
-    "CrossBatchMemory": compared_with_memory,
-    "MomentumEncoder": momentum,
-    "cached_step": cached,
-    "messages": messages,
-    "CollateEmptyBatches": lambda put: cz.data.CollateEmptyBatches({"x": put(torch.ones(2)), "y": 5})([]),
-    "messages of one rank": messages_of_one_rank,
-    "rings": in_a_ring,
-    "functions": functions,
-    "third-party losses": third_party,
-    "labels on rank 0": labelled_on_rank_0,
-    "pad_dims": padded,
-    "NNCLR and ReSSL": remembered_by_losses,
-    "GradCache": cached_module,
-    "RefreshedNegatives": refreshed,
-    "samplers": sampled,
-    "RetrievalMetric": by_torchmetrics,
-    "DistributedSentenceLoss": sentences,
-}
+    entry.__name__: entry
+    for entry in (
+        searched, by_group, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
+        cached, cached_module, messages, messages_of_one_rank, in_a_ring, functions, third_party, labelled_on_rank_0, padded,
+        remembered_by_losses, refreshed, sampled, by_torchmetrics, sentences,
+    )
+}  # fmt: skip
 """What it returns is the same on a CPU and on a device, on one process and on several ranks."""

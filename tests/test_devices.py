@@ -122,9 +122,5 @@ def on_both(name: str, kind: str = "ipu:0", *, float64: bool = True) -> tuple[An
 def test_every_entry_on_a_device(name: str, worlds: Worlds) -> None:
     for expected, found in [on_both(name), *worlds.run(2, on_both, name)]:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_every_entry_without_float64(name: str) -> None:
     expected, found = on_both(name, "mps:0", float64=False)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -16,15 +16,14 @@ pytest.importorskip("triton")
 
 import crossover
 import gpu
-import gpu_tokens
-from gpu_suite import measure, report
-from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, PUBLIC, normalised
+from gpu_suite import measure
+from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
 
 
-@pytest.mark.parametrize("loss", DENSE)
+@pytest.mark.parametrize("loss", MODULES)
 def test_the_loss_as_it_is_called_gives_the_dense_value_of_normalised_rows(loss: str) -> None:
     function = IMPLEMENTATIONS[loss][PUBLIC].construct(SCALE)
     assert relative_error(loss, function, 256, normalizes=True, **CPU) < 1e-6
@@ -44,6 +43,7 @@ WRONG_CALLS = {
     "the scale as a temperature": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, 1 / scale)),
     "rows normalised twice": ("CLIP", normalised(DENSE["CLIP"])),
     "a constant tower": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b.detach(), scale)),
+    "documents for queries": ("MaxSim", lambda a, b, scale: DENSE["MaxSim"](b, a, scale)),
     "nothing learns": ("CLIP", lambda a, b, scale: DENSE["CLIP"](a, b, scale).detach() + 0 * a.sum()),
 }
 
@@ -57,17 +57,6 @@ def test_a_wrong_call_is_noticed_before_it_is_timed(what: str) -> None:
 @pytest.mark.parametrize("loss", DENSE)
 def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
     assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
-
-
-def test_a_wrong_score_of_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def error(scores: Any) -> float:
-        return gpu_tokens.relative_error(gpu_tokens.info_nce(scores), "cpu")
-
-    assert error(gpu_tokens.dense) < LIMIT
-    assert error(lambda queries, documents: gpu_tokens.dense(documents, queries).T) > LIMIT
-    monkeypatch.setitem(sys.modules, "flash_maxsim", None)
-    rates = measure.Ceilings(1e12, 1e12, 1e12)
-    assert gpu_tokens.line("flash-maxsim", (2, 3, 4, 8), rates).startswith("| 2 | 3 | 4 | flash-maxsim | not installed")
 
 
 # ------------------------------------------------------------------------------------------------------- one process
@@ -125,6 +114,7 @@ def test_a_step_gives_gradients_of_rotated_inputs(monkeypatch: pytest.MonkeyPatc
     assert seen[0].dtype == torch.bfloat16
     measure.steps("SigLIP", function, 8, 4, torch.float32)()
     assert seen[-1].dtype == torch.float32
+    assert len(measure.steps("MaxSim", DENSE["MaxSim"], 3, 4)()) == 4
 
 
 def function_of_two(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -157,50 +147,28 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def invented(**changes: float | str) -> list[Measurement]:
-    """Measurements of all implementations; changes are by "loss implementation", at the size of the targets."""
+def test_the_tables_have_each_implementation_beside_ours() -> None:
     found = []
     for loss, implementations in IMPLEMENTATIONS.items():
         for name, implementation in implementations.items():
-            factor = {"ours": 1.0, "dense": 1.5, "peer": 3.0}[implementation.kind]
-            for n, d in gpu.sizes_of(loss, name, quick=False):
-                at = changes.get(f"{loss} {name}") if (n, d) == report.LARGE else None
-                if isinstance(at, str):
-                    found.append(Measurement(loss, name, n, d, reason=at))
-                else:
-                    found.append(Measurement(loss, name, n, d, at or factor * 30.0, 900.0, 0.004))
-    return found
-
-
-def verdicts(found: list[Measurement]) -> dict[str, tuple[str, str]]:
-    _, _, *rows = report.summary(report.Results(found))
-    return {target: (figure, verdict) for target, figure, verdict in (row[2:-2].split(" | ") for row in rows)}
-
-
-def test_targets_are_met_missed_or_not_measured() -> None:
-    met = verdicts(invented(**{"CLIP ours": 44.0, "NT-Xent ours": 20.0, "CLIP memeff": 88.0}))
-    assert met["CLIP ≥ 2 × faster than the best public kernel"] == ("2.00 × (memeff 88.0 ms, ours 44.0 ms)", "met")
-    assert {verdict for _, verdict in met.values()} == {"met"}
-    missed = verdicts(invented(**{"CLIP ours": 45.5, "SigLIP ours": "out of memory"}))
-    assert missed["CLIP ≤ 45 ms"] == ("45.5 ms", "missed")
-    assert missed["CLIP ≥ 2 × faster than the best public kernel"][1] == "missed"
-    assert missed["SigLIP ≤ 34 ms"] == ("–", "not measured: ours: out of memory")
-
-
-def test_the_tables_have_each_implementation_beside_ours() -> None:
-    results = report.Results(invented(**{"CLIP memeff": "out of memory", "CLIP Inf-CL": 60.0, "NT-Xent ours": "ended"}))
-    table = list(report.side_by_side(results))
+            ms = {"ours": 30.0, "dense": 45.0, "peer": 60.0}[implementation.kind]
+            found += [Measurement(loss, name, *x, ms, 900.0, 0.004) for x in gpu.sizes_of(loss, name, quick=False)]
+    absent = {("CLIP", "memeff"): "out of memory", ("NT-Xent", "ours"): "ended"}
+    for index, x in enumerate(found):
+        if reason := absent.get((x.loss, x.implementation)):
+            found[index] = Measurement(x.loss, x.implementation, x.n, x.d, reason=reason)
+    ceilings = dict.fromkeys(IMPLEMENTATIONS, gpu.Ceilings(*(1e12 * x for x in gpu.H100)))
+    kernels, table, notes = (part.split("\n") for part in gpu.page("a GPU", found, ceilings).split("\n\n")[2:])
     assert "| CLIP | 65,536 | 768 | ours | 30 | 1.00 | 900 | 4.0e-03 |" in table
     assert "| CLIP | 65,536 | 768 | Inf-CL | 60 | 2.00 | 900 | 4.0e-03 |" in table
     assert "| CLIP | 65,536 | 768 | memeff | out of memory | – | – | – |" in table
     assert "| NT-Xent | 65,536 | 768 | dense eager | 45 | – | 900 | 4.0e-03 |" in table
-    ceilings = dict.fromkeys(IMPLEMENTATIONS, gpu.Ceilings(*(1e12 * x for x in gpu.H100)))
-    kernels = list(report.times(results, ceilings))
+    assert "| MaxSim | 2,048 | 128 | flash-maxsim | 60 | 2.00 | 900 | 4.0e-03 |" in table
     assert "| SigLIP | 65,536 | 768 | 30 | 26.9 | 90% | 900 |" in kernels
     assert "| NT-Xent | 65,536 | 768 | ended | 17.9 | – | – |" in kernels
     assert all(row.count("|") == table[0].count("|") for row in table)
     assert all(row.count("|") == kernels[0].count("|") for row in kernels)
-    assert any("no gradient of the scale" in line for line in report.notes(results))
+    assert any("no gradient of the scale" in line for line in notes)
 
 
 def test_one_command_times_all_sizes_by_both_paths(

@@ -1,1 +1,1 @@
-"""What is measured on a GPU (implementations), how (measure), and the tables of it (report)."""
+"""What is measured on a GPU (implementations), and how (measure)."""

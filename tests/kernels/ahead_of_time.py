@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from contrastive_zoo.engine.kernels.blocks import MAX_TILES, Tile, tiles
+from contrastive_zoo.engine.kernels.blocks import MAX_TILES, tiles
 from contrastive_zoo.engine.kernels.max_sim import token_tiles
 from contrastive_zoo.engine.kernels.max_sim_tiles import best_tokens, query_gradients, token_gradients
 from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
@@ -37,38 +38,11 @@ KERNELS = {
     "log_sum_exps, SupCon": (log_sum_exps, {"SIDE": 1, "IF_LOST": False, **_SUP_CON}),
     "softmax_weights, SupCon": (softmax_weights, {"UNIT": 0, **_SUP_CON}),
 }
-
-
-def compiled(name: str, capability: int, dtype: torch.dtype, precision: str, edge: int, tile: Tile) -> Any:
-    """A kernel as two towers launch it, or SupCon, whose tiles all have masks."""
-    kernel, constants = KERNELS[name]
-    options = tile.options
-    warps, stages = options.pop("num_warps"), options.pop("num_stages")
-    given = {**constants, **options, "PRECISION": precision, "EDGE": edge, "WARPS": min(warps, tile.rows // 16)}
-    given["MAX_ROWS"] = MAX_TILES * tile.rows
-    given = {x: value for x, value in given.items() if x in kernel.arg_names}
-    blocks = {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": (tile.rows, tile.columns // 2)}
-    return _built(kernel, given, blocks, NAMES[dtype], capability, num_warps=warps, num_stages=stages)
-
+"""As two towers launch it, or SupCon, whose tiles all have masks."""
 
 TOKEN_KERNELS = (best_tokens, token_gradients, query_gradients)
 FEATURES = LONGEST = 128
 """Of tokens, and tokens of a document."""
-
-
-def compiled_for_tokens(kernel: Any, capability: int, dtype: torch.dtype, precision: str) -> Any:
-    """A kernel as late interaction launches it: 128 features, documents of 128 tokens."""
-    rows, (plain, _) = torch.empty(0, FEATURES, dtype=dtype), tiles(dtype, precision, capability)
-    products, gradients = token_tiles(plain, rows, precision, LONGEST)
-    tile = products if kernel is best_tokens else gradients
-    given = {**tile.options, "PRECISION": precision, "SELECT": True, "RESIDENT": tile.depth >= FEATURES}
-    blocks = {"queries": (tile.rows, tile.depth), "tokens": (tile.columns, tile.depth)}
-    warps, stages = given.pop("num_warps"), given.pop("num_stages")
-    if kernel is query_gradients:
-        given["BLOCK_M"], warps, blocks = 16, 4, {}
-    given = {x: value for x, value in given.items() if x in kernel.arg_names}
-    return _built(kernel, given, blocks, NAMES[dtype], capability, num_warps=warps, num_stages=stages)
-
 
 NUMBERS = {"n", "m", "d", "t", "documents", "ahead", "partner", "local", "corner_row", "corner_column", "chunk"}
 NUMBERS |= {"rows_stride", "columns_stride", "stride"}
@@ -76,25 +50,51 @@ POINTERS = {
     "i32": ("precision_lost", "excluded", "tiles", "first_tiles", "sets"), "i64": ("starts",), "u8": ("selected",)
 }  # fmt: skip
 
+Launch = tuple[str, Any, dict[str, Any], dict[str, tuple[int, int]]]
+"""A name, a kernel, its constants and options, and the tiles that it copies."""
 
-def _built(
-    kernel: Any, constants: dict[str, Any], blocks: dict[str, Any], dtype: str, capability: int, **options: int
+
+def launches(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> Iterator[Launch]:
+    """Yield every kernel's launches, or those without masks only."""
+    for index, name in itertools.product(range(1 if inner else 2), KERNELS):
+        plain, edges = tiles(dtype, precision, capability, name.split(",")[0])
+        of_kernel = [(2, edges)] if plain == edges else [(0, plain), (1, edges)]
+        if index < len(of_kernel) and ("SupCon" not in name or of_kernel[index][0] != 0):
+            edge, tile = of_kernel[index]
+            (kernel, constants), of_all = KERNELS[name], {"MAX_ROWS": MAX_TILES * tile.rows, **tile.options}
+            given = {**constants, **of_all, "EDGE": 2 if "SupCon" in name else edge}
+            halves = tile.rows, tile.columns // 2
+            yield (
+                name,
+                kernel,
+                given,
+                {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": halves},
+            )
+    rows, (plain, _) = torch.empty(0, FEATURES, dtype=dtype), tiles(dtype, precision, capability)
+    products, gradients = token_tiles(plain, rows, precision, LONGEST)
+    for kernel in TOKEN_KERNELS[:1] if inner else TOKEN_KERNELS:
+        tile = products if kernel is best_tokens else gradients
+        given = {**tile.options, "EDGE": 2, "SELECT": True, "RESIDENT": tile.depth >= FEATURES}
+        copied = {"queries": (tile.rows, tile.depth), "tokens": (tile.columns, tile.depth)}
+        if kernel is query_gradients:
+            given, copied = {**given, "BLOCK_M": 16, "num_warps": 4}, {}
+        yield kernel.__name__, kernel, given, copied
+
+
+def compiled(
+    kernel: Any, given: dict[str, Any], copied: dict[str, tuple[int, int]], dtype: str, capability: int
 ) -> Any:
+    constants = {x: value for x, value in given.items() if x in kernel.arg_names}
     types = {x: f"*{of}" for of, names in POINTERS.items() for x in names} | dict.fromkeys(NUMBERS, "i32")
     types |= {"tokens": f"*{dtype}"}
-    types |= {x: f"tensordesc<{dtype}[{height},{width}]>" for x, (height, width) in blocks.items()}
+    types |= {x: f"tensordesc<{dtype}[{height},{width}]>" for x, (height, width) in copied.items()}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {x: types.get(x, "*fp32") for x in kernel.arg_names}
     places = {x: (kernel.arg_names.index(x),) for x in signature}
-    aligned = (
-        [x for x, of in signature.items() if of[0] == "*" or x in ("d", "stride")] if kernel in TOKEN_KERNELS else []
-    )
-    source = ASTSource(
-        kernel,
-        signature,
-        {places[x]: value for x, value in constants.items()},
-        {places[x]: [["tt.divisibility", 16]] for x in aligned},
-    )
+    of_tokens = signature.items() if kernel in TOKEN_KERNELS else ()
+    aligned = {places[x]: [["tt.divisibility", 16]] for x, of in of_tokens if of[0] == "*" or x in ("d", "stride")}
+    source = ASTSource(kernel, signature, {places[x]: value for x, value in constants.items()}, aligned)
+    options = {x: given[x] for x in ("num_warps", "num_stages")}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -121,26 +121,13 @@ def resources(binary: bytes) -> dict[str, int]:
 
 
 def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> list[dict[str, Any]]:
-    """One for every kernel and launch, or for launches without masks only."""
+    """Return one for every launch, or for launches without masks only."""
     found = []
-    for index, name in itertools.product(range(1 if inner else 2), KERNELS):
-        plain, edges = tiles(dtype, precision, capability, name.split(",")[0])
-        launches = [(2, edges)] if plain == edges else [(0, plain), (1, edges)]
-        if index >= len(launches) or ("SupCon" in name and launches[index][0] == 0):
-            continue
-        edge, tile = launches[index]
-        kernel = compiled(name, capability, dtype, precision, 2 if "SupCon" in name else edge, tile)
+    for name, kernel, given, copied in launches(capability, dtype, precision, inner=inner):
+        built = compiled(kernel, {**given, "PRECISION": precision}, copied, NAMES[dtype], capability)
         found.append({
             "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": name,
-            "edge": 2 if "SupCon" in name else edge,
-            **resources(kernel.asm["cubin"]), "shared": kernel.metadata.shared,
-        })  # fmt: skip
-    of_tokens = TOKEN_KERNELS[:1] if inner else TOKEN_KERNELS
-    for kernel in of_tokens:
-        built = compiled_for_tokens(kernel, capability, dtype, precision)
-        found.append({
-            "chip": f"sm_{capability}", "dtype": NAMES[dtype], "precision": precision, "kernel": kernel.__name__, "edge": 2,
-            **resources(built.asm["cubin"]), "shared": built.metadata.shared,
+            "edge": given["EDGE"], **resources(built.asm["cubin"]), "shared": built.metadata.shared,
         })  # fmt: skip
     return found
 

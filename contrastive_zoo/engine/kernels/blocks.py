@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastive_zoo.engine.precision import MIN_NORM
@@ -70,6 +69,11 @@ def store_halves(out, w, i, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     out.store([i, j + BLOCK_N // 2], right)
 
 
+def cdiv(n: int, m: int) -> int:
+    """Return n / m, rounded up; on the host triton.cdiv takes 30 times as long."""
+    return -(-n // m)
+
+
 # Largest size of a block of weights. A smaller block needs more passes over the float32 gradients: a block of 16,384² in
 # bfloat16 adds 2 · 16,384 · d elements per 2 · 16,384² · d multiplications.
 WEIGHT_BYTES = 512 * 2**20
@@ -96,10 +100,12 @@ class Tile:
     warps: int
     stages: int
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
-        blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth}
-        return {**blocks, "GROUP": 16, "num_warps": self.warps, "num_stages": self.stages}
+        """How kernels of pairs are launched."""
+        blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth, "GROUP": 16}
+        warps = {"WARPS": min(self.warps, self.rows // 16), "num_warps": self.warps}
+        return {**blocks, **warps, "num_stages": self.stages}
 
 
 # Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most with which no kernel spills
@@ -113,6 +119,7 @@ MOST_ROWS_OF_VERSION = {
 ROWS = 128  # of other kernels
 
 
+@cache
 def tiles(dtype: torch.dtype, precision: str, capability: int, kernel: str = "") -> tuple[Tile, Tile]:
     """Return the tiles without and with masks, as large as registers allow without spills (see the tests' table)."""
     if dtype == torch.float32 and precision == "ieee":
@@ -131,32 +138,37 @@ class Operand:
 
     rows: Tensor
     factors: Tensor  # [n], float32: products are those of rows, times the factors of both rows
+    precision: str  # of products
 
     @classmethod
-    def of(cls, x: Tensor, precision: str, *, unit_norm: bool = False) -> "Operand":
+    def of(cls, x: Tensor, *, unit_norm: bool = False) -> "Operand":
         """Return a view of x if its strides allow it, or a copy; with ``unit_norm`` products are those of unit rows.
 
         Unit rows of 16 bits would be rounded. Rows are multiplied by powers of two instead, so that their norms are in
-        [1, 2), and factors in (½, 1]: weights that are multiplied by these fit into float16 whatever the norms are.
+        [1, 2), and factors in (½, 1]: weights that are multiplied by these fit into float16 whatever the norms are. Rows
+        become float16, of which bfloat16 is a part but for elements below 2⁻¹⁴, rounded to 2⁻²⁵: weights have the dtype of
+        the rows, and a rounding to bfloat16 nearly doubled the error of a solved batch's gradients.
 
         With TF32, tensor cores truncate the lower 13 bits of a float32, which biases every product towards 0. x is
         therefore rounded first (without rounding the error of SigLIP's loss is 700 times as large).
         """
+        precision = precision_of(x)
         if x.dtype == torch.float32 and precision == "tf32":
             x = ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
         step, factors = 16 // x.element_size(), x.new_ones(len(x), dtype=torch.float32)
-        padded = x.new_empty(len(x), cdiv(x.shape[1], step) * step)[:, : x.shape[1]]
+        dtype = torch.float16 if unit_norm else x.dtype
+        padded = x.new_empty(len(x), cdiv(x.shape[1], step) * step, dtype=dtype)[:, : x.shape[1]]
         if unit_norm:
             norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).clamp_(min=MIN_NORM)
             mantissa, exponent = torch.frexp(norms)  # in [½, 1)
             powers = torch.ldexp(factors, 1 - exponent)
-            return cls(padded.copy_(x.float() * powers[:, None]), 0.5 / mantissa)
+            return cls(padded.copy_(x.float() * powers[:, None]), 0.5 / mantissa, precision)
         if x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0:
-            return cls(x, factors)
-        return cls(padded.copy_(x), factors)
+            return cls(x, factors, precision)
+        return cls(padded.copy_(x), factors, precision)
 
     def __getitem__(self, part: slice) -> "Operand":
-        return Operand(self.rows[part], self.factors[part])
+        return Operand(self.rows[part], self.factors[part], self.precision)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -239,8 +251,8 @@ def precision_of(x: Tensor) -> str:
     return "tf32" if x.dtype != torch.float32 else float32_matmuls()
 
 
-def tiles_for(x: Tensor, precision: str, kernel: str = "") -> tuple[Tile, Tile]:
-    return tiles(x.dtype, precision, _capability(x.get_device()), kernel)
+def tiles_for(x: Tensor, kernel: str = "") -> tuple[Tile, Tile]:
+    return tiles(x.dtype, precision_of(x), _capability(x.get_device()), kernel)
 
 
 @cache
@@ -251,3 +263,20 @@ def _capability(device: int) -> int:
     """
     major, minor = torch.cuda.get_device_capability(device) if device >= 0 else (8, 0)
     return 80 if major >= 12 else 10 * major + minor
+
+
+@triton.jit
+def copied_tile(source, out):
+    """Write ``out = source``, one tile."""
+    out.store([0, 0], source.load([0, 0]))
+
+
+def launch_smallest(device: torch.device) -> None:
+    """Copy a tile by descriptors, and multiply 16 bits into float32, which torch 2.8 is the first to do on a GPU.
+
+    This is what all kernels need: it shows whether they run in this process.
+    """
+    x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    copied_tile[(1,)](tiled(x, 16, 16), tiled(torch.empty_like(x), 16, 16), num_warps=4)
+    if x.is_cuda:
+        torch.mm(x, x, out_dtype=torch.float32)

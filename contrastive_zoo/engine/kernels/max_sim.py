@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton import cdiv, next_power_of_2
 
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.kernels.blocks import MAX_TILES, MIN_PROGRAMS, Operand, Tile, precision_of, tiles_for
+from contrastive_zoo.engine.kernels.blocks import MAX_TILES, MIN_PROGRAMS, Operand, Tile, cdiv, precision_of, tiles_for
 from contrastive_zoo.engine.kernels.max_sim_tiles import best_tokens, query_gradients, sums_of_sets, token_gradients
 from contrastive_zoo.engine.max_sim_sweep import MaxSimSweep, set_of_token, small_integer
 
@@ -53,15 +52,18 @@ def token_tiles(plain: Tile, rows: Tensor, precision: str, longest: int) -> tupl
     Their rows are query tokens, columns document tokens; ``depth`` are features of one step, or of one program.
     """
     fits = rows.shape[1] * rows.element_size() <= RESIDENT_BYTES and precision != "ieee"
-    columns = min(plain.columns, max(SMALLEST_TILE, next_power_of_2(longest)))
-    features = max(16, next_power_of_2(rows.shape[1]))
+    columns = min(plain.columns, max(SMALLEST_TILE, _power_of_2(longest)))
+    features = max(16, _power_of_2(rows.shape[1]))
     products = Tile(min(plain.rows, 128), columns, features if fits else plain.depth, 8, 2 if fits else 3)
     return products, Tile(plain.depth, columns, min(features, plain.columns), 8, 3)
 
 
-def _tiles(rows: Tensor, longest: int) -> tuple[str, Tile, Tile]:
-    precision = precision_of(rows)
-    return precision, *token_tiles(tiles_for(rows, precision)[0], rows, precision, longest)
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _tiles(rows: Tensor, longest: int) -> tuple[Tile, Tile]:
+    return token_tiles(tiles_for(rows)[0], rows, precision_of(rows), longest)
 
 
 def _unit(weights: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class KernelSweep(MaxSimSweep):
 
     def operand(self, rows: Tensor) -> Operand:
         rows = rows.to(self.dtype or rows.dtype)
-        return Operand.of(rows, precision_of(rows), unit_norm=self.normalizes)
+        return Operand.of(rows, unit_norm=self.normalizes)
 
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[slice, Documents]]:
         """Yield blocks whose largest products, of each query token and document, fit into a tile of the engine."""
@@ -83,7 +85,7 @@ class KernelSweep(MaxSimSweep):
         size = max(1, tiling.tile_bytes(queries) // (4 * max(1, len(queries))))
         for first in range(0, len(read), size):
             block = slice(first, min(len(read), first + size))
-            _, tile, _ = _tiles(rows, max(read[block]))
+            tile, _ = _tiles(rows, max(read[block]))
             documents = Documents(starts[block], lengths[block], [*read[block]], tile.columns)
             yield slice(columns.start + first, columns.start + block.stop), documents
 
@@ -97,14 +99,14 @@ class KernelSweep(MaxSimSweep):
         selected = torch.empty_like(best, dtype=small_integer(longest)) if select else None
         if not t:
             return scores, selected
-        precision, tile, _ = _tiles(queries.rows, longest)
+        tile, _ = _tiles(queries.rows, longest)
         row_blocks = cdiv(t, tile.rows)
         chunk = max(1, min(MAX_TILES, row_blocks * documents // MIN_PROGRAMS))
         best_tokens[(row_blocks * cdiv(documents, chunk),)](
             queries.tiles(slice(None), tile.rows, tile.depth), tokens.tiles(slice(None), tile.columns, tile.depth),
             tokens.factors, *block.tiles(), best, best if selected is None else selected, t, queries.width, documents,
             chunk,
-            SELECT=select, RESIDENT=tile.depth >= queries.width, PRECISION=precision,
+            SELECT=select, RESIDENT=tile.depth >= queries.width, PRECISION=queries.precision,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         starts = F.pad(self.query_lengths.cumsum(0), (1, 0))
@@ -122,7 +124,7 @@ class KernelSweep(MaxSimSweep):
         if not t:
             return
         weights, sets = dscores.T.contiguous(), set_of_token(self.query_lengths, t).int()
-        precision, _, tile = _tiles(queries.rows, longest)
+        _, tile = _tiles(queries.rows, longest)
         if dqueries is not None:
             query_gradients[(cdiv(t, 16), cdiv(queries.width, tile.depth))](
                 tokens.rows, tokens.factors, block.starts, position, weights, sets, dqueries, t, weights.shape[1],
@@ -132,11 +134,11 @@ class KernelSweep(MaxSimSweep):
             unit = _unit(weights)
             weights = weights / unit
             if queries.rows.dtype == torch.float32:
-                weights = Operand.of(weights, precision).rows
+                weights = Operand.of(weights).rows
             tiles, _ = block.tiles()
             token_gradients[(len(tiles), cdiv(queries.width, tile.depth))](
                 queries.tiles(slice(None), tile.rows, tile.depth), queries.factors, tiles, position, weights, sets,
-                unit, dtokens, t, queries.width, weights.stride(0), PRECISION=precision,
+                unit, dtokens, t, queries.width, weights.stride(0), PRECISION=queries.precision,
                 BLOCK_M=tile.rows, BLOCK_N=block.width, BLOCK_K=tile.depth, num_warps=tile.warps,
                 num_stages=tile.stages,
             )  # fmt: skip

@@ -2,11 +2,10 @@
 gradient depends on no other pair.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from contrastive_zoo.engine.exchange import GatherExchange, Ring, lengths
 from contrastive_zoo.engine.kernels.blocks import (
@@ -16,8 +15,8 @@ from contrastive_zoo.engine.kernels.blocks import (
     add_product,
     as_scalar,
     blocks,
+    cdiv,
     launches,
-    precision_of,
     rows_per_program,
     tiled,
     tiles_for,
@@ -25,44 +24,6 @@ from contrastive_zoo.engine.kernels.blocks import (
 from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
 
 UNWEIGHTED_SIDE = 2**16  # height and width of a block without weights
-
-
-def add_pairs(
-    a: Operand,
-    b: Operand,
-    scale: Tensor,
-    bias: Tensor,
-    totals: Tensor,
-    gradients: Sequence[Tensor] | None,
-    *,
-    ahead: int = 0,
-) -> None:
-    """Add the losses of all negative pairs to ``totals``; and if asked Σ w, Σ w · a·b, and W b and Wᵀ a to gradients.
-
-    Columns are ``ahead`` after rows of the same index: row i is the positive of column i − ahead. ``totals`` are [3],
-    gradients [n, d] and [m, d] in float32, of the rows as read: they lack the reciprocal of the factor of each row.
-    """
-    precision = precision_of(a.rows)
-    plain, edges = tiles_for(a.rows, precision, "sigmoid_pairs")
-    weights = Weights.of(a, b) if gradients else Weights(a.rows, UNWEIGHTED_SIDE, 0)
-    for i, j in blocks(len(a), len(b), weights.side):
-        n, m = i.stop - i.start, j.stop - j.start
-        rows = rows_per_program(n, m, plain)
-        programs = cdiv(n, rows) * cdiv(m, plain.columns)
-        sums = totals.new_zeros(3, programs)
-        w = weights.block(i, j)
-        for edge, tile in launches(n, m, plain, edges):
-            sigmoid_pairs[(programs,)](
-                a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
-                tiled(w, tile.rows, tile.columns // 2), a.factors[i], b.factors[j], scale, bias, sums, n, m, a.width,
-                j.start - i.start + ahead, rows,
-                EDGE=edge, GRADIENT=gradients is not None, PRECISION=precision, UNIT=weights.bits,
-                WARPS=min(tile.warps, tile.rows // 16), **tile.options,
-            )  # fmt: skip
-        totals += sums.sum(1)
-        if gradients is not None:
-            add_product(gradients[0][i], w, b.rows[j], alpha=weights.unit)
-            add_product(gradients[1][j], w.T, a.rows[i], alpha=weights.unit)
 
 
 class KernelBlock:
@@ -79,8 +40,34 @@ class KernelBlock:
         self.danchors = torch.zeros_like(anchors) if learns else anchors[:0]
 
     def _operand(self, rows: Tensor) -> Operand:
-        x = rows.to(self.dtype)
-        return Operand.of(x, precision_of(x), unit_norm=self.normalizes)
+        return Operand.of(rows.to(self.dtype), unit_norm=self.normalizes)
+
+    def _add_pairs(self, b: Operand, of_columns: Tensor, ahead: int) -> None:
+        """Add the negative pairs with some columns: losses, Σ w and Σ w · a·b to the totals, W b and Wᵀ a to gradients.
+
+        Row i is the positive of column i − ``ahead``. Gradients are of the rows as read: they lack the reciprocal of the
+        factor of each row.
+        """
+        a = self.anchors
+        plain, edges = tiles_for(a.rows, "sigmoid_pairs")
+        weights = Weights.of(a, b) if self.learns else Weights(a.rows, UNWEIGHTED_SIDE, 0)
+        for i, j in blocks(len(a), len(b), weights.side):
+            n, m = i.stop - i.start, j.stop - j.start
+            rows = rows_per_program(n, m, plain)
+            programs = cdiv(n, rows) * cdiv(m, plain.columns)
+            sums = self.totals.new_zeros(3, programs)
+            w = weights.block(i, j)
+            for edge, tile in launches(n, m, plain, edges):
+                sigmoid_pairs[(programs,)](
+                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
+                    tiled(w, tile.rows, tile.columns // 2), a.factors[i], b.factors[j], self.scale, self.bias, sums,
+                    n, m, a.width, j.start - i.start + ahead, rows,
+                    EDGE=edge, GRADIENT=self.learns, PRECISION=a.precision, UNIT=weights.bits, **tile.options,
+                )  # fmt: skip
+            self.totals += sums.sum(1)
+            if self.learns:
+                add_product(self.danchors[i], w, b.rows[j], alpha=weights.unit)
+                add_product(of_columns[j], w.T, a.rows[i], alpha=weights.unit)
 
     def parts(self, exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
         """Add the pairs with all candidates; yield gradients of other ranks' candidates, add those of the local ones."""
@@ -89,10 +76,7 @@ class KernelBlock:
             total = self.danchors.new_zeros(len(candidates), dlocal.shape[1]) if self.learns else self.danchors
             columns = self._operand(candidates)
             if len(self.anchors) and len(candidates):
-                add_pairs(
-                    self.anchors, columns, self.scale, self.bias, self.totals,
-                    [self.danchors, total] if self.learns else None, ahead=0 if local else NO_PARTNER,
-                )  # fmt: skip
+                self._add_pairs(columns, total, 0 if local else NO_PARTNER)
             if self.learns:
                 total /= columns.factors[:, None]
             if self.learns and local:

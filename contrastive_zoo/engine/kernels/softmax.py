@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, lengths, merge_at_owners
 from contrastive_zoo.engine.kernels.blocks import (
@@ -30,8 +29,8 @@ from contrastive_zoo.engine.kernels.blocks import (
     add_product,
     as_scalar,
     blocks,
+    cdiv,
     launches,
-    precision_of,
     rows_per_program,
     tiled,
     tiles_for,
@@ -57,10 +56,6 @@ class SoftmaxPairs:
     corner: tuple[int, int] = (NO_PARTNER, NO_PARTNER)  # sums leave out pairs of a row and a column from here on
     excluded: Tensor | None = None
     """[n], a column that the sum of a row leaves out, as the column's sum does the row; another number for none."""
-
-    @property
-    def precision(self) -> str:
-        return precision_of(self.a.rows)
 
     @property
     def swapped(self) -> "SoftmaxPairs":
@@ -89,7 +84,7 @@ class SoftmaxPairs:
         ``precision_lost`` is set to 1 if a sum of a column may lack terms. With ``if_lost`` nothing is done unless it is 1.
         """
         a, b = self.a, self.b
-        plain, edges = tiles_for(a.rows, self.precision, "log_sum_exps")
+        plain, edges = tiles_for(a.rows, "log_sum_exps")
         side = math.isqrt(PARTIAL_BYTES * plain.columns // 8) // plain.rows * plain.rows
         partial = self.side != 0 or self.corner[0] < len(a)
         for i, j in blocks(len(a), len(b), side, upper=self.side == 1):
@@ -108,8 +103,8 @@ class SoftmaxPairs:
                     precision_lost, n, m, a.width, j.start - i.start, self.partner, self.local - j.start,
                     self.corner[0] - i.start, self.corner[1] - j.start, rows,
                     EDGE=edge, ONE_TOWER=self.one_tower, SIDE=self.side, COLUMNS=self.symmetric,
-                    EXCLUDED=excluded is not None, IF_LOST=if_lost, PRECISION=self.precision,
-                    WARPS=min(tile.warps, tile.rows // 16), **tile.options,
+                    EXCLUDED=excluded is not None, IF_LOST=if_lost, PRECISION=self.a.precision,
+                    **tile.options,
                 )  # fmt: skip
             merged = [(by_row, of_rows[:, i]), (by_column, of_columns[:, j])]
             for parts, out in merged[: 2 if self.symmetric else 1]:
@@ -128,41 +123,36 @@ class SoftmaxPairs:
         self.swapped.add_sums(recomputed, recomputed, precision_lost, if_lost=True)  # or does nothing
         of_columns.copy_(torch.where(precision_lost > 0, recomputed, of_columns))
 
-    def fill(self, w: Tensor, i: slice, j: slice, of_rows: Tensor, of_columns: Tensor, bits: int) -> Tensor:
-        """Write the weights of rows i and columns j into ``w``, in units of 2^−bits; return Σ w · a·b, not rounded.
-
-        ``of_rows`` and ``of_columns`` are [2, ·], exponents and factors: the weight of a pair is factor · 2^(logit in
-        bits − exponent), and the same of its column, times the factors of both operands; 0 of positive pairs.
-        """
-        n, m = w.shape
-        plain, edges = tiles_for(self.a.rows, self.precision, "softmax_weights")
-        rows, excluded = rows_per_program(n, m, plain), None if self.excluded is None else self.excluded[i] - j.start
-        of_block = launches(n, m, plain, edges) if excluded is None else [(2, edges)]
-        products = of_rows.new_empty(cdiv(n, rows) * cdiv(m, plain.columns))
-        for edge, tile in of_block:
-            softmax_weights[(len(products),)](
-                self.a.tiles(i, tile.rows, tile.depth), self.b.tiles(j, tile.columns, tile.depth),
-                tiled(w, tile.rows, tile.columns // 2), self.a.factors[i], self.b.factors[j], self.scale, of_rows[:, i],
-                of_columns[:, j], products, products if excluded is None else excluded, n, m, self.a.width,
-                of_rows.stride(0), of_columns.stride(0), j.start - i.start, self.partner, self.local - j.start, rows,
-                EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, EXCLUDED=excluded is not None,
-                PRECISION=self.precision, UNIT=bits, MAX_ROWS=MAX_TILES * plain.rows,
-                WARPS=min(tile.warps, tile.rows // 16), **tile.options,
-            )  # fmt: skip
-        return products.sum()
-
     def add_gradients(
         self, statistics: tuple[Tensor, Tensor], of_rows: Tensor, of_columns: Tensor | None, dscale: Tensor
     ) -> None:
-        """Add W B to ``of_rows``, Wᵀ A to ``of_columns`` and Σ w · a·b to ``dscale``.
+        """Add W B to ``of_rows``, Wᵀ A to ``of_columns`` and Σ w · a·b, not rounded, to ``dscale``.
 
         A and B are the rows as read; gradients lack the reciprocal of the factor of each row. With one tower both
-        gradients are ``of_rows``, and each pair counts once.
+        gradients are ``of_rows``, and each pair counts once. ``statistics`` are [2, n] and [2, m], exponents and factors:
+        the weight of a pair is factor · 2^(logit in bits − exponent), and the same of its column, times the factors of
+        both operands; 0 of positive pairs.
         """
-        a, b, weights = self.a, self.b, Weights.of(self.a, self.b)
+        a, b, weights, (by_row, by_column) = self.a, self.b, Weights.of(self.a, self.b), statistics
+        plain, edges = tiles_for(a.rows, "softmax_weights")
         for i, j in blocks(len(a), len(b), weights.side, upper=self.one_tower):
             w, both = weights.block(i, j), self.one_tower and i == j  # pairs of two rows appear twice in w
-            dscale.add_(self.fill(w, i, j, *statistics, weights.bits), alpha=0.5 if both else 1.0)
+            n, m = w.shape
+            rows, excluded = (
+                rows_per_program(n, m, plain),
+                None if self.excluded is None else self.excluded[i] - j.start,
+            )
+            products = dscale.new_empty(cdiv(n, rows) * cdiv(m, plain.columns))
+            for edge, tile in launches(n, m, plain, edges) if excluded is None else [(2, edges)]:
+                softmax_weights[(len(products),)](
+                    a.tiles(i, tile.rows, tile.depth), b.tiles(j, tile.columns, tile.depth),
+                    tiled(w, tile.rows, tile.columns // 2), a.factors[i], b.factors[j], self.scale, by_row[:, i],
+                    by_column[:, j], products, products if excluded is None else excluded, n, m, a.width,
+                    by_row.stride(0), by_column.stride(0), j.start - i.start, self.partner, self.local - j.start, rows,
+                    EDGE=edge, ONE_TOWER=self.one_tower, COLUMNS=self.symmetric, EXCLUDED=excluded is not None,
+                    PRECISION=a.precision, UNIT=weights.bits, MAX_ROWS=MAX_TILES * plain.rows, **tile.options,
+                )  # fmt: skip
+            dscale.add_(products.sum(), alpha=0.5 if both else 1.0)
             add_product(of_rows[i], w, b.rows[j], alpha=weights.unit)
             if of_columns is not None and not both:
                 add_product(of_columns[j], w.T, a.rows[i], alpha=weights.unit)
@@ -329,5 +319,4 @@ class KernelSweep(SoftmaxSweep):
         return rows.to(self.dtype or rows.dtype)
 
     def _operand(self, rows: Tensor) -> Operand:
-        x = self._narrow(rows)
-        return Operand.of(x, precision_of(x), unit_norm=self.unit_norm and self.factors is not None)
+        return Operand.of(self._narrow(rows), unit_norm=self.unit_norm and self.factors is not None)

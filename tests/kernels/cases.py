@@ -1,0 +1,362 @@
+"""Steps of losses by kernels: how near to float64 they are beside the dense formula in float32 of the same embeddings."""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine.kernels import blocks, max_sim, sigmoid, softmax
+from contrastive_zoo.wrapper.step import splitting
+from tests import zoo
+from tests.helpers import learnt
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Sizes = Sequence[Sequence[int]]
+"""Of each step, the samples of each rank."""
+
+
+class Case(ABC):
+    """A loss, its embeddings at each step, and how ranks exchange them."""
+
+    dtype: str
+    large: int
+
+    @property
+    def bound(self) -> float:
+        """By what number the dense formula's error is multiplied."""
+        return 1.5
+
+    @abstractmethod
+    def shards(self, world: int, index: int) -> Sizes:
+        """Return the sizes of each step of one of several cases."""
+
+    @abstractmethod
+    def found(
+        self, world: int, rank: int, sizes: Sequence[int], step: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return a step's value, and the gradients of this rank's embeddings and of the parameters."""
+
+    @abstractmethod
+    def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return what the dense formula gives in a dtype, of all embeddings and by the parameters."""
+
+    @abstractmethod
+    def launched_as_large(self, patch: pytest.MonkeyPatch) -> None:
+        """Launch as a Hopper GPU does for large batches, in blocks of few pairs."""
+
+    def smallest_norm(self, of_parameter: Tensor) -> float:
+        """Return what the error of a parameter's gradient is at least relative to."""
+        return 0.0
+
+    def errors(self, world: int, rank: int, shards: Sizes) -> list[tuple[float, float]]:
+        """Return, for each result of each step, the relative errors of kernels and of the dense formula."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # what fills new memory must not matter
+        steps = [self.found(world, rank, sizes, step) for step, sizes in enumerate(shards)]
+        torch.use_deterministic_algorithms(False)
+        errors = []
+        for step, ((value, rows, numbers), sizes) in enumerate(zip(steps, shards, strict=True)):
+            truth, dense = (self.expected(sizes, step, dtype) for dtype in (torch.float64, torch.float32))
+            errors.append(_errors(value, dense[0], truth[0], float(truth[0].norm())))
+            for x, *others in zip(rows, dense[1:], truth[1:], strict=False):
+                y, z = (local(of, sizes, rank) for of in others)
+                # of a rank's few embeddings the gradient may be small by chance: relative to as many of the batch
+                norm = max(float(z.norm()), float(others[1].norm()) * (len(z) / len(others[1])) ** 0.5)
+                # as an encoder gets it, and as the factor of a trainer that divides by W rounds it
+                rounded = (world * y.to(x.dtype)).double() / world
+                errors.append(_errors(x.double() / world, rounded, z, norm))
+            for x, y, z in zip(numbers, dense[1 + len(rows) :], truth[1 + len(rows) :], strict=True):
+                errors.append(_errors(x, y, z, max(float(z.norm()), self.smallest_norm(z))))
+        return errors
+
+
+def _errors(found: Tensor, dense: Tensor, truth: Tensor, norm: float) -> tuple[float, float]:
+    x, y = (float((x.double().reshape(truth.shape) - truth).norm()) / max(norm, 1e-30) for x in (found, dense))
+    return x, y
+
+
+def local(x: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
+    return x.split([n * len(x) // sum(sizes) for n in sizes])[rank]
+
+
+# --------------------------------------------------------------------------------------------------- rows of embeddings
+
+
+def of_negatives(queries: Tensor, keys: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
+    return zoo.info_nce(queries, torch.cat([keys, negatives]), scale)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int]] = {
+    "NTXent": (cz.NTXent, zoo.nt_xent, 2),
+    "InfoNCE": (cz.InfoNCE, zoo.info_nce, 2),
+    "InfoNCE, negatives": (cz.InfoNCE, of_negatives, 3),
+    "Clip": (cz.Clip, zoo.clip, 2),
+    "MNRL": (cz.MNRL, of_negatives, 3),
+    "SigLIP": (cz.SigLIP, zoo.siglip, 2),
+    "SupCon": (cz.SupCon, zoo.sup_con, 1),
+}
+"""The loss, its dense formula, and the number of its embeddings; SupCon has labels, too."""
+
+SIZES = {
+    1: [((40,), (1,), (33,)), ((66,), (8,), (20,))],
+    2: [((20, 13), (33, 0), (2, 30)), ((0, 9), (70, 1), (16, 16))],
+    3: [((9, 0, 17), (5, 21, 1), (11, 11, 11)), ((0, 0, 12), (8, 9, 17), (30, 3, 0))],
+}
+
+LARGE_SIZES = {1: [(400,), (300,)], 2: [(400, 120), (0, 270)], 3: [(0, 400, 130), (300, 17, 0)]}
+"""Of batches that are launched as large ones are, with tiles of 256 × 128 pairs; on a GPU they are large."""
+
+
+@dataclass(frozen=True)
+class RowCase(Case):
+    loss: str
+    dtype: str = "float32"
+    temperature: float = 0.07
+    rows: str = "gaussian"
+    reduction: str = "mean"
+    ring: bool = False
+    width: int = 24
+    cosine: float = 0.0  # with rows "alike", of any two samples in the mean
+    large: int = 0  # the side of a block of a batch that is launched as a large one
+
+    @property
+    def bound(self) -> float:
+        """2.1 where gradients are as precise as the weights: rounding these then doubles the error."""
+        return 2.1 if self.dtype == "float16" else 1.5
+
+    def shards(self, world: int, index: int) -> Sizes:
+        if not self.large:
+            return SIZES[world][index % 2]
+        return [[n if DEVICE == "cpu" else 13 * n for n in sizes] for sizes in LARGE_SIZES[world]]
+
+    def launched_as_large(self, patch: pytest.MonkeyPatch) -> None:
+        if DEVICE == "cpu":
+            patch.setattr(blocks, "_capability", lambda device: 90)
+            patch.setattr(blocks, "SINGLE_LAUNCH_PAIRS", 0)
+            patch.setattr(blocks, "MIN_PROGRAMS", 8)  # several tiles a program
+            patch.setattr(blocks, "WEIGHT_BYTES", 2 * self.large**2)
+            patch.setattr(softmax, "PARTIAL_BYTES", 8 * self.large**2 // 128)
+            patch.setattr(sigmoid, "UNWEIGHTED_SIDE", self.large)
+
+    @property
+    def normalize(self) -> bool:
+        """Whether the loss normalises its embeddings; otherwise they reach the kernels as they are."""
+        return self.rows not in ("strided", "shifted")
+
+    def inputs(self, sizes: Sequence[int], step: int) -> list[Tensor]:
+        """Return the embeddings of all ranks, and labels."""
+        generator = torch.Generator().manual_seed(step)
+        counts = [sum(sizes), sum(sizes), 2 * sum(sizes)][: LOSSES[self.loss][2]]
+        rows = [torch.randn(n, self.width, generator=generator) for n in counts]
+        if self.rows == "clustered":  # about two centres: most similarities are near ±1
+            rows = [x * 0.05 + torch.where(torch.arange(len(x)) % 2 == 0, 1.0, -1.0)[:, None] for x in rows]
+        if self.rows == "solved":
+            rows[1] = rows[0] + 0.01 * rows[1]
+        if self.rows == "duplicates":
+            rows = [x[torch.arange(len(x)) // 3] for x in rows]
+        if self.rows == "nearly solved":  # single negatives dominate
+            rows[1] = rows[0] + 0.03 * rows[1]
+        if self.rows == "one":  # all products are equal, near 1: their weights are rounded alike
+            rows = [rows[0][:1].expand_as(rows[0]), (rows[0][:1] + 0.2 * rows[1][:1]).expand_as(rows[1])]
+        if self.rows == "alike":  # unit rows that were rounded to 16 bits would lose digits of their differences
+            center, *samples = (
+                F.normalize(torch.randn(n, self.width, generator=generator), dim=1) for n in (1, *counts)
+            )
+            rows = [F.normalize(samples[0] + 0.5 * F.normalize(x, dim=1), dim=1) for x in rows]
+            rows = [math.sqrt(self.cosine) * center + math.sqrt(1 - self.cosine) * x for x in rows]
+            rows = [x * torch.randn(len(x), 1, generator=generator).exp() for x in rows]
+        if self.rows == "opposite" and self.loss == "SupCon":
+            rows[0] = rows[0][:1] + 0.1 * rows[0]
+            rows[0][24:].neg_()
+        elif self.rows == "opposite":  # all others of a column are as far below its neighbours' as can be
+            rows[1][: counts[1] // 2] = -rows[0][:1]
+            rows[0] = rows[0][:1] + 0.01 * rows[0]
+        if not self.normalize:
+            rows = [F.normalize(x, dim=1) for x in rows]
+        rows = [x.to(DEVICE, getattr(torch, self.dtype)) for x in rows]
+        if self.loss == "SupCon":  # classes of one, two and three samples, on any ranks
+            labels = torch.arange(sum(sizes)) * 4 // 9
+            rows.append(labels[torch.randperm(sum(sizes), generator=generator)].to(DEVICE))
+        return rows
+
+    def anchors(self, sizes: Sequence[int]) -> int:
+        return sum(sizes) * (2 if self.loss == "NTXent" else 1)
+
+    def found(
+        self, world: int, rank: int, sizes: Sequence[int], step: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        settings = {"normalize": self.normalize, "reduction": self.reduction}
+        wrapped = cz.DistributedLoss(LOSSES[self.loss][0](**learnt(self.temperature), **settings), ring=self.ring)
+        wrapped = wrapped.to(DEVICE)
+        parameters = [x for _, x in sorted(wrapped.named_parameters(), reverse=True)]  # the temperature first
+        given = [self.laid_out(local(x, sizes, rank).clone()) for x in self.inputs(sizes, step)]
+        rows = [x.requires_grad_() for x in given if x.is_floating_point()]
+        with splitting(always=True), cz.engine.use_implementation("triton"):
+            value = wrapped(*given)
+            part = value.sum() / self.anchors(sizes) if self.reduction == "none" else value
+            gradients = torch.autograd.grad(part, [*rows, *parameters])
+        total = part.detach().clone()
+        if self.reduction == "none":
+            dist.all_reduce(total)
+        return total, [*gradients[: len(rows)]], [*gradients[len(rows) :]]
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        if self.rows == "shifted":  # no row begins where a copy of a tile may
+            return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+        if self.rows == "strided":  # columns of a wider matrix
+            return x.new_empty(len(x), x.shape[1] + 12)[:, 4:-8].copy_(x)
+        return x
+
+    def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
+        given = self.inputs(sizes, step)
+        rows = [x.to(dtype, copy=True).requires_grad_() for x in given if x.is_floating_point()]
+        log_scale = torch.tensor(1 / self.temperature, device=DEVICE).log().to(dtype).requires_grad_()
+        numbers = [log_scale]
+        if self.loss == "SigLIP":
+            numbers.append(torch.tensor(-10.0, device=DEVICE, dtype=dtype, requires_grad=True))
+        unit, labels = (F.normalize(x, dim=1) if self.normalize else x for x in rows), given[len(rows) :]
+        value = LOSSES[self.loss][1](*unit, *labels, 1 / (-log_scale).exp(), *numbers[1:])
+        value = value * self.anchors(sizes) if self.reduction == "sum" else value
+        return [value.detach(), *torch.autograd.grad(value, [*rows, *numbers])]
+
+    def smallest_norm(self, of_parameter: Tensor) -> float:
+        """Return the size of the summands, which are as large as the loss at t = 1; those of one product do not cancel."""
+        return 0.0 if self.rows == "one" else 1.0 / self.temperature
+
+
+_SUP_CON = [("float32", 0.07, False), ("float32", 0.01, True), ("bfloat16", 0.05, True), ("float16", 0.05, False)]
+
+CASES = [
+    *(RowCase(loss) for loss in LOSSES),
+    *(RowCase(loss, "bfloat16") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(RowCase(loss, "float16", ring=True) for loss in ("NTXent", "Clip", "SigLIP", "InfoNCE, negatives")),
+    *(RowCase(loss, temperature=0.01, ring=True, width=33) for loss in ("NTXent", "Clip", "MNRL", "SigLIP")),
+    *(RowCase(loss, temperature=0.02, rows="solved") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(RowCase(loss, rows="duplicates", reduction="none") for loss in ("NTXent", "Clip", "InfoNCE")),
+    *(RowCase(loss, reduction="sum") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(RowCase("SupCon", dtype, temperature, ring=ring) for dtype, temperature, ring in _SUP_CON),
+    *(RowCase(loss, temperature=0.01, width=8, rows="opposite") for loss in ("SupCon", "Clip")),
+    *(RowCase(loss, temperature=0.02, width=9, rows="clustered") for loss in ("NTXent", "InfoNCE", "Clip", "SigLIP")),
+    *(RowCase("Clip", width=20, rows=rows) for rows in ("strided", "shifted")),
+]
+LARGE_CASES = [
+    RowCase("InfoNCE, negatives", "bfloat16", large=4096),  # of which most are far from the positives
+    *(RowCase(loss, "float16", ring=True, large=256) for loss in ("NTXent", "Clip", "SigLIP")),
+    *(RowCase(loss, "bfloat16", large=4096) for loss in ("NTXent", "Clip", "SigLIP")),
+]
+_ALIKE = [
+    ("Clip", "bfloat16", 0.9, 0.07, True),
+    ("NTXent", "bfloat16", 0.98, 0.07, True),
+    ("SupCon", "bfloat16", 0.9, 0.07, True),
+    ("SigLIP", "bfloat16", 0.9, 0.2, False),
+    ("NTXent", "float16", 0.9, 0.02, False),
+    ("Clip", "float16", 0.98, 0.07, False),
+    ("SupCon", "float16", 0.98, 0.1, False),
+    ("InfoNCE", "bfloat16", 0.0, 0.5, False),
+]
+ALIKE = [RowCase(*x, t, "alike", ring=ring, width=32, cosine=cosine) for *x, cosine, t, ring in _ALIKE]
+SOLVED = [RowCase(loss, "bfloat16", 0.01, "nearly solved", width=8) for loss in ("Clip", "NTXent")]
+EQUAL = RowCase("SigLIP", "bfloat16", 0.1, "one")
+
+
+# ---------------------------------------------------------------------------------------------------- late interaction
+
+LENGTHS = 19, 100, 5
+"""Of the longest query, document and negative: a rank's query tokens are several tiles, and so are a document's."""
+
+PAIRS = {1: [(5,), (1,)], 2: [(3, 2), (0, 4)], 3: [(2, 0, 3), (1, 4, 2)]}
+"""Of each rank at each step."""
+
+
+def all_scores(queries: Tensor, documents: Tensor, query_mask: Tensor, document_mask: Tensor) -> Tensor:
+    products = torch.einsum("iad,jbd->ijab", queries, documents)
+    best = products.masked_fill(~document_mask[:, None], -torch.inf).max(3).values
+    return torch.einsum("ija,ia->ij", best, query_mask.to(best))
+
+
+@dataclass(frozen=True)
+class TokenCase(Case):
+    dtype: str = "float32"
+    temperature: float = 20.0
+    cosine: float = 0.0  # of any two tokens, in the mean
+    normalize: bool = True
+    ring: bool = False
+    width: int = 24
+    budget: int = 2**20  # of selected tokens that the forward pass keeps
+    query_norm: float = 1.0  # a mean
+    large: int = 0
+
+    def shards(self, world: int, index: int) -> Sizes:
+        return PAIRS[world][-1:] if self.large else PAIRS[world]
+
+    def launched_as_large(self, patch: pytest.MonkeyPatch) -> None:
+        """Compute several documents by a program."""
+        patch.setattr("contrastive_zoo.engine.kernels.blocks._capability", lambda device: 90)
+        patch.setattr(max_sim, "MIN_PROGRAMS", 1)
+        patch.setattr("contrastive_zoo.engine.tiling.TILE_BYTES", 4 * 100 * 3)
+
+    def inputs(self, pairs: int, step: int) -> list[Tensor]:
+        """Return queries, documents and negatives of all ranks, and their masks."""
+        generator, rows, masks = torch.Generator().manual_seed(step), [], []
+        center = self.cosine**0.5 * F.normalize(torch.randn(self.width, generator=generator), dim=0)
+        for length in LENGTHS:
+            x = F.normalize(torch.randn(pairs, length, self.width, generator=generator), dim=2)
+            x = center + (1 - self.cosine) ** 0.5 * x
+            x *= torch.randn(pairs, length, 1, generator=generator).exp()
+            mask = torch.rand(pairs, length, generator=generator) < torch.rand(pairs, 1, generator=generator)
+            mask[:, length // 2] = True
+            x *= self.query_norm if not rows else 1.0
+            rows.append(x.masked_fill(~mask[..., None], 100.0).to(DEVICE, getattr(torch, self.dtype)))
+            masks.append(mask.to(DEVICE))
+        return [*rows, *masks]
+
+    def found(
+        self, world: int, rank: int, sizes: Sequence[int], step: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        wrapped = cz.DistributedLoss(cz.MaxSim(temperature=self.temperature, normalize=self.normalize), ring=self.ring)
+        *rows, of_queries, of_documents, of_negatives = (
+            local(x, sizes, rank).clone() for x in self.inputs(sum(sizes), step)
+        )
+        queries, documents, negatives = (x.requires_grad_() for x in rows)
+        with cz.engine.memory_budget(self.budget), cz.engine.use_implementation("triton"):
+            value = wrapped(queries, documents, of_queries, of_documents, negatives, of_negatives)
+            return value.detach(), [*torch.autograd.grad(value, rows)], []
+
+    def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
+        *rows, of_queries, of_documents, of_negatives = self.inputs(sum(sizes), step)
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in rows]
+        queries, documents, negatives = (F.normalize(x, dim=2) if self.normalize else x for x in leaves)
+        scores = [all_scores(queries, documents, of_queries, of_documents)]
+        scores.append(all_scores(queries, negatives, of_queries, of_negatives))
+        own = torch.arange(len(queries), device=DEVICE)
+        value = F.cross_entropy(torch.cat(scores, 1) / self.temperature, own)
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+TOKEN_CASES = [
+    TokenCase(),
+    TokenCase(ring=True, budget=0),
+    TokenCase("bfloat16", 0.02, budget=0),
+    TokenCase("float16", 1.0, ring=True, width=40, normalize=False),
+    TokenCase("float16", 0.1, cosine=0.98, width=64),
+    TokenCase("bfloat16", 1.0, cosine=0.9, width=16, ring=True),
+    TokenCase("float16", 2.0**16, normalize=False, query_norm=2.0**11),  # small gradients of scores
+]
+LARGE_TOKEN_CASES = [replace(x, large=1) for x in (TOKEN_CASES[0], TOKEN_CASES[5])]
+
+
+def chosen(world: int, first: int, step: int) -> list[Case]:
+    """Return the cases, or those from the first on by a step, a large one, and what bounds the errors of 16 bits."""
+    if DEVICE == "cuda" or os.environ.get("ALL_DTYPES"):
+        return [*CASES, *LARGE_CASES, *ALIKE, *SOLVED, EQUAL, *TOKEN_CASES, *LARGE_TOKEN_CASES]
+    some = [*CASES[first::step], LARGE_CASES[world - 1], *ALIKE[world - 1 :: 2], SOLVED[world - 1], EQUAL]
+    return [*some, *TOKEN_CASES[world::2][:3], LARGE_TOKEN_CASES[world - 1]]
