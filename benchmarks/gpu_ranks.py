@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.harness import command_line, reading, slowest
+from suite.harness import command_line, seconds_per_call, slowest
 
 import contrastive_zoo as cz
 
@@ -65,12 +65,12 @@ def measured(
             torch.cuda.synchronize()
 
     for _ in range(3):
-        reading(run, 1)
+        seconds_per_call(run, 1)
     memory = "–"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    times = [reading(run, 1) for _ in range(options.steps)]
+    times = [seconds_per_call(run, 1) for _ in range(options.steps)]
     if on_gpu:
         memory = f"{slowest(torch.cuda.max_memory_allocated() - before) / 1e6:.0f}"
     exchange = "ring" if ring else "gathered, captured" if capture else "gathered"

@@ -56,7 +56,8 @@ def test_a_wrong_call_is_noticed_before_it_is_timed(what: str) -> None:
 
 @pytest.mark.parametrize("loss", DENSE)
 def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
-    assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
+    limit = LIMIT if loss == "MaxSim" else LIMIT / 2  # scores are sums of 19 products
+    assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < limit
 
 
 # ------------------------------------------------------------------------------------------------------- one process

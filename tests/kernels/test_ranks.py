@@ -19,8 +19,8 @@ from contrastive_zoo.testing.auditing.launch import environment, local_store
 pytest.importorskip("triton")
 
 ROUNDING = 10 * 2.0**-23
-"""What a result may be off by where the dense formula happens to be nearer: units in the last place of float32. The
-interpreter rounds a logit before it subtracts a maximum of 20 bits or more from it; the chip does not."""
+"""What a result may be off by where the dense formula happens to be nearer: units in the last place of float32. A logit of
+1/t is rounded by 2⁻²⁴/t nats."""
 
 EVERY = bool(os.environ.get("ALL_DTYPES"))
 

@@ -263,20 +263,3 @@ def _capability(device: int) -> int:
     """
     major, minor = torch.cuda.get_device_capability(device) if device >= 0 else (8, 0)
     return 80 if major >= 12 else 10 * major + minor
-
-
-@triton.jit
-def copied_tile(source, out):
-    """Write ``out = source``, one tile."""
-    out.store([0, 0], source.load([0, 0]))
-
-
-def launch_smallest(device: torch.device) -> None:
-    """Copy a tile by descriptors, and multiply 16 bits into float32, which torch 2.8 is the first to do on a GPU.
-
-    This is what all kernels need: it shows whether they run in this process.
-    """
-    x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    copied_tile[(1,)](tiled(x, 16, 16), tiled(torch.empty_like(x), 16, 16), num_warps=4)
-    if x.is_cuda:
-        torch.mm(x, x, out_dtype=torch.float32)
