@@ -33,6 +33,9 @@ TOLERANCE = 1e-10
 REPETITIONS = 5
 """Repetitions with changes of up to half a unit of rounding, from which the tolerance is derived."""
 
+SUM_ROUNDING = 4.0
+"""Units of rounding by which sums of another order differ."""
+
 DRAWS = 300
 """Calls of a loss with random numbers whose mean is compared."""
 
@@ -78,7 +81,9 @@ class Trial:
             for name, x in repeated.items():
                 is_gradient = name.startswith(("encoder", "parameters", "sharded"))
                 noise.append(_difference(x / scale if is_gradient else x, expected[name]))
-        result = Trial(self.case, self.batch, self.worlds, tolerance(noise, torch.finfo(torch.float64).eps))
+        # where embeddings do not change, as normalised ones of one dimension, sums over ranks are still rounded differently
+        bound = tolerance(noise, torch.finfo(torch.float64).eps, floor=SUM_ROUNDING * torch.finfo(dtype).eps)
+        result = Trial(self.case, self.batch, self.worlds, bound)
         result.note = f"computes in {str(dtype).removeprefix('torch.')}"
         return result
 

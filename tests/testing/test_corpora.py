@@ -6,7 +6,11 @@ import pytest
 import torch.nn.functional as F
 
 from contrastive_zoo.testing import check
+from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
+from contrastive_zoo.testing.invariants import same_value
+from contrastive_zoo.testing.measurement import Case
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tests.testing.right_losses import PEERS, RIGHT_LOSSES
@@ -50,6 +54,17 @@ def test_the_mistake_of_a_wrong_loss_is_named(loss: Known, impatient: Worlds) ->
 def test_a_loss_that_rounds_is_said_to(worlds: Worlds) -> None:
     (loss,) = (x for x in RIGHT_LOSSES if x.name == "in float32")
     assert report(loss, worlds).notes == ["computes in float32"]
+
+
+def test_sums_are_rounded_where_embeddings_are_not(worlds: Worlds) -> None:
+    (loss,) = (x for x in RIGHT_LOSSES if x.name == "sharded anchors in float32")
+    batch = GlobalBatch(
+        (3, 2, 2), d=1, labels="same", kind="clustered", seed=6
+    )  # normalised, every embedding is 1 or −1
+    trial = Trial(Case(loss.make, loss.call), batch, worlds)
+    assert trial.with_noise is not None
+    assert 0 < trial.with_noise.tolerance < 1e-6
+    same_value(trial.with_noise)
 
 
 def test_a_wrong_loss_that_draws_is_found(impatient: Worlds) -> None:
