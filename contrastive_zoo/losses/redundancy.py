@@ -102,10 +102,6 @@ class VICReg(TwoViewLoss):
 
     ring_refusal = SENDS_NO_ROWS
 
-    def degrees(self, count: int) -> int:
-        """Return what the covariances of so many embeddings are divided by."""
-        return max(1, count - 1)
-
     def compute(self, batch: Batch) -> Tensor:
         a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
         loss = batch.settings.invariance * batch.reduce((a - b).square().mean(1))
@@ -117,7 +113,7 @@ class VICReg(TwoViewLoss):
     def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the terms of the variances and of the covariances of centred features."""
         settings = batch.settings
-        cov = second_moments(batch, x, x) / self.degrees(batch.total)
+        cov = second_moments(batch, x, x) / max(1, batch.total - 1)
         deviation = (cov.diagonal() + settings.eps).sqrt()
         of_variances = settings.variance / 2 * (settings.gamma - deviation).relu().mean()
         return of_variances, settings.covariance * off_diagonal(cov).square().sum() / len(cov)
@@ -152,7 +148,7 @@ class VIbCReg(VICReg):
 
     def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
         settings, squares = batch.settings, squared_sums(batch, x)
-        deviation = (squares / self.degrees(batch.total) + settings.eps).sqrt()
+        deviation = (squares / max(1, batch.total - 1) + settings.eps).sqrt()
         norms = squares.clamp(min=LEAST_SQUARE).sqrt()
         correlation = second_moments(batch, x, x) / norms[:, None] / norms
         of_variances = settings.variance * (settings.gamma - deviation).relu().mean()
