@@ -306,6 +306,29 @@ def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer]
     assert often == once
 
 
+def test_an_encoder_of_two_towers_is_reduced_once_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
+    def job() -> tuple[list[Tensor], int]:
+        (encoder,), counted = Options().encoders(), list[int]()
+
+        def hook(_, bucket):
+            counted.append(1)
+            mean = bucket.buffer() / dist.get_world_size()
+            return dist.all_reduce(mean, async_op=True).get_future().then(lambda future: future.value()[0])
+
+        ddp = DistributedDataParallel(encoder)
+        ddp.register_comm_hook(None, hook)
+        x, y = (local_shard(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in range(2))
+        cz.cached_step((ddp, ddp), (x.split(1 + dist.get_rank()), y.split(2)), cz.DistributedLoss(cz.InfoNCE()))
+        return [x.grad for x in encoder.parameters()], len(counted)
+
+    (encoder,) = Options().encoders()
+    cz.InfoNCE()(*(encoder(numbers(8, IN, seed=seed)) for seed in range(2))).backward()
+    for found, reductions in worlds.run(3, job):
+        assert reductions == 1
+        for gradient, x in zip(found, encoder.parameters(), strict=True):
+            close(gradient, x.grad)
+
+
 class Engine(nn.Linear):
     """A model that owns the backward pass, as a DeepSpeed engine does."""
 
