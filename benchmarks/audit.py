@@ -87,7 +87,7 @@ def random_steps(steps: int) -> int:
 def memory() -> None:
     print("| script | parameters | plain run, MB | audited, MB | one process, MB |")
     print("| --- | --- | --- | --- | --- |")
-    for width in (64, 4096):
+    for width in (64, 4096, 10_000):
         script = [str(ROOT / "benchmarks" / "audit_script.py"), str(width)]
         plain = max(_plain_peaks(script))
         world = audit_script(script, steps=3).worlds[0]
