@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,9 +21,13 @@ from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.pair_margins import Contrastive
 from contrastive_zoo.losses.soft_margins import MultiSimilarity
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.invariants import INVARIANTS
+from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.strategies import splits
+from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, drawn, later, learnt, local_shard, numbers
+from tests.helpers import EVERY_CASE, close, common_error, drawn, later, learnt, local_shard, numbers
 from tests.zoo import BatchHard
 
 D = 3
@@ -313,6 +318,20 @@ def test_ten_steps_are_those_of_one_process(recipe: Recipe, plan: tuple[int, str
             close(x, y)
         for name, expected in memory.items():
             close(found[2][name], expected, 1e-10 if expected.dtype == torch.float64 else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shards"),
+    list(zip([x for x in RECIPES if "bfloat16" not in x.name], cycle([(1, 4), (0, 3, 2), (3, 3)]), strict=False)),
+    ids=str,
+)
+def test_every_invariant_holds(recipe: Recipe, shards: tuple[int, ...], worlds: Worlds) -> None:
+    """Every memory has a third of the invariants, every invariant a third of the memories; a search has all."""
+    make, third = recipe.make, slice(None) if EVERY_CASE else slice(RECIPES.index(recipe) % 3, None, 3)
+    case = Case(lambda: cz.DistributedLoss(make()), call=recipe.call, name=recipe.name)  # type: ignore[arg-type]  # a str
+    trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
+    for invariant in INVARIANTS[third]:
+        invariant(trial)
 
 
 # -------------------------------------------------------------------------------------------------------------- states
