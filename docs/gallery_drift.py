@@ -35,8 +35,7 @@ def curve(name: str) -> list[float]:
     encoder, loss = Towers(), GALLERY[name].make().double()
     scale: nn.Parameter = dict(loss.named_parameters()).get("scale", next(loss.parameters()))
     model, criterion = DistributedDataParallel(encoder), DistributedDataParallel(loss)
-    groups = [{"params": list(encoder.parameters())}, {"params": list(loss.parameters()), "lr": 0.05}]
-    optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *loss.parameters()], lr=0.05, momentum=0.9)
     pixels, unseen = images()[0], held_out()
 
     @torch.no_grad()

@@ -94,16 +94,16 @@ def demo(folder: Path, out: TextIO = sys.stdout, epochs: int = 40) -> dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"folder": str(folder), "right": {}, "wrong": {}}
     say = partial(print, file=out, flush=True)
-    say(f"{'loss':<24} {'recall@1, W=1':>16} {'W=2':>6} {'difference':>11}")
+    say(f"{'loss':<24} {'value, W=1':>16} {'W=2':>6} {'difference':>11}")
     with Worlds(timeout=300) as worlds:
         for job in (*RIGHT, *WRONG):
             one, several = worlds.run(1, train, job, epochs)[0], worlds.run(2, train, job, epochs)
             far, kind = max(difference(one, x) for x in several), "right" if job in RIGHT else "wrong"
             draw(job.title, one, several[0], folder / f"{job.picture}.png")
             found[kind][job.title] = {"difference": far}
-            recall = f"{100 * one.recall_before:>6.1f} → {100 * one.recall_after:.1f} %"
+            values = f"{one.losses[0]:.3f} → {one.losses[-1]:.3f}"
             mark = "✗ " if kind == "wrong" else ""
-            say(f"{mark + job.title:<24} {recall:>16} {100 * several[0].recall_after:>6.1f} {far:>11.0e}")
+            say(f"{mark + job.title:<24} {values:>16} {several[0].losses[-1]:>6.3f} {far:>11.0e}")
     found["ok"] = all(x["difference"] <= TOLERANCE for x in found["right"].values())  # NaN is not
     verdict = "Same training" if found["ok"] else "FAILED: not the same training"
     say(
