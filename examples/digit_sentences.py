@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
@@ -27,13 +26,37 @@ class EmbeddingLoss(nn.Module):
         return self.loss_fn(self.model(next(iter(sentence_features)))["sentence_embedding"], labels)
 
 
+class Words(nn.Module):
+    """The mean of a sentence's word vectors, as a module of sentence-transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        words = {"[PAD]": 0, "[UNK]": 1, **{f"p{i}": i + 2 for i in range(64)}}
+        self.tokenizer = self.processor = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        self.tokenizer.enable_padding()
+        self.table = nn.Embedding(len(words), 16)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = features["attention_mask"].unsqueeze(-1).to(self.table.weight.dtype)
+        features["sentence_embedding"] = (self.table(features["input_ids"]) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return features
+
+    def preprocess(self, inputs: list[str], **_: Any) -> dict[str, Tensor]:
+        found = self.tokenizer.encode_batch(inputs)
+        ids, masks = [x.ids for x in found], [x.attention_mask for x in found]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
+
+    def get_embedding_dimension(self) -> int:
+        return self.table.embedding_dim
+
+    def save(self, *_: Any, **__: Any) -> None: ...
+
+
 def make_model() -> SentenceTransformer:
-    """Return a model that needs no download: the mean of a sentence's word vectors."""
+    """Return a model that needs no download."""
     torch.manual_seed(0)
-    words = {"[UNK]": 0, **{f"p{i}": i + 1 for i in range(64)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=16)], device="cpu").double()
+    return SentenceTransformer(modules=[Words()], device="cpu").double()
 
 
 def sentences(images: Tensor, dark: float) -> list[str]:
