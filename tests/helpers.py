@@ -138,7 +138,7 @@ def refused(worlds: Worlds, world_size: int, bad: Callable[[], Any], words: str)
     """
     text, after = common_error(worlds, world_size, bad, a_step)
     assert_says(text, words)
-    assert "|" not in text, "the format in which ranks compare notes is nobody's business"
+    assert "|" not in text, "an error shows the format in which ranks compare notes"
     assert len(set(after)) == 1
     return text
 

@@ -179,7 +179,7 @@ class Trainer:
         (share * self.step(*inputs)).backward()
 
     def reduce(self) -> None:
-        """Reduce gradients that nobody has reduced in the backward pass."""
+        """Reduce the gradients that the backward pass has not reduced."""
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

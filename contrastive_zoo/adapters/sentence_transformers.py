@@ -127,9 +127,9 @@ class DistributedSentenceLoss(LossAttributes):
             return self.loss(sentence_features, labels)
         with reported(session):
             value = self._of_all_ranks(list(sentence_features), labels, session)
-        return (
-            value if self.grad_reduction == "mean" else tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
-        )
+        if self.grad_reduction == "sum":
+            value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
+        return value
 
     def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
         """Return the loss on all ranks' embeddings and labels; every rank computes the same."""
@@ -204,9 +204,8 @@ class DistributedSentenceLoss(LossAttributes):
 
         with _patched(cached, "calculate_loss", gathered_calculate):
             value = self.loss(columns, labels)
-        if (
-            rows is not None and rows.size == 0 and torch.is_grad_enabled()
-        ):  # DDP waits for a backward pass of every rank
+        if rows is not None and rows.size == 0 and torch.is_grad_enabled():
+            # DDP waits for a backward pass of every rank
             nothing = 0 * embed_nothing(columns[0], with_grad=True)[0].sum()
             value = tree_map(lambda x: x + nothing.to(x.dtype), value)
         return value

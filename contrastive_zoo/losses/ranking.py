@@ -23,7 +23,7 @@ class _SoftRanks(RowLoss):
 
     def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
         """Return the penalties on one positive of each anchor, [c], given what share of embeddings is before it, [c, N]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define penalty(before, relevant, negative).")
 
     def lists_positives(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Formulas that nobody here wrote: those of sentence-transformers, lightly, open_clip and pytorch-metric-learning.
+"""Formulas of other people: those of sentence-transformers, lightly, open_clip and pytorch-metric-learning.
 
 Value and gradient in float64, on classes of unequal size, equal embeddings and equal similarities. Losses of
 pytorch-metric-learning that have a translation are in ``tests/adapters/test_native.py``.
