@@ -24,10 +24,10 @@ from contrastive_zoo.ranks.world import Shards, World
 class Partners:
     """The columns stride · i + offset of the local block are the partners of row i, for each offset.
 
-    Sweeps leave them out: their products and gradients are computed here, row by row. The exponentials
-    of partners are no part of the sums. A partner's logit would cancel against the log-sum-exp that
-    contains it, and its weight 1 − p against the sum of the others' weights: where a batch is solved at a low temperature,
-    float32 holds no digit of either difference. So every term of the loss and of its gradient keeps its relative error.
+    Sweeps leave them out of the sums: their products and gradients are computed here, row by row. A partner's logit would
+    cancel against the log-sum-exp that contains it, and its weight 1 − p against the sum of the others' weights: where a
+    batch is solved at a low temperature, float32 holds no digit of either difference. So every term of the loss and of its
+    gradient keeps its relative error.
     """
 
     offsets: Sequence[int] = ()
@@ -201,9 +201,8 @@ class SoftmaxSweep:
     ) -> Iterator[Tensor]:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
-        Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. The
-        caller multiplies gradients by a scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums
-        Σ G_ij a_i·b_j itself.
+        Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. The caller multiplies
+        gradients by a scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
         """
         alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, row_weights, column_weights = self._scratch(rows), arithmetic.coefficients(row_statistics), None

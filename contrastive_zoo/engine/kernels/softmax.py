@@ -138,10 +138,8 @@ class SoftmaxPairs:
         for i, j in blocks(len(a), len(b), weights.side, upper=self.one_tower):
             w, both = weights.block(i, j), self.one_tower and i == j  # pairs of two rows appear twice in w
             n, m = w.shape
-            rows, excluded = (
-                rows_per_program(n, m, plain),
-                None if self.excluded is None else self.excluded[i] - j.start,
-            )
+            rows = rows_per_program(n, m, plain)
+            excluded = None if self.excluded is None else self.excluded[i] - j.start
             products = dscale.new_empty(cdiv(n, rows) * cdiv(m, plain.columns))
             for edge, tile in launches(n, m, plain, edges) if excluded is None else [(2, edges)]:
                 softmax_weights[(len(products),)](
