@@ -1,7 +1,7 @@
 """The invariants of a global loss: functions that raise :class:`Broken` with the result and the value expected.
 
-Each invariant names the mistake that it catches: a key of :mod:`tools.gallery`, where the mistake is
-written out. The tests prove that it is caught.
+Each invariant names the mistake that it catches, a key of the gallery in the repository's ``tools/gallery``, where the
+mistake is written out. The tests prove that it is caught.
 """
 
 from collections.abc import Iterator
