@@ -26,6 +26,10 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import Function
 
+# In float64 on a CPU, points whose squared distance is below this part of ‖a‖² + ‖b‖² are near, see `_difference_near`.
+_NEAR = 1e-3
+_PAIRS_AT_ONCE = 2**14
+
 # squared distances below so many units of rounding of ‖a‖² + ‖b‖² count as 0: a matmul does not resolve them
 _ROUNDING_UNITS = 8
 
@@ -121,6 +125,18 @@ def distances(
     return distance.where(distinct, 0) if squared else distance.where(distinct, 1).sqrt().where(distinct, 0)
 
 
+def _difference_near(distance: Tensor, norms: Tensor, anchors: Tensor, candidates: Tensor) -> None:
+    """In float64, take squared distances of near points from their difference: a matmul rounds in units of the norms.
+
+    The square root of a small number magnifies that rounding, which differs between splits over ranks, beyond 1e-10.
+    """
+    if distance.dtype != torch.float64 or not devices.on_cpu(distance) or torch.compiler.is_compiling():
+        return
+    for pairs in (distance < _NEAR * norms).nonzero().split(_PAIRS_AT_ONCE):
+        i, j = pairs.unbind(1)
+        distance[i, j] = (anchors[i] - candidates[j]).square().sum(1)
+
+
 class _Euclidean(Function):
     """Distances D with da_i = Σ_j w_ij (a_i − b_j); w = dD / D, or 2 dD if they are squared; 0 where D = 0."""
 
@@ -133,6 +149,7 @@ class _Euclidean(Function):
         first = _firsts(candidates)
         norms = anchors.square().sum(1)[:, None] + (squares if first is None else squares[first])
         distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
+        _difference_near(distance, norms, anchors, candidates)
         if first is not None:
             distance = distance[:, first]
         distance *= torch.gt(distance, norms.mul_(_ROUNDING_UNITS * torch.finfo(distance.dtype).eps), out=norms)

@@ -109,6 +109,22 @@ def test_products_and_distances_are_their_plain_formula(
     assert_plain(OF_ROWS[name], alike()[0][:0], alike()[1], weights=sparse_gradient(places)[:0])
 
 
+def test_near_points_have_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matmul alone rounds 1e-5 to four digits, otherwise in each split over ranks; which is the mutant."""
+    a = numbers(3, 2, seed=0)
+    b = torch.cat([a + 1e-5 * numbers(3, 2, seed=1), numbers(3, 2, seed=2), a])
+    expected = (a[:, None] - b).norm(dim=-1)
+
+    def error() -> float:
+        return (pairwise.distances(a, b) / expected - 1).nan_to_num().abs().max().item()
+
+    assert error() < 1e-12
+    monkeypatch.setattr(pairwise, "_PAIRS_AT_ONCE", 2)
+    assert error() < 1e-12
+    monkeypatch.setattr(pairwise, "_NEAR", 0)
+    assert error() > 1e-10
+
+
 @pytest.mark.parametrize("function", [*OF_ROWS.values(), masked.masked_log_sum_exp, masked.masked_max])
 def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: Pass) -> None:
     a, b = numbers(3, 2, seed=0).requires_grad_(), numbers(2, 2, seed=1)
