@@ -125,10 +125,10 @@ versions:
 		tests/test_handshake.py tests/test_state.py tests/test_extremes.py
 
 bench: .venv/.peers-installed
-	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers
+	$(BIN)/python benchmarks/bench.py --docs
 
 bench-full: .venv/.peers-installed
-	$(BIN)/python benchmarks/bench.py --docs --peers .venv/peers --full
+	$(BIN)/python benchmarks/bench.py --docs --full
 
 # kernels compiled ahead of time by other versions of Triton: none may spill registers
 TRITONS = 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0

@@ -144,7 +144,7 @@ def on(worlds: Worlds, path: str, name: str, rows: Sequence[Tensor], dtype: torc
     return torch.cat(worlds.run(ranks, lambda: our_gradient(name, path, rows, dtype, t)), 1)
 
 
-def draw(axes: Any, curves: dict[str, list[float]]) -> bool:
+def draw(axes: Any, curves: dict[str, list[float]]) -> None:
     for label, errors in curves.items():
         ours = label.startswith("ours")
         style = {"color": "#3a6ea5" if ours else "#b0413e", "linestyle": "-" if "0.3" in label else "--"}
@@ -158,7 +158,6 @@ def draw(axes: Any, curves: dict[str, list[float]]) -> bool:
     axes.set_ylabel("relative error of the gradient")
     axes.set_title("NT-Xent of a solved batch in float32")
     axes.legend(frameon=False)
-    return True
 
 
 def curves(n: int) -> dict[str, list[float]]:
@@ -199,7 +198,7 @@ def main() -> None:
     if quick:
         return
     found = curves(ROWS)
-    picture(lambda axes, _: draw(axes, found), {}, PAGES / "figures" / "accuracy.svg")
+    picture(lambda axes: draw(axes, found), PAGES / "figures" / "accuracy.svg")
     fill(PAGES / "accuracy.md", parts(lines))
 
 

@@ -1,22 +1,19 @@
 """Time, memory and errors of the losses, of plain torch and of other libraries, side by side in one run.
 
-python benchmarks/bench.py [--full] [--docs] [--peers FOLDER] [--only TEXT …]
+python benchmarks/bench.py [--full] [--docs] [--only TEXT …]
 
-The losses of lightly and open_clip are read from their files, because the packages import torchvision:
-pip install --no-deps --target FOLDER lightly open_clip_torch. A peer that is not installed is reported as absent.
-Everything runs on the CPU; gpu.py measures kernels. Results are stored in benchmarks/results/cpu.json; --only measures the
-cases whose name or group contains a text, --pages writes the pages of --docs from stored results.
+The losses of lightly and open_clip are those of ``python -m tools.peer_losses.packages .venv/peers``; a peer that is not
+installed is reported as absent. Everything runs on the CPU; gpu.py measures kernels. Results are stored in
+benchmarks/results/cpu.json; --only measures again the cases of a group, or whose name contains a text.
 """
 
 import argparse
 import json
-import sys
 import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +21,12 @@ from scaling import write_scaling
 from suite import harness
 from suite.cases import BARE, CASES, GEMM, Case
 from suite.harness import Absent
-from suite.report import Results, headline, load_results, summary, versions, write_benchmarks
+from suite.report import RESULTS, Results, draw_figures, headline, load_results, page_parts, versions
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import ROOT, fill
 
-RESULTS = Path(__file__).parent / "results" / "cpu.json"
 QUICK, FULL = (4, 10.0), (9, 60.0)  # the least rounds and seconds of a case
 MANY = ("small", "scaling")  # groups of many cases; a case of these or of few rows gets a quarter of the time
 SMALL = 512
@@ -92,25 +88,24 @@ def gradient_error(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]
     return worst
 
 
-def step_memory(case: Case, implementation: str, folders: Sequence[str]) -> float:
+def step_memory(case: Case, implementation: str) -> float:
     """Return the peak memory of one step in this process, in bytes."""
-    sys.path += folders
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         replace(case, rows=SMALL).step(implementation)()
         return 2**20 * harness.peak(case.step(implementation))[0]
 
 
-def memory_or_error(case: Case, implementation: str, folders: Sequence[str]) -> float | str:
+def memory_or_error(case: Case, implementation: str) -> float | str:
     try:
-        return harness.in_new_process(step_memory, case, implementation, folders)
+        return harness.in_new_process(step_memory, case, implementation)
     except Exception as error:  # absent, or killed for want of memory
         return f"{type(error).__name__}: {error}"
 
 
-def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[str, Any]:
-    implementations = (*case.implementations, *(case.full_implementations if given.full else ()))
-    least, seconds = FULL if given.full else QUICK
+def measure_case(case: Case, worlds: Worlds, full: bool) -> dict[str, Any]:
+    implementations = (*case.implementations, *(case.full_implementations if full else ()))
+    least, seconds = FULL if full else QUICK
     limits = {"rounds": least, "seconds": seconds / 4 if case.group in MANY or case.rows <= SMALL else seconds}
     found: dict[str, Any] = {}
     if implementations:
@@ -119,54 +114,40 @@ def measure_case(case: Case, worlds: Worlds, given: argparse.Namespace) -> dict[
         else:
             found = measure_times(case, implementations, limits)
         found["rounds"] = [{name: float(f"{x:.5g}") for name, x in of_round.items()} for of_round in found["rounds"]]
-    if implementations and case.group == "adversarial" and case.shards:
-        by_rank = worlds.run(case.world, errors, case, implementations, limitsout=600.0)
+    if case.group == "adversarial" and case.shards:
+        by_rank = worlds.run(case.world, errors, case, implementations, timeout=600.0)
         found["errors"] = {name: [max(x[name][i] for x in by_rank) for i in (0, 1)] for name in by_rank[0]}
     elif case.group in ("softmax", "rows", "adversarial"):
         found["errors"] = errors(case, implementations)
     if case.memory_of:
         with ThreadPoolExecutor(2 if case.rows <= 32768 else 1) as pool:
-            held = pool.map(lambda implementation: memory_or_error(case, implementation, given.peers), case.memory_of)
+            held = pool.map(lambda implementation: memory_or_error(case, implementation), case.memory_of)
             memory = dict(zip(case.memory_of, held, strict=True))
         found["memory"] = {name: x for name, x in memory.items() if not isinstance(x, str)}
         found.setdefault("absent", {}).update({name: x for name, x in memory.items() if isinstance(x, str)})
     return found
 
 
-def is_selected(case: Case, given: argparse.Namespace) -> bool:
-    named = not given.only or any(text == case.group or text in case.name for text in given.only)
-    return named and (given.full or not case.full)
-
-
-def main() -> None:
-    parser = harness.command_line(__doc__, full=False, docs=False, pages=False)
-    parser.add_argument("--peers", action="append", default=[], metavar="FOLDER", help="folder with packages of peers")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="text in a case's name or group")
-    given = parser.parse_args()
-    sys.path += given.peers
-    if not given.pages:
-        cases = [case for case in CASES if is_selected(case, given)]
-        if not cases:
-            parser.error(f"no case has any of {', '.join(given.only)} in its name")
-        cases_before = load_results(RESULTS)["cases"] if given.only and RESULTS.exists() else {}
-        results: Results = {
-            "machine": harness.machine() | {"peers": versions()},
-            "full": given.full,
-            "cases": cases_before,
-        }
-        with Worlds() as worlds:
-            for case in cases:
-                start = time.perf_counter()
-                results["cases"].setdefault(case.group, {})[case.name] = measure_case(case, worlds, given)
-                print(f"{time.perf_counter() - start:6.1f} s  {case.name}", file=sys.stderr, flush=True)
-                RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
-    if given.docs or given.pages:
-        stored = load_results(RESULTS)
-        write_benchmarks(stored)
-        write_scaling(stored)
-        fill(ROOT / "README.md", {"speed": headline(stored)})
-    print(summary(load_results(RESULTS)))
+def measure(given: argparse.Namespace) -> dict[str, str]:
+    texts = given.only or [""]
+    cases = [x for x in CASES if any(text == x.group or text in x.name for text in texts) and given.full >= x.full]
+    results: Results = {
+        "machine": harness.machine() | {"peers": versions()},
+        "full": given.full,
+        "cases": load_results(RESULTS)["cases"] if given.only and RESULTS.exists() else {},
+    }
+    with Worlds() as worlds:
+        for case in cases:
+            start = time.perf_counter()
+            results["cases"].setdefault(case.group, {})[case.name] = measure_case(case, worlds, given.full)
+            harness.progress(f"{time.perf_counter() - start:6.1f} s", case.name)
+            RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
+    if given.docs:
+        draw_figures(results)
+        write_scaling(results)
+        fill(ROOT / "README.md", {"speed": headline(results)})
+    return page_parts(results)
 
 
 if __name__ == "__main__":
-    main()
+    harness.program(measure, __doc__, page="benchmarks.md", full=False, only=[])

@@ -1,6 +1,6 @@
 """Memory and time of a rank with and without a ring, beside open_clip's SigLIP (Linux, gloo ranks of one thread).
 
-python benchmarks/ring.py [--docs] [--ranks 4] [--rows 8192] [--width 512] [--peers FOLDER] [name …]
+python benchmarks/ring.py [--docs] [--ranks 4] [--rows 8192] [--width 512] [name …]
 
 Stores what it measures in benchmarks/results/ring.json, from which --docs writes the tables of the page.
 """
@@ -53,7 +53,7 @@ SIGLIP = ("gathered", "ring", "open_clip")
 def open_clip_loss(folders: Sequence[str]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return open_clip's SigLIP with its bidirectional exchange, on unit embeddings."""
     sys.path += [x for x in folders if x not in sys.path]
-    loss = peer("open_clip", "open_clip.loss").SigLipLoss(rank=dist.get_rank(), world_size=dist.get_world_size())
+    loss = peer("open_clip.loss").SigLipLoss(rank=dist.get_rank(), world_size=dist.get_world_size())
     scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
 
     def call(x: Tensor, y: Tensor) -> Tensor:

@@ -2,16 +2,14 @@
 
 python benchmarks/scaling.py
 
-Reads benchmarks/results/cpu.json, fits six rates to its cases of the group "scaling", and writes the parts of
-docs/pages/scaling.md with the same formulas at the rates of :data:`GPUS`: measured kernels of one GPU, and assumed networks.
+Reads benchmarks/results/cpu.json, fits six rates to its cases of the group "scaling", and writes docs/pages/scaling.md: the
+fit, and the same formulas at the rates of :data:`GPUS`, measured kernels of one GPU and assumed networks.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from one_rank import HEADER
 from scipy.optimize import nnls
 from suite.cases import CASES
 from suite.harness import quartiles
-from suite.report import number, picture
+from suite.report import load_results, number, picture
 
 from contrastive_zoo.ranks.world import _FEW_RANKS, _SMALL
 from tools.pages import PAGES, fill, table
@@ -169,7 +167,6 @@ _OF_KERNEL = {"flop": 8 * KERNEL[0] ** 2 * KERNEL[1] / KERNEL[2], "touched": mat
 GPUS = {"TF32": _TF32, "bf16": Gpu(**{**vars(_TF32), **_OF_KERNEL, "row_element": 2})}
 WIDTH = 768
 ROWS, RANKS = (2**16, 2**20, 2**22, 2**24), (8, 64, 1024, 4096)
-MESH_EXAMPLE = 2**22, 2**10  # rows and ranks of the example of a ring of two levels
 LIMITS = ("matrix products", "passes over tiles", "network", "latency", "launches", "fixed cost")
 
 
@@ -180,8 +177,7 @@ class Forecast(NamedTuple):
 
     @property
     def limit(self) -> str:
-        of = {name: sum(x for other, x in zip(LIMITS, self.shares, strict=True) if other == name) for name in LIMITS}
-        return max(of, key=lambda name: of[name])
+        return LIMITS[int(np.argmax(self.shares))]
 
 
 def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
@@ -194,9 +190,7 @@ def forecast(option: Option, rows: int, ranks: int, gpu: Gpu) -> Forecast:
     for collective, share in ((doublings(ranks), 0.5), (ranks - 1, 1.0)):
         work = amounts(option, b, WIDTH, ranks, gpu.row_element, collective)
         if gpu.has_kernels and not option.ring:
-            work = work._replace(
-                blocks=0.0
-            )  # all gathered columns are one or two rectangles, which the fixed cost launches
+            work = work._replace(blocks=0.0)  # all gathered columns are one or two rectangles, of the fixed cost
         parts = [x * rate for x, rate in zip(work, gpu.rates(ranks), strict=True)]
         computing = parts[0] + parts[1]
         parts[2] = work.sent * gpu.seconds_a_byte(ranks) if option.mesh else parts[2] / (1 if option.ring else share)
@@ -217,50 +211,12 @@ def best(rows: int, ranks: int, gpu: Gpu, towers: int = 2) -> tuple[Option, Fore
     return min((x for x in able if x[1].held <= gpu.memory / 2), key=lambda x: x[1].seconds, default=None)
 
 
-def mesh_gain(towers: int, gpu: Gpu) -> float:
-    """Return the seconds of the plain ring, in those of the ring of two levels, in the example."""
-    plain, mesh = (forecast(Option(towers, ring=True, mesh=x), *MESH_EXAMPLE, gpu).seconds for x in (False, True))
-    return plain / mesh
-
-
 # --------------------------------------------------------------------------------------------------------------- page
 
 FIT = """\
 Measured on {machine}; one thread per rank; if there are more ranks than cores, ranks share cores. The rates are fitted by
 least squares of the relative errors over {count} measurements; the median relative error is {typical:.0%}. Large errors are
 errors of the model: it ignores caches and contention between ranks that share a core."""
-
-SHORT_ANSWER = """\
-**Short answer.** The work of a rank grows with b · N, its local anchors times all candidates; its traffic grows with N. So
-the network limits ranks with few anchors: with the GPUs assumed below, fewer than {balance}. Cache the logits if they fit;
-gather the candidates if they fit, otherwise use the ring; between machines use a ring of two levels."""
-
-LIMITS_IN_WORDS = """\
-- **Launches.** In a ring, and without kernels, a rank computes one block for each other rank, by nine launches of about
-  80 µs. So a step takes at least {block_ms:.1f} ms for each rank, however few rows it has: {launched:.1f} s on 4,096 ranks.
-  With kernels, gathered candidates are one or two blocks: at most 12 launches on any number of ranks, and messages take
-  {messages_ms:.0f} ms on 4,096 ranks with 65,536 rows.
-- **Latency.** Handshakes and other small messages take log₂ W rounds, collectives of rows log₂ W or W − 1, a ring 2 W.
-- **Passes over tiles.** Without kernels, element-wise operations read or write each similarity ten times, {tile_bytes}
-  bytes, against {flop_cell:,} FLOP at d = {width}. On a CPU tiles fit in the cache. On a GPU they are larger, so these
-  passes take {touch_share:.0%} of a tiled step in TF32 with 2²⁰ samples on 8 ranks. Kernels keep a tile on the chip.
-- **Matmuls** are the rest of the compute. Both costs decrease with W, as the number of similarities per rank does.
-- **Network.** The traffic of a rank does not decrease with W. At F FLOP/s and B bytes/s matmuls take 8 b N d / F seconds
-  and the messages of embeddings and gradients 8 N d / B seconds. Both are equal at b = F / B, in bf16
-  {balance}. With fewer anchors per rank, more ranks save little time. A ring of two
-  levels sends a shard to each machine once and not once for each of its {machine_ranks} ranks, so between machines the limit
-  is {mesh_balance} rows.
-- **Memory.** Gathering holds 2 N d elements: {gather_gb:.0f} GB at 16,777,216 samples, for every W. The ring holds 3 b d,
-  with two levels 5 b d."""
-
-OPTIONS_IN_WORDS = """\
-- **kept (cached logits) or tiled (recomputed logits)**: `memory_budget(bytes)`. Caching saves one matmul of four and the
-  second exponential. It needs 4 b N bytes (one tower: 2 b N); the library caches as many logits as fit. {budget:.0f} GB per
-  rank hold all logits up to {kept}.
-- **a ring of one level or of two**: `DistributedLoss(loss, ring=mesh)` with a 2-d mesh of machines and their ranks. It pays
-  where ranks stand in several machines and hold fewer than F / B rows: with {mesh_rows:,} rows on {mesh_ranks:,} ranks the
-  model has {mesh_gain} times the speed of the plain ring, with one tower {mesh_gain_of_one} times. With more rows per rank
-  the transfers are hidden either way. With one tower the shards of two machines are sent from one to the other, not back."""
 
 
 def write_scaling(results: dict[str, Any]) -> None:
@@ -271,43 +227,8 @@ def write_scaling(results: dict[str, Any]) -> None:
     rates = fitted(measured)
     errors = [abs(x.seconds(rates) / x.measured - 1) for x in measured]
     fit = FIT.format(machine=results["machine"]["device"], count=len(measured), typical=float(np.median(errors)))
-    gpu, plain = GPUS["bf16"], forecast(Option(towers=2), 2**20, 8, GPUS["TF32"])
-    many = forecast(Option(towers=2), 2**16, 2**12, gpu)
-    links = {"inside a machine": gpu.inside, "between machines": gpu.outside}
-    balance = " and ".join(f"{round(gpu.flop / link, -2):,.0f} rows {name}" for name, link in links.items())
-    budget = 8
-
-    def most_rows(ranks: int) -> str:
-        return f"{math.isqrt(int(budget * 1e9 / FLOAT * ranks)) // 1000:,},000"
-
-    picture(draw, results, PAGES / "figures" / "scaling.svg")
-    parts = {
-        "short answer": SHORT_ANSWER.format(balance=balance),
-        "fit": "\n\n".join((fit, rate_table(rates), fit_table(measured, rates))),
-        "assumptions": assumption_table(),
-        "forecast": paper_table(),
-        "limits": LIMITS_IN_WORDS.format(
-            balance=balance,
-            width=WIDTH,
-            tile_bytes=10 * FLOAT,
-            flop_cell=8 * WIDTH,
-            touch_share=plain.shares[1],
-            block_ms=1e3 * gpu.block,
-            launched=gpu.block * 2**12,
-            messages_ms=1e3 * many.seconds * sum(many.shares[2:4]),
-            machine_ranks=gpu.machine,
-            mesh_balance=f"{round(gpu.flop / gpu.outside / gpu.machine, -2):,.0f}",
-            gather_gb=bytes_held(Option(towers=2), 2**14, WIDTH, 2**10) / 1e9,
-        ),
-        "options": OPTIONS_IN_WORDS.format(
-            budget=budget,
-            kept=", ".join(f"{most_rows(w)} rows on {w:,} ranks" for w in RANKS),
-            mesh_rows=MESH_EXAMPLE[0],
-            mesh_ranks=MESH_EXAMPLE[1],
-            mesh_gain=number(mesh_gain(2, gpu)),
-            mesh_gain_of_one=number(mesh_gain(1, gpu)),
-        ),
-    }
+    picture(draw, PAGES / "figures" / "scaling.svg")
+    parts = {"fit": "\n\n".join((fit, rate_table(rates), fit_table(measured, rates))), "forecast": forecast_table()}
     fill(PAGES / "scaling.md", parts)
 
 
@@ -331,34 +252,11 @@ def fit_table(measured: Sequence[Point], rates: Rates) -> str:
     lines: dict[str, list[str]] = {}
     for x in measured:
         off = x.seconds(rates) / x.measured - 1
-        lines.setdefault(x.case, []).append(f"{number(1e3 * x.measured)} ({off:+.0%})")
-    implementations = [implementation.removeprefix("ours, ") for implementation in OPTIONS]
-    return table(["ms (error of the model)", *implementations], [[case, *cells] for case, cells in lines.items()])
+        lines.setdefault(x.case, [x.case]).append(f"{number(1e3 * x.measured)} ({off:+.0%})")
+    return table(["ms (error of the model)", *(x.removeprefix("ours, ") for x in OPTIONS)], lines.values())
 
 
-def assumption_table() -> str:
-    gpu, rows, kernel = GPUS["TF32"], KERNEL[0], GPUS["bf16"]
-    lines = [
-        ["matrix products in TF32, sustained", f"{gpu.flop / 1e12:.0f} TFLOP/s"],
-        ["element-wise passes over its memory, TF32", f"{gpu.touched / 1e12:.1f} TB/s"],
-        [
-            "kernels in bf16",
-            f"{kernel.flop / 1e12:.0f} TFLOP/s: {1e3 * KERNEL[2]:.1f} ms measured at {rows:,} rows",
-        ],
-        [
-            "launches of a block, of each other rank unless kernels take gathered ones",
-            f"{1e3 * gpu.block:.2f} ms: 9 of 50 to 110 µs, measured",
-        ],
-        [f"link to the {gpu.machine} of one machine", f"{gpu.inside / 1e9:.0f} GB/s"],
-        ["link beyond", f"{gpu.outside / 1e9:.0f} GB/s"],
-        ["a round of messages", f"{1e6 * gpu.latency:.0f} µs"],
-        ["fixed, a step", f"{1e3 * gpu.step:.1f} ms, measured"],
-        ["memory", f"{gpu.memory / 1e9:.0f} GB"],
-    ]
-    return table(["what", "assumed"], lines)
-
-
-def paper_table() -> str:
+def forecast_table() -> str:
     lines = []
     for rows, ranks in itertools.product(ROWS, RANKS):
         line = [f"{rows:,}", f"{ranks:,}", f"{rows // ranks:,}"]
@@ -372,7 +270,7 @@ def paper_table() -> str:
     return table([*head, "GB held"], lines)
 
 
-def draw(axes: Any, results: dict[str, Any]) -> bool:
+def draw(axes: Any) -> None:
     ranks = [2**x for x in range(3, 11)]
     for rows in ROWS:
         line = [(w, found[1].seconds) for w in ranks if (found := best(rows, w, GPUS["bf16"]))]
@@ -382,12 +280,7 @@ def draw(axes: Any, results: dict[str, Any]) -> bool:
     axes.minorticks_off()
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_title("CLIP, bf16, the quickest option that fits", loc="left")
-    return True
-
-
-def main() -> None:
-    write_scaling(json.loads((Path(__file__).parent / "results" / "cpu.json").read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":
-    main()
+    write_scaling(load_results())

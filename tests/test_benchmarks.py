@@ -33,6 +33,7 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert harness.ratio(ROUNDS, "peer", "ours") == [5.0]
     assert harness.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
     assert [report.number(x) for x in (1234.5, 99.96, 0.012345)] == ["1,234", "100", "0.0123"]
+    assert harness.seconds_of(ROUNDS) == {"GEMM": 1.0, "ours": 3.0, "peer": 10.0}
     assert harness.relative_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 
 
@@ -54,6 +55,30 @@ def test_implementations_are_measured_in_rotated_order_until_rounds_and_seconds_
     assert len(harness.in_rounds(runners, rounds=1, seconds=1.2)) == 3
     assert len(harness.in_rounds(runners, rounds=4, seconds=1.2)) == 4
     assert [name for name, _ in read[-8:]] == ["GEMM", "tiny", "tiny", "GEMM"] * 2
+
+
+def test_a_program_measures_what_is_named_and_writes_its_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (page := tmp_path / "page.md").write_text("<!-- times: begin -->\n<!-- times: end -->")
+    monkeypatch.setattr(harness, "PAGES", tmp_path)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        options: dict[str, Any] = {"rows": 4, "ranks": [1, 2], "quick": False}
+        harness.program(lambda given: {"times": str(vars(given))}, "", page="page.md", names=("a", "b"), **options)
+        return capsys.readouterr().out
+
+    assert "'rows': 4, 'ranks': [1, 2], 'quick': False, 'docs': False, 'names': ['a', 'b']" in run()
+    assert "'rows': 8, 'ranks': [3], 'quick': True, 'docs': False, 'names': ['b']" in run(
+        *("b", "--rows", "8", "--quick", "--ranks", "3")
+    )
+    assert page.read_text() == "<!-- times: begin -->\n<!-- times: end -->"
+    run("--docs")
+    assert "'rows': 4" in page.read_text()
+    for refused in (("c",), ("a", "--docs")):
+        with pytest.raises(SystemExit):
+            run(*refused)
 
 
 def test_memory_is_the_peak_minus_the_memory_before() -> None:
@@ -176,39 +201,37 @@ def test_pages_have_the_times_of_the_model(page: str) -> None:
         assert f"{ceilings.model_ms(name, int(n.replace(',', '')), int(d)):.3g}" == model
 
 
-def test_pages_are_written_from_stored_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_on_scaling_has_the_forecasts_of_the_model() -> None:
+    page = (ROOT / "docs" / "pages" / "scaling.md").read_text(encoding="utf-8")
+    assert scaling.forecast_table() in page
+    gpu = scaling.GPUS["bf16"]
+    plain, mesh = (scaling.forecast(scaling.Option(2, ring=True, mesh=x), 2**22, 2**10, gpu) for x in (False, True))
+    assert f"model has {plain.seconds / mesh.seconds:.3g} times the speed of the plain ring" in page
+    assert f"{gpu.flop / 1e12:.0f} TFLOP/s" in page
+    assert all(f"{round(gpu.flop / x, -2):,.0f} rows" in page for x in (gpu.inside, gpu.outside))
+
+
+def test_pages_are_made_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
-    pages = {"benchmarks.md": ("short answer", "results"), "scaling.md": ("fit",)}
-    for name, parts in pages.items():
-        (tmp_path / name).write_text("\n".join(f"<!-- {part}: begin -->\n<!-- {part}: end -->" for part in parts))
+    (tmp_path / "scaling.md").write_text("<!-- fit: begin -->\n<!-- fit: end -->")
     for module in (report, scaling):
         monkeypatch.setattr(module, "PAGES", tmp_path)
-    results: dict[str, Any] = {
-        "machine": {"device": "a machine", "cores": 2, "memory": 1, "torch": "2", "peers": {}},
-        "full": False,
-        "cases": {},
-    }
+    machine = {"device": "a machine", "cores": 2, "memory": 1, "torch": "2", "peers": {}}
+    results: dict[str, Any] = {"machine": machine, "full": False, "cases": {}}
     for case in CASES:
         if not case.full:
-            implementations = {
-                implementation: 2.0 if implementation == "ours, tiled" else 3.0
-                for implementation in case.implementations
-            }
-            found = {
-                "rounds": [{"GEMM": 1.0, **implementations}] * 3,
-                "absent": {},
-                "memory": dict.fromkeys(case.memory_of, 2.0**20),
-            }
+            seconds = {x: 2.0 if x == "ours, tiled" else 3.0 for x in case.implementations}
+            memory = dict.fromkeys(case.memory_of, 2.0**20)
+            found = {"rounds": [{"GEMM": 1.0, **seconds}] * 3, "absent": {}, "memory": memory}
             results["cases"].setdefault(case.group, {})[case.name] = found
-    report.write_benchmarks(results)
+    report.draw_figures(results)
     scaling.write_scaling(results)
+    parts = report.page_parts(results)
     assert "| CLIP, 4,096 × 512 | open_clip 3,000 | 3,000 | 1.0× | 1 | 1 |" in report.headline(results)
-    page = (tmp_path / "benchmarks.md").read_text()
-    assert report.headline(results) in page
-    assert (
-        "| CLIP, 4,096 × 512 | time of *ours, tiled* | ≤ 1.2 × products of tiles | 0.667 (0.667–0.667) | yes |" in page
-    )
-    assert len(list((tmp_path / "figures").glob("*.svg"))) == 5
+    assert report.headline(results) in parts["short answer"]
+    limit = "≤ 1.2 × products of tiles | 0.667 (0.667–0.667) | yes |"
+    assert f"| CLIP, 4,096 × 512 | time of *ours, tiled* | {limit}" in parts["results"]
+    assert len(list((tmp_path / "figures").glob("*.svg"))) == 4
     assert "1,024, d = 512, W = 4" in (tmp_path / "scaling.md").read_text()
 
 

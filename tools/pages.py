@@ -3,23 +3,24 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "pages"
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 2) -> str:
+def table(head: Sequence[str], lines: Iterable[Sequence[Any]], texts: int = 2) -> str:
     """Return a Markdown table; all columns but so many first ones are numbers.
 
     Examples:
-        >>> print(table(["loss", "ms"], [["NTXent", "1.5"], ["a | b", "2.0"]], texts=1))
+        >>> print(table(["loss", "ms"], [["NTXent", 1.5], ["a | b", "2.0"]], texts=1))
         | loss | ms |
         | --- | ---: |
         | NTXent | 1.5 |
         | a \\| b | 2.0 |
     """
     rule = [*["---"] * texts, *["---:"] * (len(head) - texts)]
-    rows = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    rows = ([str(cell).replace("|", "\\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule[: len(head)], *rows))
 
 

@@ -4,14 +4,12 @@ An implementation of a case is a function of the loss's inputs: this library's, 
 peer's package is imported when the function is constructed; :class:`Absent` is raised if it is not installed.
 """
 
-import importlib
 import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -23,9 +21,8 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, tile_shape, tiles
 from contrastive_zoo.testing.catalogue import CATALOGUE
-from suite.harness import Absent
-from tools.peer_losses.packages import BARE as WITHOUT_INIT
-from tools.peer_losses.packages import opened
+from suite.harness import Absent, step_of
+from tools.peer_losses.packages import loaded
 
 AMPLE = 2**32  # a budget in bytes that holds the similarity matrix of every case
 OF_A_CLASS = 16  # samples per class
@@ -90,16 +87,7 @@ class Case:
         return LOSSES[self.loss].implementations[implementation](self)
 
     def step(self, implementation: str) -> Callable[[], Tensor]:
-        inputs, loss = self.inputs(), self.function(implementation)
-
-        def step() -> Tensor:
-            for x in inputs:
-                x.grad = None
-            value = loss(*inputs)
-            value.backward()
-            return value
-
-        return step
+        return step_of(self.function(implementation), self.inputs())
 
     def bare(self, implementation: str) -> Callable[[], object]:
         """Return a function of matmuls alone: local times all embeddings, or those of a tiled step."""
@@ -279,13 +267,14 @@ def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def peer(package: str, module: str) -> Any:
-    """Import a module of a package that is installed or in a folder of --peers."""
+def peer(module: str) -> Any:
+    """Import a module of a package that is installed, or of which only the loss code is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not (opened(package) if package in WITHOUT_INIT else find_spec(package)):
-            raise Absent(f"{package} is not installed")
-        return importlib.import_module(module)
+        try:
+            return loaded(module)
+        except ModuleNotFoundError as error:
+            raise Absent(f"{error.name} is not installed") from error
 
 
 def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[[Case], Function]:
@@ -293,17 +282,17 @@ def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[
 
     def implementation(case: Case) -> Function:
         library, settings = "pytorch_metric_learning", {"temperature": case.temperature} if warm else {}
-        loss = getattr(peer(library, f"{library}.losses"), name)(**settings)
+        loss = getattr(peer(f"{library}.losses"), name)(**settings)
         if miner is None:
             return loss
-        mining_function = getattr(peer(library, f"{library}.miners"), miner)()
+        mining_function = getattr(peer(f"{library}.miners"), miner)()
         return lambda z, labels: loss(z, labels, mining_function(z, labels))
 
     return implementation
 
 
 def lightly(case: Case) -> Function:
-    return peer("lightly", "lightly.loss.ntx_ent_loss").NTXentLoss(temperature=case.temperature)
+    return peer("lightly.loss.ntx_ent_loss").NTXentLoss(temperature=case.temperature)
 
 
 def open_clip(**settings: bool) -> Callable[[Case], Function]:
@@ -311,13 +300,13 @@ def open_clip(**settings: bool) -> Callable[[Case], Function]:
 
     def implementation(case: Case) -> Function:
         ranks = {"rank": dist.get_rank(), "world_size": case.world} if case.shards else {}
-        return Dense(peer("open_clip", "open_clip.loss").ClipLoss(cache_labels=True, **settings, **ranks), case)
+        return Dense(peer("open_clip.loss").ClipLoss(cache_labels=True, **settings, **ranks), case)
 
     return implementation
 
 
 def sentence_transformers(case: Case) -> Function:
-    losses = peer("sentence_transformers", "sentence_transformers.sentence_transformer.losses")
+    losses = peer("sentence_transformers.sentence_transformer.losses")
     loss = losses.MultipleNegativesRankingLoss(nn.Identity(), scale=1 / case.temperature)
     return lambda *towers: loss([{"sentence_embedding": x} for x in towers], torch.empty(0))
 

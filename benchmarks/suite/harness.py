@@ -1,11 +1,12 @@
-"""What all benchmarks share: the command line, interleaved times on one process or on ranks, peak memory, new processes."""
+"""What all benchmarks share: the program, interleaved times on one process or on ranks, peak memory, new processes."""
 
 import argparse
 import math
 import multiprocessing
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import PAGES, fill
 
 Result = TypeVar("Result")
 Runner = Callable[[], object]
@@ -25,13 +29,63 @@ class Absent(Exception):
     """A peer or a compiler is not available."""
 
 
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
 def command_line(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser with ``--name VALUE`` for each default, of its type, or with a flag where the default is False."""
+    """Return a parser with ``--name VALUE`` for each default: a flag if it is False, several values if a list."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         kind: dict[str, Any] = {"type": type(default), "default": default}
+        if isinstance(default, list):
+            kind |= {"type": type(default[0]) if default else str, "nargs": "+"}
         parser.add_argument(f"--{name.replace('_', '-')}", **({"action": "store_true"} if default is False else kind))
     return parser
+
+
+def program(
+    measure: Callable[[argparse.Namespace], Mapping[str, str]],
+    description: str | None,
+    *,
+    page: str = "",
+    names: Collection[str] = (),
+    **options: Any,
+) -> None:
+    """Run a measurement of the options as a program: print its tables; ``--docs`` writes them into the page, by part.
+
+    What is measured may be chosen by names.
+    """
+    parser = command_line(description, **options, **({"docs": False} if page else {}))
+    if names:
+        parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(names)}; all by default")
+    given = parser.parse_args()
+    if names:
+        if unknown := [x for x in given.names if x not in names]:
+            parser.error(f"unknown: {', '.join(unknown)}; names are {', '.join(names)}")
+        if page and given.docs and given.names:
+            parser.error("--docs writes a page of all: give no name")
+        given.names = given.names or list(names)
+    tables = measure(given)
+    print("\n\n".join(tables.values()))
+    if page and given.docs:
+        fill(PAGES / page, tables)
+
+
+def progress(*figures: object) -> None:
+    """Print what has been measured so far."""
+    print(*figures, sep=" | ", file=sys.stderr, flush=True)
+
+
+def on_new_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[Any]:
+    """Return what a function returns on each of so many new ranks."""
+    with Worlds(threads=threads, timeout=3600.0) as worlds:
+        return worlds.run(ranks, function, *arguments)
+
+
+def slowest_rank(ranks: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[float]:
+    """Return the largest of each figure that a function returns on new ranks."""
+    by_rank = on_new_ranks(ranks, function, *arguments, threads=threads)
+    return [max(figures) for figures in zip(*by_rank, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------------------- time
@@ -76,6 +130,25 @@ def slowest(seconds: float) -> float:
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
+
+
+def step_of(loss: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return a function that runs forward and backward and returns the value; gradients do not add up."""
+
+    def step() -> torch.Tensor:
+        for x in inputs:
+            x.grad = None
+        value = loss(*inputs)
+        value.backward()
+        return value
+
+    return step
+
+
+def seconds_of(rounds: Sequence[Round], quantile: float = 0.5) -> dict[str, float]:
+    """Return the quantile of the seconds of each implementation, of the rounds that measured it."""
+    names = dict.fromkeys(name for x in rounds for name in x)
+    return {name: float(np.quantile([x[name] for x in rounds if name in x], quantile)) for name in names}
 
 
 def ratio(rounds: list[Round], name: str, to: str) -> list[float]:

@@ -1,21 +1,22 @@
-"""Write docs/pages/benchmarks.md: a table for each group of cases, figures, and a table of targets."""
+"""The parts of docs/pages/benchmarks.md: a table for each group of cases, a table of targets; and its figures."""
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from suite.cases import CASES, TARGETS, Case, Target
-from suite.harness import DOUBTFUL, Round, quartiles, ratio, relative_spread
-from tools.pages import PAGES, fill, table
+from suite.cases import CASES, GEMM, TARGETS, Case, Target
+from suite.harness import DOUBTFUL, Round, quartiles, ratio, relative_spread, seconds_of
+from tools.pages import PAGES, table
+from tools.peer_losses.packages import FOLDER, installed
 
 Results = dict[str, Any]
 """Results of a run: machine, whether the run was full, and measurements by group and case."""
 
-PEERS = ("pytorch-metric-learning", "lightly", "open_clip_torch", "sentence-transformers")
+RESULTS = Path(__file__).parent.parent / "results" / "cpu.json"
+PEERS = ("pytorch-metric-learning", "lightly", "open-clip-torch", "sentence-transformers")
 
 GROUPS = {
     "softmax": "Softmax losses, one process",
@@ -27,7 +28,7 @@ GROUPS = {
 }
 
 
-def write_benchmarks(results: Results) -> None:
+def page_parts(results: Results) -> dict[str, str]:
     first = headline(results)
     least, *_, most = sorted(re.findall(r"(\d+\.\d)×", first), key=float) or ["?", "?"]
     answer = (
@@ -35,15 +36,16 @@ def write_benchmarks(results: Results) -> None:
         "libraries below. No\npair loss holds the N × N matrix. The first table compares this library with others; all "
         f"tables are one run of one command.\n\n{first}"
     )
-    found = [description(results)]
-    for name, draw in FIGURES.items():
-        if picture(draw, results, PAGES / "figures" / f"bench-cpu-{name}.svg"):
-            found.append(f"![{draw.__doc__}](figures/bench-cpu-{name}.svg)")
+    machine, kind = results["machine"], "full" if results["full"] else "quick"
+    found = [
+        f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
+        f"Peers: {', '.join(f'{x} {y}' for x, y in machine['peers'].items()) or 'none'}."
+    ]
     for group, title in GROUPS.items():
         if group in results["cases"]:
             found += [f"### {title}", times(results, group)]
     found += ["### Memory", memory(results), "### Targets and measurements", targets(results)]
-    fill(PAGES / "benchmarks.md", {"short answer": answer, "results": "\n\n".join(found)})
+    return {"short answer": answer, "results": "\n\n".join(found)}
 
 
 def headline(results: Results) -> str:
@@ -53,35 +55,21 @@ def headline(results: Results) -> str:
         rounds, held = found.get("rounds", []), found.get("memory", {})
         if not target.at_least or target.what != "time" or not ratio(rounds, target.to, target.of):
             continue
-        both = (target.to, target.of)
-        times = [f"{median_ms(rounds, y):,.0f}" for y in both]
+        both, ms = (target.to, target.of), medians_ms(rounds)
         less = quartiles(ratio(rounds, target.to, target.of))[1]
         megabytes = (f"{held[y] / 2**20:,.0f}" if y in held else "" for y in both)
-        lines.append([target.case, f"{target.to} {times[0]}", times[1], f"{less:.1f}×", *megabytes])
+        lines.append(
+            [target.case, f"{target.to} {ms[target.to]:,.0f}", f"{ms[target.of]:,.0f}", f"{less:.1f}×", *megabytes]
+        )
     machine = results["machine"]
     titles = ["anchors × d", "other library, ms", "this library, ms", "faster", "other library, MB", "this library, MB"]
     where = f"on {machine['device']}, torch {machine['torch']}"
     return f"{table(titles, lines)}\n\nForward and backward in float32 {where}. `make bench` measures it."
 
 
-def summary(results: Results) -> str:
-    return f"{description(results)}\n\n{targets(results)}"
-
-
-def description(results: Results) -> str:
-    machine, kind = results["machine"], "full" if results["full"] else "quick"
-    return (
-        f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
-        f"Peers: {', '.join(f'{x} {y}' for x, y in machine['peers'].items()) or 'none'}."
-    )
-
-
 def versions() -> dict[str, str]:
-    found = {}
-    for name in PEERS:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    found = installed(FOLDER, *sys.path)
+    return {name: found[name] for name in PEERS if name in found}
 
 
 def results_of(results: Results, name: str) -> dict[str, Any]:
@@ -130,8 +118,8 @@ def spread(values: list[float]) -> str:
     return f"{median} ({low}–{high}){'?' * (relative_spread(values) > DOUBTFUL)}"
 
 
-def median_ms(rounds: list[Round], implementation: str) -> float:
-    return 1000 * quartiles([x[implementation] for x in rounds if implementation in x])[1]
+def medians_ms(rounds: list[Round]) -> dict[str, float]:
+    return {name: 1000 * seconds for name, seconds in seconds_of(rounds).items()}
 
 
 def number(x: float) -> str:
@@ -149,7 +137,7 @@ def times(results: Results, group: str) -> str:
                 continue
             line = [title, implementation]
             if values:
-                line += [number(median_ms(found["rounds"], implementation)), spread(values)]
+                line += [number(medians_ms(found["rounds"])[implementation]), spread(values)]
                 line += [f"{x:.0e}" for x in found.get("errors", {}).get(implementation, ())]
             else:
                 line += [f"absent: {found['absent'][implementation]}"]
@@ -181,28 +169,24 @@ def measured_cases(results: Results, group: str) -> Iterator[tuple[Case, dict[st
 
 # ------------------------------------------------------------------------------------------------------------ figures
 
-OURS = "#3a6ea5"
-COLOURS = {"ours": "#1f4e79", "ours, tiled": OURS, "ours, kept": "#7fb2e5", "GEMM": "#8a8a8a", "dense": "#e08e45"}
+COLOURS = {"ours": "#1f4e79", "ours, tiled": "#3a6ea5", "ours, kept": "#7fb2e5", "GEMM": "#8a8a8a", "dense": "#e08e45"}
 OTHERS = ("#b0413e", "#8a6bb1", "#5aa469")
-Draw = Callable[[Any, Results], bool]
 
 
-def picture(draw: Draw, results: Results, file: Path) -> bool:
-    """Draw and save a figure unless it is empty; equal results give equal bytes."""
+def picture(draw: Callable[[Any], None], file: Path) -> None:
+    """Draw and save a figure; equal results give equal bytes."""
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 
     with mpl.rc_context({"svg.hashsalt": "contrastive_zoo", "font.size": 9, "axes.spines.right": False}):
         figure, axes = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
         axes.spines["top"].set_visible(False)
-        shown = draw(axes, results)
-        if shown:
-            figure.savefig(file, metadata={"Date": None}, transparent=False)
+        draw(axes)
+        figure.savefig(file, metadata={"Date": None}, transparent=False)
         plt.close(figure)
-    return shown
 
 
-def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> bool:
+def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> None:
     others = iter(OTHERS)
     for implementation, line in points.items():
         colour = COLOURS.get(implementation) or next(others)
@@ -212,7 +196,6 @@ def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y:
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.minorticks_off()
     axes.legend(frameon=False)
-    return bool(points)
 
 
 def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
@@ -225,32 +208,29 @@ def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) 
     return points
 
 
-def time_by_rows(axes: Any, results: Results) -> bool:
-    """Time by number of rows."""
-
+def time_by_rows(axes: Any, results: Results) -> None:
     def medians(found: dict[str, Any]) -> dict[str, float]:
-        rounds = found.get("rounds", []) if len(found.get("rounds", [{}])[0]) > 3 else []
-        return {name: median_ms(rounds, name) for name in dict.fromkeys(name for x in rounds for name in x)}
+        ms = medians_ms(found.get("rounds", []))
+        return ms if len(ms) > 3 else {}
 
     axes.set_title("NT-Xent, forward and backward", loc="left")
-    return lines_of(axes, by_rows(results, medians), "rows N", "ms")
+    lines_of(axes, by_rows(results, medians), "rows N", "ms")
 
 
-def memory_by_rows(axes: Any, results: Results) -> bool:
-    """Memory by number of rows."""
+def memory_by_rows(axes: Any, results: Results) -> None:
     points = by_rows(results, lambda found: {name: x / 2**20 for name, x in found.get("memory", {}).items()})
     axes.set_title("NT-Xent, memory beyond the inputs", loc="left")
-    return lines_of(axes, {name: line for name, line in points.items() if len(line) > 1}, "rows N", "MB")
+    lines_of(axes, {name: line for name, line in points.items() if len(line) > 1}, "rows N", "MB")
 
 
-def time_by_ranks(axes: Any, results: Results) -> bool:
-    """Time by number of ranks."""
+def time_by_ranks(axes: Any, results: Results) -> None:
     points: dict[str, list[tuple[float, float]]] = {}
     for case, found in measured_cases(results, "scaling"):
         if case.shards[0] == 1024 and case.width == 512:
-            for name in (x for x in case.implementations if any(x in of for of in found["rounds"])):
-                title = f"{case.loss}, {name.removeprefix('ours, ')}"
-                points.setdefault(title, []).append((case.world, median_ms(found["rounds"], name)))
+            for name, ms in medians_ms(found["rounds"]).items():
+                if name != GEMM:
+                    title = f"{case.loss}, {name.removeprefix('ours, ')}"
+                    points.setdefault(title, []).append((case.world, ms))
     axes.set_prop_cycle(color=["#1f4e79", "#3a6ea5", "#7fb2e5", "#7a2f2c", "#b0413e", "#e39a97"])
     for name, line in points.items():
         axes.plot(*zip(*line, strict=True), marker="o", ms=4, label=name)
@@ -258,35 +238,15 @@ def time_by_ranks(axes: Any, results: Results) -> bool:
     axes.set(xlabel="ranks W, 1,024 rows of 512 each", ylabel="ms", xticks=ranks, ylim=(0, None))
     axes.set_title("Constant rows per rank: the total work grows with W²", loc="left")
     axes.legend(frameon=False)
-    return bool(points)
 
 
-def multiples(axes: Any, results: Results) -> bool:
-    """Time in multiples of a bare GEMM."""
-    lines: list[tuple[str, tuple[float, float, float] | None]] = []
-    for case, found in measured_cases(results, "softmax"):
-        lines.append((case.name, None))
-        every = {x: ratio(found["rounds"], x, "GEMM") for x in (*case.implementations, *case.full_implementations)}
-        lines += [(implementation, quartiles(values)) for implementation, values in every.items() if values]
-    axes.figure.set_size_inches(5.4, 1 + 0.21 * len(lines))
-    for height, (name, spread_of_times) in enumerate(reversed(lines)):
-        if spread_of_times is None:
-            axes.text(1.05, height - 0.1, name, va="center", fontsize=8, weight="bold")
-            continue
-        low, median, high = spread_of_times
-        axes.barh(height, median, color=OURS if name.startswith("ours") else "#c9c9c9", height=0.75)
-        axes.plot([low, high], [height] * 2, color="#222222", lw=1)
-        axes.text(high * 1.06, height, f"{median:.1f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(lines)), [name if x else "" for name, x in reversed(lines)], fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.set(xscale="log", xlabel="forward and backward, in GEMMs N × d × N", ylim=(-0.6, len(lines) - 0.4))
-    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-    axes.minorticks_off()
-    return bool(lines)
+FIGURES = {"time": time_by_rows, "memory": memory_by_rows, "ranks": time_by_ranks}
 
 
-FIGURES = {"multiples": multiples, "time": time_by_rows, "memory": memory_by_rows, "ranks": time_by_ranks}
+def draw_figures(results: Results) -> None:
+    for name, draw in FIGURES.items():
+        picture(lambda axes, draw=draw: draw(axes, results), PAGES / "figures" / f"bench-cpu-{name}.svg")
 
 
-def load_results(file: Path) -> Results:
+def load_results(file: Path = RESULTS) -> Results:
     return json.loads(file.read_text(encoding="utf-8"))

@@ -32,8 +32,9 @@ def required(file: str = "peers.txt") -> dict[str, str]:
     return {name.lower().replace("_", "-"): version for name, _, version in pinned}
 
 
-def installed(folder: Path | str) -> dict[str, str]:
-    return {x.name.lower().replace("_", "-"): x.version for x in metadata.distributions(path=[str(folder)])}
+def installed(*folders: Path | str) -> dict[str, str]:
+    found = metadata.distributions(path=[*map(str, folders)])
+    return {x.name.lower().replace("_", "-"): x.version for x in found if x.name}
 
 
 def missing(folder: Path | str, packages: Mapping[str, str]) -> list[str]:
@@ -106,9 +107,9 @@ BARE: dict[str, Bare] = {
 }
 
 
-def opened(package: str, folder: Path | str | None = None) -> bool:
+def opened(package: str, folder: Path | str = FOLDER) -> bool:
     """Return whether a package is in the folder, or importable, and make its files importable without its ``__init__``."""
-    found = PathFinder.find_spec(package, [*sys.path] if folder is None else [str(folder)])
+    found = PathFinder.find_spec(package, [str(folder), *sys.path])
     if found is None or not found.submodule_search_locations:
         return False
     (root,) = found.submodule_search_locations
@@ -141,8 +142,8 @@ def is_there(module: str, folder: Path | str) -> bool:
 def loaded(module: str, folder: Path | str = FOLDER) -> ModuleType:
     """Return a module of a package in the folder, or of one that is installed whole."""
     package = module.partition(".")[0]
-    if package in BARE and package not in sys.modules:
-        assert opened(package, folder), f"{package} is not in {folder}"
+    if package in BARE and package not in sys.modules and not opened(package, folder):
+        raise ModuleNotFoundError(f"{package} is not in {folder}", name=package)
     return importlib.import_module(module)
 
 
