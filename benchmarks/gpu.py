@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py [--quick] [--only LOSS …] [--peers FOLDER] [--out FILE]
     python benchmarks/gpu.py --model [--rates TFLOP TB T]    without a GPU: what the model predicts
+    python benchmarks/gpu.py --crossover    losses by kernels and by operations on the whole matrix, from 1,024 embeddings on
 
 Medians by CUDA events, forward and backward, inputs rotated so that none is in L2, ceilings measured before each loss. The
 model is the largest of FLOP over the rate of a large matrix product, bytes over copy bandwidth, and exponentials over
@@ -11,20 +12,24 @@ out small batches and a million embeddings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 import triton
-from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, NORMALISED, OURS, PUBLIC
-from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured
+from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, MODULES, NORMALISED, OURS, PUBLIC, SCALE, as_called
+from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured, median_ms, steps
 from suite.harness import command_line
 
+import contrastive_zoo as cz
+from contrastive_zoo.engine import implementation, small_batch
 from tools.peer_losses.packages import installed, missing, required
 
 LARGE, MILLION = (65_536, 768), (1_048_576, 512)
 SMALL = (256, 512, 1024, 2048)
 SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
 MAX_SIM = [(128, 1030), (512, 128), (2048, 128)]  # ColPali, ColBERT, and a large batch of it
+CROSSOVER = (1024, 2048, 4096, 8192, 16_384)
 
 
 def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
@@ -43,6 +48,19 @@ def predictions(ceilings: Ceilings) -> Iterator[str]:
         for n, d in sizes_of(name, OURS, quick=False):
             parts = " | ".join(f"{x:.3g}" for x in ceilings.parts_ms(name, n, d))
             yield f"| {name} | {n:,} | {d} | {ceilings.model_ms(name, n, d):.3g} | {parts} |"
+
+
+def crossover() -> Iterator[str]:
+    """Return a table of losses as they are called; every batch counts as small, and InfoNCE is one direction of CLIP."""
+    small_batch.ON_ACCELERATORS = max(CROSSOVER) ** 2 // implementation.SMALL_BATCH_ELEMENTS
+    yield "| loss | embeddings | kernels, ms | whole matrix, ms |"
+    yield "|---|---|---|---|"
+    for loss, n in product([x for x in MODULES if x != "InfoNCE"], CROSSOVER):
+        ms = []
+        for path in ("triton", "torch"):
+            with cz.engine.use_implementation(path):
+                ms.append(median_ms(steps(loss, as_called(loss)(SCALE), n, 768)))
+        yield f"| {loss} | {n:,} | {ms[0]:.3g} | {ms[1]:.3g} |"
 
 
 def times(found: Sequence[Measurement], ceilings: Mapping[str, Ceilings]) -> Iterator[str]:
@@ -87,13 +105,15 @@ def page(device: str, found: Sequence[Measurement], ceilings: Mapping[str, Ceili
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick=False, peers="", model=False)
+    parser = command_line(__doc__, quick=False, peers="", model=False, crossover=False)
     parser.add_argument("--only", nargs="+", choices=[*IMPLEMENTATIONS], default=[*IMPLEMENTATIONS], help="losses")
     parser.add_argument("--out", type=Path, help="a file for the tables")
     parser.add_argument("--rates", nargs=3, type=float, default=H100, help="of that model, in 10¹² a second")
     options = parser.parse_args()
-    if options.model:
-        print(*predictions(Ceilings(*(1e12 * x for x in options.rates))), sep="\n")
+    if options.model or options.crossover:
+        model = predictions(Ceilings(*(1e12 * x for x in options.rates)))
+        for line in crossover() if options.crossover else model:
+            print(line, flush=True)
         return
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     peers = (

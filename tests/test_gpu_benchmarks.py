@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 
-import crossover
 import gpu
 from gpu_suite import measure
 from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
+
+from contrastive_zoo.engine import implementation as chosen
+from contrastive_zoo.engine import small_batch
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
 
@@ -172,30 +173,19 @@ def test_the_tables_have_each_implementation_beside_ours() -> None:
     assert any("no gradient of the scale" in line for line in notes)
 
 
-def test_one_command_times_all_sizes_by_both_paths(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Operations on the matrix are run, with 16 embeddings; times are invented, by which kernels win from 3,000 on."""
-    file, timed = tmp_path / "kernel_times.json", []
+def test_the_crossover_times_all_sizes_by_both_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations on the matrix are run, with 16 embeddings."""
 
     def step(loss: str, function: Any, n: int, d: int) -> tuple[str, int]:
-        path = crossover.implementation._implementation.get()
+        path = chosen._implementation.get()
         if path == "torch":
             rows = [torch.randn(16, d, requires_grad=True) for _ in range(2)]
             measure.value_and_gradients(function, rows)
-        timed.append((loss, n, path))
         return path, n
 
-    file.write_text(json.dumps({}))
-    monkeypatch.setattr(crossover, "FILE", file)
-    monkeypatch.setattr(crossover, "steps", step)
-    monkeypatch.setattr(crossover, "median_ms", lambda of: 3.0 if of[0] == "triton" else of[1] / 1000)
-    monkeypatch.setattr(crossover.implementation, "NO_KERNELS", crossover.implementation.NO_KERNELS)  # restores it
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(sys, "argv", ["crossover.py"])
-    crossover.main()
-    sizes = (1024, 2048, 4096, 8192, 16_384)
-    assert sorted(timed) == sorted(product(("CLIP", "SigLIP", "NT-Xent"), sizes, ("triton", "torch")))
-    assert json.loads(file.read_text())["ms"]["CLIP"]["8192"] == {"kernels": 3.0, "matrix": 8.192}
-    assert "| SigLIP | 4,096 | 3 | 4.1 |" in (text := capsys.readouterr().out)
-    assert "above 3,000 embeddings" in text or "above 2,999 embeddings" in text
+    monkeypatch.setattr(gpu, "steps", step)
+    monkeypatch.setattr(gpu, "median_ms", lambda of: 3.0 if of[0] == "triton" else of[1] / 1000)
+    monkeypatch.setattr(small_batch, "ON_ACCELERATORS", 0)  # restores it
+    _, _, *lines = gpu.crossover()
+    assert len(lines) == 3 * 5
+    assert "| SigLIP | 4,096 | 3 | 4.1 |" in lines

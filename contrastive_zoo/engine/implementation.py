@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.ranks.devices import float32_matmuls
 
 # up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
 SMALL_BATCH_ELEMENTS = 2**16
-# so many times as many similarities are a small batch on an accelerator, where measured times decide
-ON_ACCELERATORS = LARGEST_MATRIX**2 // SMALL_BATCH_ELEMENTS
+# So many times as many similarities are a small batch on an accelerator: on an H100 the first of CLIP, SigLIP and NT-Xent
+# becomes quicker by kernels at about 3,700 embeddings (benchmarks/gpu.py --crossover).
+ON_ACCELERATORS = 212
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -121,15 +121,13 @@ class Kernels(NamedTuple):
     """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
     ``always``: the user chose ``"triton"``, so they compute small batches, too, and what they cannot is refused.
-    ``problem`` says why they cannot ``apply``; ``warning``, what would make a large batch quicker. On an accelerator a
-    batch is small up to ``small_batches`` times as many similarities as elsewhere.
+    ``problem`` says why they cannot ``apply``; ``warning``, what would make a large batch quicker.
     """
 
     apply: bool = False
     always: bool = False
     problem: str | None = None
     warning: str | None = None
-    small_batches: int = ON_ACCELERATORS
 
     def __str__(self) -> str:
         """What ranks compare: the choice of ``"triton"``, which is refused where kernels do not apply."""
@@ -137,16 +135,12 @@ class Kernels(NamedTuple):
             return "torch or triton"
         return "triton" if self.apply else f"triton, which {self.problem}"
 
-    def on_ranks(self, capable: Sequence[bool], small_batches: Sequence[int]) -> "Kernels":
+    def on_ranks(self, capable: Sequence[bool]) -> "Kernels":
         """Return what all ranks do, given what each one states: kernels compute what they compute on every rank."""
-        result = self
-        if any(capable) and not all(capable):
-            lacking = _listed(rank for rank, applies in enumerate(capable) if not applies)
-            result = _without_kernels(self.problem or f"does not run on rank {lacking}")
-        elif any(capable) and len({*small_batches}) > 1 and not self.always:
-            others = _listed(rank for rank, x in enumerate(small_batches) if x != small_batches[0])
-            result = self._replace(warning=self.warning or _TABLES_DIFFER.format(others))
-        return result._replace(small_batches=max(small_batches))
+        if all(capable) or not any(capable):
+            return self
+        lacking = ", ".join(str(rank) for rank, applies in enumerate(capable) if not applies)
+        return _without_kernels(self.problem or f"does not run on rank {lacking}")
 
     def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
         """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
@@ -157,7 +151,7 @@ class Kernels(NamedTuple):
             raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
         if unsupported is not None or not (self.apply or self.warning):
             return False
-        if not self.always and is_small_batch(rows * columns, self.small_batches):
+        if not self.always and is_small_batch(rows * columns, ON_ACCELERATORS):
             return False
         if self.warning is not None:
             _warn_once(self.warning)
@@ -181,10 +175,6 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     return Kernels(True, chosen, warning=_IN_FLOAT32 if under_autocast else None)
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _without_kernels(problem: str) -> Kernels:
     """Return the torch operations, which all ranks take in place of kernels that do not run on one of them."""
     return Kernels(
@@ -198,12 +188,6 @@ _IN_FLOAT32 = (
     "Embeddings are float32 under autocast, as those that normalize or layer_norm returns, and a loss multiplies them as "
     "they are: in float32, without tensor cores. For 16 bits pass embeddings.bfloat16(); for TF32 call "
     "torch.set_float32_matmul_precision('high')."
-)
-
-
-_TABLES_DIFFER = (
-    "The measured times of rank {} differ from those of rank 0, so kernels start where all ranks would use them. Install "
-    "the same contrastive_zoo/engine/kernel_times.json on every rank."
 )
 
 NO_KERNELS = Kernels()

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
-from contrastive_zoo.engine.implementation import is_dense, is_small_batch
+from contrastive_zoo.engine.implementation import ON_ACCELERATORS, is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
     at_least_float32,
@@ -45,7 +45,7 @@ def uses_small_batch_path(a: Tensor, reduction: Reduction, batch: Batch, *, view
         return False
     similarities = (len(a) * (2 if views else 1)) ** 2
     on_cpu = devices.on_cpu(a)
-    return is_small_batch(similarities // 4) if on_cpu else is_small_batch(similarities, batch.kernels.small_batches)
+    return is_small_batch(similarities // 4) if on_cpu else is_small_batch(similarities, ON_ACCELERATORS)
 
 
 def small_batch_info_nce(

@@ -64,7 +64,7 @@ class Stated:
 
     def on_ranks(self, agreed: Agreed) -> "Stated":
         """Return the statement with the kernels that all ranks use."""
-        return replace(self, kernels=self.kernels.on_ranks(agreed.kernels, agreed.small_batches))
+        return replace(self, kernels=self.kernels.on_ranks(agreed.kernels))
 
     def batch(
         self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, local_slice: slice | None = None
@@ -211,8 +211,8 @@ class Loss(Settings, GraphModule):
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
             settings = {**vars(stated.settings), **stated.compared, "implementation": stated.kernels}
             compared = {key: x for key, x in settings.items() if not isinstance(x, unlike)}
-            kernels = {"kernels": stated.kernels.apply, "small_batches": stated.kernels.small_batches}
-            agreed = agree(name, rows, world=session, problem=problem, settings=compared, **kernels)
+            applies = stated.kernels.apply
+            agreed = agree(name, rows, world=session, problem=problem, settings=compared, kernels=applies)
             shards, stated = agreed.shards, stated.on_ranks(agreed)
         refuse_empty(name, shards[0])
         return stated.batch(rows, shards, session)

@@ -61,7 +61,6 @@ class Statement:
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
     kernels: bool = False  # whether Triton kernels can compute the loss on this rank
-    small_batches: int = 0  # how large batches are that they leave to operations on the whole matrix
     # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
     draws: bool = False
     # whether all of the loss takes every rank less time than its part and the messages, given the shards
@@ -79,7 +78,6 @@ class Agreed:
     shards: list[Shards]  # the split of each of the statement's sizes over the ranks
     replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
     kernels: Sequence[bool] = (False,)  # by rank, whether Triton kernels can compute the loss there
-    small_batches: Sequence[int] = (0,)  # by rank, how large batches are that they leave out
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
     equal: Mapping[int, int] = field(default_factory=dict)  # by index, digests of arguments that all ranks stated alike
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
@@ -102,7 +100,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         if statement.problem is not None:
             raise ValueError(f"{statement.caller}: {statement.problem}")
         shards = [Shards((size,)) for size in statement.sizes]
-        return Agreed(shards, kernels=[statement.kernels], small_batches=[statement.small_batches])
+        return Agreed(shards, kernels=[statement.kernels])
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
     state = state_of(world.process_group)
@@ -144,8 +142,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
     by_argument = enumerate(zip(*digests, strict=True))
     equal = {index: of_ranks[0] for index, of_ranks in by_argument if of_ranks[0] and len({*of_ranks}) == 1}
-    same, small_batches = max(received["same"]), received["small batches"]
-    return Agreed(shards, replicate, kernels, small_batches, same, equal, payload if fits else None, number, identity)
+    same = max(received["same"])
+    return Agreed(shards, replicate, kernels, same, equal, payload if fits else None, number, identity)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -182,7 +180,6 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.fingerprint,
         statement.same,
         _REPLICABLE * statement.replicable + _KERNELS * statement.kernels + _DRAWS * statement.draws,
-        statement.small_batches,
         payload,
         *arguments,
         *[0] * (ARGUMENTS - len(arguments)),

@@ -303,7 +303,7 @@ ARGUMENTS = 8
 # a rank in one meets a rank in the other, and all of them hear it.
 FIELDS = (
     "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "fingerprint",
-    "same", "capabilities", "small batches", "bytes", *(f"argument {index}" for index in range(ARGUMENTS)),
+    "same", "capabilities", "bytes", *(f"argument {index}" for index in range(ARGUMENTS)),
 )  # fmt: skip
 """Header fields before the sizes, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 

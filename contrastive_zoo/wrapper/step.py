@@ -219,7 +219,6 @@ class OwnStep(DistributedStep):
             tolerance=tolerance(rows.values()),
             replicable=can_compute_all,
             kernels=stated.kernels.apply,
-            small_batches=stated.kernels.small_batches,
             draws=self.history.draws or inputs.whole,
             small=functools.partial(_is_small, [*rows.values()]),
             payload=payload_of(rows, self.session) if can_compute_all else None,

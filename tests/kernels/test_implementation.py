@@ -1,13 +1,11 @@
 """The choice between torch and Triton: where a kernel is used, what is refused, and that no rank is left waiting."""
 
-import json
 import math
 import re
 import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation as chosen
 from contrastive_zoo.engine import kernels
-from contrastive_zoo.engine.crossover import FILE, largest_matrix
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
 from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.ranks.world import World
@@ -69,29 +66,6 @@ def test_auto_uses_kernels_where_they_apply() -> None:
         assert used(rows)
         assert not used(on_a_gpu(n=512))
         assert not used(on_a_gpu(dtype=torch.float64))
-
-
-def times(**ms: tuple[float | None, float | None]) -> dict[str, Any]:
-    return {size[1:]: {"kernels": kernels, "matrix": matrix} for size, (kernels, matrix) in ms.items()}
-
-
-def test_a_table_of_times_decides_where_kernels_start() -> None:
-    """Between sizes that are measured, times are straight on logarithmic axes; the loss whose kernels win first decides."""
-    early, late = (
-        times(n1024=(2.0, 1.0), n4096=(1.0, 2.0)),
-        times(n1024=(2.0, 1.0), n2048=(None, None), n4096=(1.0, 8.0)),
-    )
-    assert largest_matrix({"CLIP": early}) == 2048
-    assert largest_matrix({"CLIP": early, "SigLIP": late}) == 1024 * 2**0.5 // 1
-    assert largest_matrix({"CLIP": times(n1024=(1.0, 2.0))}) == 0
-    assert largest_matrix({"CLIP": times(n1024=(2.0, 1.0))}) == 1024
-    measured = json.loads(FILE.read_text(encoding="utf-8"))["ms"]
-    assert LARGEST <= largest_matrix(measured) <= LARGEST + 10
-    assert 2048 < LARGEST < 16_384  # at either of which all times of the file agree
-    page = (Path(__file__).parents[2] / "docs" / "pages" / "accelerator.md").read_text(encoding="utf-8")
-    for loss, sizes in measured.items():
-        cells = (f"{x['kernels']:.2f} / {x['matrix']:.2f}" if x["kernels"] else "not measured" for x in sizes.values())
-        assert f"| {loss} | {' | '.join(cells)} |" in page
 
 
 def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,37 +234,23 @@ def steps_of(rows: Tensor, local: slice, call: Callable[..., Tensor]) -> list[li
     return [[x.detach(), *torch.autograd.grad(x, towers)] for x, towers in zip(values, leaves, strict=True)]
 
 
-BATCHES = int(1.2 * LARGEST), 2 * LARGEST
-"""Embeddings of each side: between the thresholds of two tables, one of twice as many similarities; above both."""
-
-RANKS_DIFFER: dict[str, tuple[bool, bool, str]] = {
-    "probe": (False, False, "is too old|does not run on rank 1"),
-    "table": (False, True, "measured times of rank 1 differ"),
-}
-"""What one rank has that others lack; whether kernels then compute batches of these sizes; the warning."""
-
-
 @pytest.mark.parametrize(("loss", "wrapped", "factor"), FORMS, ids=["NTXent", "a sum", "bare"])
-def test_ranks_that_differ_all_choose_what_every_rank_can_and_would(
+def test_ranks_of_which_one_lacks_kernels_all_do_without(
     loss: Any, wrapped: bool, factor: float, worlds: Worlds
 ) -> None:
-    """Kernels apply on both ranks. One rank's probe says no, or its table says that kernels start later, from step 2 on."""
+    """Kernels apply on both ranks; one rank's probe says no from step 2 on."""
     shards = [slice(0, 3), slice(3, 7)]
     rows = torch.randn(3, 2, 7, 4, dtype=torch.float64)
 
-    def job(differs: str, mutant: bool) -> Any:
+    def job(mutant: bool) -> Any:
         rank, applied, chosen_by_ranks = dist.get_rank(), [], Kernels.compute
         call = cz.DistributedLoss(loss) if wrapped else partial(loss, world=World.of())
 
         def choose(embeddings: Any) -> Kernels:
-            if not (rank and applied):
-                return Kernels(True)
-            if differs == "table":
-                return Kernels(True, small_batches=2 * chosen.ON_ACCELERATORS)
-            return chosen._without_kernels("is too old")
+            return chosen._without_kernels("is too old") if rank and applied else Kernels(True)
 
         def compute(kernels: Kernels, *_: Any, **named: Any) -> bool:
-            applied.append(tuple(chosen_by_ranks(kernels, "Loss", n, n) for n in BATCHES))
+            applied.append(chosen_by_ranks(kernels, "Loss", 2 * LARGEST, 2 * LARGEST))
             return False
 
         with (
@@ -307,15 +267,14 @@ def test_ranks_that_differ_all_choose_what_every_rank_can_and_would(
             return steps_of(rows, shards[rank], call), applied, [str(x.message) for x in said]
 
     expected = steps_of(rows, slice(None), loss)
-    for differs, (between, above, reason) in RANKS_DIFFER.items():
-        for rank, (found, applied, said) in enumerate(worlds.run(2, job, differs, False)):
-            for step, (value, *gradients) in zip(found, expected, strict=True):
-                local = [factor * x[shards[rank]] for x in gradients]
-                torch.testing.assert_close(step, [value, *local], rtol=1e-10, atol=1e-12)
-            assert applied == [(True, True), (between, above), (between, above)]
-            assert [bool(re.search(reason, text)) for text in said] == [True]
-        (_, first, _), (_, second, _) = worlds.run(2, job, differs, True)
-        assert first != second  # a rank that heeds its own answer only
+    for rank, (found, applied, said) in enumerate(worlds.run(2, job, False)):
+        for step, (value, *gradients) in zip(found, expected, strict=True):
+            local = [factor * x[shards[rank]] for x in gradients]
+            torch.testing.assert_close(step, [value, *local], rtol=1e-10, atol=1e-12)
+        assert applied == [True, False, False]
+        assert [bool(re.search("is too old|does not run on rank 1", text)) for text in said] == [True]
+    (_, first, _), (_, second, _) = worlds.run(2, job, True)
+    assert first != second  # a rank that heeds its own answer only
 
 
 def test_precision_follows_either_setting_of_torch() -> None:
