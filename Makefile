@@ -72,7 +72,7 @@ examples: .venv/.installed
 
 # trainings with one loss each, with pictures; the notebook is executed
 loss-examples: .venv/.examples-installed
-	$(BIN)/python -W ignore -m examples.losses --docs
+	$(BIN)/python -W ignore -m examples.demo --docs
 	$(BIN)/python -m tools.notebook
 
 # all trainers, also DeepSpeed, which compiles its messages; writes the tables of docs/pages/trainers.md

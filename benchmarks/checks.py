@@ -25,7 +25,7 @@ from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
-from examples.losses.digits import images as digits
+from examples.losses import images as digits
 from tools.pages import PAGES, fill, table
 
 PAGE = PAGES / "when-a-rank-fails.md"

@@ -63,7 +63,8 @@ def throughput(size: int, classes: int, world_size: int) -> None:
             start = time.perf_counter()
             drawn = sum(map(len, sampler))
             seconds.setdefault(name, []).append(time.perf_counter() - start)
-            assert drawn >= 0.99 * size // world_size
+            # PML's sampler leaves out the last batch if it is smaller
+            assert drawn >= 0.99 * size / world_size - BATCH / world_size
     for name, found in seconds.items():
         print(f"| {name} | {statistics.median(found):.2f} | {size / statistics.median(found) / 1e6:.1f} |")
 

@@ -63,7 +63,7 @@ from contrastive_zoo.losses.triplet import Triplet as Triplet
 from contrastive_zoo.losses.uniformity import AlignUniform as AlignUniform
 from contrastive_zoo.losses.uniformity import LeJEPA as LeJEPA
 from contrastive_zoo.losses.uniformity import SpectralContrastive as SpectralContrastive
-from contrastive_zoo.metrics.monitor.monitor import Monitor as Monitor
+from contrastive_zoo.metrics.monitor import Monitor as Monitor
 from contrastive_zoo.ranks import collectives as collectives
 from contrastive_zoo.ranks.messages import CommunicationError as CommunicationError
 from contrastive_zoo.ranks.world import World as World

@@ -12,9 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.testing.worlds import Worlds
-from examples.demo import local
-from examples.losses.digits import augmented, batches, held_out, images
-from examples.losses.two_towers import Towers
+from examples.losses import Towers, augmented, batches, held_out, images, local
 from tools.gallery.recipe import GALLERY, symmetric_cross_entropy
 from tools.pages import PAGES
 

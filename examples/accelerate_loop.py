@@ -1,4 +1,4 @@
-"""Accelerate: ``torchrun --standalone --nproc-per-node 2 -m examples.accelerate_loop``."""
+"""Accelerate: ``torchrun --standalone --nproc-per-node 2 -m examples accelerate_loop``."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, ShardedBatches, make_dataset, make_encoder, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 def every_step(loader: DataLoader[Any], steps: int) -> Iterator[list[Tensor]]:
@@ -75,6 +75,3 @@ SETUPS = [
         fix="DistributedLoss(loss)(z, labels)",
     ),
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main(SETUPS)

@@ -1,4 +1,4 @@
-"""Automatic mixed precision under DDP: ``torchrun --standalone --nproc-per-node 2 -m examples.amp``."""
+"""Automatic mixed precision under DDP: ``torchrun --standalone --nproc-per-node 2 -m examples amp``."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -53,6 +53,3 @@ SETUPS = [
     ),
     Setup("GradScaler, float64", partial(train, contextlib.nullcontext, torch.float64, scale=True)),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

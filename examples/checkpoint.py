@@ -1,4 +1,4 @@
-"""Save and resume: ``torchrun --standalone --nproc-per-node 2 -m examples.checkpoint``."""
+"""Save and resume: ``torchrun --standalone --nproc-per-node 2 -m examples checkpoint``."""
 
 import tempfile
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main
+from examples.setup import Setup, Trained
 
 
 class Training:
@@ -73,6 +73,3 @@ SETUPS = [
     Setup("DDP, resumed after 4 of 10 steps", partial(train, DistributedDataParallel)),
     Setup("FSDP2, resumed after 4 of 10 steps", partial(train, fully_shard)),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: ``torchrun --standalone --nproc-per-node 2 -m examples.ddp``."""
+"""DistributedDataParallel: ``torchrun --standalone --nproc-per-node 2 -m examples ddp``."""
 
 import contextlib
 from functools import partial
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, EncoderWithLoss, make_encoder, make_loader, make_loss, run_steps
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 def train(accumulate: int = 1) -> Trained:
@@ -53,6 +53,3 @@ SETUPS = [
     Setup("the loss in the model", partial(train_in_one_module, sum_hook=False)),
     Setup("the loss in the model, a communication hook that sums", partial(train_in_one_module, sum_hook=True)),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

@@ -1,4 +1,4 @@
-"""DeepSpeed: ``DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 -m examples.deepspeed_engine``."""
+"""DeepSpeed: ``DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 -m examples deepspeed_engine``."""
 
 import os
 from functools import partial
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, EncoderWithLoss, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 def train(
@@ -75,6 +75,3 @@ SETUPS = [
         fix="`GradCache(encoder, chunk_size)` inside the engine's module", engine_in_chunks=True,
     ),
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main(SETUPS)

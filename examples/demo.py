@@ -1,4 +1,4 @@
-"""A demonstration: ``python -m examples.demo [FOLDER] [--json]``, with the folder for its pictures.
+"""A demonstration: ``python -m examples.demo [FOLDER] [--json] [--docs]``, with the folder for its pictures.
 
 One process, and two that hold a third and two thirds of every batch, train encoders of scikit-learn's digits in float64.
 With DistributedLoss both end with the same encoder. With two common hand-written gathers they do not.
@@ -7,103 +7,80 @@ With DistributedLoss both end with the same encoder. With two common hand-writte
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import contrastive_zoo as cz
+from contrastive_zoo.metrics.plots import TEN, principal_plane
 from contrastive_zoo.testing.worlds import Worlds
-from examples.losses.digits import Result, augmented, batches, difference, draw, encoder, held_out, images, result
-from examples.losses.two_towers import Towers
+from examples import losses
+from examples.losses import TRAINED, Result, Started, images, train
 from tools.gallery import make
+from tools.pages import PAGES, fill, table
 
 TOLERANCE = 1e-9  # largest difference that counts as rounding, in float64
 
 
 class Job(NamedTuple):
-    """A training: its loss, whether it compares two halves of a digit or labelled digits, and a name for its picture."""
+    """A training: its title, the loss for the table of the page, and how it starts; the name is that of its picture."""
 
+    name: str
     title: str
-    loss: Callable[[], nn.Module]
-    towers: bool
-    picture: str
-
-
-def pml_triplet() -> nn.Module:
-    from pytorch_metric_learning.losses import TripletMarginLoss
-    from pytorch_metric_learning.miners import TripletMarginMiner
-
-    miner = TripletMarginMiner(margin=0.2, type_of_triplets="semihard")
-    return cz.DistributedLoss(TripletMarginLoss(margin=0.2), miner=miner)
+    loss: str
+    start: Callable[[], Started]
 
 
 RIGHT = (
-    Job("InfoNCE, two towers", partial(make, "DistributedLoss, own loss"), True, "two_towers"),
-    Job("SupCon", lambda: cz.DistributedLoss(cz.SupCon(temperature=0.1)), False, "sup_con"),
-    Job("pml triplet, mined", pml_triplet, False, "pml_triplet"),
+    Job("simclr", "SimCLR (NTXent)", "NTXent", losses.simclr),
+    Job("sup_con", "SupCon", "SupCon", losses.sup_con),
+    Job("two_towers", "two towers (Clip)", "Clip", losses.two_towers),
+    Job("moco", "MoCo (InfoNCE, queue)", "InfoNCE with a queue", losses.moco),
+    Job(
+        "pml_miner",
+        "PML, with a miner",
+        "pytorch-metric-learning's MultiSimilarityLoss, with its miner",
+        losses.pml_miner,
+    ),
 )
-WRONG = (
-    Job("detached candidates", partial(make, "detached candidates"), True, "detached_candidates"),
-    Job("mean of means", partial(make, "mean of means"), True, "mean_of_means"),
+WRONG = tuple(
+    Job(title.replace(" ", "_"), title, "", lambda title=title: losses.two_towers(make(title)))  # type: ignore[misc]
+    for title in ("detached candidates", "mean of means")
 )
-"""Recipes of the gallery with the loss of the first right job."""
+"""Recipes of the gallery, of two towers."""
 
 
-def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a batch: rank r has r + 1 parts of equal size."""
-    world = cz.World.of()
-    start, stop = (len(x) * r * (r + 1) // (world.size * (world.size + 1)) for r in (world.rank, world.rank + 1))
-    return x[start:stop]
+def difference(one: Result, several: Result) -> float:
+    """Return the largest difference of losses and held-out embeddings of two trainings."""
+    of_losses = max(abs(a - b) for a, b in zip(one.losses, several.losses, strict=True))
+    return max(of_losses, (one.after - several.after).abs().max().item())
 
 
-def train(job: Job, epochs: int) -> Result:
-    """Train on this process, one of several; only :func:`local` depends on their number."""
-    torch.set_default_dtype(torch.float64)
-    model, (pixels, labels) = DistributedDataParallel(Towers() if job.towers else encoder()), images()
-    loss = job.loss().double()
-    # DistributedLoss keeps its parameters equal on all ranks; a hand-written loss needs DDP for that.
-    criterion = loss if isinstance(loss, cz.DistributedLoss) else DistributedDataParallel(loss)
-    optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()], lr=2e-3)
-
-    def embeddings() -> Tensor:
-        rows = model.module(held_out())
-        return torch.cat(rows, 1) if job.towers else rows
-
-    losses, before = [], embeddings()
-    for indices, generator in batches(epochs):
-        rows = model(local(augmented(pixels[indices], generator)))
-        optimizer.zero_grad()
-        value = criterion(*rows) if job.towers else criterion(rows, local(labels[indices]))
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return result(losses, before, embeddings())
-
-
-def demo(folder: Path, out: TextIO = sys.stdout, epochs: int = 40) -> dict[str, Any]:
+def demo(
+    folder: Path, out: TextIO = sys.stdout, epochs: int = 60, jobs: Sequence[Job] = (*RIGHT, *WRONG)
+) -> dict[str, Any]:
     """Train all jobs, compare them with one process, print a line for each, and draw them into the folder.
 
-    Return in plain types ``ok``, whether every right job is the same on one process and on two, and how far two processes
-    are from one for the ``right`` and the ``wrong`` jobs.
+    Return in plain types ``ok``, whether every right job is the same on one process and on two; for the ``right`` and the
+    ``wrong`` jobs how far two processes are from one, and recall@1 of held-out digits before and after.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"folder": str(folder), "right": {}, "wrong": {}}
     say = partial(print, file=out, flush=True)
-    say(f"{'loss':<24} {'value, W=1':>16} {'W=2':>6} {'difference':>11}")
+    say(f"{'training':<24} {'value, W=1':>16} {'W=2':>6} {'recall@1':>16} {'difference':>11}")
     with Worlds(timeout=300) as worlds:
-        for job in (*RIGHT, *WRONG):
-            one, several = worlds.run(1, train, job, epochs)[0], worlds.run(2, train, job, epochs)
-            far, kind = max(difference(one, x) for x in several), "right" if job in RIGHT else "wrong"
-            draw(job.title, one, several[0], folder / f"{job.picture}.png")
-            found[kind][job.title] = {"difference": far}
-            values = f"{one.losses[0]:.3f} → {one.losses[-1]:.3f}"
+        for job in jobs:
+            one, several = worlds.run(1, train, job.start, epochs)[0], worlds.run(2, train, job.start, epochs)
+            far, kind = max(difference(one, x) for x in several), "wrong" if job in WRONG else "right"
+            recalls = [recall(x) for x in (one.before, one.after)]
+            draw(job.title, one, several[0], recalls, folder / f"example-{job.name.replace('_', '-')}.png")
+            found[kind][job.title] = {"difference": far, "recall": recalls}
+            values, learnt = f"{one.losses[0]:.3f} → {one.losses[-1]:.3f}", " → ".join(f"{x:.3f}" for x in recalls)
             mark = "✗ " if kind == "wrong" else ""
-            say(f"{mark + job.title:<24} {values:>16} {several[0].losses[-1]:>6.3f} {far:>11.0e}")
+            say(f"{mark + job.title:<24} {values:>16} {several[0].losses[-1]:>6.3f} {learnt:>16} {far:>11.0e}")
     found["ok"] = all(x["difference"] <= TOLERANCE for x in found["right"].values())  # NaN is not
     verdict = "Same training" if found["ok"] else "FAILED: not the same training"
     say(
@@ -115,12 +92,48 @@ def demo(folder: Path, out: TextIO = sys.stdout, epochs: int = 40) -> dict[str, 
     return found
 
 
+def recall(rows: Tensor) -> float:
+    return cz.metrics.recall_at_k(rows, labels=images()[1][TRAINED:], process_group=cz.World())
+
+
+def draw(title: str, one: Result, several: Result, recalls: Sequence[float], path: Path) -> None:
+    """Draw the losses on one process and on two, and the plane of the largest variance before and after training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), dpi=80, layout="constrained")
+    curve, *planes = figure.subplots(1, 3, width_ratios=(4, 3, 3))
+    curve.plot(one.losses, lw=6, alpha=0.4, label="one process")
+    curve.plot(several.losses, color="black", ls="--", lw=1.2, label="two processes")
+    curve.set(xlabel="step", ylabel="loss", title=title)
+    curve.legend(frameon=False)
+    colours = [TEN[x % 10] for x in images()[1][TRAINED:].tolist()]
+    for plane, when, rows, share in zip(planes, ("before", "after"), one[1:], recalls, strict=True):
+        plane.scatter(*principal_plane(rows.float()).T.tolist(), s=6, c=colours, linewidths=0)
+        plane.set(xticks=[], yticks=[], title=f"{when}: recall@1 {100 * share:.0f} %")
+    figure.savefig(path)
+
+
+def write_page(found: dict[str, Any]) -> None:
+    rows = []
+    for job in RIGHT:
+        of_job = found["right"][job.title]
+        rows.append([f"`{job.name}`", job.loss, *(f"{x:.3f}" for x in of_job["recall"]), f"{of_job['difference']:.0e}"])
+    columns = ("training", "loss", "recall@1 before", "after", "difference, W = 2 from W = 1")
+    fill(PAGES / "examples.md", {"results": table(columns, rows)})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Compare one process with two.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("demo-output"), help="where pictures are written")
     parser.add_argument("--json", action="store_true", help="print what was compared as JSON; words go to stderr")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the table and the pictures of docs/pages/examples.md"
+    )
     options = parser.parse_args()
-    compared = demo(options.folder, sys.stderr if options.json else sys.stdout)
+    into, right_and_wrong = (PAGES / "figures", RIGHT) if options.docs else (options.folder, (*RIGHT, *WRONG))
+    compared = demo(into, sys.stderr if options.json else sys.stdout, jobs=right_and_wrong)
+    if options.docs:
+        write_page(compared)
     if options.json:
         print(json.dumps(compared, indent=2))
     sys.exit(not compared["ok"])

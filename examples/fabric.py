@@ -1,4 +1,4 @@
-"""Lightning Fabric: ``torchrun --standalone --nproc-per-node 2 -m examples.fabric``."""
+"""Lightning Fabric: ``torchrun --standalone --nproc-per-node 2 -m examples fabric``."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from lightning.fabric import Fabric
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 def train(*, accumulate: int = 1, gather: bool | None = None, loss_in_setup: bool = False) -> Trained:
@@ -52,6 +52,3 @@ SETUPS = [
         fix="DistributedLoss(loss)(z, labels)",
     ),
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main(SETUPS)

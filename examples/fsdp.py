@@ -1,4 +1,4 @@
-"""FSDP2, fully_shard: ``torchrun --standalone --nproc-per-node 2 -m examples.fsdp``."""
+"""FSDP2, fully_shard: ``torchrun --standalone --nproc-per-node 2 -m examples fsdp``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import contrastive_zoo as cz
 from examples.digits import LEARNING_RATE, EncoderWithLoss, make_loader, make_loss, run_steps
-from examples.setup import Setup, Trained, main
+from examples.setup import Setup, Trained
 
 
 def encoder_alone(step: EncoderWithLoss) -> None:
@@ -51,6 +51,3 @@ SETUPS = [
     Setup("the same, gradients summed", partial(train, loss_sharded_summed, "sum")),
     Setup("divide factor 1", partial(train, loss_sharded_summed), mistake="FSDP sums all gradients.", fix=SUM),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

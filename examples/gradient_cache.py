@@ -1,4 +1,4 @@
-"""GradCache within trainers: ``torchrun --standalone --nproc-per-node 2 -m examples.gradient_cache``."""
+"""GradCache within trainers: ``torchrun --standalone --nproc-per-node 2 -m examples gradient_cache``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from examples.digits import LEARNING_RATE, EncoderWithLoss, make_loader, make_loss, run_steps
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 Wrap = Callable[[EncoderWithLoss], nn.Module]
 CHUNK, SAMPLES = 4, 124
@@ -74,6 +74,3 @@ SETUPS = [
         "`GradCache(encoder, chunk_size)`, one loss of all samples", chunks=2,
     ),
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main(SETUPS)

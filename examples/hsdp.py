@@ -1,4 +1,4 @@
-"""HSDP, replicas of shards on a 2 × 2 mesh: ``torchrun --standalone --nproc-per-node 4 -m examples.hsdp``."""
+"""HSDP, replicas of shards on a 2 × 2 mesh: ``torchrun --standalone --nproc-per-node 4 -m examples hsdp``."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import contrastive_zoo as cz
 from examples.digits import LEARNING_RATE, SAMPLES, make_encoder, make_loader, make_loss, run_steps
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 def train(loss_along: str | None = None, samples: int = SAMPLES) -> Trained:
@@ -37,6 +37,3 @@ SETUPS = [
         shards="uneven",
     ),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

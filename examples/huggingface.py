@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: ``torchrun --standalone --nproc-per-node 2 -m examples.huggingface``."""
+"""The Hugging Face Trainer: ``torchrun --standalone --nproc-per-node 2 -m examples huggingface``."""
 
 import tempfile
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
 from examples.digits import LEARNING_RATE, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 SGD = partial(torch.optim.SGD, lr=LEARNING_RATE)
 
@@ -73,6 +73,3 @@ def make_setup(loss: str, steps: int = 1, average: bool = True, name: str = "", 
 FORMS = ("loss in the model", "compute_loss_func")
 SETUPS = [make_setup(form, steps, average) for form in FORMS for steps in (1, 2) for average in (True, False)]
 SETUPS += [make_setup("compute_loss_func", name=", optimizer passed", given_optimizer=True)]
-
-if __name__ == "__main__":
-    main(SETUPS)

@@ -6,7 +6,7 @@ from typing import Any
 import transformers
 
 from examples.huggingface import get_train_dataloader, make_setup
-from examples.setup import Setup, main
+from examples.setup import Setup
 
 
 class PlainTrainer(transformers.Trainer):
@@ -28,6 +28,3 @@ SETUPS = [
     wrong("compute_loss_func: loss parameters never zeroed", "compute_loss_func", 1, False, **OWN_OPTIMIZER),
     wrong("compute_loss_func: all three", "compute_loss_func", 2, True, **OWN_OPTIMIZER),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

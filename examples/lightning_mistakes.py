@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Subset
 
 from examples.digits import ShardedBatches, make_dataset
 from examples.lightning_module import Digits, train
-from examples.setup import Setup, main, one_process
+from examples.setup import Setup, one_process
 
 
 class OwnSampler(Digits):
@@ -27,6 +27,3 @@ SETUPS = [
         fix="use_distributed_sampler=False",
     ),
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main(SETUPS)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: ``torchrun --standalone --nproc-per-node 2 -m examples.lightning_module``."""
+"""Lightning's Trainer: ``torchrun --standalone --nproc-per-node 2 -m examples lightning_module``."""
 
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
 from examples.digits import EPOCHS, LEARNING_RATE, make_dataset, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 class Embedder(lightning.LightningModule):
@@ -68,6 +68,3 @@ SETUPS = [
     Setup("training and validation", train),
     Setup("accumulation of 5 batches", partial(train, accumulate_grad_batches=5), reference=accumulated),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

@@ -1,4 +1,4 @@
-"""Mistakes in a training with DDP: ``torchrun --standalone --nproc-per-node 2 -m examples.mistakes "no set_epoch"``.
+"""Mistakes in a training with DDP: ``torchrun --standalone --nproc-per-node 2 -m examples mistakes --setup "no set_epoch"``.
 
 `Right` is a right training. Each other class makes one mistake: its docstring says which, ``fix`` how to correct it.
 """
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import contrastive_zoo as cz
 from examples.ddp import add_up
 from examples.digits import EPOCHS, LEARNING_RATE, make_dataset, make_encoder, make_loader, make_loss
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 SAMPLES, BATCH_SIZE = 155, 32  # two epochs of batches of 32, 32, 32, 32 and 27: ten steps
 
@@ -191,6 +191,3 @@ def _setup(training: type[Right]) -> Setup:
 
 
 SETUPS = [_setup(x) for x in list(globals().values()) if isinstance(x, type) and issubclass(x, Right)]
-
-if __name__ == "__main__":
-    main(SETUPS)

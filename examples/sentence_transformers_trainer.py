@@ -1,4 +1,4 @@
-"""``torchrun --standalone --nproc-per-node 2 -m examples.sentence_transformers_trainer``: sentence-transformers' Trainer."""
+"""``torchrun --standalone --nproc-per-node 2 -m examples sentence_transformers_trainer``: sentence-transformers' Trainer."""
 
 import tempfile
 from functools import partial
@@ -14,7 +14,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.adapters.sentence_transformers import DistributedSentenceLoss
 from examples.digit_sentences import BATCH_SIZE, STEPS, EmbeddingLoss, Make, make_data, make_model, one_process, trained
 from examples.digits import LEARNING_RATE, make_loss
-from examples.setup import Setup, Trained, main
+from examples.setup import Setup, Trained
 
 
 def in_order(data: Any, batch_size: int, drop_last: bool, **_: Any) -> Any:
@@ -63,6 +63,3 @@ SETUPS += [
     Setup("Cached…Loss without gather_across_devices", partial(train, cached, pairs=True), reference=on_one, shards="even",
           mistake="each rank compares its own sentences only", fix="gather_across_devices=True"),
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main(SETUPS)

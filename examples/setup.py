@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -109,11 +107,3 @@ def measured(setup: Setup) -> Deviation:
         gc.collect()  # DDP keeps a reference to the group; gloo's threads must end before Python exits
         dist.destroy_process_group()
     return Deviation(*found.tolist())
-
-
-def main(available: Sequence[Setup]) -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else available[0].name
-    setup = next(x for x in available if x.name == name)
-    deviation = measured(setup)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{setup.name}: encoder {deviation.encoder:.1e}, loss parameters {deviation.loss:.1e}")

@@ -1,4 +1,4 @@
-"""Tensor and data parallel, a 2 × 2 mesh: ``torchrun --standalone --nproc-per-node 4 -m examples.tensor_parallel``."""
+"""Tensor and data parallel, a 2 × 2 mesh: ``torchrun --standalone --nproc-per-node 4 -m examples tensor_parallel``."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import contrastive_zoo as cz
 from examples.digits import LEARNING_RATE, make_encoder, make_loader, make_loss, run_steps
-from examples.setup import Setup, Trained, main
+from examples.setup import Setup, Trained
 
 
 def train(loss_along: str | None = "dp") -> Trained:
@@ -37,6 +37,3 @@ SETUPS = [
         fix='`DistributedLoss(loss, process_group=mesh["dp"])`',
     ),
 ]
-
-if __name__ == "__main__":
-    main(SETUPS)

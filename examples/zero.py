@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: ``torchrun --standalone --nproc-per-node 2 -m examples.zero``."""
+"""ZeroRedundancyOptimizer: ``torchrun --standalone --nproc-per-node 2 -m examples zero``."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from examples.digits import make_encoder, make_loader, make_loss, run_steps
-from examples.setup import Setup, Trained, main, one_process
+from examples.setup import Setup, Trained, one_process
 
 
 def train() -> Trained:
@@ -26,6 +26,3 @@ def train() -> Trained:
 
 adam = partial(torch.optim.Adam, lr=0.01)
 SETUPS = [Setup("Adam, its state sharded", train, reference=partial(one_process, adam))]
-
-if __name__ == "__main__":
-    main(SETUPS)

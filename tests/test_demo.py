@@ -1,11 +1,22 @@
-"""A short run of the whole demo: right jobs agree with one process, wrong recipes differ, pictures are written."""
+"""A short run of the whole demo: right jobs agree with one process, wrong recipes differ; the page and the notebook."""
 
+import contextlib
+import inspect
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from examples import demo
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("pytorch_metric_learning")
+
+from examples import demo, losses
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "pages" / "examples.md"
 
 
 def test_right_jobs_are_the_same_on_two_processes_and_wrong_recipes_are_not(tmp_path: Path) -> None:
@@ -17,16 +28,36 @@ def test_right_jobs_are_the_same_on_two_processes_and_wrong_recipes_are_not(tmp_
     assert min(x["difference"] for x in found["wrong"].values()) > 1e-4
     for job in (*demo.RIGHT, *demo.WRONG):
         assert job.title in out.getvalue()
-        assert (tmp_path / "new" / "folder" / f"{job.picture}.png").read_bytes().startswith(b"\x89PNG")
+        assert job in demo.WRONG or f"| `{job.name}` |" in PAGE.read_text(encoding="utf-8")
+        picture = tmp_path / "new" / "folder" / f"example-{job.name.replace('_', '-')}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Same training" in out.getvalue()
     assert max(map(len, out.getvalue().partition("Pictures")[0].splitlines())) <= 80
 
 
-@pytest.mark.parametrize("far", [1e-6, float("nan")])
-def test_a_difference_is_a_failure(far: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "difference", lambda *_: far)
-    monkeypatch.setattr(demo, "RIGHT", demo.RIGHT[1:2])
-    monkeypatch.setattr(demo, "WRONG", ())
-    out = io.StringIO()
-    assert demo.demo(tmp_path, out, epochs=1)["ok"] is False
-    assert "FAILED" in out.getvalue()
+def test_a_difference_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for far in (1e-6, float("nan")):
+        monkeypatch.setattr(demo, "difference", lambda *_, far=far: far)
+        out = io.StringIO()
+        assert demo.demo(tmp_path, out, epochs=1, jobs=demo.RIGHT[1:2])["ok"] is False
+        assert "FAILED" in out.getvalue()
+
+
+def test_the_page_shows_the_text_of_an_example() -> None:
+    for function in (losses.sup_con, losses.train):
+        assert inspect.getsource(function).strip() in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_notebook_prints_what_it_stores() -> None:
+    cells = json.loads((ROOT / "examples" / "gradient_table.ipynb").read_text(encoding="utf-8"))["cells"]
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        source = "".join(cell["source"])
+        stored = "".join("".join(x.get("text", "")) for x in cell["outputs"] if x["output_type"] == "stream")
+        if "matplotlib" in source:
+            assert any("image/png" in x.get("data", {}) for x in cell["outputs"])
+            continue
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(source, "notebook", "exec"), namespace)
+        assert out.getvalue() == stored

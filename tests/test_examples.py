@@ -54,7 +54,7 @@ def test_a_higher_bound_has_a_reason_and_a_mistake_a_fix() -> None:
 
 
 def test_an_example_runs_under_torchrun() -> None:
-    done = torchrun(2, "-m", "examples.ddp", "the loss in the model")
+    done = torchrun(2, "-m", "examples", "ddp", "--setup", "the loss in the model")
     assert done.returncode == 0, done.stderr
     found = re.search("the loss in the model: encoder (.*), loss parameters (.*)", done.stdout)
     assert found, done.stdout

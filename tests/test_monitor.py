@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics.monitor import sums
-from contrastive_zoo.metrics.monitor.figures import effective_rank
-from contrastive_zoo.metrics.monitor.sums import sketch
+from contrastive_zoo.metrics import sums
+from contrastive_zoo.metrics.monitor import effective_rank
+from contrastive_zoo.metrics.sums import sketch
 from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
 from tests.helpers import EXACT, Largest, common_error, learnt, numbers

@@ -1,12 +1,11 @@
 """Before a batch and after it: batch samplers and hard-negative mining, the same for every split over the ranks."""
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
-from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler
+from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
 from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler, mine_hard_negatives
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.data.refreshed import RefreshedNegatives
-from contrastive_zoo.data.token_sampler import TokenBatchSampler
 from contrastive_zoo.wrapper.token_chunks import token_chunks
 
 __all__ = [

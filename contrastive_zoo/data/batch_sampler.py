@@ -9,14 +9,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
+from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.group_state import GroupState, state_of
@@ -26,6 +27,14 @@ from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_
 from contrastive_zoo.ranks.world import Processes, World
 
 Batches = Sequence[NDArray[np.int64]]  # the sample indices of each global batch of an epoch
+
+
+class Where(TypedDict, total=False):
+    """The arguments that all batch samplers pass on to :class:`BaseBatchSampler`."""
+
+    seed: int
+    rank_weights: Sequence[float] | None
+    process_group: Processes
 
 
 @lru_cache(maxsize=1024)  # most batches of an epoch have one size
@@ -277,9 +286,7 @@ class GlobalBatchSampler(BaseBatchSampler):
         num_samples: the length of the dataset.
         batch_size: samples of a global batch, on all ranks together.
         shuffle: whether the order is random, another one in each epoch; otherwise it is that of the dataset.
-        seed: see :class:`BaseBatchSampler`.
-        rank_weights: each rank's share of a global batch; None is an even split.
-        process_group: see :class:`BaseBatchSampler`.
+        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: sizes that are no integers of at least 1, or what the base class refuses.
@@ -293,27 +300,14 @@ class GlobalBatchSampler(BaseBatchSampler):
         [[2, 3], [6, 7], []]
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        batch_size: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        rank_weights: Sequence[float] | None = None,
-        process_group: Processes = None,
-    ) -> None:
+    def __init__(self, num_samples: int, *, batch_size: int, shuffle: bool = True, **where: Unpack[Where]) -> None:
         self.num_samples, self.batch_size, self.shuffle = num_samples, batch_size, shuffle
         settings = {"num_samples": num_samples, "batch_size": batch_size, "shuffle": shuffle}
-        problem = flag_problem(shuffle=shuffle)
-        problem = problem or size_problem("num_samples", num_samples) or size_problem("batch_size", batch_size)
-        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        problem = flag_problem(shuffle=shuffle) or size_problem("num_samples", num_samples)
+        super().__init__(settings, problem or size_problem("batch_size", batch_size), **where)
 
     def global_batches(self, epoch: int) -> Batches:
-        return of_size("GlobalBatchSampler", partial(self._parts_of_order, epoch), num_samples=self.num_samples)
-
-    def _parts_of_order(self, epoch: int) -> Batches:
-        samples = np.arange(self.num_samples)
+        samples = of_size("GlobalBatchSampler", lambda: np.arange(self.num_samples), num_samples=self.num_samples)
         order = np.argsort(random_keys(self.seed, epoch, samples)) if self.shuffle else samples
         return np.split(order, range(self.batch_size, self.num_samples, self.batch_size))
 

@@ -1,18 +1,21 @@
-"""Batch samplers by columns of a dataset: m samples of each of several classes, or no value twice."""
+"""Batch samplers by columns of a dataset: m samples of each of several classes, no value twice, or a budget of tokens."""
 
 import heapq
 import warnings
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, grouped, rank_bounds, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
-from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.ranks.world import World
+from contrastive_zoo.wrapper.token_chunks import chunk_ends, lengths_problem
 
 Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
 """One value per sample: a tensor, an array or a sequence, of integers or strings."""
@@ -20,15 +23,16 @@ Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
 
 def columns_problem(columns: Sequence[Column]) -> str | None:
     for column in columns:
-        if not isinstance(column, (Tensor, np.ndarray, Sequence)) or isinstance(column, (str, bytes)):
-            return f"labels and columns are tensors, arrays or lists, got {described(column)}."
         if isinstance(column, Tensor) and (problem := tensor_problem("labels and columns", column)):
             return problem
-        if not isinstance(column, (Tensor, np.ndarray)) and not all(isinstance(x, Hashable) for x in column):
+        if isinstance(column, (Tensor, np.ndarray)):
+            if column.ndim != 1:
+                return f"labels and columns have one value per sample, [n], got shape {list(column.shape)}."
+        elif not isinstance(column, Sequence) or isinstance(column, (str, bytes)):
+            return f"labels and columns are tensors, arrays or lists, got {described(column)}."
+        elif not all(isinstance(x, Hashable) for x in column):
             return f"labels and columns hold numbers, words or other hashable values, got {described(column)}."
-    shapes = (list(column.shape) for column in columns if isinstance(column, (Tensor, np.ndarray)))
-    bad = next((shape for shape in shapes if len(shape) != 1), None)
-    return None if bad is None else f"labels and columns have one value per sample, [n], got shape {bad}."
+    return None
 
 
 def codes(columns: Sequence[Column]) -> tuple[list[NDArray[np.int64]], list[Hashable]]:
@@ -62,9 +66,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         classes_per_batch: p; a batch has m · p samples, all ranks together, up to the groups of another size.
         singletons: what to do with classes of one sample, which has no positive: ``"raise"`` an error, ``"keep"`` them as
             negatives of the others, in groups of 1, or ``"drop"`` them.
-        seed: see :class:`BaseBatchSampler`.
-        rank_weights: each rank's share of a global batch; None is an even split.
-        process_group: see :class:`BaseBatchSampler`.
+        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: m below 2, p below 1 or above the number of classes, no labels, singletons that are not to be there, or
@@ -87,25 +89,20 @@ class MPerClassBatchSampler(BaseBatchSampler):
         m: int,
         classes_per_batch: int,
         singletons: Singletons = "raise",
-        seed: int = 0,
-        rank_weights: Sequence[float] | None = None,
-        process_group: Processes = None,
+        **where: Unpack[Where],
     ) -> None:
         shape_problem = columns_problem([labels])
         (self._classes,), values = codes([labels if shape_problem is None else []])
         self.m, self.classes_per_batch, self.singletons = m, classes_per_batch, singletons
         counts = np.bincount(self._classes, minlength=len(values))
-        problem = (
-            shape_problem
-            or size_problem("m", m, at_least=2)
-            or size_problem("classes_per_batch", classes_per_batch)
-            or _classes_problem(counts, values, classes_per_batch, singletons)
-        )
+        problem = shape_problem or size_problem("m", m, at_least=2)
+        problem = problem or size_problem("classes_per_batch", classes_per_batch)
+        problem = problem or _classes_problem(counts, values, classes_per_batch, singletons)
         settings = {"labels": self._classes, "m": m, "classes_per_batch": classes_per_batch, "singletons": singletons}
-        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        super().__init__(settings, problem, **where)
         counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
         self._groups = np.maximum(counts // m + (counts % m >= 2), counts > 0)
-        if World.of(process_group).rank == 0 and (problem := self._long_tail(values)):
+        if World.of(self.process_group).rank == 0 and (problem := self._long_tail(values)):
             warnings.warn(f"MPerClassBatchSampler: {problem}", stacklevel=2)
 
     def _long_tail(self, values: Sequence[object]) -> str | None:
@@ -127,13 +124,10 @@ class MPerClassBatchSampler(BaseBatchSampler):
         batches = _distinct(groups, self.classes_per_batch, random_keys(self.seed, epoch, np.arange(groups.sum()), 1))
         order = np.lexsort((keys, self._classes))  # class after class, shuffled
         classes = self._classes[order]
-        sizes = np.bincount(classes, minlength=len(groups))
-        starts = np.cumsum(sizes) - sizes
-        group = np.minimum((np.arange(len(order)) - starts[classes]) // self.m, groups[classes] - 1)
-        first = np.cumsum(groups) - groups
-        batch_of = np.full(len(order), -1)
-        used = groups[classes] > 0
-        batch_of[order[used]] = batches[(first[classes] + group)[used]]
+        place = np.arange(len(order)) - np.searchsorted(classes, classes)  # within the class
+        group = np.cumsum(groups)[classes] - groups[classes] + np.minimum(place // self.m, groups[classes] - 1)
+        batch_of, used = np.full(len(order), -1), groups[classes] > 0
+        batch_of[order[used]] = batches[group[used]]
         return grouped(batch_of, keys)
 
 
@@ -200,9 +194,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
     Args:
         columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
         batch_size: the most samples of a global batch, on all ranks together.
-        seed: see :class:`BaseBatchSampler`.
-        rank_weights: each rank's share of a global batch; None is an even split.
-        process_group: see :class:`BaseBatchSampler`.
+        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: no columns, columns of different lengths or without samples, a batch size below 1, or what the base
@@ -216,24 +208,16 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         [['a', 'c'], ['a'], ['a', 'b']]
     """
 
-    def __init__(
-        self,
-        *columns: Column,
-        batch_size: int,
-        seed: int = 0,
-        rank_weights: Sequence[float] | None = None,
-        process_group: Processes = None,
-    ) -> None:
+    def __init__(self, *columns: Column, batch_size: int, **where: Unpack[Where]) -> None:
         shape_problem = columns_problem(columns)
         result, values = codes(columns if shape_problem is None else [])
         lengths = [len(column) for column in result]
-        problem = size_problem("batch_size", batch_size)
-        if not lengths or len(set(lengths)) > 1 or not lengths[0]:
+        problem = shape_problem or size_problem("batch_size", batch_size)
+        if problem is None and (len(set(lengths)) != 1 or not lengths[0]):
             problem = f"columns have one value per sample, and equal lengths of at least 1, got lengths {lengths}."
-        problem = shape_problem or problem
         self.batch_size = batch_size
         settings = {"columns": np.concatenate([*result, lengths]), "batch_size": batch_size}
-        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        super().__init__(settings, problem, **where)
         self._values = np.stack(result, 1)
         # the number of samples with each value; a sample may have a value in two columns
         pairs = np.unique(np.arange(len(self._values))[:, None] * len(values) + self._values)
@@ -276,3 +260,68 @@ def _first_without_conflict(values: NDArray[np.int64], number: int, size: int) -
         batch_of.append(batch)
         cursor = batch + 1
     return np.array(batch_of, np.int64)
+
+
+class TokenBatchSampler(BaseBatchSampler):
+    """Global batches of ``chunks_per_batch`` chunks of at most ``chunk_tokens`` padded tokens, each sample once per epoch.
+
+    The epoch's random order is cut into batches: each takes as many samples as :func:`token_chunks` packs into
+    ``chunks_per_batch`` chunks. A batch has its longest samples first, so a chunk has samples of similar lengths, while the
+    batch has samples of all lengths.
+
+    Ranks share whole chunks, ⌈``chunks_per_batch`` / W⌉ at most: one each if there are as many ranks as chunks, none for
+    some if there are more. So ranks have different numbers of samples, and as many padded tokens as their chunks allow.
+
+    Args:
+        lengths: tokens of each sample, [n], the same on every rank.
+        chunk_tokens: the most padded tokens of a chunk, which is (its samples) · (its longest sample).
+        chunks_per_batch: chunks of a global batch, on all ranks together; the last batch may have fewer.
+        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+
+    Raises:
+        ValueError: no lengths, lengths that are not integers of at least 1, a sample that is longer than ``chunk_tokens``,
+            sizes that are no integers of at least 1, or what the base class refuses.
+
+    Examples:
+        >>> from contrastive_zoo import World
+        >>> lengths = np.array([9, 2, 3, 2, 5, 3, 4])
+        >>> for rank in range(2):
+        ...     sampler = TokenBatchSampler(
+        ...         lengths, chunk_tokens=10, chunks_per_batch=2, process_group=World(rank, 2))
+        ...     print([lengths[part].tolist() for part in sampler])
+        [[9], [5, 4]]
+        [[3, 2, 2], [3]]
+    """
+
+    def __init__(self, lengths: ArrayLike, *, chunk_tokens: int, chunks_per_batch: int, **where: Unpack[Where]) -> None:
+        problem = lengths_problem(lengths, chunk_tokens) or size_problem("chunks_per_batch", chunks_per_batch)
+        array = np.asarray(lengths if problem is None else [], np.int64)
+        if problem is None and not len(array):
+            problem = "lengths are one per sample, got none."
+        self.lengths, self.chunk_tokens, self.chunks_per_batch = array, chunk_tokens, chunks_per_batch
+        settings = {"lengths": array, "chunk_tokens": chunk_tokens, "chunks_per_batch": chunks_per_batch}
+        super().__init__(settings, problem, **where)
+
+    def global_batches(self, epoch: int) -> Batches:
+        order = np.argsort(random_keys(self.seed, epoch, np.arange(len(self.lengths))))
+        lengths = self.lengths[order]
+        # no batch has more tokens than all its chunks
+        tokens, budget = np.cumsum(lengths, dtype=np.float64), float(self.chunk_tokens * self.chunks_per_batch)
+        batches, start = [], 0
+        while start < len(order):
+            before = tokens[start - 1] if start else 0.0
+            most = int(np.searchsorted(tokens, before + budget, "right")) - start
+            size = bisect_right(
+                range(1, most + 1), self.chunks_per_batch, key=lambda k: self._chunks(lengths[start:][:k])
+            )
+            batch = order[start : start + max(size, 1)]
+            batches.append(batch[np.argsort(-self.lengths[batch], kind="stable")])
+            start += len(batch)
+        return batches
+
+    def _chunks(self, lengths: NDArray[np.int64]) -> int:
+        return len(chunk_ends(-np.sort(-lengths), self.chunk_tokens))
+
+    def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
+        ends = [0, *chunk_ends(self.lengths[batch], self.chunk_tokens)]
+        return [ends[index] for index in rank_bounds(len(ends) - 1, weights)]

@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, size_problem
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, word_problem
-from contrastive_zoo.ranks.world import Processes
 
 Exhausted = Literal["first", "last"]
 
@@ -35,9 +35,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         sizes: samples of each data set.
         temperature: T ≥ 1, dimensionless, ``math.inf`` included.
         exhausted: the data set that ends an epoch: the ``"first"`` or the ``"last"`` to be exhausted.
-        seed: the random order of the batches is a function of seed and epoch.
-        rank_weights: each rank's share of a global batch; None is an even split.
-        process_group: see :class:`BaseBatchSampler`.
+        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: no samplers, or others than batch samplers without ``rank_weights``; sizes that are not one integer of
@@ -61,9 +59,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         sizes: Sequence[int],
         temperature: float = 1.0,
         exhausted: Exhausted = "last",
-        seed: int = 0,
-        rank_weights: Sequence[float] | None = None,
-        process_group: Processes = None,
+        **where: Unpack[Where],
     ) -> None:
         problem = _samplers_problem(samplers, sizes) or word_problem("exhausted", exhausted, Exhausted)
         if problem is None and not (isinstance(temperature, (int, float)) and temperature >= 1):
@@ -72,7 +68,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         self.temperature, self.exhausted = temperature, exhausted
         settings: dict[str, object] = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes}
         settings |= {"temperature": temperature, "exhausted": exhausted}
-        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        super().__init__(settings, problem, **where)
         self._starts = np.cumsum([0, *self.sizes])
 
     def global_batches(self, epoch: int) -> Batches:

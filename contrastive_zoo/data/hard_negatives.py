@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, grouped, size_problem
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, grouped, size_problem
 from contrastive_zoo.data.mining import Guide, Mined, Output, Sampling, Selection, Task, mine
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.search import top_k
@@ -160,9 +161,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             sample itself is skipped. Leave out known positives, or pair this with labels in the loss.
         batch_size: samples of a global batch, on all ranks together.
         group_size: samples that are near each other, at most ``batch_size``.
-        seed: see :class:`BaseBatchSampler`.
-        rank_weights: each rank's share of a global batch; None is an even split.
-        process_group: see :class:`BaseBatchSampler`.
+        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: neighbours that are not integers [n, k] between −1 and n − 1, sizes below 1, a group larger than a
@@ -182,9 +181,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         *,
         batch_size: int,
         group_size: int,
-        seed: int = 0,
-        rank_weights: Sequence[float] | None = None,
-        process_group: Processes = None,
+        **where: Unpack[Where],
     ) -> None:
         rows = as_tensor(neighbours)
         problem = size_problem("batch_size", batch_size) or size_problem("group_size", group_size)
@@ -194,7 +191,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             problem = f"a group is not larger than a batch, got group_size={group_size} and batch_size={batch_size}."
         self.neighbours, self.batch_size, self.group_size = table, batch_size, group_size
         settings = {"neighbours": table, "batch_size": batch_size, "group_size": group_size}
-        super().__init__(settings, problem, seed=seed, rank_weights=rank_weights, process_group=process_group)
+        super().__init__(settings, problem, **where)
 
     @classmethod
     def from_embeddings(

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
+from contrastive_zoo.metrics.rounds import ask
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
-from contrastive_zoo.ranks.transport import exchange_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
@@ -307,16 +307,13 @@ class _Search:
 
     def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:
         """Return the rows of the corpus with these global indices, [*wanted, *row] on the CPU; any row for −1."""
-        world = self.world
         needed, place = wanted.clamp(min=0).cpu().unique(return_inverse=True)
-        if world.size == 1:
-            return rows[needed.to(rows.device)].cpu()[place]
         owners = torch.searchsorted(torch.tensor(self.corpus.sizes).cumsum(0), needed, right=True)
-        send = torch.bincount(owners, minlength=world.size).tolist()
-        receive = [counts[world.rank] for counts in world.exchange(send)]
-        requests = exchange_rows(needed.to(world.device), send, receive, world) - self.corpus.start
-        answers = rows[requests.to(rows.device)].to(world.device)
-        return exchange_rows(answers.contiguous(), receive, send, world).cpu()[place]
+
+        def of_rank(indices: Tensor) -> Tensor:
+            return rows[(indices - self.corpus.start).to(rows.device)].cpu()
+
+        return ask(owners, needed, of_rank, self.world)[place]
 
 
 def _guided(

@@ -11,12 +11,11 @@ from torch import Tensor
 from contrastive_zoo.metrics.comparison import mean_by_group
 from contrastive_zoo.metrics.exact import means_over_ranks, prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery
-from contrastive_zoo.metrics.passes import Labels, nearest_ranking, totals_of, whole_ranking
-from contrastive_zoo.metrics.ranking import Floats
-from contrastive_zoo.metrics.ranking_metrics import KNN, Ties, bounded, knn_accuracy
+from contrastive_zoo.metrics.passes import nearest_ranking, totals_of, whole_ranking
+from contrastive_zoo.metrics.ranking import Floats, Ties
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.metrics.search import top_k
-from contrastive_zoo.metrics.task import EvaluationInputs, Settings, agreed_task
+from contrastive_zoo.metrics.task import DEFAULT, Evaluation, agreed_task
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer
@@ -29,12 +28,11 @@ _PAIRS = 2**20  # largest number of relevant pairs of such a round, unless one q
 
 
 @uncompiled
-@torch.no_grad()
 def evaluate(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
     *,
-    metrics: Sequence[str] = ("precision@1", "r_precision", "map@r"),
+    metrics: Sequence[str] = DEFAULT,
     labels: Int[Tensor, " n"] | None = None,
     gallery_labels: Int[Tensor, " m"] | None = None,
     judgements: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -110,18 +108,18 @@ def evaluate(
     https://arxiv.org/abs/2003.08505; ``ndcg``: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; ties:
     McSherry & Najork 2008, https://doi.org/10.1007/978-3-540-78646-7_38
     """
-    arguments = EvaluationInputs(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label)
-    settings = Settings(ties, normalize, index)
-    return measured("evaluate", arguments, metrics, settings, World.of(process_group, "evaluate"))
+    evaluation = Evaluation(
+        queries, gallery, metrics, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label,
+        ties, normalize, index,
+    )  # fmt: skip
+    return measured("evaluate", evaluation, World.of(process_group, "evaluate"))
 
 
 @uncompiled
-@torch.no_grad()
 def evaluate_queries(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
     *,
-    metrics: Sequence[str] = ("precision@1", "r_precision", "map@r"),
     process_group: Processes = None,
     **arguments: Any,
 ) -> dict[str, Float[Tensor, " n"]]:
@@ -131,11 +129,7 @@ def evaluate_queries(
     :func:`contrastive_zoo.metrics.mean_by_group`.
 
     Args:
-        queries: this rank's queries; ranks may hold different numbers, including zero.
-        gallery: this rank's embeddings to search in; None: among the queries themselves.
-        metrics: names.
-        process_group: who holds embeddings.
-        arguments: as in :func:`evaluate`.
+        arguments: these and the others are those of :func:`evaluate`.
 
     Returns:
         The values of each metric in float64, on the CPU; NaN for a query that does not count.
@@ -148,55 +142,45 @@ def evaluate_queries(
         >>> evaluate_queries(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1"])
         {'hit_rate@1': tensor([1., 1., 1., 0.], dtype=torch.float64)}
     """
-    inputs = {name: arguments.pop(name) for name in EvaluationInputs._fields if name in arguments}
-    of_rank = EvaluationInputs(queries, gallery, **inputs)
     world = World.of(process_group, "evaluate_queries")
-    kept, values = measured_queries("evaluate_queries", of_rank, metrics, Settings(**arguments), world)
+    kept, values = measured_queries("evaluate_queries", Evaluation(queries, gallery, **arguments), world)
     nothing = torch.full((len(queries),), torch.nan, dtype=torch.float64)
     return {name: nothing.masked_scatter(kept, torch.from_numpy(x)) for name, x in values.items()}
 
 
-def measured(
-    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
-) -> dict[str, float]:
+def measured(caller: str, evaluation: Evaluation, world: World) -> dict[str, float]:
     """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
-    return means_over_ranks(measured_queries(caller, inputs, names, settings, world)[1], world)
+    return means_over_ranks(measured_queries(caller, evaluation, world)[1], world)
 
 
-def measured_queries(
-    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
-) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
+@torch.no_grad()
+def measured_queries(caller: str, evaluation: Evaluation, world: World) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
     """Return which of this rank's queries are kept, and the metrics of each of these; NaN where a query does not count."""
-    task, metrics = agreed_task(caller, inputs, names, settings, world)
+    task = agreed_task(caller, evaluation, world)
+    metrics, ties = evaluation.valid_metrics, evaluation.ties
     depth = max(metric.k or 0 for metric in metrics)
-    candidates = max(0, task.gallery_shards.total - (inputs.gallery is None))
+    candidates = max(0, task.gallery_shards.total - (evaluation.gallery is None))
     if depth > candidates:
         raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     with reported(world):
-        local = Gallery(caller, task.gallery, settings.normalize, settings.index, world, ties=True)
-        rows = prepared(task.queries, normalize=settings.normalize)
+        local = Gallery(caller, task.gallery, evaluation.normalize, evaluation.index, world, ties=True)
+        rows = prepared(task.queries, normalize=evaluation.normalize)
         totals, most = totals_of(task.relevance, task.query_shards, world)
         values = {metric.name: np.empty(len(rows)) for metric in metrics}
-        if near := [metric for metric in metrics if not metric.whole]:
-            for block in rounds(task.query_shards, world):
-                groups, ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
-                for metric in near:
-                    if metric.kind == KNN and isinstance(task.relevance, Labels):
-                        classes = task.relevance.queries[block.local].numpy()
-                        right = knn_accuracy(groups, classes, metric.k or depth, settings.ties)
-                        values[metric.name][block.local] = bounded(metric.name, right)
-                    else:
-                        values[metric.name][block.local] = metric.values(ranking, settings.ties)
-        if whole := [metric for metric in metrics if metric.whole]:
-            for block in rounds(task.query_shards, world, size=max(1, min(_QUERIES, _PAIRS // max(1, most)))):
-                ranking = whole_ranking(block, local, task.relevance, rows, totals)
-                for metric in whole:
-                    values[metric.name][block.local] = metric.values(ranking, settings.ties)
+        near, whole = ([metric for metric in metrics if metric.whole is which] for which in (False, True))
+        for block in rounds(task.query_shards, world) if near else ():
+            ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
+            for metric in near:
+                values[metric.name][block.local] = metric.values(ranking, ties)
+        size = max(1, min(_QUERIES, _PAIRS // max(1, most)))
+        for block in rounds(task.query_shards, world, size=size) if whole else ():
+            ranking = whole_ranking(block, local, task.relevance, rows, totals)
+            for metric in whole:
+                values[metric.name][block.local] = metric.values(ranking, ties)
     return task.kept, values
 
 
 @uncompiled
-@torch.no_grad()
 def recall_at_k(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
@@ -235,8 +219,9 @@ def recall_at_k(
     world = World.of(process_group, "recall_at_k")
     if not is_integer(k, at_least=1):
         refuse("recall_at_k", f"k is between 1 and the rows to search in, got {described(k)}.", world=world)
-    arguments = EvaluationInputs(queries, gallery, labels, gallery_labels)
-    return measured("recall_at_k", arguments, [f"hit_rate@{k}"], Settings(normalize=normalize), world)[f"hit_rate@{k}"]
+    name = f"hit_rate@{k}"
+    evaluation = Evaluation(queries, gallery, [name], labels, gallery_labels, normalize=normalize)
+    return measured("recall_at_k", evaluation, world)[name]
 
 
 @uncompiled
@@ -274,21 +259,17 @@ def cross_modal_recall(
         >>> cross_modal_recall(images, captions, k=[1], labels=torch.arange(2), second_labels=torch.tensor([0, 1, 1]))
         {'first_to_second@1': 1.0, 'second_to_first@1': 0.6666666666666666}
     """
-    result: dict[str, float] = {}
+    world = World.of(process_group, "cross_modal_recall")
     if not (isinstance(k, (list, tuple)) and all(is_integer(x, at_least=1) for x in k)):
-        world = World.of(process_group, "cross_modal_recall")
         refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
-    names = {number: f"hit_rate@{number}" for number in k}
-    sides = ((first, labels), (second, second_labels))
-    for direction, ((queries, side), (gallery, other)) in (
-        ("first_to_second", sides),
-        ("second_to_first", sides[::-1]),
+    names = [f"hit_rate@{number}" for number in k]
+    result: dict[str, float] = {}
+    for direction, sides in (
+        ("first_to_second", (first, second, names, labels, second_labels)),
+        ("second_to_first", (second, first, names, second_labels, labels)),
     ):
-        values = evaluate(
-            queries, gallery, metrics=list(names.values()), labels=side, gallery_labels=other,
-            ties=ties, normalize=normalize, process_group=process_group,
-        )  # fmt: skip
-        result |= {f"{direction}@{number}": values[name] for number, name in names.items()}
+        values = measured("evaluate", Evaluation(*sides, ties=ties, normalize=normalize), world)
+        result |= {f"{direction}@{number}": values[name] for number, name in zip(k, names, strict=True)}
     return result
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import Gallery
-from contrastive_zoo.metrics.ranking import Graded, Groups, Levels, Ranking, changes, levels_of, parts_of
+from contrastive_zoo.metrics.ranking import Graded, Groups, Ints, Ranking, changes, levels_of, parts_of
 from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -52,6 +52,9 @@ class Labels:
             excluded = local_positions(block.gathered(self.positions), self.start, len(self.gallery))[:, None]
         nothing = torch.empty(0, dtype=torch.int64)
         return Question(labels, Pairs(nothing, nothing, nothing.double()), excluded)
+
+    def labels(self, block: Round) -> Ints:
+        return self.queries[block.local].numpy()
 
     def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
         return self.gallery[position]
@@ -110,6 +113,9 @@ class Judgements:
         kept = grade > 0
         return Question(torch.empty(0, dtype=torch.int64), Pairs(query[kept], position[kept], grade[kept]), excluded)
 
+    def labels(self, block: Round) -> Ints:
+        return np.zeros(block.shards.size, np.int64)
+
     def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
         """Return the grades of items, as the bits of float64."""
         judged, rows = question.judged, max(1, len(self.gallery_ids))
@@ -155,8 +161,8 @@ def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Grad
 
 def nearest_ranking(
     block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, k: int, totals: Graded
-) -> tuple[Groups, Ranking]:
-    """Return the nearest items of all ranks for the local queries of a round, and the ranking of their first k places.
+) -> Ranking:
+    """Return the ranking of the nearest items of all ranks for the local queries of a round.
 
     Groups and levels are complete where fewer than k items score higher.
     """
@@ -167,7 +173,7 @@ def nearest_ranking(
     levels, where = levels_of(groups)
     kept = grade > 0
     relevant = Graded(where[kept], grade[kept], groups.size[kept])
-    return groups, Ranking.of(levels, relevant, _of_round(totals, block), block.shards.size)
+    return Ranking.of(levels, relevant, _of_round(totals, block), relevance.labels(block), groups)
 
 
 def _nearest_groups(
@@ -217,7 +223,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     by_rank = exchanged(counts, shards.sizes, [shards.size] * block.world.size, block.world)
     higher, tied = by_rank.view(block.world.size, shards.size, 2).sum(0).numpy().T
     relevant = Graded(parts_of(first, len(query)), grade, np.ones(len(query), dtype=np.int64))
-    return Ranking.of(Levels(query[first], higher, tied), relevant, _of_round(totals, block), block.shards.size)
+    return Ranking.of((query[first], higher, tied), relevant, _of_round(totals, block), relevance.labels(block))
 
 
 def _counts_at(

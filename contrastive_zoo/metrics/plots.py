@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 from torch import Tensor
 
-from contrastive_zoo.metrics.monitor.figures import Measurement
-from contrastive_zoo.metrics.monitor.sums import pair_sums, unit
-from contrastive_zoo.metrics.task import EvaluationInputs
+from contrastive_zoo.metrics.monitor import Measurement
+from contrastive_zoo.metrics.sums import pair_sums, unit
+from contrastive_zoo.metrics.task import Evaluation
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -139,7 +139,7 @@ def embedding_map(
         >>> embedding_map(torch.eye(3), torch.tensor([0, 0, 1])).axes[0].get_title(loc="left")
         'Embeddings'
     """
-    if (problem := EvaluationInputs(rows, labels=labels).shapes_problem()) is not None:
+    if (problem := Evaluation(rows, labels=labels).shapes_problem()) is not None:
         raise ValueError(f"embedding_map: {problem}")
     plane = principal_plane(torch.nn.functional.normalize(rows.detach().cpu().float(), dim=1))
     labels = torch.zeros(len(rows), dtype=torch.int64) if labels is None else labels.cpu()
@@ -245,8 +245,8 @@ def _pair_counts(
     queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
     """Return how many positive and negative pairs of all ranks have a cosine in each bin."""
-    inputs = EvaluationInputs(queries, gallery, labels, gallery_labels)
-    problem = inputs.problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
+    inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
+    problem = inputs.inputs_problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
     settings, among_themselves = {"bins": bins, "among the queries": gallery is None}, gallery is None
     shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, problem=problem, settings=settings)
     of_rows = labels if gallery_labels is None else gallery_labels

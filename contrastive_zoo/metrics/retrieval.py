@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import measured
-from contrastive_zoo.metrics.ranking_metrics import Ties, names_problem
-from contrastive_zoo.metrics.task import JUDGED, NUMBERS, ROWS, EvaluationInputs, Settings
+from contrastive_zoo.metrics.ranking import Ties, names_problem
+from contrastive_zoo.metrics.task import DEFAULT, JUDGED, NUMBERS, ROWS, Evaluation
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, World
@@ -51,7 +51,7 @@ class RetrievalMetrics(nn.Module):
 
     def __init__(
         self,
-        metrics: str | Sequence[str] = ("precision@1", "r_precision", "map@r"),
+        metrics: str | Sequence[str] = DEFAULT,
         *,
         ignore_label: int | None = None,
         ties: Ties = "pessimistic",
@@ -65,8 +65,9 @@ class RetrievalMetrics(nn.Module):
             raise ValueError(f"RetrievalMetrics: {problem}")
         self.names = list(names)
         self.single = isinstance(metrics, str)
-        self.ignore_label, self.process_group = ignore_label, process_group
-        self.settings = Settings(ties, normalize, index)
+        self.process_group = process_group
+        self.settings: dict[str, Any] = {"metrics": self.names, "ignore_label": ignore_label}
+        self.settings |= {"ties": ties, "normalize": normalize, "index": index}
         self.reset()
 
     def reset(self) -> None:
@@ -108,7 +109,7 @@ class RetrievalMetrics(nn.Module):
                 of earlier batches, numbers that are not one integer per embedding, or judgements that are not three tensors
                 of one length.
         """
-        inputs = EvaluationInputs(queries, gallery, labels, gallery_labels, judgements, ids, gallery_ids)
+        inputs = Evaluation(queries, gallery, (), labels, gallery_labels, judgements, ids, gallery_ids)
         if (problem := inputs.shapes_problem()) is not None:
             raise ValueError(f"RetrievalMetrics: {problem}")
         # of one dtype on every rank, also on one that has collected nothing
@@ -142,8 +143,7 @@ class RetrievalMetrics(nn.Module):
         tensors = self._collected(world)
         judged, items, grades = (tensors.pop(name, None) for name in JUDGED)
         judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
-        arguments = EvaluationInputs(**tensors, judgements=judgements, ignore_label=self.ignore_label)
-        result = measured("RetrievalMetrics", arguments, self.names, self.settings, world)
+        result = measured("RetrievalMetrics", Evaluation(**tensors, judgements=judgements, **self.settings), world)
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
 

@@ -4,7 +4,7 @@ A round is a block of consecutive queries of the global batch, wherever they are
 round, however uneven the queries are split, and no rank holds more than a block of other ranks' queries.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -58,6 +58,15 @@ def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], world: 
     if world.size == 1:
         return rows
     return exchange_rows(rows.to(world.device), send, receive, world).cpu()
+
+
+def ask(ranks: Tensor, requests: Tensor, answer: Callable[[Tensor], Tensor], world: World) -> Tensor:
+    """Send each request to a rank; return the rows of ``answer`` there, a function of the requests of all ranks."""
+    order = ranks.argsort(stable=True)
+    send = torch.bincount(ranks, minlength=world.size).tolist()
+    receive = [sizes[world.rank] for sizes in world.exchange(send)]
+    received = exchanged(answer(exchanged(requests[order], send, receive, world)), receive, send, world)
+    return received[order.argsort()]
 
 
 def _gathered(rows: Tensor, shards: Shards, world: World) -> Tensor:

@@ -1,7 +1,6 @@
 """An evaluation as one rank sees it: its arguments, agreed on by all ranks, the samples that count, and what is relevant."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.passes import Judgements, Labels
-from contrastive_zoo.metrics.ranking_metrics import KNN, Metric, Ties, names_problem
-from contrastive_zoo.metrics.rounds import exchanged
+from contrastive_zoo.metrics.ranking import KNN, Metric, Ties, names_problem
+from contrastive_zoo.metrics.rounds import ask
 from contrastive_zoo.metrics.search import overflow_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
@@ -25,21 +24,33 @@ ROWS, NUMBERS = ("queries", "gallery"), ("labels", "gallery_labels", "ids", "gal
 JUDGED = ("judged_queries", "judged_items", "grades")
 
 
-class EvaluationInputs(NamedTuple):
-    """The embeddings of one rank and what is known about them; see :func:`contrastive_zoo.metrics.evaluate`."""
+DEFAULT = ("precision@1", "r_precision", "map@r")
+"""The metrics of an evaluation that names none."""
+
+
+class Evaluation(NamedTuple):
+    """The arguments of one rank; see :func:`contrastive_zoo.metrics.evaluate`."""
 
     queries: Tensor
     gallery: Tensor | None = None
+    metrics: Sequence[str] = DEFAULT
     labels: Tensor | None = None
     gallery_labels: Tensor | None = None
     judgements: tuple[Tensor, Tensor, Tensor] | None = None
     ids: Tensor | None = None
     gallery_ids: Tensor | None = None
     ignore_label: int | None = None
+    ties: Ties = "pessimistic"
+    normalize: bool = True
+    index: ApproximateIndex | None = None
 
     @property
     def rows(self) -> Tensor:
         return self.queries if self.gallery is None else self.gallery
+
+    @property
+    def valid_metrics(self) -> list[Metric]:
+        return [metric for name in self.metrics if (metric := Metric.of(name))]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what there is, by name; the three parts of judgements by names of their own."""
@@ -76,6 +87,20 @@ class EvaluationInputs(NamedTuple):
         return None
 
     def problem(self) -> str | None:
+        return faiss_problem() or names_problem(self.metrics) or self.inputs_problem() or self._settings_problem()
+
+    def _settings_problem(self) -> str | None:
+        """Return why these settings, of valid metrics, do not go with the arguments."""
+        metrics = self.valid_metrics
+        problem = settings_problem(normalize=self.normalize, index=self.index) or word_problem("ties", self.ties, Ties)
+        if problem is None and self.index is not None and (whole := [x.name for x in metrics if x.whole]):
+            return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."
+        if problem is None and self.judgements is not None and any(x.kind == KNN for x in metrics):
+            return "knn_accuracy needs labels, got judgements."
+        return problem or overflow_problem(self.normalize, queries=self.queries, gallery=self.rows)
+
+    def inputs_problem(self) -> str | None:
+        """Return why the rows, and what is known about them, do not belong together, in words."""
         if (problem := self.shapes_problem()) is not None:
             return problem
         if self.gallery is None and self.labels is None and self.judgements is None:
@@ -92,33 +117,13 @@ class EvaluationInputs(NamedTuple):
             return "relevant is what has the same label or what is judged: pass labels or judgements, not both."
         if self.ids is None or (self.gallery is not None and self.gallery_ids is None):
             return "judgements name rows by id: pass ids and gallery_ids."
-        query, item, grade = (
-            x.cpu() for x in self.judgements
-        )  # they may come from the data set, and ids from the model
+        query, item, grade = (x.cpu() for x in self.judgements)  # of the data set, and ids may be on the model's device
         if _GRADES < (largest := float(grade.max()) if len(grade) else 0.0) < torch.inf:
             return f"grades must be at most {_GRADES:g}, as gains are added, got {largest:g}."
         if bool((unknown := ~torch.isin(query, self.ids.cpu())).any()):
             return f"judgements name query {query[unknown][0].item()}, which is not in ids of this rank."
         if len(torch.stack([query, item]).unique(dim=1).T) < len(query):
             return "judgements name a pair twice. Keep one grade of each query and item."
-        return None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of an evaluation, equal on every rank; see :func:`contrastive_zoo.metrics.evaluate`."""
-
-    ties: Ties = "pessimistic"
-    normalize: bool = True
-    index: ApproximateIndex | None = None
-
-    def problem(self, metrics: Sequence[Metric]) -> str | None:
-        if problem := settings_problem(normalize=self.normalize, index=self.index):
-            return problem
-        if problem := word_problem("ties", self.ties, Ties):
-            return problem
-        if self.index is not None and (whole := [x.name for x in metrics if x.whole]):
-            return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."
         return None
 
 
@@ -133,56 +138,50 @@ class Task(NamedTuple):
     kept: Bool[Tensor, " n"]
 
 
-def agreed_task(
-    caller: str, inputs: EvaluationInputs, names: Sequence[str], settings: Settings, world: World
-) -> tuple[Task, list[Metric]]:
-    """Return the task and its metrics, agreed on by all ranks; repeated ids and ignored labels do not count."""
-    problem = faiss_problem() or names_problem(names) or inputs.problem()
-    metrics: list[Metric] = []
-    if problem is None:
-        metrics = [metric for name in names if (metric := Metric.of(name))]
-        problem = settings.problem(metrics)
-        problem = problem or overflow_problem(settings.normalize, queries=inputs.queries, gallery=inputs.rows)
-        if inputs.judgements is not None and any(x.kind == KNN for x in metrics):
-            problem = "knn_accuracy needs labels, got judgements."
-    leave_one_out = inputs.gallery is None
-    compared = {"metrics": names, **vars(settings), "ignore_label": inputs.ignore_label, "leave one out": leave_one_out}
-    shards = agree_on_shards(caller, inputs.tensors(), world=world, problem=problem, settings=compared)
+def agreed_task(caller: str, evaluation: Evaluation, world: World) -> Task:
+    """Return the task, agreed on by all ranks; repeated ids and ignored labels do not count."""
+    leave_one_out = evaluation.gallery is None
+    settings = {name: getattr(evaluation, name) for name in ("metrics", "ties", "normalize", "index", "ignore_label")}
+    settings |= {"leave one out": leave_one_out}
+    shards = agree_on_shards(caller, evaluation.tensors(), world=world, problem=evaluation.problem(), settings=settings)
     queries, gallery = shards[0], shards[0 if leave_one_out else 1]
-    if inputs.labels is None and inputs.judgements is None and queries.total != gallery.total:
+    if evaluation.labels is None and evaluation.judgements is None and queries.total != gallery.total:
         raise ValueError(
             f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "
             f"{gallery.total} rows on all ranks."
         )
     labels, gallery_labels = (
-        x.cpu().long() if x is not None else torch.arange(of.start, of.start + of.size)
-        for x, of in ((inputs.labels, queries), (inputs.labels if leave_one_out else inputs.gallery_labels, gallery))
+        x.cpu().long() if x is not None else torch.arange(split.start, split.start + split.size)
+        for x, split in ((evaluation.labels, queries), (evaluation.gallery_labels, gallery))
     )
     with reported(world):
-        kept = _kept(inputs.ids, labels, inputs.ignore_label, world)
-        gallery_kept = kept if leave_one_out else _kept(inputs.gallery_ids, gallery_labels, inputs.ignore_label, world)
+        kept = gallery_kept = _kept(evaluation.ids, labels, evaluation.ignore_label, world)
+        if leave_one_out:
+            gallery_labels = labels
+        else:
+            gallery_kept = _kept(evaluation.gallery_ids, gallery_labels, evaluation.ignore_label, world)
         rows, gallery_rows = (  # no copy if all count
             x.detach() if bool(which.all()) else x.detach()[which.to(x.device)]
-            for x, which in ((inputs.queries, kept), (inputs.rows, gallery_kept))
+            for x, which in ((evaluation.queries, kept), (evaluation.rows, gallery_kept))
         )
         query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
         relevance: Labels | Judgements
-        if inputs.judgements is None:
+        if evaluation.judgements is None:
             positions = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
             relevance = Labels(labels[kept], gallery_labels[gallery_kept], positions, gallery_shards.start)
         else:
-            assert inputs.ids is not None  # EvaluationInputs.problem has refused it
-            gallery_ids = inputs.ids if inputs.gallery_ids is None else inputs.gallery_ids
-            ids_that_count = inputs.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
-            relevance = _judgements(caller, inputs, *ids_that_count, world)
-    return Task(rows, gallery_rows, query_shards, gallery_shards, relevance, kept), metrics
+            assert evaluation.ids is not None  # inputs_problem has refused it
+            gallery_ids = evaluation.ids if evaluation.gallery_ids is None else evaluation.gallery_ids
+            ids_that_count = evaluation.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
+            relevance = _judgements(caller, evaluation, *ids_that_count, world)
+    return Task(rows, gallery_rows, query_shards, gallery_shards, relevance, kept)
 
 
-def _judgements(caller: str, inputs: EvaluationInputs, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
+def _judgements(caller: str, evaluation: Evaluation, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
     """Return the judgements of the queries that count, by query; of leave-one-out, each query ignores itself."""
-    assert inputs.judgements is not None
-    query, item, grade = (x.detach().cpu() for x in inputs.judgements)
-    if inputs.gallery is None:
+    assert evaluation.judgements is not None
+    query, item, grade = (x.detach().cpu() for x in evaluation.judgements)
+    if evaluation.gallery is None:
         others = query != item
         query, item = torch.cat([query[others], ids]), torch.cat([item[others], ids])
         grade = torch.cat([grade[others].double(), torch.full((len(ids),), -1.0, dtype=torch.float64)])
@@ -201,15 +200,12 @@ def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: W
 
 def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:
     """Return which samples are the first with their id, in the order of all ranks': rank ``id mod W`` compares them."""
+
+    def is_first(of_home: Tensor) -> Tensor:
+        by_id, rows = of_home.sort(stable=True)  # received in rank order, so the first of equal ids is the first sample
+        first = torch.ones(len(of_home), dtype=torch.bool)
+        first[rows[1:]] = by_id[1:] != by_id[:-1]
+        return first
+
     ids = ids.cpu()
-    home = ids.remainder(world.size)
-    order = home.argsort(stable=True)
-    send = torch.bincount(home, minlength=world.size).tolist()
-    receive = [sizes[world.rank] for sizes in world.exchange(send)]
-    of_home = exchanged(ids[order], send, receive, world)
-    by_id, rows = of_home.sort(stable=True)  # received in rank order, so the first of equal ids is the first sample
-    repeated = torch.zeros(len(of_home), dtype=torch.bool)
-    repeated[rows[1:]] = by_id[1:] == by_id[:-1]
-    first = torch.empty(len(ids), dtype=torch.bool)
-    first[order] = ~exchanged(repeated, receive, send, world)
-    return first
+    return ask(ids.remainder(world.size), ids, is_first, world)

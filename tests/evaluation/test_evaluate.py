@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
-from contrastive_zoo.metrics.ranking import Graded, Levels, Ranking
-from contrastive_zoo.metrics.ranking_metrics import _AT_CUTOFF
 from contrastive_zoo.ranks.messages import CommunicationError
 from tests.evaluation.awkward import awkward
 from tests.helpers import EVERY_CASE, error_message
@@ -64,7 +62,7 @@ def measured_in_shards(measure, arguments, seed):
     ("place", "mistake"),
     [
         ("local_search.rounded", lambda scores, bits: scores),  # ties are equal in every bit only
-        ("ranking_metrics._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
+        ("ranking._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
         ("task.first_of_each", lambda ids, world: torch.ones_like(ids, dtype=torch.bool)),  # repeated samples count
     ],
 )
@@ -98,20 +96,6 @@ def mean_of_means(**arguments):
 def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
     with pytest.raises(AssertionError):
         same_for_every_split(mutant, 2, worlds)
-
-
-def test_a_metric_outside_of_its_bounds_is_not_returned(monkeypatch):
-    for value in (1.5, -0.1, np.nan):
-        monkeypatch.setitem(_AT_CUTOFF, "map", lambda ranking, *_, value=value: np.full(ranking.queries, value))
-        with pytest.raises(AssertionError, match=f"map of a query must be 0 to 1, got {value}"):
-            cz.metrics.evaluate(torch.eye(3), labels=torch.zeros(3, dtype=torch.int64), metrics=["map"])
-
-
-def test_more_relevant_rows_than_there_are_is_refused():
-    one, nothing = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    for tied, total in ((nothing, one), (one, nothing)):
-        with pytest.raises(AssertionError, match="more relevant items than there are"):
-            Ranking.of(Levels(nothing, nothing, tied), Graded(nothing, one, one), Graded(nothing, one, total), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- faults

@@ -14,9 +14,13 @@ import pytest
 from numpy.typing import NDArray
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, rank_bounds
-from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, codes
+from contrastive_zoo.data.column_samplers import (
+    MPerClassBatchSampler,
+    NoDuplicatesBatchSampler,
+    TokenBatchSampler,
+    codes,
+)
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
-from contrastive_zoo.data.token_sampler import TokenBatchSampler
 from contrastive_zoo.ranks.world import World
 from tests.helpers import EVERY_CASE
 from tests.sampling.trials import KINDS, SamplerTrial, merged, random_trial

@@ -1,1 +1,0 @@
-"""Figures to watch a contrastive training by, of the global batch: :class:`contrastive_zoo.Monitor`."""

@@ -1,1 +1,0 @@
-"""Small trainings with one loss each, on scikit-learn's digits: ``python -m examples.losses``."""
