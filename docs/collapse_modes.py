@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics.monitor import Measurement
+from contrastive_zoo.metrics.figures import Measurement
 from contrastive_zoo.metrics.plots import DARK, PALE, STYLE, draw_similarities
 from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import PAGES, fill, table

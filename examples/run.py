@@ -7,7 +7,6 @@ import importlib
 import logging
 import multiprocessing as mp
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.multiprocessing import ProcessExitedException, start_processes
 
+from contrastive_zoo.testing.auditing.launch import environment, local_store
 from examples.setup import Deviation, Setup, measured
 
 EXAMPLES = (
@@ -108,11 +108,8 @@ def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:
 
 
 def _run(context: mp.context.ForkServerContext, example: str, index: int, setup: Setup) -> Outcome:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    queue, deadline = context.SimpleQueue(), time.monotonic() + TIMEOUT
-    job = (example, index, setup.processes, port, queue)
+    store, queue, deadline = local_store(), context.SimpleQueue(), time.monotonic() + TIMEOUT
+    job = (example, index, setup.processes, store.port, queue)
     started = start_processes(_process, job, setup.processes, join=False, start_method="forkserver")
     with suppress(ProcessExitedException):  # its answer says why
         while not started.join(1) and time.monotonic() < deadline:
@@ -130,10 +127,7 @@ def _run(context: mp.context.ForkServerContext, example: str, index: int, setup:
 
 def _process(rank: int, example: str, index: int, world_size: int, port: int, queue: SimpleQueue[Any]) -> None:
     """Set the variables of torchrun, run the set-up, and send its deviation or the text of its error."""
-    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    of_world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    os.environ |= of_rank | of_world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ |= environment(rank, world_size, port)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo reports every connection
     slow_gathers = logging.getLogger("torch.distributed.tensor._redistribute")  # of 2-d shards
     slow_gathers.setLevel(logging.ERROR)

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.metrics import sums
-from contrastive_zoo.metrics.monitor import effective_rank
-from contrastive_zoo.metrics.sums import sketch
+from contrastive_zoo.metrics import figures
+from contrastive_zoo.metrics.figures import effective_rank, sketch
 from contrastive_zoo.ranks.transport import reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
 from tests.helpers import EXACT, Largest, common_error, learnt, numbers
@@ -86,9 +85,9 @@ def broken(attach, make, rows, shards, worlds):
     ((alone, _),) = watched(attach, make, rows, [sum(shards)], worlds)
     formulas, bare = direct_figures(*rows), watched(None, make, rows, shards, worlds)
     result = set()
-    for (figures, found), (_, expected) in zip(watched(attach, make, rows, shards, worlds), bare, strict=True):
-        result |= {"split"} if figures.keys() != alone.keys() or differs(figures, alone, 0.0) else set()
-        result |= {"formulas"} if differs(figures, formulas, 2**-11) else set()
+    for (of_rank, found), (_, expected) in zip(watched(attach, make, rows, shards, worlds), bare, strict=True):
+        result |= {"split"} if of_rank.keys() != alone.keys() or differs(of_rank, alone, 0.0) else set()
+        result |= {"formulas"} if differs(of_rank, formulas, 2**-11) else set()
         result |= set() if all(map(torch.equal, found, expected)) else {"loss"}
     return result
 
@@ -159,9 +158,9 @@ def test_figures_are_those_of_one_process_and_of_formulas_and_the_loss_is_left_a
 
 def test_blocks_and_rounds_change_no_bit(monkeypatch):
     found = []
-    for candidates, block in ((sums.CANDIDATES, sums._BLOCK), (4, 6)):
-        monkeypatch.setattr(sums, "CANDIDATES", candidates)
-        monkeypatch.setattr(sums, "_BLOCK", block)
+    for candidates, block in ((figures.CANDIDATES, figures._BLOCK), (4, 6)):
+        monkeypatch.setattr(figures, "CANDIDATES", candidates)
+        monkeypatch.setattr(figures, "_BLOCK", block)
         for make, rows in ((cz.SupCon, LABELLED), (cz.Clip, PAIRED)):
             found.append(measured(make(), *rows))
     for whole, in_blocks in zip(found[:2], found[2:], strict=True):
@@ -177,8 +176,8 @@ def test_the_path_of_large_batches_is_monitored_alike(worlds):
 
 
 def test_no_tensor_grows_with_the_square_of_the_batch(monkeypatch):
-    monkeypatch.setattr(sums, "CANDIDATES", 128)
-    monkeypatch.setattr(sums, "_BLOCK", 2**13)
+    monkeypatch.setattr(figures, "CANDIDATES", 128)
+    monkeypatch.setattr(figures, "_BLOCK", 2**13)
 
     n, d = 600, 8
     loss_fn = cz.DistributedLoss(of_pairs)

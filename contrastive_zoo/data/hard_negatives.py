@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, grouped, size_problem
-from contrastive_zoo.data.mining import Guide, Mined, Output, Sampling, Selection, Task, mine
+from contrastive_zoo.data.mining import Guide, Mined, Mining, Output, Sampling, Selection
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.ranks.compiling import uncompiled
@@ -116,8 +116,8 @@ def mine_hard_negatives(
     )  # fmt: skip
     rows = map(as_tensor, (queries, corpus, positives))
     others = map(as_tensor, (query_labels, corpus_labels, corpus_ids))
-    task = Task(*rows, selection, *others, guide, normalize, index, progress, output, process_group)  # type: ignore[call-arg]  # a map
-    return _columns(*mine(task), task.positive_table, output)
+    mining = Mining(*rows, selection, *others, guide, normalize, index, progress, output, process_group)  # type: ignore[call-arg]  # a map
+    return _columns(*mining.run(), mining.table, output)
 
 
 def _columns(start: int, mined: Mined, positives: Int[Tensor, "n p"], output: str) -> dict[str, NDArray[Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import starmap
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -131,9 +131,9 @@ class Mined(NamedTuple):
     positive_scores: Float[Tensor, "n p"]  # the similarities of the positives
 
 
-@dataclass(frozen=True)
-class Task:
-    """The arguments of :func:`mine_hard_negatives` as tensors."""
+@dataclass
+class Mining:
+    """The arguments of :func:`mine_hard_negatives` as tensors, and the search; ranks call each method of it together."""
 
     queries: Tensor
     corpus: Tensor
@@ -154,11 +154,6 @@ class Task:
         names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
         arguments = {name: x for name in names if (x := getattr(self, name)) is not None or name in names[:3]}
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-
-    @property
-    def positive_table(self) -> Int[Tensor, "n p"]:
-        """The positives with a second dimension, on the CPU."""
-        return (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
 
     @property
     def problem(self) -> str | None:
@@ -185,63 +180,54 @@ class Task:
                 return f"{name} are int64, got {described(tensor)}."
         return self.selection.problem or word_problem("output", self.output, Output)
 
+    @torch.no_grad()
+    def run(self) -> tuple[int, Mined]:
+        """Return the global index of this rank's first query, and the negatives of its queries."""
+        self.world = World.of(self.process_group, _NAME)
+        session = Session.of(self.world, check_finite=False)  # the search checks embeddings
+        settings = {"selection": self.selection, "normalize": self.normalize, "guide": self.guide is not None}
+        settings["output"] = self.output
+        shards = agree_on_shards(_NAME, self.rows, world=session, problem=self.problem, settings=settings)
+        queries, self.shards = shards[:2]  # of the queries, and of the corpus
+        with reported(self.world):
+            # with a second dimension, on the CPU
+            self.table = (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
+            labels = [x for x in (self.corpus_labels, self.corpus_ids) if x is not None]
+            # [m, l], labels of this rank's items; a candidate is no negative if one of them is the query's
+            self.labels = torch.stack(labels, 1) if labels else None
+            outside = (self.table < -1) | (self.table >= self.shards.total)
+            problem = None
+            if self.shards.total == 0:
+                problem = "the corpus is empty on every rank."
+            elif outside.any():
+                first = self.table[outside][0].item()
+                problem = f"positives are indices into the {self.shards.total} rows of the corpus, or -1, got {first}."
+            agree_on_shards(_NAME, {}, world=self.world, problem=problem)
+            blocks = [self._mined(part, queries.start) for part in self._steps(queries)]
+        return queries.start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
 
-@torch.no_grad()
-def mine(task: Task) -> tuple[int, Mined]:
-    """Return the global index of this rank's first query, and the negatives of its queries."""
-    world = World.of(task.process_group, _NAME)
-    session = Session.of(world, check_finite=False)  # the search checks embeddings
-    settings = {"selection": task.selection, "normalize": task.normalize, "guide": task.guide is not None}
-    settings["output"] = task.output
-    queries, corpus, *_ = agree_on_shards(_NAME, task.rows, world=session, problem=task.problem, settings=settings)
-    with reported(world):
-        search = _Search(task, queries, corpus, world)
-        outside = (search.positives < -1) | (search.positives >= corpus.total)
-        problem = None
-        if corpus.total == 0:
-            problem = "the corpus is empty on every rank."
-        elif outside.any():
-            first = search.positives[outside][0].item()
-            problem = f"positives are indices into the {corpus.total} rows of the corpus, or -1, got {first}."
-        agree_on_shards(_NAME, {}, world=world, problem=problem)
-        blocks = [search.mined(part) for part in _steps(queries, task.progress, world)]
-    return queries.start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
+    def _steps(self, queries: Shards) -> Iterable[slice]:
+        """Return parts of this rank's queries: equally many on every rank, some possibly empty, but at least one."""
+        starts = range(0, max(1, *queries.sizes), QUERIES_OF_A_STEP)
+        parts = [slice(*(min(queries.size, start + x) for x in (0, QUERIES_OF_A_STEP))) for start in starts]
+        if not self.progress:
+            return parts
+        from tqdm.auto import tqdm
 
+        bar: Iterable[slice] = tqdm(parts, desc="Mining hard negatives", unit=" steps", disable=self.world.rank != 0)
+        return bar
 
-def _steps(queries: Shards, progress: bool, world: World) -> Iterable[slice]:
-    """Return parts of this rank's queries: equally many on every rank, the last ones possibly empty, but at least one."""
-    starts = range(0, max(1, *queries.sizes), QUERIES_OF_A_STEP)
-    parts = [slice(*(min(queries.size, start + x) for x in (0, QUERIES_OF_A_STEP))) for start in starts]
-    if not progress:
-        return parts
-    from tqdm.auto import tqdm
-
-    bar: Iterable[slice] = tqdm(parts, desc="Mining hard negatives", unit=" steps", disable=world.rank != 0)
-    return bar
-
-
-class _Search:
-    """The search of a task that all ranks have agreed on; they call each method together."""
-
-    def __init__(self, task: Task, queries: Shards, corpus: Shards, world: World) -> None:
-        self.task, self.queries, self.corpus, self.world = task, queries, corpus, world
-        self.positives = task.positive_table
-        labels = [x for x in (task.corpus_labels, task.corpus_ids) if x is not None]
-        self.labels = torch.stack(labels, 1) if labels else None
-        """[m, l], labels of this rank's items; a candidate is no negative if one of them is the query's."""
-
-    def mined(self, part: slice) -> Mined:
-        task, selection = self.task, self.task.selection
-        queries, positives = task.queries[part], self.positives[part]
+    def _mined(self, part: slice, start: int) -> Mined:
+        selection, queries, positives = self.selection, self.queries[part], self.table[part]
         positive_scores = self._positive_scores(queries, positives)
-        depth = selection.depth(task.guide is not None)
+        depth = selection.depth(self.guide is not None)
         result = self._candidates(queries, positives, self._query_labels(positives, part), depth)
         lowest = positive_scores.amin(1) if positives.shape[1] else torch.full((len(queries),), torch.inf).double()
         allowed = selection.allowed(result.scores, lowest)
         allowed[:, : selection.range_min] = False
-        query = torch.arange(len(queries)) + self.queries.start + part.start
-        if task.guide is not None:
-            judge = partial(_guided, task.guide, query, positives, result.indices, allowed, selection.guide_margin)
+        query = torch.arange(len(queries)) + start + part.start
+        if self.guide is not None:
+            judge = partial(_guided, self.guide, query, positives, result.indices, allowed, selection.guide_margin)
             allowed &= called_on_every_rank(_NAME, "the guide", judge, world=self.world)
         chosen = selection.chosen(allowed, result.indices, query)
         missing, place = chosen < 0, chosen.clamp(min=0)
@@ -256,28 +242,23 @@ class _Search:
     ) -> Neighbors:
         """Return the k best items of each query that are not excluded and have none of the query's labels."""
         # How many items have a query's labels is not known, so all ranks repeat the search with twice the depth.
-        everything = self.corpus.total
-        k = min(k, everything)
-        results = self._searched(queries, excluded, k)
+        depth = k = min(k, self.shards.total)
+        search = partial(top_k, normalize=self.normalize, index=self.index, process_group=self.world)
+        found = search(queries, self.corpus, k=k, excluded=excluded)
         if labels is None:
-            return results
-        result = Neighbors(results.scores.clone(), results.indices.clone())
-        open_queries, depth = torch.arange(len(queries)), k
+            return found
+        result, unfinished = Neighbors(found.scores.clone(), found.indices.clone()), torch.arange(len(queries))
         while True:
-            differs = self._differs(results.indices, labels[open_queries])
+            differs = self._differs(found.indices, labels[unfinished])
             order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
-            result.scores[open_queries] = results.scores.masked_fill(~differs, -torch.inf).gather(1, order)
-            result.indices[open_queries] = results.indices.masked_fill(~differs, -1).gather(1, order)
-            open_queries = open_queries[differs.sum(1) < k]
+            result.scores[unfinished] = found.scores.masked_fill(~differs, -torch.inf).gather(1, order)
+            result.indices[unfinished] = found.indices.masked_fill(~differs, -1).gather(1, order)
+            unfinished = unfinished[differs.sum(1) < k]
             # a search of the whole corpus has found all there is
-            if depth == everything or not any(number for (number,) in self.world.exchange([len(open_queries)])):
+            if depth == self.shards.total or not any(n for (n,) in self.world.exchange([len(unfinished)])):
                 return result
-            depth = min(2 * depth, everything)
-            results = self._searched(queries[open_queries], excluded[open_queries], depth)
-
-    def _searched(self, queries: Tensor, excluded: Tensor, k: int) -> Neighbors:
-        settings: dict[str, Any] = {"normalize": self.task.normalize, "index": self.task.index}
-        return top_k(queries, self.task.corpus, k=k, excluded=excluded, **settings, process_group=self.world)
+            depth = min(2 * depth, self.shards.total)
+            found = search(queries[unfinished], self.corpus, k=depth, excluded=excluded[unfinished])
 
     def _differs(self, indices: Int[Tensor, "n k"], labels: Int[Tensor, "n l q"]) -> Tensor:
         """Return which candidates exist and have none of the query's labels."""
@@ -288,17 +269,17 @@ class _Search:
 
     def _positive_scores(self, queries: Tensor, positives: Int[Tensor, "n p"]) -> Float[Tensor, "n p"]:
         """Return the similarities of the positives; +∞ for none."""
-        rows = self._fetched(self.task.corpus, positives)
-        left, right = (prepared(x, normalize=self.task.normalize) for x in (queries, rows))
+        rows = self._fetched(self.corpus, positives)
+        left, right = (prepared(x, normalize=self.normalize) for x in (queries, rows))
         return similarities(left[:, None], right)[:, 0].masked_fill(positives < 0, torch.inf)
 
     def _query_labels(self, positives: Int[Tensor, "n p"], part: slice) -> Int[Tensor, "n l q"] | None:
         """Return for each kind of label those that a query's negatives must not have."""
         result = []
-        if self.task.query_labels is not None:
-            result.append(self.task.query_labels[part].cpu()[:, None])
-        if self.task.corpus_ids is not None:
-            result.append(self._fetched(self.task.corpus_ids, positives).masked_fill(positives < 0, NO_LABEL))
+        if self.query_labels is not None:
+            result.append(self.query_labels[part].cpu()[:, None])
+        if self.corpus_ids is not None:
+            result.append(self._fetched(self.corpus_ids, positives).masked_fill(positives < 0, NO_LABEL))
         if not result:
             return None
         width = max(x.shape[1] for x in result)
@@ -308,10 +289,10 @@ class _Search:
     def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:
         """Return the rows of the corpus with these global indices, [*wanted, *row] on the CPU; any row for −1."""
         needed, place = wanted.clamp(min=0).cpu().unique(return_inverse=True)
-        owners = torch.searchsorted(torch.tensor(self.corpus.sizes).cumsum(0), needed, right=True)
+        owners = torch.searchsorted(torch.tensor(self.shards.sizes).cumsum(0), needed, right=True)
 
         def of_rank(indices: Tensor) -> Tensor:
-            return rows[(indices - self.corpus.start).to(rows.device)].cpu()
+            return rows[(indices - self.shards.start).to(rows.device)].cpu()
 
         return ask(owners, needed, of_rank, self.world)[place]
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.data.mining import Guide, Selection, Task, called_on_every_rank, mine
+from contrastive_zoo.data.mining import Guide, Mining, Selection, called_on_every_rank
 from contrastive_zoo.loss_base.state import loading_problem
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -129,7 +129,7 @@ class RefreshedNegatives:
         start, stop = self._part(len(self.positives), world)
         rows = queries, corpus, self.positives[start:stop]
         options: dict[str, Any] = {"guide": self.guide, "normalize": self.normalize, "process_group": world}
-        _, mined = mine(Task(*rows, replace(self.selection, seed=seed), **options))
+        _, mined = Mining(*rows, replace(self.selection, seed=seed), **options).run()
         self.negatives = gather_rows(mined.negatives, world.shards(stop - start), world).clone()
         self.mined_at = step
 

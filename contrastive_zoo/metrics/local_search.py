@@ -191,8 +191,9 @@ class Gallery:
             nothing = torch.empty(len(queries), 0)
             return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
         needed = (proposals.positions >= 0) & (proposals.scores + proposals.error >= floor)
-        scores = self._scores(queries, proposals.positions, needed)
-        scores, positions = ordered(scores, proposals.positions, scores.shape[1])
+        positions = proposals.positions.masked_fill(~needed, -1)
+        scores = self.pair_scores(queries, torch.arange(len(queries)), positions)
+        scores, positions = ordered(scores, positions, scores.shape[1])
         complete = torch.maximum(scores[:, k - 1 : k], floor) > proposals.missed
         complete = (complete | (proposals.missed == -torch.inf))[:, 0]
         if self.index is None:
@@ -225,26 +226,18 @@ class Gallery:
                 positions = positions.gather(1, order)
         return best.double(), positions
 
-    def _scores(self, queries: Tensor, positions: Int[Tensor, "n c"], needed: Bool[Tensor, "n c"]) -> Tensor:
-        """Return the exact scores of the needed candidates; −∞ for the others."""
+    def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, "p c"]) -> Float[Tensor, "p c"]:
+        """Return the exact scores of query ``which[i]`` and items ``positions[i]``; −∞ where a position is −1."""
         scores = torch.full(positions.shape, -torch.inf, dtype=torch.float64)
         step = max(1, _PAIR_ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
-        for start in range(0, len(queries), step):
-            some = slice(start, start + step)
-            # candidates are ordered by their float32 scores, so those that are needed come first
-            width = needed.shape[1] - int(needed[some].any(0).flip(0).int().argmax())
-            kept = positions[some, :width].clamp(min=0)
-            rows = self.take(kept.flatten()).view(*kept.shape, queries.shape[1])
-            scores[some, :width] = self._similarities(queries[some, None], rows)[:, 0]
-        return scores.masked_fill_(~needed, -torch.inf)
-
-    def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, " p"]) -> Float[Tensor, " p"]:
-        """Return the exact scores of pairs: query ``which[i]`` and item ``positions[i]``."""
-        scores = torch.empty(len(which), dtype=torch.float64)
-        step = max(1, _PAIR_ELEMENTS // max(1, queries.shape[1]))
         for start in range(0, len(which), step):
             some = slice(start, start + step)
-            scores[some] = self._similarities(queries[which[some], None], self.take(positions[some])[:, None])[:, 0, 0]
+            # candidates are ordered by their float32 scores, so those that are needed come first
+            width = positions.shape[1] - int((positions[some] >= 0).any(0).flip(0).int().argmax())
+            kept = positions[some, :width]
+            rows = self.take(kept.clamp(min=0).flatten()).view(*kept.shape, queries.shape[1])
+            of_pairs = self._similarities(queries[which[some], None], rows)[:, 0]
+            scores[some, :width] = of_pairs.masked_fill_(kept < 0, -torch.inf)
         return scores
 
     def _similarities(self, queries: Tensor, rows: Tensor) -> Tensor:
@@ -258,7 +251,7 @@ class Gallery:
         positions = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, scores in self.score_blocks(queries, excluded):
             here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
-            best, positions = first_best(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
+            best, positions = ordered(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
         return best, positions
 
     def score_blocks(self, queries: Tensor, excluded: Tensor) -> Iterator[tuple[int, Float[Tensor, "n c"]]]:
@@ -270,16 +263,6 @@ class Gallery:
                 which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
                 scores[which, excluded[which, column] - begin] = -torch.inf
                 yield begin, scores
-
-
-def first_best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of each row, and of equal scores the first."""
-    if scores.shape[1] <= k:
-        return scores, positions
-    kth = scores.topk(k, dim=1).values[:, -1:]
-    higher, equal = scores > kth, scores == kth
-    chosen = higher | (equal & (equal.cumsum(1) <= k - higher.sum(1, keepdim=True)))
-    return scores[chosen].view(-1, k), positions[chosen].view(-1, k)
 
 
 def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries:
     """Return the positions of all relevant items: owners send scores round, ranks count what is higher or equal."""
     question, rows = relevance.question(block), block.gathered(queries)
     pairs = relevance.pairs(question)
-    scores = gallery.pair_scores(rows, pairs.query, pairs.position)
+    scores = gallery.pair_scores(rows, pairs.query, pairs.position[:, None])[:, 0]
     parts = block.answered_unevenly(pairs.query, scores, pairs.grade)
     query, score, grade = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
     order = np.lexsort((grade, -score, query))

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 from torch import Tensor
 
-from contrastive_zoo.metrics.monitor import Measurement
-from contrastive_zoo.metrics.sums import pair_sums, unit
+from contrastive_zoo.metrics.figures import Measurement, pair_sums, unit
 from contrastive_zoo.metrics.task import Evaluation
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
