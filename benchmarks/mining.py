@@ -8,6 +8,7 @@ of its own; memory is the peak beyond queries and corpus (Linux). W = 2 has half
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.harness import command_line, peak
+from suite.harness import on_new_ranks, peak, program, progress
 from torch import Tensor
 
 from contrastive_zoo.data import mine_hard_negatives
-from contrastive_zoo.testing.worlds import Worlds
+from tools.pages import table
 
 SETTINGS: dict[str, Any] = {"num_negatives": 5, "range_max": 50, "relative_margin": 0.05}
 
@@ -87,18 +88,16 @@ IMPLEMENTATIONS: dict[str, tuple[int, Callable[[int, int, int], tuple[float, flo
 """By title the number of ranks and the function that each calls."""
 
 
-def main() -> None:
-    given = command_line(__doc__, corpus=200_000, queries=20_000, width=128, threads=2).parse_args()
-    sizes = given.queries, given.corpus, given.width
-    print(f"{given.queries:,} queries, corpus of {given.corpus:,} × {given.width}, {given.threads} threads together.")
-    print("| | s | MB per rank | negatives | their sum |\n|---|---:|---:|---:|---:|")
+def measure(given: argparse.Namespace) -> dict[str, str]:
+    sizes, lines = (given.queries, given.corpus, given.width), []
     for title, (world_size, function) in IMPLEMENTATIONS.items():
-        with Worlds(timeout=900.0, threads=max(1, given.threads // world_size)) as worlds:  # new processes
-            by_rank = worlds.run(world_size, function, *sizes)
+        by_rank = on_new_ranks(world_size, function, *sizes, threads=max(1, given.threads // world_size))
         seconds, megabytes = max(x[0] for x in by_rank), max(x[1] for x in by_rank)
         negatives = [number for _, _, of_rank in by_rank for number in of_rank]
-        print(f"| {title} | {seconds:.1f} | {megabytes:.0f} | {len(negatives)} | {sum(negatives)} |", flush=True)
+        lines.append([title, f"{seconds:.1f}", f"{megabytes:.0f}", str(len(negatives)), str(sum(negatives))])
+        progress(*lines[-1])
+    return {"mining": table(("", "s", "MB per rank", "negatives", "their sum"), lines, texts=1)}
 
 
 if __name__ == "__main__":
-    main()
+    program(measure, __doc__, corpus=200_000, queries=20_000, width=128, threads=2)

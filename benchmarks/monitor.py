@@ -7,18 +7,18 @@ a measurement, whose figures are read, run interleaved with steps without, in ro
 rank. The share of every k-th call is the median of (measured − plain) / (k · plain) over rounds.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from suite.harness import Round, command_line, in_rounds
+from suite.harness import Round, in_rounds, on_new_ranks, program
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import table
 
 RANKS, SAMPLES, WIDTH = 2, 256, 256
@@ -42,7 +42,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 """By name the loss, and whether it takes labels."""
 
 
-def measure(name: str, rounds: int) -> list[Round]:
+def of_rank(name: str, rounds: int) -> list[Round]:
     """Return the seconds of a plain and of a measured step in each round."""
     make, labelled = LOSSES[name]
     encoder = make_encoder()
@@ -67,20 +67,18 @@ def measure(name: str, rounds: int) -> list[Round]:
     return in_rounds(runners, rounds=rounds)
 
 
-def main() -> None:
-    rounds = command_line(__doc__, rounds=20).parse_args().rounds
+def measure(given: argparse.Namespace) -> dict[str, str]:
     lines = []
-    with Worlds(timeout=600.0) as worlds:
-        for name in LOSSES:
-            found = worlds.run(RANKS, measure, name, rounds)[0]
-            plain = statistics.median(x["plain"] for x in found)
-            added = [x["measured"] - x["plain"] for x in found]
-            shares = [statistics.median(a / (k * x["plain"]) for a, x in zip(added, found, strict=True)) for k in EVERY]
-            times = f"{1e3 * plain:.0f}", f"{1e3 * statistics.median(added):.1f}"
-            lines.append([name, *times, *(f"{100 * share:.2f}" for share in shares)])
+    for name in LOSSES:
+        found = on_new_ranks(RANKS, of_rank, name, given.rounds)[0]
+        plain = statistics.median(x["plain"] for x in found)
+        added = [x["measured"] - x["plain"] for x in found]
+        shares = [statistics.median(a / (k * x["plain"]) for a, x in zip(added, found, strict=True)) for k in EVERY]
+        times = f"{1e3 * plain:.0f}", f"{1e3 * statistics.median(added):.1f}"
+        lines.append([name, *times, *(f"{100 * share:.2f}" for share in shares)])
     every = (f"every={k}, % of a step" for k in EVERY)
-    print(table(("loss", "plain step, ms", "a measured call adds, ms", *every), lines, texts=1))
+    return {"monitor": table(("loss", "plain step, ms", "a measured call adds, ms", *every), lines, texts=1)}
 
 
 if __name__ == "__main__":
-    main()
+    program(measure, __doc__, rounds=20)

@@ -17,11 +17,10 @@ from typing import Any
 import faiss
 import torch
 import torch.distributed as dist
-from suite.harness import command_line, in_rounds, peak, slowest
+from suite.harness import in_rounds, on_new_ranks, peak, program, progress, slowest
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import Worlds
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
 HEAD = ("", "W", "seconds", "faiss in turns with it", "ratio", "additional MB per rank (rows: MB)")
 CLASSES = 10_000
@@ -98,22 +97,18 @@ def approximate(given: argparse.Namespace, probes: int) -> list[str]:
     return [title, "1", f"{seconds:.1f}", "", "", f"recall {recall:.3f}"]
 
 
-def main() -> None:
-    defaults = {"rows": 1_000_000, "queries": 10_000, "width": 128, "k": 100, "rounds": 3, "docs": False}
-    given = command_line(__doc__, **defaults).parse_args()
+def measure(given: argparse.Namespace) -> dict[str, str]:
     lines = []
     for case in CASES:
         for world_size in (1, 2):
-            with Worlds(threads=max(1, CORES // world_size), timeout=3600.0) as worlds:
-                seconds, bare, extra, rows = worlds.run(world_size, measured, case, given)[0]
+            threads = max(1, CORES // world_size)
+            seconds, bare, extra, rows = on_new_ranks(world_size, measured, case, given, threads=threads)[0]
             times = f"{seconds:.1f}", f"{bare:.1f}", f"{seconds / bare:.2f}"
             lines.append([case, str(world_size), *times, f"{extra:.0f} ({rows:.0f})"])
-            print(f"{case}, W = {world_size}: {seconds:.2f} s, faiss {bare:.2f} s", flush=True)
+            progress(*lines[-1])
     lines += [approximate(given, probes) for probes in (32, 256)]
-    print(table(HEAD, lines, texts=1))
-    if given.docs:
-        fill(PAGES / "evaluation.md", {"search": table(HEAD, lines, texts=1)})
+    return {"search": table(HEAD, lines, texts=1)}
 
 
 if __name__ == "__main__":
-    main()
+    program(measure, __doc__, page="evaluation.md", rows=1_000_000, queries=10_000, width=128, k=100, rounds=3)

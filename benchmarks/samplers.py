@@ -1,8 +1,9 @@
-"""Batch samplers: samples per second beside other libraries' samplers.
+"""Batch samplers: samples per second on one rank, with global batches of 256, beside other libraries' samplers.
 
 python benchmarks/samplers.py [--samples 1000000] [--classes 5000] [--world-size 4]
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning.samplers import MPerClassSampler
-from suite.harness import command_line
+from suite.harness import program
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from contrastive_zoo import World
@@ -21,6 +22,7 @@ from contrastive_zoo.data import (
     MPerClassBatchSampler,
     NoDuplicatesBatchSampler,
 )
+from tools.pages import table
 
 M, CLASSES_PER_BATCH, REPEATS = 4, 64, 3
 BATCH = M * CLASSES_PER_BATCH
@@ -51,13 +53,12 @@ def makers(size: int, classes: int, world_size: int) -> dict[str, Callable[[], I
     }
 
 
-def throughput(size: int, classes: int, world_size: int) -> None:
-    """Print the seconds of an epoch on one rank, and the samples of the global epoch per second."""
-    print(f"\nOne rank of W = {world_size}, {size:,} samples, {classes:,} classes, global batches of {BATCH}.")
-    print("| sampler | s per epoch | million samples per s |\n|---|---:|---:|")
+def measure(given: argparse.Namespace) -> dict[str, str]:
+    """Return the seconds of an epoch on one rank, and the samples of the global epoch per second."""
+    size, world_size = given.samples, given.world_size
     seconds: dict[str, list[float]] = {}
     for epoch in range(REPEATS):
-        for name, make in makers(size, classes, world_size).items():
+        for name, make in makers(size, given.classes, world_size).items():
             sampler = make()
             getattr(sampler, "set_epoch", lambda _: None)(epoch)
             start = time.perf_counter()
@@ -65,14 +66,10 @@ def throughput(size: int, classes: int, world_size: int) -> None:
             seconds.setdefault(name, []).append(time.perf_counter() - start)
             # PML's sampler leaves out the last batch if it is smaller
             assert drawn >= 0.99 * size / world_size - BATCH / world_size
-    for name, found in seconds.items():
-        print(f"| {name} | {statistics.median(found):.2f} | {size / statistics.median(found) / 1e6:.1f} |")
-
-
-def main() -> None:
-    given = command_line(__doc__, samples=1_000_000, classes=5000, world_size=4).parse_args()
-    throughput(given.samples, given.classes, given.world_size)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    lines = [[name, f"{x:.2f}", f"{size / x / 1e6:.1f}"] for name, x in medians.items()]
+    return {"samplers": table(("sampler", "s per epoch", "million samples per s"), lines, texts=1)}
 
 
 if __name__ == "__main__":
-    main()
+    program(measure, __doc__, samples=1_000_000, classes=5000, world_size=4)

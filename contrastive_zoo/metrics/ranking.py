@@ -85,7 +85,8 @@ class Ranking:
         """Return the ranking of n queries, given relevant items by level."""
         used, where = np.unique(relevant.where, return_inverse=True)
         groups, total = Graded(where, *relevant[1:]), whole_sums(ideal.where, ideal.number, len(labels))
-        return cls(total, *(x[used] for x in levels), groups, ideal, nearest, labels)
+        query, higher, tied = (x[used] for x in levels)
+        return cls(total, query, higher, tied, groups, ideal, nearest, labels)
 
     @property
     def queries(self) -> int:
