@@ -244,21 +244,21 @@ class Mining:
         # How many items have a query's labels is not known, so all ranks repeat the search with twice the depth.
         depth = k = min(k, self.shards.total)
         search = partial(top_k, normalize=self.normalize, index=self.index, process_group=self.world)
-        found = search(queries, self.corpus, k=k, excluded=excluded)
+        nearest = search(queries, self.corpus, k=k, excluded=excluded)
         if labels is None:
-            return found
-        result, unfinished = Neighbors(found.scores.clone(), found.indices.clone()), torch.arange(len(queries))
+            return nearest
+        result, unfinished = Neighbors(nearest.scores.clone(), nearest.indices.clone()), torch.arange(len(queries))
         while True:
-            differs = self._differs(found.indices, labels[unfinished])
+            differs = self._differs(nearest.indices, labels[unfinished])
             order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
-            result.scores[unfinished] = found.scores.masked_fill(~differs, -torch.inf).gather(1, order)
-            result.indices[unfinished] = found.indices.masked_fill(~differs, -1).gather(1, order)
+            result.scores[unfinished] = nearest.scores.masked_fill(~differs, -torch.inf).gather(1, order)
+            result.indices[unfinished] = nearest.indices.masked_fill(~differs, -1).gather(1, order)
             unfinished = unfinished[differs.sum(1) < k]
             # a search of the whole corpus has found all there is
             if depth == self.shards.total or not any(n for (n,) in self.world.exchange([len(unfinished)])):
                 return result
             depth = min(2 * depth, self.shards.total)
-            found = search(queries[unfinished], self.corpus, k=depth, excluded=excluded[unfinished])
+            nearest = search(queries[unfinished], self.corpus, k=depth, excluded=excluded[unfinished])
 
     def _differs(self, indices: Int[Tensor, "n k"], labels: Int[Tensor, "n l q"]) -> Tensor:
         """Return which candidates exist and have none of the query's labels."""

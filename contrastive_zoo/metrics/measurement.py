@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_zoo.metrics.comparison import mean_by_group
 from contrastive_zoo.metrics.exact import means_over_ranks, prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery
-from contrastive_zoo.metrics.passes import nearest_ranking, totals_of, whole_ranking
+from contrastive_zoo.metrics.passes import nearest_ranking, whole_ranking
 from contrastive_zoo.metrics.ranking import Floats, Ties
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.metrics.search import top_k
@@ -165,14 +165,15 @@ def measured_queries(caller: str, evaluation: Evaluation, world: World) -> tuple
     with reported(world):
         local = Gallery(caller, task.gallery, evaluation.normalize, evaluation.index, world, ties=True)
         rows = prepared(task.queries, normalize=evaluation.normalize)
-        totals, most = totals_of(task.relevance, task.query_shards, world)
+        totals = task.relevance.totals(world)
+        most = int(np.bincount(totals.where, weights=totals.number).max(initial=0))  # relevant items of one query
         values = {metric.name: np.empty(len(rows)) for metric in metrics}
         near, whole = ([metric for metric in metrics if metric.whole is which] for which in (False, True))
         for block in rounds(task.query_shards, world) if near else ():
             ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
             for metric in near:
                 values[metric.name][block.local] = metric.values(ranking, ties)
-        size = max(1, min(_QUERIES, _PAIRS // max(1, most)))
+        size = max(1, min(_QUERIES, _PAIRS // max(1, *(x for (x,) in world.exchange([most])))))
         for block in rounds(task.query_shards, world, size=size) if whole else ():
             ranking = whole_ranking(block, local, task.relevance, rows, totals)
             for metric in whole:

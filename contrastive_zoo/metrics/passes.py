@@ -13,8 +13,8 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import Gallery
 from contrastive_zoo.metrics.ranking import Graded, Groups, Ints, Ranking, changes, levels_of, parts_of
-from contrastive_zoo.metrics.rounds import Round, exchanged, local_positions, rounds
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.metrics.rounds import Round, ask, exchanged, local_positions
+from contrastive_zoo.ranks.world import World
 
 _QUERIES = 256  # queries that are compared with a block of items at once where every score is needed
 
@@ -71,13 +71,18 @@ class Labels:
         kept = (position[:, None] != question.excluded[query]).all(1)
         return Pairs(query[kept], position[kept], torch.ones(int(kept.sum()), dtype=torch.float64))
 
-    def totals(self, question: Question) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many items of which grade are relevant: query, grade and count."""
-        _, count = _occurrences(self.gallery.sort().values, question.labels)
-        excluded = question.excluded
-        same = self.gallery[excluded.clamp(min=0)] == question.labels[:, None] if len(self.gallery) else excluded >= 0
-        count = count - (same & (excluded >= 0)).sum(1)
-        return torch.arange(len(count)), torch.ones(len(count), dtype=torch.float64), count
+    def totals(self, world: World) -> Graded:
+        """Return how many items are relevant to each query: rank ``label mod W`` counts those of a label."""
+        at_home: list[Tensor] = []
+
+        def keep(labels: Tensor) -> Tensor:
+            at_home.append(labels.sort().values)
+            return labels
+
+        ask(self.gallery.remainder(world.size), self.gallery, keep, world)
+        counts = ask(self.queries.remainder(world.size), self.queries, lambda x: _occurrences(at_home[0], x)[1], world)
+        number = (counts - (self.positions is not None)).numpy()
+        return Graded(np.arange(len(number)), np.ones(len(number)), number)
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,10 @@ class Judgements:
     def pairs(self, question: Question) -> Pairs:
         return question.judged
 
-    def totals(self, question: Question) -> tuple[Tensor, Tensor, Tensor]:
-        return question.judged.query, question.judged.grade, torch.ones_like(question.judged.query)
+    def totals(self, world: World) -> Graded:
+        kept = self.grade > 0
+        query, grade = self.query[kept].numpy(), self.grade[kept].numpy()
+        return Graded(query, grade, np.ones(len(query), np.int64)).ordered(best_first=False)
 
 
 def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,21 +149,6 @@ def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Relevance = Labels | Judgements
-
-
-def totals_of(relevance: Relevance, queries: Shards, world: World) -> tuple[Graded, int]:
-    """Return the relevant items of the local queries, counted, and the largest number that a query of any rank has."""
-    parts: list[list[Tensor]] = []
-    for block in rounds(queries, world):
-        received = block.answered_unevenly(*relevance.totals(relevance.question(block)))
-        parts += [[query + block.local.start, *rest] for query, *rest in received]
-    if not parts:
-        return Graded(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64)), 0
-    query, grade, count = (np.asarray(torch.cat(x)) for x in zip(*parts, strict=True))
-    kept = np.lexsort((grade, query))
-    kept = kept[count[kept] > 0]
-    most = int(np.bincount(query, weights=count).max(initial=0)) if len(query) else 0
-    return Graded(query[kept], grade[kept], count[kept]), max(x[0] for x in world.exchange([most]))
 
 
 def nearest_ranking(
