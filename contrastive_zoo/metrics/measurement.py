@@ -245,9 +245,7 @@ def cross_modal_recall(
         k: the cutoffs.
         labels: one integer per embedding of ``first``, such as the number of the image; None: row i belongs to row i.
         second_labels: one integer per embedding of ``second``, such as the number of the caption's image.
-        ties: as in :func:`evaluate`.
-        normalize: compare cosines; otherwise dot products.
-        process_group: who holds embeddings.
+        ties: this and the other arguments are those of :func:`evaluate`.
 
     Returns:
         ``"first_to_second@k"`` and ``"second_to_first@k"`` for each k.
@@ -293,8 +291,7 @@ def index_recall(
         k: number of neighbours.
         index: the index.
         groups: one integer per query, such as its class or its length, in steps; an index may miss much of a rare class.
-        normalize: compare cosines; otherwise dot products.
-        process_group: who holds embeddings.
+            The other arguments are those of :func:`top_k`.
 
     Raises:
         ValueError: as :func:`top_k` and :func:`mean_by_group`.

@@ -30,12 +30,7 @@ class RetrievalMetrics(nn.Module):
 
     Args:
         metrics: names as in :func:`contrastive_zoo.metrics.evaluate`; ``compute`` returns a number if it is one
-            name, and numbers by name if it is a list.
-        ignore_label: samples with this label are neither queries nor in the gallery.
-        ties: what ties mean.
-        normalize: compare cosines; otherwise dot products.
-        index: search approximately, for metrics with a k.
-        process_group: who holds embeddings.
+            name, and numbers by name if it is a list. The other arguments are those of that function, too.
 
     Raises:
         ValueError: an unknown metric. ``compute`` raises what :func:`contrastive_zoo.metrics.evaluate` raises.
@@ -97,12 +92,8 @@ class RetrievalMetrics(nn.Module):
 
         Args:
             queries: embeddings; [0, d] for a batch of the gallery alone.
-            labels: one integer per query.
-            gallery: embeddings to search in; if no batch has any, queries search among themselves.
-            gallery_labels: one integer per item of the gallery.
-            ids: one integer per query; repeated ones count once.
-            gallery_ids: one integer per item of the gallery.
-            judgements: ids of queries of this rank, ids of the gallery, and grades, [j] each.
+            gallery: embeddings to search in; if no batch has any, queries search among themselves. The other arguments
+                are those of :func:`contrastive_zoo.metrics.evaluate`.
 
         Raises:
             ValueError: on this rank: embeddings that are not [n, d] of one width and dtype, or of another width than those
