@@ -9,10 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_zoo.testing.worlds import Worlds
-from examples.losses import Towers, augmented, batches, held_out, images, local
+from examples.losses import batches, held_out, two_towers
 from tools.gallery.recipe import GALLERY, symmetric_cross_entropy
 from tools.pages import PAGES
 
@@ -30,24 +29,24 @@ DRAWN = {  # Paul Tol's colours, told apart with any colour vision
 def curve(name: str) -> list[float]:
     """The true held-out loss before each step and after the last."""
     torch.set_default_dtype(torch.float64)
-    encoder, loss = Towers(), GALLERY[name].make().double()
-    scale: nn.Parameter = dict(loss.named_parameters()).get("scale", next(loss.parameters()))
-    model, criterion = DistributedDataParallel(encoder), DistributedDataParallel(loss)
-    optimizer = torch.optim.SGD([*encoder.parameters(), *loss.parameters()], lr=0.05, momentum=0.9)
-    pixels, unseen = images()[0], held_out()
+    recipe = GALLERY[name].make()
+    model, parameters, loss = two_towers(recipe)
+    scale: nn.Parameter = dict(recipe.named_parameters()).get("scale", next(recipe.parameters()))
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    unseen = held_out()
 
     @torch.no_grad()
     def true_loss() -> float:
-        a, b = (F.normalize(x, dim=1) for x in encoder(unseen))
+        a, b = (F.normalize(x, dim=1) for x in model.module(unseen))
         return symmetric_cross_entropy(scale * a @ b.T).item()
 
-    found = [true_loss()]
+    losses = [true_loss()]
     for indices, generator in batches(EPOCHS):
         optimizer.zero_grad()
-        criterion(*model(local(augmented(pixels[indices], generator)))).backward()
+        loss(indices, generator).backward()
         optimizer.step()
-        found.append(true_loss())
-    return found
+        losses.append(true_loss())
+    return losses
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ EXAMPLES = (
     "huggingface_mistakes",
     "lightning_mistakes",
 )
-"""Modules of this package that define ``SETUPS``, in the order of the tables.
+"""Modules of this package that define ``SETUPS``, in the order of the tables."""
 
-A module of mistakes, ``mistakes`` (of DDP) or ``<trainer>_mistakes``, has no page: its rows are on the page of its trainer.
-"""
+TRAINER_OF = {"mistakes": "ddp", "huggingface_mistakes": "huggingface", "lightning_mistakes": "lightning_module"}
+"""Modules of mistakes have no page: their rows are on the page of their trainer."""
 
 TIMEOUT = 120.0  # seconds after which a set-up has failed
 
@@ -78,16 +78,7 @@ def setups(example: str) -> list[Setup]:
 
 
 def recipe_of(example: str) -> str:
-    """Return the example that a module of mistakes accompanies, or the example itself.
-
-    Examples:
-        >>> recipe_of("mistakes"), recipe_of("zero")
-        ('ddp', 'zero')
-    """
-    trainer, _, kind = example.rpartition("_")
-    if "mistakes" not in (kind, example):
-        return example
-    return next(name for name in EXAMPLES if name.startswith(trainer or "ddp"))
+    return TRAINER_OF.get(example, example)
 
 
 def measure(examples: Sequence[str] = EXAMPLES) -> Iterator[Outcome]:

@@ -28,6 +28,7 @@ from contrastive_zoo.ranks.collectives import all_gather, broadcast
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.ranks.row_checks import word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.distributed import LossAttributes
@@ -93,11 +94,8 @@ class DistributedSentenceLoss(LossAttributes):
         check_finite: bool = True,
     ) -> None:
         super().__init__()
-        if grad_reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"DistributedSentenceLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
-                f"{grad_reduction!r}. SentenceTransformerTrainer averages: 'mean'."
-            )
+        if problem := word_problem("grad_reduction", grad_reduction, GradReduction):
+            raise ValueError(f"DistributedSentenceLoss: {problem} SentenceTransformerTrainer averages: 'mean'.")
         encoders = _encoders(loss)
         if problem := _problem(loss, encoders):
             raise ValueError(f"DistributedSentenceLoss: {type(loss).__name__} {problem}")

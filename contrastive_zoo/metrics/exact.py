@@ -9,7 +9,7 @@ any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -41,22 +41,14 @@ def means_over_ranks(values: Mapping[K, Floats], world: World) -> dict[K, float]
     }
 
 
-class Slices(NamedTuple):
-    """Rows as ``scale · (high + low)``: multiples of 2^−b and of 2^−2b, in float64."""
-
-    high: Tensor
-    low: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, rows: Tensor) -> "Slices":
-        bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
-        largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
-        exponent = torch.frexp(largest.double()).exponent.clamp(-1000, 1022)
-        scaled = rows * _power_of_two(-exponent)
-        high = rounded(scaled, bits)
-        low = rounded(scaled.sub_(high), 2 * bits)
-        return cls(high, low, _power_of_two(exponent))
+def _slices(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return high, low and scale of rows ``scale · (high + low)``: multiples of 2^−b and of 2^−2b, in float64."""
+    bits = (53 - max(rows.shape[-1] - 1, 1).bit_length()) // 2
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
+    exponent = torch.frexp(largest.double()).exponent.clamp(-1000, 1022)
+    scaled = rows * _power_of_two(-exponent)
+    high = rounded(scaled, bits)
+    return high, rounded(scaled.sub_(high), 2 * bits), _power_of_two(exponent)
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
@@ -78,20 +70,20 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
     """
     if rows.shape[-2] == 0 or queries.shape[-2] == 0 or rows.shape[-1] == 0:
         return queries.new_zeros(*queries.shape[:-1], rows.shape[-2], dtype=torch.float64)
-    x, y = Slices.of(queries), Slices.of(rows)
-    coarse = x.high @ y.high.mT
-    fine = x.high @ y.low.mT
-    fine += x.low @ y.high.mT
-    return coarse.add_(fine).mul_(x.scale).mul_(y.scale.mT)
+    (high, low, scale), (high_rows, low_rows, scale_rows) = map(_slices, (queries, rows))
+    coarse = high @ high_rows.mT
+    fine = high @ low_rows.mT
+    fine += low @ high_rows.mT
+    return coarse.add_(fine).mul_(scale).mul_(scale_rows.mT)
 
 
 def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
     """Return the Euclidean norms in float64, each a function of its embedding alone."""
     if rows.numel() == 0:
         return rows.new_zeros(*rows.shape[:-1], 1, dtype=torch.float64)
-    x = Slices.of(rows)
-    coarse, fine = (x.high * x.high).sum(-1, keepdim=True), (x.high * x.low).sum(-1, keepdim=True)
-    return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(x.scale)
+    high, low, scale = _slices(rows)
+    coarse, fine = (high * high).sum(-1, keepdim=True), (high * low).sum(-1, keepdim=True)
+    return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(scale)
 
 
 _ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
