@@ -81,7 +81,7 @@ class Labels:
 
         ask(self.gallery.remainder(world.size), self.gallery, keep, world)
         counts = ask(self.queries.remainder(world.size), self.queries, lambda x: _occurrences(at_home[0], x)[1], world)
-        number = (counts - (self.positions is not None)).numpy()
+        number = (counts - int(self.positions is not None)).numpy()  # a query does not find itself
         return Graded(np.arange(len(number)), np.ones(len(number)), number)
 
 
