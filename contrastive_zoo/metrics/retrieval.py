@@ -131,10 +131,10 @@ class RetrievalMetrics(nn.Module):
             ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.evaluate` raises.
         """
         world = World.of(self.process_group, "RetrievalMetrics")
-        tensors = self._collected(world)
-        judged, items, grades = (tensors.pop(name, None) for name in JUDGED)
-        judgements = None if judged is None or items is None or grades is None else (judged, items, grades)
-        result = measured("RetrievalMetrics", Evaluation(**tensors, judgements=judgements, **self.settings), world)
+        arguments: dict[str, Any] = {**self._collected(world), **self.settings}
+        if JUDGED[0] in arguments:
+            arguments["judgements"] = tuple(arguments.pop(name) for name in JUDGED)
+        result = measured("RetrievalMetrics", Evaluation(**arguments), world)
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
 

@@ -1,6 +1,7 @@
 """An evaluation as one rank sees it: its arguments, agreed on by all ranks, the samples that count, and what is relevant."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ DEFAULT = ("precision@1", "r_precision", "map@r")
 """The metrics of an evaluation that names none."""
 
 
-class Evaluation(NamedTuple):
+@dataclass(frozen=True)
+class Evaluation:
     """The arguments of one rank; see :func:`contrastive_zoo.metrics.evaluate`."""
 
     queries: Tensor
