@@ -23,6 +23,7 @@ from suite.harness import command_line
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation, small_batch
+from contrastive_zoo.engine.crossover import largest_matrix
 from tools.peer_losses.packages import installed, missing, required
 
 LARGE, MILLION = (65_536, 768), (1_048_576, 512)
@@ -51,16 +52,20 @@ def predictions(ceilings: Ceilings) -> Iterator[str]:
 
 
 def crossover() -> Iterator[str]:
-    """Return a table of losses as they are called; every batch counts as small, and InfoNCE is one direction of CLIP."""
+    """Return the table of ``engine/crossover.py`` and what follows from it; InfoNCE is one direction of CLIP.
+
+    Losses are timed as they are called, and every batch counts as small.
+    """
     small_batch.ON_ACCELERATORS = max(CROSSOVER) ** 2 // implementation.SMALL_BATCH_ELEMENTS
-    yield "| loss | embeddings | kernels, ms | whole matrix, ms |"
-    yield "|---|---|---|---|"
-    for loss, n in product([x for x in MODULES if x != "InfoNCE"], CROSSOVER):
+    table: dict[str, dict[int, tuple[float, ...]]] = {x: {} for x in MODULES if x != "InfoNCE"}
+    for loss, n in product(table, CROSSOVER):
         ms = []
         for path in ("triton", "torch"):
             with cz.engine.use_implementation(path):
-                ms.append(median_ms(steps(loss, as_called(loss)(SCALE), n, 768)))
-        yield f"| {loss} | {n:,} | {ms[0]:.3g} | {ms[1]:.3g} |"
+                ms.append(round(median_ms(steps(loss, as_called(loss)(SCALE), n, 768)), 3))
+        table[loss][n] = tuple(ms)
+    yield from (f'"{loss}": {times},' for loss, times in table.items())
+    yield f"Kernels are used above {largest_matrix(table):,} embeddings."
 
 
 def times(found: Sequence[Measurement], ceilings: Mapping[str, Ceilings]) -> Iterator[str]:

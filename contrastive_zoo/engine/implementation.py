@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
+from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.ranks.devices import float32_matmuls
 
 # up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
 SMALL_BATCH_ELEMENTS = 2**16
-# So many times as many similarities are a small batch on an accelerator: on an H100 the first of CLIP, SigLIP and NT-Xent
-# becomes quicker by kernels at about 3,700 embeddings (benchmarks/gpu.py --crossover).
-ON_ACCELERATORS = 212
+# so many times as many similarities are a small batch on an accelerator, where measured times decide
+ON_ACCELERATORS = LARGEST_MATRIX**2 // SMALL_BATCH_ELEMENTS
 
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -130,9 +130,9 @@ class Kernels(NamedTuple):
     warning: str | None = None
 
     def __str__(self) -> str:
-        """What ranks compare: the choice of ``"triton"``, which is refused where kernels do not apply."""
+        """What ranks compare: where kernels start, and the choice of ``"triton"``, refused where kernels do not apply."""
         if not self.always:
-            return "torch or triton"
+            return f"torch, or triton above {LARGEST_MATRIX} embeddings"
         return "triton" if self.apply else f"triton, which {self.problem}"
 
     def on_ranks(self, capable: Sequence[bool]) -> "Kernels":

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation as chosen
 from contrastive_zoo.engine import kernels
+from contrastive_zoo.engine.crossover import H100, largest_matrix
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
 from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.ranks.world import World
@@ -66,6 +68,21 @@ def test_auto_uses_kernels_where_they_apply() -> None:
         assert used(rows)
         assert not used(on_a_gpu(n=512))
         assert not used(on_a_gpu(dtype=torch.float64))
+
+
+def test_a_table_of_times_decides_where_kernels_start() -> None:
+    """Between sizes that are measured, times are straight on logarithmic axes; the loss whose kernels win first decides."""
+    early, late = {1024: (2.0, 1.0), 4096: (1.0, 2.0)}, {1024: (2.0, 1.0), 4096: (1.0, 8.0)}
+    assert largest_matrix({"CLIP": early}) == 2048
+    assert largest_matrix({"CLIP": early, "SigLIP": late}) == 1024 * 2**0.5 // 1
+    assert largest_matrix({"CLIP": {1024: (1.0, 2.0)}}) == 0
+    assert largest_matrix({"CLIP": {1024: (2.0, 1.0)}}) == 1024
+    assert LARGEST <= largest_matrix(H100) <= LARGEST + 10
+    assert 2048 < LARGEST < 16_384  # at either of which all times of the table agree
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "accelerator.md").read_text(encoding="utf-8")
+    for loss, times in H100.items():
+        cells = [f"{kernels:.2f} / {matrix:.2f}" for kernels, matrix in times.values()]
+        assert f"| {loss} | {' | '.join([*cells[:2], 'not measured', 'not measured', *cells[2:]])} |" in page
 
 
 def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,23 +187,30 @@ def test_other_names_are_refused() -> None:
         pass
 
 
+RANKS_DIFFER = {
+    "choice": "rank 0 has torch, or triton above 3[0-9]{3} embeddings, rank 1 has triton",
+    "probe": "rank 0 has triton, rank 1 has triton, which is",
+    "table": "rank 0 has torch, or triton above 3000 embeddings, rank 1 has torch, or triton above 3001",
+}
+"""What one rank has that others lack, and the error of all."""
+
+
 @pytest.mark.parametrize(
     ("make", "small"), drawn([cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP, cz.MNRL], [0, 1], one_in=2)
 )
-@pytest.mark.parametrize("lacks", [False, True])
-def test_what_one_rank_chooses_or_lacks_is_refused_on_all(make: Any, small: int, lacks: bool, worlds: Worlds) -> None:
+@pytest.mark.parametrize(("differs", "text"), RANKS_DIFFER.items())
+def test_what_one_rank_chooses_or_lacks_is_refused_on_all(
+    make: Any, small: int, differs: str, text: str, worlds: Worlds
+) -> None:
     def job() -> str:
-        rank = dist.get_rank()
-        text = (
-            "rank 0 has triton, rank 1 has triton, which is"
-            if lacks
-            else "rank 0 has torch or triton, rank 1 has triton"
-        )
+        rank, lacks = dist.get_rank(), differs == "probe"
         with pytest.MonkeyPatch.context() as patch, splitting(not small):
+            if differs == "table":
+                patch.setattr(chosen, "LARGEST_MATRIX", 3000 + rank)
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(kernels, "installation_problem", lambda device: "is too old" if lacks and rank else None)
             with (
-                cz.engine.use_implementation("triton" if lacks or rank else "torch"),
+                cz.engine.use_implementation("triton" if lacks or (rank and differs == "choice") else "torch"),
                 pytest.raises(ValueError, match=text) as error,
             ):
                 cz.DistributedLoss(make())(torch.eye(3) + rank, torch.eye(3))
