@@ -10,12 +10,10 @@ import fcntl
 import heapq
 import multiprocessing
 import os
-import random
 import select
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -153,29 +151,3 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-@contextmanager
-def torchrun(
-    hosts: Sequence[Host], processes: Sequence[int], log: Path, *program: str
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run a program under torchrun, which is started on each host with so many ranks; at the end, end all processes.
-
-    The first host is the master; the log has the output of all.
-    """
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-    port = random.randrange(20_000, 30_000)  # no other program is in these namespaces
-    agents: list[subprocess.Popen[bytes]] = []
-    with log.open("wb") as output:
-        for node, (host, count) in enumerate(zip(hosts, processes, strict=True)):
-            options = [f"--nnodes={len(hosts)}", f"--node-rank={node}", f"--nproc-per-node={count}"]
-            options += [f"--master-addr={hosts[0].address}", f"--master-port={port}", f"--local-addr={host.address}"]
-            command = host.command(sys.executable, "-m", "torch.distributed.run", *options, *program)
-            agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-    try:
-        yield agents
-    finally:
-        for host in hosts:
-            host.end_processes()
-        for agent in agents:
-            agent.wait()

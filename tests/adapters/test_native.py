@@ -21,7 +21,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.pml.meaning import REDUCTIONS
+from contrastive_zoo.wrapper.pml.native.settings import REDUCTIONS
 from contrastive_zoo.wrapper.pml.native.translation import to_native
 from contrastive_zoo.wrapper.pml.table import LOSSES
 from tests.helpers import EXACT, common_error, distance, drawn, split

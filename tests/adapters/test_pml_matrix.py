@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
@@ -174,20 +173,6 @@ def test_mutants_are_caught(mutant: Callable[..., Any], case: Case, worlds: Worl
 def test_the_model_without_a_mutant_is_right(worlds: Worlds) -> None:
     of = map(Case, ("ContrastiveLoss", "ProxyAnchorLoss", "NTXentLoss", "CrossBatchMemory"))
     assert wrong(measure(worlds, of, even, ByHand)) == []
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the library calls NumPy
-def test_ddp_may_hold_weights_outside_or_inside(worlds: Worlds) -> None:
-    def outside(loss: nn.Module, **settings: Any) -> nn.Module:
-        return DistributedDataParallel(cz.DistributedLoss(loss, **settings))
-
-    def inside(loss: nn.Module, **settings: Any) -> nn.Module:
-        return cz.DistributedLoss(DistributedDataParallel(loss), **settings)
-
-    with_weights = [case for case in map(Case, parts(losses)) if [*case.construct()[0].parameters()]]
-    assert len(with_weights) > 10
-    for wrap in (outside, inside):
-        assert wrong(measure(worlds, with_weights, lambda _: [Run(((4, 8), (12, 0)))], wrap)) == []
 
 
 def test_the_page_in_the_docs_is_of_all_losses_and_finds_nothing_different() -> None:

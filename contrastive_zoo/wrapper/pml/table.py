@@ -1,5 +1,6 @@
 """What each loss of pytorch-metric-learning means: how it is evaluated in shards, and which loss of this library it is."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from contrastive_zoo.losses.ranking import FastAP
 from contrastive_zoo.losses.redundancy import VICReg
 from contrastive_zoo.losses.soft_margins import LiftedStructure, MultiSimilarity
 from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
-from contrastive_zoo.wrapper.pml.meaning import EPSILON
 from contrastive_zoo.wrapper.pml.native import settings as read
 from contrastive_zoo.wrapper.pml.native import variants
 from contrastive_zoo.wrapper.pml.sharded import anchor_losses as sharded
@@ -46,7 +46,7 @@ LOSSES: dict[type[nn.Module], Meaning] = {
         sharded.of_pairs, "it compares unit rows with negatives that are not normalised, this library's all unit rows."),
     losses.ArcFaceLoss: Meaning(sharded.of_classes, ArcFace, (_margin_and_scale, _cosine)),
     losses.CircleLoss: Meaning(
-        sharded.of_pairs, variants.CircleWithThreshold, (read.numbers("m", "gamma"), read.similarity), read.NONZERO_OR_SUM),
+        sharded.of_pairs, variants.Circle, (read.numbers("m", "gamma"), read.similarity), read.NONZERO_OR_SUM),
     losses.ContrastiveLoss: Meaning(sharded.of_pairs, Contrastive, (_margins, read.any_metric), read.AVERAGES),
     losses.CosFaceLoss: Meaning(sharded.of_classes, CosFace, (_margin_and_scale, _cosine)),
     losses.CrossBatchMemory: Meaning(
@@ -82,8 +82,9 @@ LOSSES: dict[type[nn.Module], Meaning] = {
         ProxyAnchor, (read.numbers("margin", "alpha"), _cosine), read.DIVISOR),
     losses.ProxyNCALoss: Meaning(sharded.of_classes, ProxyNCA, (_softmax_scale, _unit_squared)),
     losses.RankedListLoss: Meaning(
-        sharded.ranked_list, variants.RankedListOfDistinct,
-        (read.numbers("margin", "alpha", "imbalance", t_p="Tp", t_n="Tn"), read.euclidean, lambda _: {"epsilon": EPSILON})),
+        sharded.ranked_list, variants.RankedList,
+        (read.numbers("margin", "alpha", "imbalance", t_p="Tp", t_n="Tn"), read.euclidean,
+         lambda _: {"epsilon": read.EPSILON})),
     losses.SignalToNoiseRatioContrastiveLoss: Meaning(
         sharded.of_pairs, SignalToNoise, (_margins, read.plain_ratio), read.AVERAGES),
     losses.SmoothAPLoss: Meaning(
@@ -98,9 +99,10 @@ LOSSES: dict[type[nn.Module], Meaning] = {
         sharded.of_pairs, SupCon, (_temperature, read.similarity), read.NONZERO),
     losses.ThresholdConsistentMarginLoss: Meaning(sharded.threshold_consistent, _by_hand("ThresholdConsistentMargin")),
     losses.TripletMarginLoss: Meaning(
-        sharded.of_triplets, variants.FirstHardestTriplet, (read.numbers("margin"), read.triplets), read.AVERAGES),
+        sharded.of_triplets, variants.Triplet, (read.numbers("margin"), read.triplets), read.AVERAGES),
     losses.TupletMarginLoss: Meaning(
-        sharded.of_pairs, TupletMargin, (read.inverse(temperature="scale"), read.margin_in_degrees, _cosine)),
+        sharded.of_pairs, TupletMargin,
+        (read.inverse(temperature="scale"), lambda x: {"margin": math.degrees(x.margin)}, _cosine)),
     losses.VICRegLoss: Meaning(
         "its variances and covariances are of all rows.", VICReg,
         (read.numbers("eps", invariance="invariance_lambda", variance="variance_mu", covariance="covariance_v"),),

@@ -1,17 +1,18 @@
-"""Settings of this library's losses, read from losses of pytorch-metric-learning: numbers, distances, reducers, miners."""
+"""What settings of pytorch-metric-learning mean: numbers, distances, reducers, miners, and the losses inside of a loss."""
 
-import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
-from pytorch_metric_learning import distances, miners
+from pytorch_metric_learning import distances, miners, reducers
+from torch import nn
 
 from contrastive_zoo.losses.triplet import Mining
-from contrastive_zoo.wrapper.pml.meaning import reducer_of, reduction_of
 
 Settings = dict[str, Any]  # keyword arguments of this library's constructors
 Reader = Callable[[Any], Settings]
+
+EPSILON = 1e-5  # what RankedListLoss adds to each weight of its means
 
 SOFTPLUS_THRESHOLD = 20  # above it torch's softplus is the identity (``threshold`` of ``torch.nn.functional.softplus``)
 
@@ -71,16 +72,13 @@ def _normalize(distance: Any, is_ours: bool, ours: str) -> Settings:
     return {"normalize": normalize}
 
 
-def similarity(loss: Any) -> Settings:
-    return _normalize(loss.distance, _metric(loss.distance) == "similarity", "cosine or dot product")
+def _compared_by(metric: str, ours: str) -> Reader:
+    return lambda loss: _normalize(loss.distance, _metric(loss.distance) == metric, ours)
 
 
-def euclidean(loss: Any) -> Settings:
-    return _normalize(loss.distance, _metric(loss.distance) == "distance", "Euclidean distance")
-
-
-def squared_euclidean(loss: Any) -> Settings:
-    return _normalize(loss.distance, _metric(loss.distance) == "squared distance", "squared Euclidean distance")
+similarity = _compared_by("similarity", "cosine or dot product")
+euclidean = _compared_by("distance", "Euclidean distance")
+squared_euclidean = _compared_by("squared distance", "squared Euclidean distance")
 
 
 def plain_ratio(loss: Any) -> Settings:
@@ -102,6 +100,41 @@ def of_unit_rows(read: Reader) -> Reader:
     return read_and_require
 
 
+def members(loss: Any) -> list[tuple[Any, Any, float]]:
+    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight."""
+    keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
+    own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
+    return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
+
+
+Reduction = Literal["mean", "sum", "threshold", "nonzero", "divisor", "class weights", "each anchor"]
+
+REDUCTIONS: dict[type[nn.Module], Reduction] = {
+    reducers.AvgNonZeroReducer: "threshold",
+    reducers.ClassWeightedReducer: "class weights",
+    reducers.DivisorReducer: "divisor",
+    reducers.MeanReducer: "mean",
+    reducers.PerAnchorReducer: "each anchor",
+    reducers.SumReducer: "sum",
+    reducers.ThresholdReducer: "threshold",
+}
+
+
+def reduction_of(reducer: Any) -> Reduction | None:
+    """Return what a reducer computes: a sum over a count, which ranks can add up; None if it is not known to be one.
+
+    ``"nonzero"`` is the mean of the losses above 0, ``"threshold"`` that of losses between other bounds.
+    """
+    reduction = REDUCTIONS.get(type(reducer))
+    return "nonzero" if reduction == "threshold" and reducer.low == 0 and reducer.high is None else reduction
+
+
+def reducer_of(reducer: Any, sub_loss: str) -> Any:
+    if type(reducer) is not reducers.MultipleReducers:
+        return reducer
+    return dict(reducer.reducers).get(sub_loss, reducer.default_reducer)
+
+
 MEAN: dict[str, Settings] = {"mean": {}}
 DIVISOR: dict[str, Settings] = {"divisor": {}}
 MEAN_OR_SUM: dict[str, Settings] = {"mean": {}, "sum": {"reduction": "sum"}}
@@ -119,10 +152,6 @@ def reduction(loss: Any, options: Mapping[str, Settings]) -> Settings:
     kind = kinds.pop() or ""
     require(kind in options, f"{names[0]} has no option here.")
     return options[kind]
-
-
-def margin_in_degrees(loss: Any) -> Settings:
-    return {"margin": math.degrees(loss.margin)}
 
 
 def thresholds_by_class(loss: Any) -> Settings:

@@ -12,8 +12,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
-from contrastive_zoo.wrapper.pml.meaning import members
-from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation, epsilon, mining, reduction, require
+from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation, epsilon, members, mining, reduction, require
 from contrastive_zoo.wrapper.pml.table import LOSSES
 
 

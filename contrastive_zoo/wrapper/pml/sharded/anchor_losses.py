@@ -21,8 +21,8 @@ from contrastive_zoo.losses.ranking import PNP, FastAP
 from contrastive_zoo.ranks.collectives import all_gather, sum_over_ranks
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.transport import gather_rows
-from contrastive_zoo.wrapper.pml.meaning import EPSILON
-from contrastive_zoo.wrapper.pml.native.variants import RankedListOfDistinct
+from contrastive_zoo.wrapper.pml.native.settings import EPSILON
+from contrastive_zoo.wrapper.pml.native.variants import RankedList
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import AnchorBatch, Indices, Info, miner_weights
 
 
@@ -136,7 +136,7 @@ def pnp(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Inf
 
 def ranked_list(loss: Any, batch: AnchorBatch, indices: Indices | None) -> dict[str, Info]:
     """Compare each anchor with the positives and negatives that violate a margin."""
-    row_loss = RankedListOfDistinct(epsilon=EPSILON)
+    row_loss = RankedList(epsilon=EPSILON)
     # attributes are not checked: the library takes any number, and a negative T_p or T_n, too
     row_loss.margin, row_loss.alpha, row_loss.imbalance = loss.margin, loss.alpha, loss.imbalance
     row_loss.t_p, row_loss.t_n = loss.Tp, loss.Tn

@@ -14,7 +14,7 @@ from contrastive_zoo.loss_base.loss import has_user_code
 from contrastive_zoo.ranks.collectives import replicated, sum_over_ranks
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.world import Shards, World
-from contrastive_zoo.wrapper.pml.meaning import members, reducer_of, reduction_of
+from contrastive_zoo.wrapper.pml.native.settings import members, reducer_of, reduction_of
 from contrastive_zoo.wrapper.pml.sharded import anchor_losses
 from contrastive_zoo.wrapper.pml.sharded.anchor_batch import (
     PAIRWISE_DISTANCES,
