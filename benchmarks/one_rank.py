@@ -130,7 +130,7 @@ class OneRank(TorchDispatchMode):
     def _of_rank(self, rank: int, header: Sequence[int]) -> tuple[int, ...]:
         """Return a header with that rank's sizes, which are multiples of its number of samples."""
         fields, sizes = header[: len(FIELDS)], header[len(FIELDS) :]
-        differ = [name == "fingerprint" or name.startswith("argument") for name in FIELDS]
+        differ = [name.startswith("argument") for name in FIELDS]
         fields = tuple(x + rank if x and of_rows else x for x, of_rows in zip(fields, differ, strict=True))
         return (*fields, *(x * self.sizes[rank] // self.sizes[self.rank] for x in sizes))
 

@@ -91,7 +91,7 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
                     Statement("Loss"),
                     Statement("Loss", {"a": "1"}, [1, 2], last_value=1.0),
                     Statement("Other", problem="no"),
-                    statement(3, fingerprint=7, same=1),
+                    statement(3, digests=[7], same=1),
                 ]
                 error_message(
                     lambda bring=bring, kind=kind: shake_hands(bring[(kind + dist.get_rank()) % 4], World.of())
@@ -116,8 +116,6 @@ BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"last_value": torch.nan}, {"last_value": torch.nan}, None),
     (SUMS, {**SUMS, "level": 1.0 + 1e-5}, None),
     (SUMS, {}, None),
-    ({"fingerprint": 5}, {"fingerprint": 6}, None),
-    ({"fingerprint": 5}, {"fingerprint": 0}, None),
     ({"same": 2}, {"same": 0}, None),
 ]
 """What two ranks bring, and what is the error, if any."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.differences import (
-    GATHERED_BEFORE,
     SAME_TENSOR_DIFFERS,
     combined,
     numbers_differ,
@@ -54,9 +53,7 @@ class Statement:
     level: float | None = None  # a number of everything numeric that the loss computes with; None if it is not compared
     projection: float | None = None  # of the same on a fixed direction, at calls that look closely
     numbers: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that these were made of, for the error
-    fingerprint: int = 0  # a digest of some numbers of the rows, if these must differ between ranks; otherwise 0
-    digest: Callable[[], int] = lambda: 0  # returns that of all numbers, where those of some are equal on all ranks
-    arguments: Sequence[int] = ()  # a digest of some numbers of each argument; 0 where they may be equal on all ranks
+    digests: Sequence[int] = ()  # of some numbers of each argument; 0 where they are not compared
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
@@ -79,7 +76,7 @@ class Agreed:
     replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
     kernels: Sequence[bool] = (False,)  # by rank, whether Triton kernels can compute the loss there
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
-    equal: Mapping[int, int] = field(default_factory=dict)  # by index, digests of arguments that all ranks stated alike
+    digests: Sequence[tuple[int, ...]] = ()  # of some numbers of each argument, by rank
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
     number: int = field(default=0, repr=False)  # of this handshake among the group's
     # the number of the handshake of the wrapper's first call; −1 without a wrapper
@@ -92,8 +89,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     """Exchange statements with all ranks.
 
     Raises:
-        ValueError: on every rank alike, if any rank states a problem; if what they compare differs; if a value or the
-            parameters differ by more than half the digits of their dtype; or if all ranks hold the same rows.
+        ValueError: on every rank alike, if any rank states a problem; if what they compare differs; or if a value or the
+            parameters differ by more than half the digits of their dtype.
         CommunicationError: another rank failed, died or is late, or calls another wrapper.
     """
     if world.size == 1:
@@ -127,8 +124,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
     identity = _identity(statement, number, received, world)
     sizes = [header[len(FIELDS) :][: len(statement.sizes)] for header in headers]
-    digests = [header[len(FIELDS) - ARGUMENTS : len(FIELDS)][: len(statement.arguments)] for header in headers]
-    if further := [*statement.sizes[SIZES:], *statement.arguments[ARGUMENTS:]]:
+    digests = [header[len(FIELDS) - ARGUMENTS : len(FIELDS)][: len(statement.digests)] for header in headers]
+    if further := [*statement.sizes[SIZES:], *statement.digests[ARGUMENTS:]]:
         rest, count = world.exchange(further), len(statement.sizes[SIZES:])
         sizes = [(*first, *more[:count]) for first, more in zip(sizes, rest, strict=True)]
         digests = [(*first, *more[count:]) for first, more in zip(digests, rest, strict=True)]
@@ -140,10 +137,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved
     state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
-    by_argument = enumerate(zip(*digests, strict=True))
-    equal = {index: of_ranks[0] for index, of_ranks in by_argument if of_ranks[0] and len({*of_ranks}) == 1}
-    same = max(received["same"])
-    return Agreed(shards, replicate, kernels, same, equal, payload if fits else None, number, identity)
+    same, by_argument, inline = max(received["same"]), [*zip(*digests, strict=True)], payload if fits else None
+    return Agreed(shards, replicate, kernels, same, by_argument, inline, number, identity)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -167,7 +162,7 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
 
 
 def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
-    sizes, arguments = [*statement.sizes[:SIZES]], [*statement.arguments[:ARGUMENTS]]
+    sizes, digests = [*statement.sizes[:SIZES]], [*statement.digests[:ARGUMENTS]]
     payload = -1 if statement.payload is None else sum(x.nbytes for x in statement.payload)
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
@@ -177,12 +172,11 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
         *map(_to_bits, (statement.last_value, statement.level, statement.projection)),
-        statement.fingerprint,
         statement.same,
         _REPLICABLE * statement.replicable + _KERNELS * statement.kernels + _DRAWS * statement.draws,
         payload,
-        *arguments,
-        *[0] * (ARGUMENTS - len(arguments)),
+        *digests,
+        *[0] * (ARGUMENTS - len(digests)),
         *sizes,
         *[0] * (SIZES - len(sizes)),
     ]
@@ -206,7 +200,7 @@ def _differ(bits: Sequence[int]) -> bool:
 
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
-    """Raise if values, parameters or identical arguments differ between ranks, or if rows do not."""
+    """Raise if values, parameters or identical arguments differ between ranks."""
     values, levels, projections = (received[name] for name in ("last value", "level", "projection"))
     if _differ(values) and (difference := values_difference(_from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
@@ -217,10 +211,6 @@ def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[in
         norms = {name: float(x.detach().double().norm()) for name, x in statement.numbers.items()}
         texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
         raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
-    if 0 not in received["fingerprint"] and len(set(received["fingerprint"])) == 1:
-        digests = world.exchange([statement.digest()])
-        if all(x == digests[0] for x in digests):
-            raise ValueError(f"{statement.caller}: {GATHERED_BEFORE}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
 

@@ -6,23 +6,18 @@ within a second, and raise its sentence. The store is torch.distributed's own, t
 A note is text, never pickled. A message that arrives at once costs nothing more.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from contrastive_zoo.ranks.compat import waiting_time
 from contrastive_zoo.ranks.group_state import GroupState, state_of
-
-if TYPE_CHECKING:
-    from contrastive_zoo.ranks.world import World
 
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
@@ -60,21 +55,34 @@ class CommunicationError(RuntimeError):
     """
 
 
-def started(message: str, begin: Callable[[], Any], world: World, *, polled: bool) -> Callable[[], None]:
+class Member(Protocol):
+    """What an error says of the rank that waits; a World is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def process_group(self) -> dist.ProcessGroup: ...
+    @property
+    def caller(self) -> str: ...
+
+
+def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
     """Start a message by ``begin``, which returns one or several works or None; the returned function waits for them.
 
     While a ``polled`` message does not arrive, a note is looked for: not for works on an accelerator, for which the host
     does not wait, and not for a transfer between two ranks, which cannot be waited for in parts.
     """
-    status, since = _of_group(world), time.monotonic()
+    status, since = _of_group(member), time.monotonic()
     if _inherited is not None and dist.group.WORLD is _inherited:
-        raise CommunicationError(f"{_who(world)}: {_FORKED}")
+        raise CommunicationError(f"{_who(member)}: {_FORKED}")
     if status.lost is not None:
-        raise CommunicationError(f"{_who(world)}: the process group failed earlier. {status.lost}")
+        raise CommunicationError(f"{_who(member)}: the process group failed earlier. {status.lost}")
     try:
         begun = begin()
     except RuntimeError as error:
-        raise _failed(message, world, error, since) from error
+        raise _failed(message, member, error, since) from error
 
     works = begun if isinstance(begun, list) else [] if begun is None else [begun]
 
@@ -82,39 +90,39 @@ def started(message: str, begin: Callable[[], Any], world: World, *, polled: boo
         try:
             for work in works:
                 if polled:
-                    _wait_and_look(work, message, world)
+                    _wait_and_look(work, message, member)
                 else:
                     work.wait()
         except CommunicationError:
             raise
         except RuntimeError as error:
-            raise _failed(message, world, error, since) from error
+            raise _failed(message, member, error, since) from error
         except BaseException as error:  # Ctrl-C, a test's time-out: the others go on
-            report(error, world)
+            report(error, member)
             raise
 
     return wait
 
 
-def begun_handshake(world: World) -> int:
+def begun_handshake(member: Member) -> int:
     """Count a handshake before anything of it is sent, and return its number."""
-    status = _of_group(world)
+    status = _of_group(member)
     if status.failed_at == status.handshakes and status.lost is None:
-        _settle(world)
+        _settle(member)
     status.handshakes += 1
     return status.handshakes
 
 
-def _settle(world: World) -> None:
+def _settle(member: Member) -> None:
     """Wait, without a message, until every other rank has failed in this call, too, or has gone on without this one."""
-    status, key = _of_group(world), _key(world)
-    until = time.monotonic() + waiting_time(world.process_group)
-    waits_for = {rank for rank in range(world.size) if rank != world.rank}
+    status, key = _of_group(member), _key(member)
+    until = time.monotonic() + waiting_time(member.process_group)
+    waits_for = {rank for rank in range(member.size) if rank != member.rank}
     while waits_for:
-        said = _in_store(lambda store: [_read(store, f"{key}/{rank}").split("\n", 1) for rank in range(world.size)])
+        said = _in_store(lambda store: [_read(store, f"{key}/{rank}").split("\n", 1) for rank in range(member.size)])
         if said is None or any(text[0] == _GONE_ON for text in said) or time.monotonic() > until:
-            words = "" if said is None else said[world.rank][-1]
-            raise lost(f"{_who(world)} failed in its last call, and not all ranks did. {words}".strip(), world)
+            words = "" if said is None else said[member.rank][-1]
+            raise lost(f"{_who(member)} failed in its last call, and not all ranks did. {words}".strip(), member)
         waits_for = {rank for rank in waits_for if said[rank][0] != str(status.failed_at)}
         time.sleep(_PAUSE if waits_for else 0)
 
@@ -124,39 +132,39 @@ def _read(store: Any, key: str) -> str:
 
 
 @contextmanager
-def reported(world: World) -> Iterator[None]:
+def reported(member: Member) -> Iterator[None]:
     """Tell ranks that wait for this one if the body raises. What all ranks raise alike disturbs none of them."""
     try:
         yield
     except BaseException as error:
-        report(error, world)
+        report(error, member)
         raise
 
 
-def report(error: BaseException, world: World) -> None:
+def report(error: BaseException, member: Member) -> None:
     """Leave a note for the ranks that wait for this one: it has failed after the last handshake."""
-    if isinstance(error, CommunicationError) or world.size == 1:  # the rank that failed has left its own note
+    if isinstance(error, CommunicationError) or member.size == 1:  # the rank that failed has left its own note
         return
-    status = _of_group(world)
+    status = _of_group(member)
     status.failed_at = status.handshakes
     words = f"{type(error).__name__}: {error}".strip().rstrip(":.")
-    of_loss = f" in {world.caller}" if world.caller else ""
-    note = f"{status.handshakes}\n{world.rank}\nRank {world.rank} failed{of_loss}: {words}."
+    of_loss = f" in {member.caller}" if member.caller else ""
+    note = f"{status.handshakes}\n{member.rank}\nRank {member.rank} failed{of_loss}: {words}."
     message = f"{status.handshakes}\n{note.split(chr(10), 2)[2]}"
 
     def leave(store: Any) -> None:
-        store.set(_key(world), note)
-        store.set(f"{_key(world)}/{world.rank}", message)
+        store.set(_key(member), note)
+        store.set(f"{_key(member)}/{member.rank}", message)
 
     _in_store(leave)
 
 
-def _wait_and_look(work: Any, message: str, world: World) -> None:
+def _wait_and_look(work: Any, message: str, member: Member) -> None:
     """Wait for a work of the CPU; from time to time, look for a note of the rank that it waits for."""
     patience = FIRST_LOOK
     while not _arrived(work, patience):
-        if (note := _note(world)) is not None:
-            raise lost(f"{_who(world)} waited in {message} for a rank that has failed. {note}", world)
+        if (note := _note(member)) is not None:
+            raise lost(f"{_who(member)} waited in {message} for a rank that has failed. {note}", member)
         patience = min(2 * patience, LONGEST_WAIT)
 
 
@@ -171,57 +179,57 @@ def _arrived(work: Any, seconds: float) -> bool:
     return True
 
 
-def _failed(message: str, world: World, error: RuntimeError, since: float) -> CommunicationError:
+def _failed(message: str, member: Member, error: RuntimeError, since: float) -> CommunicationError:
     """The error of a message that failed: the note of the rank that is missing, or what usually causes it."""
-    who = _who(world)
-    if (note := _note(world)) is not None:
-        return lost(f"{who} waited in {message} for a rank that has failed. {note}", world)
+    who = _who(member)
+    if (note := _note(member)) is not None:
+        return lost(f"{who} waited in {message} for a rank that has failed. {note}", member)
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         waited = time.monotonic() - since
-        return lost(f"{who} waited {waited:.0f} s in {message}, and not all ranks came. {_LATE}", world)
-    return lost(f"{who} lost the connection to another rank in {message}. {_GONE}", world)
+        return lost(f"{who} waited {waited:.0f} s in {message}, and not all ranks came. {_LATE}", member)
+    return lost(f"{who} lost the connection to another rank in {message}. {_GONE}", member)
 
 
-def lost(text: str, world: World) -> CommunicationError:
+def lost(text: str, member: Member) -> CommunicationError:
     """Return the error after which the group is not used any more; a rank that has failed and would go on hears of it."""
-    _of_group(world).lost = text
-    _in_store(lambda store: store.set(f"{_key(world)}/{world.rank}", f"{_GONE_ON}\n{text}"))
+    _of_group(member).lost = text
+    _in_store(lambda store: store.set(f"{_key(member)}/{member.rank}", f"{_GONE_ON}\n{text}"))
     return CommunicationError(text)
 
 
-def _who(world: World) -> str:
-    return f"{world.caller}: rank {world.rank}" if world.caller else f"rank {world.rank}"
+def _who(member: Member) -> str:
+    return f"{member.caller}: rank {member.rank}" if member.caller else f"rank {member.rank}"
 
 
-def _of_group(world: World) -> GroupState:
-    """The state of the group; its first message clears a note that an earlier group of this name has left."""
-    state = state_of(world.process_group)
+def _of_group(member: Member) -> GroupState:
+    """The state of the member's group; its first message clears a note that an earlier group of this name has left."""
+    state = state_of(member.process_group)
     if not state.has_sent:
         state.has_sent = True
-        _in_store(lambda store: _clear(store, world))
+        _in_store(lambda store: _clear(store, member))
     return state
 
 
-def _clear(store: Any, world: World) -> None:
-    store.set(f"{_key(world)}/{world.rank}", "")
-    if world.rank == 0:
-        store.set(_key(world), "")
+def _clear(store: Any, member: Member) -> None:
+    store.set(f"{_key(member)}/{member.rank}", "")
+    if member.rank == 0:
+        store.set(_key(member), "")
 
 
-def _note(world: World) -> str | None:
+def _note(member: Member) -> str | None:
     """What another rank said when it failed after the same handshake as this rank's last; None if this rank failed, too."""
-    status = _of_group(world)
-    result = _in_store(lambda store: _read(store, _key(world)))
+    status = _of_group(member)
+    result = _in_store(lambda store: _read(store, _key(member)))
     if not result:
         return None
     handshakes, rank, note = result.split("\n", 2)
     # in this call, or in the one before, after which that rank sends no handshake of this call
     is_recent = status.handshakes - 1 <= int(handshakes) <= status.handshakes
-    return note if is_recent and int(rank) != world.rank and status.failed_at != int(handshakes) else None
+    return note if is_recent and int(rank) != member.rank and status.failed_at != int(handshakes) else None
 
 
-def _key(world: World) -> str:
-    return f"contrastive_zoo/failure/{world.process_group.group_name}"
+def _key(member: Member) -> str:
+    return f"contrastive_zoo/failure/{member.process_group.group_name}"
 
 
 def _in_store(function: Callable[[Any], Any]) -> Any:

@@ -1,7 +1,7 @@
 """Random numbers of a loss that every rank computes alike: all ranks draw those of rank 0."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -21,16 +21,16 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
     if world.size == 1:
         yield
         return
-    states = random_states(device)
+    states = _states(device)
     packed = torch.cat([state.view(torch.uint8) for state in states]).to(world.device)
     broadcast_in_place(packed, 0, world)  # as long on every rank
     parts = packed.cpu().split([state.nbytes for state in states])
-    set_random_states([part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)], device)
+    _restore([part.clone().view(state.dtype) for part, state in zip(parts, states, strict=True)], device)
     try:
         yield
     finally:
         if world.rank != 0:
-            set_random_states(states, device)
+            _restore(states, device)
 
 
 class StateWatch:
@@ -38,20 +38,20 @@ class StateWatch:
 
     def __init__(self, loss: torch.nn.Module, device: torch.device | None = None) -> None:
         self.found_on_any_rank = False  # whether ranks have told each other of a change
-        self.device, self.states = device, random_states(device)
+        self.device, self.states = device, _states(device)
         self.buffers = [(x, x.clone()) for x in loss.buffers()]
         self.attributes = [(vars(x), _plain(x)) for x in loss.modules()]
 
     def has_changed(self) -> bool:
         """Return whether a generator, a buffer or a plain attribute has changed since construction."""
-        states = zip(random_states(self.device), self.states, strict=True)
+        states = zip(_states(self.device), self.states, strict=True)
         if any(not torch.equal(present, before) for present, before in [*states, *self.buffers]):
             return True
         return any(held.get(name) != x for held, before in self.attributes for name, x in before.items())
 
     @torch.no_grad()
     def undo(self) -> None:
-        set_random_states(self.states, self.device)
+        _restore(self.states, self.device)
         for held, plain in self.attributes:
             held.update(plain)
         for buffer, before in self.buffers:
@@ -62,8 +62,7 @@ def _plain(module: torch.nn.Module) -> dict[str, float | str]:
     return {name: x for name, x in vars(module).items() if type(x) in (int, float, bool, str)}
 
 
-def random_states(*devices: torch.device | None) -> list[torch.Tensor]:
-    """The states of torch's generators (CPU and devices), NumPy's and Python's, as tensors of the host."""
+def _states(device: torch.device | None) -> list[torch.Tensor]:
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     states = [
@@ -74,18 +73,16 @@ def random_states(*devices: torch.device | None) -> list[torch.Tensor]:
         torch.tensor([version, next_gauss is not None, *words], dtype=torch.int64),
         torch.tensor([next_gauss or 0.0], dtype=torch.float64),
     ]
-    return [*states, *(torch.get_device_module(x).get_rng_state(x) for x in _accelerators(devices))]
+    if device is None or device.type == "cpu":
+        return states
+    return [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
-def set_random_states(states: list[torch.Tensor], *devices: torch.device | None) -> None:
-    cpu, keys, position, gauss, words, next_gauss, *of_devices = states
+def _restore(states: list[torch.Tensor], device: torch.device | None) -> None:
+    cpu, keys, position, gauss, words, next_gauss, *accelerator = states
     torch.set_rng_state(cpu)
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *position.tolist(), gauss.item()))
     version, has_next, *rest = words.tolist()
     random.setstate((version, tuple(rest), next_gauss.item() if has_next else None))
-    for state, device in zip(of_devices, _accelerators(devices), strict=True):
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _accelerators(devices: Iterable[torch.device | None]) -> list[torch.device]:
-    return [x for x in devices if x is not None and x.type != "cpu"]
+    if accelerator:
+        torch.get_device_module(device).set_rng_state(accelerator[0], device)

@@ -296,14 +296,13 @@ def alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
-ARGUMENTS = 8
-"""Arguments of a third-party loss whose fingerprints fit into a header; those of further ones follow with further sizes."""
+ARGUMENTS = 9  # whose digests fit into a header; those of further ones follow with further sizes
 
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
 # a rank in one meets a rank in the other, and all of them hear it.
 FIELDS = (
-    "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "fingerprint",
-    "same", "capabilities", "bytes", *(f"argument {index}" for index in range(ARGUMENTS)),
+    "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "same",
+    "capabilities", "bytes", *(f"argument {index}" for index in range(ARGUMENTS)),
 )  # fmt: skip
 """Header fields before the sizes, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from itertools import starmap
@@ -173,34 +173,18 @@ def some_numbers(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x[:: max(1, len(x) // _ROWS)][:, :: max(1, x.shape[1] // _COLUMNS)] for name, x in floating.items()}
 
 
-def fingerprint(numbers: Iterable[Tensor]) -> int:
-    """A digest of tensors on the host, other than 0; 0 if they cannot be told from a coincidence.
-
-    One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks.
-    """
-    numbers = [*numbers]
-    if not any(map(_has_different_rows, numbers)):
-        return 0
-    digest = hashlib.blake2b(digest_size=7)
-    for x in numbers:
-        digest.update(flat_bytes(x).numpy().tobytes())
-    return 1 + int.from_bytes(digest.digest(), "big")
+ROWS_DIFFER, NO_MASK, NO_WEIGHTS = 1, 2, 4
+"""Bits of a fingerprint. One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks,
+and so may masks of 0 and 1. Numbers that repeat no more often than those of embeddings do are no weights or targets."""
 
 
-def argument_fingerprint(x: Tensor) -> int:
-    """A digest of one argument's numbers, [n, d] on the host; 0 where rows may be equal on all ranks, as masks and ones.
-
-    It is odd for numbers that repeat no more often than those of embeddings do: they are no weights, targets or classes.
-    """
+def fingerprint(x: Tensor) -> int:
+    """A digest of one argument's numbers, [n, d] on the host, with the bits of what they look like."""
     some = x.flatten()[:_COLUMNS].tolist()
     different = set(some)
-    if different <= {0.0, 1.0} or not _has_different_rows(x):
-        return 0
-    return fingerprint([x]) << 1 | (x.shape[1] > 1 and 2 * len(different) > len(some))
-
-
-def _has_different_rows(x: Tensor) -> bool:
-    return len(x) > 1 and not torch.equal(x[:1].expand_as(x), x)
+    bits = ROWS_DIFFER * (len(x) > 1 and not torch.equal(x[:1].expand_as(x), x))
+    bits |= NO_MASK * (not different <= {0.0, 1.0}) | NO_WEIGHTS * (x.shape[1] > 1 and 2 * len(different) > len(some))
+    return int.from_bytes(hashlib.blake2b(flat_bytes(x).numpy().tobytes(), digest_size=7).digest(), "big") << 3 | bits
 
 
 _SHARED_NUMBERS = 1024

@@ -14,7 +14,7 @@ from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.loss_base.loss_modules import StateSums
 from contrastive_zoo.ranks.devices import ValueCheck, read_later
 from contrastive_zoo.ranks.session import Session
-from contrastive_zoo.wrapper.arguments import fingerprint, some_numbers
+from contrastive_zoo.wrapper.arguments import some_numbers
 
 EVERY_NTH_CALL = 64
 """Numbers of the loss are compared by their norms at every call, and by their projections, too, at every 64th."""
@@ -67,22 +67,19 @@ class CallHistory:
             due, self._sums = self._sums, None
         return None if due is None else due()
 
-    def fingerprint(self, rows: Mapping[str, Tensor]) -> tuple[int, Callable[[], int], Mapping[str, Tensor]]:
-        """The fingerprint of some numbers, what returns that of all, and they; on an accelerator the last call's."""
+    def some_numbers(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Some numbers of the rows, on the host; where some are on an accelerator, those of the last call."""
         numbers = some_numbers(rows)
         if all(x.is_cpu for x in numbers.values()):
-            floating = [x.detach() for x in rows.values() if x.is_floating_point()]
-            return fingerprint(numbers.values()), lambda: fingerprint(floating), numbers
+            return numbers
         due, device = self._some, next(x.device for x in numbers.values() if not x.is_cpu)
         shapes = {name: x.shape for name, x in numbers.items()}
         self._some = shapes, read_later(torch.cat([x.to(device).float().flatten() for x in numbers.values()]))
         if due is None and self.calls:
-            return 0, int, {}
+            return {}
         shapes, read = due or self._some  # the first call waits
         parts = torch.tensor(read()).split([shape.numel() for shape in shapes.values()])
-        numbers = {name: x.view(shape) for x, (name, shape) in zip(parts, shapes.items(), strict=True)}
-        digest = fingerprint(numbers.values())
-        return digest, lambda: digest, numbers
+        return {name: x.view(shape) for x, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
     def look_later(self, checks: Sequence[ValueCheck]) -> None:
         """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,8 +16,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.compiling import Function
-from contrastive_zoo.ranks.randomness import random_states, set_random_states
 from contrastive_zoo.ranks.world import World
+
+
+def random_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+
+
+def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
+    torch.set_rng_state(states[0])
+    for state, device in zip(states[1:], devices, strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
@@ -120,14 +129,14 @@ class ChunkedEncoder:
         result = []
         with torch.no_grad(), self._autocast_of_construction(), buffers_before(self.module) as self.buffers:
             for chunk in self.chunks:
-                self.random_states.append(random_states(*self.devices))
+                self.random_states.append(random_states(self.devices))
                 leaves, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
                 result.append(leaves)
-            present_states = random_states(*self.devices)
+            present_states = random_states(self.devices)
             with buffers_kept(self.module):
                 for _ in range(self.repetitions):
                     self.model(*self.chunks[-1].args, **self.chunks[-1].kwargs)
-            set_random_states(present_states, *self.devices)
+            set_random_states(present_states, self.devices)
         self.sizes = [[len(x) for x in leaves] for leaves in result]
         return [torch.cat(parts) for parts in zip(*result, strict=True)]
 
@@ -193,7 +202,7 @@ class ChunkedEncoder:
         sizes = zip(*self.sizes, strict=True)
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
         chunks = list(zip(self.chunks, self.random_states, zip(*by_output, strict=True), strict=True))
-        present_states = random_states(*self.devices)
+        present_states = random_states(self.devices)
         _, _, of_last = chunks[-1]
         repeated = self.chunks[-1], self.random_states[-1], tuple(map(torch.zeros_like, of_last))
         present = dict(self.module.named_buffers())
@@ -207,7 +216,7 @@ class ChunkedEncoder:
                 self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
         finally:
             set_buffers(self.module, after)
-            set_random_states(present_states, *self.devices)
+            set_random_states(present_states, self.devices)
 
     def _run_again(
         self,
@@ -219,7 +228,7 @@ class ChunkedEncoder:
     ) -> None:
         with self._reduced() if is_last else self._held():
             with torch.enable_grad(), self._autocast_of_construction():
-                set_random_states(states, *self.devices)
+                set_random_states(states, self.devices)
                 outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
             self._backward(outputs, gradients, totals, is_last)
 

@@ -127,16 +127,16 @@ def _covers(name: str, path: str) -> bool:
 Counts = Mapping[str, Sequence[int]]  # the number of samples on each rank, by argument
 
 
-def no_rows(counts: Counts, equal: Mapping[str, int]) -> list[str]:
-    """Which of the arguments that are equal on every rank are no rows, given digests from ``argument_fingerprint``.
+def no_rows(counts: Counts, equal: Mapping[str, bool]) -> list[str]:
+    """Which of the arguments that are equal on every rank are no rows, given whether each looks like embeddings.
 
-    Embeddings, whose digest is odd, differ between ranks. Weights, masks and targets may well be equal: only those that
-    count otherwise than any other argument, such as weights of classes, are no rows.
+    Embeddings differ between ranks. Weights and targets may well be equal: only those that count otherwise than any other
+    argument, such as weights of classes, are no rows.
     """
     result = []
-    for path, digest in equal.items():
+    for path, looks_like_embeddings in equal.items():
         others = [sizes for other, sizes in counts.items() if other != path]
-        if digest % 2 or (others and not any(_counts_alike(counts[path], sizes) for sizes in others)):
+        if looks_like_embeddings or (others and not any(_counts_alike(counts[path], sizes) for sizes in others)):
             result.append(path)
     return result
 

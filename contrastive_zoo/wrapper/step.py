@@ -19,7 +19,7 @@ from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.compiling import gradients_are_computed
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
-from contrastive_zoo.ranks.differences import failing_together
+from contrastive_zoo.ranks.differences import GATHERED_BEFORE, failing_together
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.ranks.messages import report
@@ -29,9 +29,12 @@ from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.arguments import (
-    argument_fingerprint,
+    NO_MASK,
+    NO_WEIGHTS,
+    ROWS_DIFFER,
     as_matrix,
     device_of,
+    fingerprint,
     gathered_rows,
     payload_of,
     some_of_shared,
@@ -40,7 +43,7 @@ from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.options import ROLES
-from contrastive_zoo.wrapper.roles import no_rows, stacked_views
+from contrastive_zoo.wrapper.roles import Counts, no_rows, stacked_views
 
 T = TypeVar("T")
 
@@ -86,12 +89,35 @@ class DistributedStep:
         """The loss, computed as all ranks have agreed."""
         raise NotImplementedError
 
-    def fingerprints(self, numbers: Mapping[str, Tensor]) -> list[int]:
-        """A digest of each argument, given some numbers of it; none where the loss is known to take rows only."""
-        return []
+    @property
+    def without_role(self) -> set[str]:
+        """The rows that may not be rows of dimension 0; a loss of this library knows its arguments."""
+        return set()
+
+    def refuse_shape(self, counts: Counts) -> None:
+        """Refuse shapes that no single rank can know to be wrong."""
 
     def refuse(self, agreed: Agreed) -> None:
-        """Refuse, before the loss is computed, what no single rank can know to be wrong."""
+        """Refuse, before the loss is computed, what is equal on all ranks and is no samples of each."""
+        counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
+        digests = dict(zip(self.rows, agreed.digests, strict=True))
+        equal = {path: of[0] for path, of in digests.items() if of[0] and len({*of}) == 1}
+        are_all = len(equal) == sum(map(any, agreed.digests)) and any(x & ROWS_DIFFER for x in equal.values())
+        unclear = [
+            path for path in self.without_role & equal.keys() if equal[path] & ROWS_DIFFER and equal[path] & NO_MASK
+        ]
+        suspects = no_rows(counts, {path: bool(equal[path] & NO_WEIGHTS) for path in equal if path in unclear})
+        if are_all or suspects:
+            # some numbers of these are equal on all ranks; only then all are compared
+            whole = [fingerprint(as_matrix(x)) if on_cpu(x) else 0 for x in map(self.rows.__getitem__, equal)]
+            of_ranks = zip(*self.session.exchange(whole), strict=True)
+            same = [path for path, of_path in zip(equal, of_ranks, strict=True) if len({*of_path}) == 1]
+            if are_all and len(same) == len(equal):
+                raise ValueError(f"{self.name}: {GATHERED_BEFORE}")
+            for path in suspects:
+                if path in same:
+                    raise ValueError(f"{self.name}: {_EQUAL.format(path=path, quoted=repr(path))}")
+        self.refuse_shape(counts)
 
     def compute(self) -> Any:
         """What the loss returns; :data:`ASKED` if some ranks ask for rank 0's parameters first."""
@@ -154,11 +180,13 @@ class DistributedStep:
             if (sums := history.state_sums(numbers)) is not None:
                 statement.level, statement.projection = sums.level, sums.projection
                 statement.numbers = numbers
+        some: Mapping[str, Tensor] = {}
         if options.check_distinct and statement.problem is None:
             # sharded class weights differ between ranks in any case
-            samples = {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
-            statement.fingerprint, statement.digest, some = history.fingerprint(samples)
-            statement.arguments = self.fingerprints(some)
+            some = history.some_numbers(
+                {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
+            )
+        statement.digests = [fingerprint(some[name]) if name in some else 0 for name in self.rows]
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
@@ -252,36 +280,15 @@ class ThirdPartyStep(DistributedStep):
         shared = {f"the shared {path}": some_of_shared(x) for path, x in self.call.inputs.shared.items()}
         return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0} | shared
 
-    def fingerprints(self, numbers: Mapping[str, Tensor]) -> list[int]:
-        unstated = self._without_role & numbers.keys()
-        return [argument_fingerprint(numbers[path]) if path in unstated else 0 for path in self.rows]
-
     @property
-    def _without_role(self) -> set[str]:
-        """The rows that may not be rows of dimension 0; a loss of this library knows its arguments."""
+    def without_role(self) -> set[str]:
         if isinstance(without_ddp(self.call.loss), Loss):
             return set()
         return {path for path in self.rows if self.call.roles.dim(path) is None}
 
-    def refuse(self, agreed: Agreed) -> None:
-        """Refuse an argument without a role that cannot be rows of dimension 0."""
-        rows, paths = self.rows, list(self.rows)
-        counts = {path: of.sizes for path, of in zip(rows, agreed.shards, strict=False)}
-        equal = {paths[index]: digest for index, digest in agreed.equal.items()}
-        if suspects := no_rows(counts, equal):
-            # some numbers of these are equal on all ranks; only then all are compared
-            texts = [argument_fingerprint(as_matrix(rows[path])) if on_cpu(rows[path]) else 0 for path in suspects]
-            of_ranks = zip(*self.session.exchange(texts), strict=True)
-            if same := [path for path, of_path in zip(suspects, of_ranks, strict=True) if len({*of_path}) == 1]:
-                path = same[0]
-                raise ValueError(
-                    f"{self.name}: {path} is equal on every rank, and would count once for each rank, but other arguments "
-                    "are not equal. If it is one tensor for all ranks, such as prototypes or a queue, pass "
-                    f"DistributedLoss(loss, shared={{{path!r}}}), with its labels or weights. If it was gathered before, "
-                    f"pass this rank's own rows. batch_dim={{{path!r}: 0}} says that its rows are equal by chance."
-                )
-        shapes = {path: x.shape for path, x in rows.items()}
-        if (views := stacked_views(shapes, counts, self._without_role)) is not None:
+    def refuse_shape(self, counts: Counts) -> None:
+        shapes = {path: x.shape for path, x in self.rows.items()}
+        if (views := stacked_views(shapes, counts, self.without_role)) is not None:
             raise ValueError(
                 f"{self.name}: {views} {[*shapes[views]]} counts otherwise than the other arguments, as a stack of views "
                 f"does: its dimension 1 has their {shapes[views][1]} samples. Pass DistributedLoss(loss, batch_dim="
@@ -324,6 +331,13 @@ class ThirdPartyStep(DistributedStep):
         with one_stream(session, device_of(self.rows)):
             return call.mine_and_compute(session)
 
+
+_EQUAL = (
+    "{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is one "
+    "tensor for all ranks, such as prototypes or a queue, pass DistributedLoss(loss, shared={{{quoted}}}), with its labels "
+    "or weights. If it was gathered before, pass this rank's own rows. batch_dim={{{quoted}: 0}} says that its rows are "
+    "equal by chance."
+)
 
 _COMPUTED_AGAIN = (
     "a backward pass computes the loss again, as torch.utils.checkpoint does, but its state has moved on since (a memory, a "
