@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing import console
 from contrastive_zoo.testing.auditing.launch import audit_script, environment
-from contrastive_zoo.testing.auditing.online import OnlineAudit
+from contrastive_zoo.testing.auditing.running import OnlineAudit
 from contrastive_zoo.testing.worlds import Worlds
 from examples.run import EXAMPLES
 from tests.audit_random import audit_random_training

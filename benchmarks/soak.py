@@ -14,7 +14,7 @@ from suite.harness import command_line
 from torch import nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import Worlds, report
+from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
 from tools.pages import table
 
@@ -36,9 +36,9 @@ def reading(step: int) -> dict[str, float]:
     }
 
 
-def train(steps: int) -> None:
-    """Train with a queue and two losses, at other shard sizes in each step; report readings from rank 0."""
-    rank = dist.get_rank()
+def train(steps: int) -> list[dict[str, float]]:
+    """Train with a queue and two losses, at other shard sizes in each step; return the readings of rank 0."""
+    rank, readings = dist.get_rank(), list[dict[str, float]]()
     generator = torch.Generator().manual_seed(rank)
     torch.manual_seed(0)
     encoder = nn.Linear(16, 8)
@@ -60,13 +60,14 @@ def train(steps: int) -> None:
         cz.average_gradients(encoder)
         optimizer.step()
         if rank == 0 and step % (steps // READINGS) == 0:
-            report(reading(step))
+            readings.append(reading(step))
+    return readings
 
 
 def main() -> int:
-    steps, readings = command_line(__doc__, steps=10_000).parse_args().steps, list[dict[str, float]]()
+    steps = command_line(__doc__, steps=10_000).parse_args().steps
     with Worlds(timeout=600.0) as worlds:
-        worlds.run(2, train, steps, on_message=lambda _, message: readings.append(message))
+        readings = worlds.run(2, train, steps)[0]
     forms = {"RSS MiB": ".1f"}
     print(table([*readings[0]], [[format(x, forms.get(name, ",.0f")) for name, x in of.items()] for of in readings], 0))
     first, last = readings[1], readings[-1]  # when all shapes have been seen

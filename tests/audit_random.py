@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.auditing.context import audit
+from contrastive_zoo.testing.auditing.running import audit
 from contrastive_zoo.testing.report import AuditReport
 
 LOSSES: dict[str, tuple[str, Callable[[], nn.Module]]] = {

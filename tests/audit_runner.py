@@ -19,8 +19,8 @@ import torch.distributed as dist
 from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing import diagnosis
-from contrastive_zoo.testing.auditing.context import audit
-from contrastive_zoo.testing.auditing.launch import environment, judged, record_script
+from contrastive_zoo.testing.auditing.launch import environment, judged, record_script, wait_for_records
+from contrastive_zoo.testing.auditing.running import audit
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 TIMEOUT = 60.0
@@ -71,12 +71,12 @@ def _serve(pipe: Connection, modules: list[str]) -> None:
     gc.freeze()
     with contextlib.suppress(EOFError):
         while True:
-            ranks = [mp.get_context("fork").Process(target=_rank, args=job, daemon=True) for job in pipe.recv()]
+            jobs = pipe.recv()
+            ranks = [mp.get_context("fork").Process(target=_rank, args=job, daemon=True) for job in jobs]
             for process in ranks:
                 process.start()
-            ranks[0].join(TIMEOUT)
-            for process in ranks[1:]:
-                process.join(0.5)
+            names = [name for _, name, *_ in jobs]
+            wait_for_records(Path(jobs[0][0]), names, lambda index: not ranks[index].is_alive(), TIMEOUT)  # noqa: B023
             for process in ranks:
                 process.kill()
                 process.join()
@@ -108,8 +108,10 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         stage: {name: fits for name, fits in of_stage.items() if name != without}
         for stage, of_stage in mistakes.SIGNATURES.items()
     }
+    of_samples = (lambda records: ()) if without == "of_samples" else diagnosis.of_samples
     with (
         patch.object(dist, "init_process_group"),
+        patch.object(diagnosis, "of_samples", of_samples),
         patch.object(diagnosis, "PROBES", probes),
         patch.object(mistakes, "SIGNATURES", signatures),
     ):

@@ -15,10 +15,10 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pytorch_metric_learning")
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.auditing.context import audit
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
 from contrastive_zoo.testing.auditing.launch import audit_script
 from contrastive_zoo.testing.auditing.records import LossCall, Step
+from contrastive_zoo.testing.auditing.running import audit
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
@@ -147,7 +147,7 @@ MUTANTS = {
 
 def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
     for probe, (module, name) in MUTANTS.items():
-        assert probe in MISTAKES or probe in [x.__name__ for x in PROBES]
+        assert probe in MISTAKES or probe in ["of_samples", *(x.__name__ for x in PROBES)]
         report = worlds.run(2, audit_here, module, name, probe)[0]
         assert not set(IN_A_POOL[module][name]) & set(names(report.findings)), f"{probe}: {report}"
 

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.auditing.online import OnlineAudit, logger
-from contrastive_zoo.testing.auditing.state import TrainingState, is_plain
+from contrastive_zoo.testing.auditing.running import OnlineAudit, TrainingState, is_plain, logger
 from contrastive_zoo.testing.report import AuditReport
 from contrastive_zoo.testing.worlds import Worlds
 

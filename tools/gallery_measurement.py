@@ -6,8 +6,8 @@ from functools import cached_property
 
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
-from contrastive_zoo.testing.evidence import CLOSE, Ratio, compare, is_near
-from contrastive_zoo.testing.measurement import Case
+from contrastive_zoo.testing.evidence import CLOSE, Ratio, flat, is_near
+from contrastive_zoo.testing.measurement import Case, Gradients
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.gallery.recipe import GALLERY, PEERS, Recipe
@@ -85,12 +85,15 @@ def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
     return Measured(
         world_size,
         tuple(x.value / expected.value for x in by_rank),
-        _numbers(compare(trial.reduced("encoder"), expected.encoder)),
-        _numbers(compare(trial.reduced("parameters"), expected.parameters)) if expected.parameters else None,
+        _compared(trial.reduced("encoder"), expected.encoder),
+        _compared(trial.reduced("parameters"), expected.parameters) if expected.parameters else None,
     )
 
 
-def _numbers(x: Ratio) -> tuple[float, float]:
+def _compared(gradients: Gradients, expected: Gradients) -> tuple[float, float]:
+    """Return the ratio of the norms, and the cosine."""
+    names = gradients.keys() & expected.keys()
+    x = Ratio.between(flat(gradients, names), flat(expected, names))
     return x.norms, x.cosine
 
 

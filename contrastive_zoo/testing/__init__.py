@@ -3,11 +3,11 @@
 from importlib import import_module
 from typing import Any
 
-_AUDITS = {"audit": "context", "OnlineAudit": "online"}
+_AUDITS = ("audit", "OnlineAudit")
 
 
 def __getattr__(name: str) -> Any:
     """Import an audit when it is first asked for: it imports modules of this package."""
     if name not in _AUDITS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.auditing.{_AUDITS[name]}"), name)
+    return getattr(import_module(f"{__name__}.auditing.running"), name)

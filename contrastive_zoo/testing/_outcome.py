@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from contrastive_zoo.ranks.messages import CommunicationError
-from contrastive_zoo.testing._rank import Answer
+from contrastive_zoo.testing._rank import Answer, Raised
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,19 @@ class Outcome:
     stuck: dict[int, Where] = field(default_factory=dict)
     steps: set[int | None] = field(default_factory=set)
 
-    def add_death(self, rank: int, exitcode: int | None) -> None:
-        text = f"died (exit code {exitcode})"
-        self.failures[rank] = _Failure(DIED, text, "", ChildProcessError(f"rank {rank} {text}"))
-
-    def add_answer(self, rank: int, answer: Answer) -> None:
+    def add(self, rank: int, answer: Answer | str) -> None:
+        """Add the answer of a rank, or how it died."""
+        if isinstance(answer, str):
+            self.failures[rank] = _Failure(DIED, answer, "", ChildProcessError(f"rank {rank} {answer}"))
+            return
         self.steps.add(answer.step)
-        if answer.kind == "returned":
+        if not isinstance(answer.value, Raised):
             self.returned[rank] = answer.value
             return
         summary, traceback, pickled = answer.value
         error: BaseException = RuntimeError(summary)
         with contextlib.suppress(Exception):  # an exception class whose pickle does not load
-            error = pickle.loads(pickled)
+            error = pickle.loads(pickled or b"")
         by_peer = "gloo/" in summary or isinstance(error, CommunicationError)  # gloo's contain the path of its source
         kind = RAISED_BY_PEER if by_peer else RAISED
         self.failures[rank] = _Failure(kind, f"raised {summary}", traceback, error)

@@ -31,30 +31,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Raised(NamedTuple):
+    """An exception of a job."""
+
+    summary: str
+    traceback: str
+    pickled: bytes | None  # None if it cannot be pickled
+
+
 class Answer(NamedTuple):
-    """A message of a rank: any number of ``message``, then one ``returned`` or ``raised``."""
+    """What a rank sends when a job has ended."""
 
-    kind: str  # "message", "returned" or "raised"
-    value: Any  # of an exception its summary, its traceback and, if it can be pickled, its pickle
-    step: int | None = None  # number of collectives begun so far; None after the process group was destroyed
-
-
-_pipe: connection.Connection | None = None  # set in a rank, None in every other process
-
-
-def report(message: Any) -> None:
-    """Send ``message`` from inside a job to the ``on_message`` callback of the :meth:`Worlds.run` that started it.
-
-    Outside a job the call has no effect, so a training loop may always call it. Call it from the job's own thread.
-
-    Raises:
-        TypeError: the message cannot be pickled.
-
-    Examples:
-        >>> report({"step": 1})   # outside a job
-    """
-    if _pipe is not None:
-        _pipe.send_bytes(dump_result(Answer("message", message)))
+    value: Any  # what the job returned, or a Raised
+    step: int | None  # number of collectives begun so far; None after the process group was destroyed
 
 
 # --- the parent's side ----------------------------------------------------------------------------------------------
@@ -99,8 +88,6 @@ def main(
     pipe: connection.Connection, rank: int, world_size: int, directory: str, threads: int, environment: dict[str, str]
 ) -> None:
     """Join the world whose store is in ``directory``, answer, and run jobs until the parent is gone."""
-    global _pipe
-    _pipe = pipe
     gc.freeze()  # a collection would visit what the fork server has imported, and copy its pages
     os.environ.clear()  # the fork server's environment is as old as the fork server
     os.environ.update(environment)
@@ -152,16 +139,16 @@ def _run_job(header: bytes, job: bytes) -> Any:
 
 def _answer(work: functools.partial[Any]) -> bytes:
     try:
-        return dump_result(Answer("returned", work(), _step()))
+        return dump_result(Answer(work(), _step()))
     except BaseException as error:  # SystemExit and KeyboardInterrupt, too, are errors of the job
-        return dump_result(Answer("raised", _raised(error), _step()))
+        return dump_result(Answer(_raised(error), _step()))
     finally:
         with contextlib.suppress(OSError, ValueError):  # a closed stdout is no error of the job
             sys.stdout.flush()
             sys.stderr.flush()
 
 
-def _raised(error: BaseException) -> tuple[str, str, bytes | None]:
+def _raised(error: BaseException) -> Raised:
     pickled = None
     with contextlib.suppress(Exception):
         pickled = dump_result(error)
@@ -169,7 +156,7 @@ def _raised(error: BaseException) -> tuple[str, str, bytes | None]:
     while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
         shown = shown.tb_next  # the first frames belong to the library and say nothing about the job
     text = "".join(traceback.format_exception(type(error), error, shown))
-    return f"{type(error).__name__}: {error}".removesuffix(": "), text, pickled
+    return Raised(f"{type(error).__name__}: {error}".removesuffix(": "), text, pickled)
 
 
 def _step() -> int | None:

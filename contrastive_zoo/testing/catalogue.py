@@ -53,7 +53,7 @@ class Entry:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry in plain types, for JSON."""
-        names = (
+        names = [
             "name",
             "cls",
             "call",
@@ -65,7 +65,7 @@ class Entry:
             "parameters",
             "source",
             "peers",
-        )
+        ]
         return {{"cls": "class", "kinds": "arguments"}.get(x, x): getattr(self, x) for x in names}
 
     @property

@@ -13,7 +13,6 @@ except ImportError as error:
     raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
 from torch import Tensor, nn
 
-from contrastive_zoo.testing._rank import dump_job, imported_by
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariant import Broken, Invariant, first_line
 from contrastive_zoo.testing.invariants import (
@@ -121,9 +120,9 @@ def check_world_size_invariance(
     start = time.monotonic()
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3))
-        pool.start(1, *world_sizes, imports=_imports(make_loss))
-        first_call = time.monotonic()
         inferred = _call_form(make_loss, level, pool)
+        pool.start(1, *world_sizes)
+        first_call = time.monotonic()
         form = inferred if call == "auto" else call
         name = name or str(getattr(make_loss, "__name__", "loss"))
         case = Case(make_loss, form, grad_reduction, step=level == "training_step", name=name)
@@ -157,13 +156,6 @@ def examine(make_loss: Callable[[], Any], **settings: Any) -> Report:
         return check_world_size_invariance(make_loss, **settings)
     except NotInvariant as broken:
         return broken.report
-
-
-def _imports(make_loss: Callable[[], Any]) -> list[str]:
-    """Return the modules of installed packages that ``make_loss`` imports; none if it cannot be pickled."""
-    with suppress(Exception):  # pickling calls __reduce__ of any object
-        return imported_by(dump_job(make_loss))
-    return []
 
 
 def _call_form(make_loss: Callable[[], Any], level: str, pool: Worlds) -> Call:

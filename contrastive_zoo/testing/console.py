@@ -35,7 +35,7 @@ def show(report: Report | AuditReport, console: Console | None = None) -> None:
     console = console or Console()
     for section in report.sections():
         console.print(Text(f"{section.title} ({section.seconds:.1f} s)", "bold"))
-        table = _table(section.headings)
+        table = Table(*section.headings, box=None, padding=(0, 2, 0, 0))
         for name, holds, measured in section.rows:
             answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
             table.add_row(name, answer, *(Text(x) for x in measured))
@@ -62,7 +62,3 @@ def show_catalogue(entries: Iterable[Entry]) -> None:
         arguments.truncate(20, overflow="ellipsis", pad=True)
         line = Text.assemble(f"  {entry.name:<28} ", arguments, f" {entry.summary}")
         console.print(line, no_wrap=True, overflow="ellipsis")
-
-
-def _table(headings: Iterable[str]) -> Table:
-    return Table(*headings, box=None, padding=(0, 2, 0, 0))

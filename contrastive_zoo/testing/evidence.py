@@ -61,12 +61,6 @@ def flat(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     return torch.cat([tensors.get(name, zero).double().flatten() for name in names] or [zero])
 
 
-def compare(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Ratio:
-    """Compare the gradients that both have."""
-    names = gradients.keys() & expected.keys()
-    return Ratio.between(flat(gradients, names), flat(expected, names))
-
-
 class Gradients(NamedTuple):
     """The gradients of a group of parameters, relative to one process."""
 

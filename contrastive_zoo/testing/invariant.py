@@ -2,18 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
 
+from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.measurement import Gradients
 from contrastive_zoo.testing.trial import TOLERANCE, Trial
 from contrastive_zoo.testing.worlds import RankError
-
-T = TypeVar("T", default=Trial)
-"""What an invariant is tested on: a loss on a global batch, unless another kind of trial is named."""
 
 
 class Broken(AssertionError):
@@ -25,10 +21,10 @@ class NotApplicable(Exception):
 
 
 @dataclass(frozen=True)
-class Invariant(Generic[T]):
-    """A named property of a loss or a sampler, and a mistake that breaks it."""
+class Invariant:
+    """A named property of a loss, and a mistake that breaks it."""
 
-    check: Callable[[T], None]  # raises Broken, or NotApplicable where the property does not apply
+    check: Callable[[Trial], None]  # raises Broken, or NotApplicable where the property does not apply
     catches: str  # key of the mistake in the gallery
 
     @property
@@ -40,7 +36,7 @@ class Invariant(Generic[T]):
         """The docstring of the check function, on one line."""
         return " ".join((self.check.__doc__ or "").split())
 
-    def __call__(self, trial: T) -> bool:
+    def __call__(self, trial: Trial) -> bool:
         """Test the invariant; return whether it applies."""
         try:
             self.check(trial)
@@ -52,7 +48,7 @@ class Invariant(Generic[T]):
         return self.name
 
 
-def invariant(*, catches: str) -> Callable[[Callable[[T], None]], Invariant[T]]:
+def invariant(*, catches: str) -> Callable[[Callable[[Trial], None]], Invariant]:
     """Turn a check function into an :class:`Invariant`."""
     return lambda check: Invariant(check, catches)
 
@@ -94,10 +90,7 @@ def _short(x: Tensor) -> str:
 
 def _ratio(actual: Tensor, expected: Tensor) -> str:
     """Return ratio and cosine of the two as text; empty where one of them is zero."""
-    x, y = actual.flatten(), expected.flatten()
-    if not (y.norm() > 0 and x.norm() > 0):
+    x = Ratio.between(actual.flatten(), expected.flatten())
+    if not (actual.any() and expected.any()):
         return ""
-    if x.numel() == 1:
-        return f", ratio {(x / y).item():.3g}"
-    cosine = (x @ y / x.norm() / y.norm()).item()
-    return f", ratio {(x.norm() / y.norm()).item():.3g}, cosine {cosine:.3g}"
+    return f", ratio {x.ratio:.3g}" if actual.numel() == 1 else f", ratio {x.norms:.3g}, cosine {x.cosine:.3g}"

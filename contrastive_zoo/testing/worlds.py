@@ -18,9 +18,9 @@ from typing import Any, NoReturn, TypeVar
 
 from contrastive_zoo.testing import _rank
 from contrastive_zoo.testing._outcome import Outcome, RankError, Where, WorldTimeout, read_stack
-from contrastive_zoo.testing._rank import dump_job, imported_by, report
+from contrastive_zoo.testing._rank import dump_job, imported_by
 
-__all__ = ["RankError", "Where", "WorldTimeout", "Worlds", "report"]
+__all__ = ["RankError", "Where", "WorldTimeout", "Worlds"]
 
 R = TypeVar("R")
 
@@ -107,7 +107,6 @@ class Worlds:
         *args: Any,
         each: Sequence[Sequence[Any]] | None = None,
         timeout: float | None = None,
-        on_message: Callable[[int, Any], None] | None = None,
         **kwargs: Any,
     ) -> list[R]:
         """Call ``fn(*args, *each[rank], **kwargs)`` once on every rank of a world.
@@ -121,7 +120,6 @@ class Worlds:
             fn: the job of a rank; inside, ``torch.distributed`` is initialised.
             each: one sequence of further positional arguments per rank.
             timeout: seconds; the pool's by default.
-            on_message: called with (rank, message) for every :func:`report` of the job.
 
         Returns:
             The results in rank order.
@@ -152,10 +150,10 @@ class Worlds:
         world = self._live[world_size]
         try:
             world.send(job, local_args)
-            outcome = world.collect(self.timeout if timeout is None else timeout, self.grace, on_message)
+            outcome = world.collect(self.timeout if timeout is None else timeout, self.grace)
             if not outcome.in_step():
                 self._discard(world_size)
-        except BaseException:  # Ctrl-C, or on_message raised: the ranks have not finished the job
+        except BaseException:  # Ctrl-C: the ranks have not finished the job
             self._discard(world_size)
             raise
         return outcome.results()
@@ -206,41 +204,32 @@ class _World:
                 pipe.send_bytes(header)
                 pipe.send_bytes(job)
 
-    def collect(self, timeout: float, grace: float, on_message: Callable[[int, Any], None] | None = None) -> Outcome:
+    def collect(self, timeout: float, grace: float) -> Outcome:
         """Wait for the answers of all ranks, at most ``timeout`` seconds, and ``grace`` more after a failure."""
-        outcome = Outcome(self.world_size, timeout)
+        outcome, pending = Outcome(self.world_size, timeout), set(range(self.world_size))
         deadline = time.monotonic() + timeout
-        pending = set(range(self.world_size))
         while pending and (left := deadline - time.monotonic()) > 0:
             # The sentinel as well: a grandchild may hold the pipe open after the rank has died.
             handles: dict[Any, int] = {
                 handle: r for r in pending for handle in (self.pipes[r], self.processes[r].sentinel)
             }
             for rank in sorted({handles[handle] for handle in connection.wait(handles, min(left, LONGEST_WAIT))}):
-                answer = self._receive(rank)
-                if answer is not None and answer.kind == "message":
-                    if on_message is not None:
-                        on_message(rank, answer.value)
-                    continue
                 pending.discard(rank)
-                if answer is None:
-                    outcome.add_death(rank, self.processes[rank].exitcode)
-                else:
-                    outcome.add_answer(rank, answer)
+                outcome.add(rank, self._receive(rank))
                 if rank in outcome.failures:
                     deadline = min(deadline, time.monotonic() + grace)
         outcome.stuck = self._locate(sorted(pending))
         return outcome
 
-    def _receive(self, rank: int) -> _rank.Answer | None:
-        """Return the next answer of a rank; None when it has died."""
+    def _receive(self, rank: int) -> _rank.Answer | str:
+        """Return the answer of a rank, or how it died."""
         payload = None
         with contextlib.suppress(EOFError, OSError):
             if self.pipes[rank].poll():
                 payload = self.pipes[rank].recv_bytes()
         if payload is None:
             self.processes[rank].join(timeout=1.0)  # the pipe breaks a moment before the exit code is available
-            return None
+            return f"died (exit code {self.processes[rank].exitcode})"
         return pickle.loads(payload)
 
     def _locate(self, ranks: Sequence[int]) -> dict[int, Where]:

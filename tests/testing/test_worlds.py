@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout, report
+from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout
 from tests.helpers import EVERY_CASE
 
 
@@ -143,19 +144,6 @@ def test_ranks_have_the_pools_threads_and_the_callers_environment(monkeypatch):
         (seen,) = pool.run(1, lambda: (torch.get_num_threads(), *map(os.environ.get, ("ONLY_JUST_SET", "PYTHONPATH"))))
     assert seen == (2, "yes", os.environ.get("PYTHONPATH"))
     assert dict(os.environ) == before
-
-
-def test_reports_arrive_during_the_job(worlds):
-    received: list[tuple[int, int]] = []
-
-    def job():
-        for step in range(3):
-            report(step)
-        return "done"
-
-    assert worlds.run(2, job, on_message=lambda rank, step: received.append((rank, step))) == ["done", "done"]
-    assert sorted(received) == [(rank, step) for rank in range(2) for step in range(3)]
-    report("outside a job")
 
 
 # --- errors of the caller -------------------------------------------------------------------------------------
@@ -326,16 +314,10 @@ def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
 
 def test_an_interrupted_job_ends_its_world(worlds):
     before = pids(worlds, 2)
-
-    def job():
-        report("started")
-        time.sleep(60)
-
-    def stop(rank, message):
-        raise KeyboardInterrupt
-
+    stop = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+    stop.start()
     with pytest.raises(KeyboardInterrupt):
-        worlds.run(2, job, on_message=stop)
+        worlds.run(2, time.sleep, 60)
     assert not any(map(alive, before))
     assert worlds.run(2, total) == [2.0, 2.0]
 
@@ -373,21 +355,17 @@ def test_a_script_without_a_main_guard(how, tmp_path, monkeypatch):
 def test_ranks_in_a_collective_die_with_a_parent_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     code = textwrap.dedent("""
-        import os, signal, tempfile
+        import os, signal, tempfile, threading
         import torch, torch.distributed as dist
-        from contrastive_zoo.testing.worlds import Worlds, report
+        from contrastive_zoo.testing.worlds import Worlds
         tempfile.tempdir = os.getcwd()
         def job():
-            report(os.getpid())
             if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))
             while True: pass
-        seen = []
-        def on_message(rank, pid):
-            seen.append(pid)
-            if len(seen) == 2:
-                print(*seen, flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-        Worlds().run(2, job, on_message=on_message)
+        worlds = Worlds()
+        print(*worlds.run(2, os.getpid), flush=True)
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        worlds.run(2, job)
     """)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
         assert parent.stdout is not None

@@ -1,5 +1,6 @@
-"""Name what is wrong: factors, samples, differences between ranks, and gradients relative to one process."""
+"""Compare the steps of all ranks with those of one process, and name what is wrong."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,27 +8,88 @@ from dataclasses import replace
 
 import torch
 
-from contrastive_zoo.testing.auditing.evidence import CLIPPED, StepEvidence, undisturbed, worst
+from contrastive_zoo.testing.auditing.evidence import CLIPPED, RunAgain, StepEvidence, undisturbed, worst
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Setting
 from contrastive_zoo.testing.auditing.sampling import of_samples
-from contrastive_zoo.testing.evidence import flat
+from contrastive_zoo.testing.evidence import ROUNDING_FACTOR, flat
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
-
-Probe = Callable[[Sequence[Record], Sequence[StepEvidence]], Iterator[Diagnosis]]
-"""Yields the mistakes that it finds."""
+from contrastive_zoo.testing.report import Quantity, WorldReport
 
 FACTOR_TOLERANCE = 1e-3
 """Relative difference below which a factor equals an expected one; factors of a reduced precision are powers of two."""
 
+LOCAL_MEAN = "each rank returns the loss of its own anchors"
+"""Beginning of the note on a loss whose values differ between ranks and are right in the mean."""
 
-def mistakes(records: Sequence[Record], steps: Sequence[StepEvidence]) -> list[Diagnosis]:
-    """Return the mistakes of a training, each once, from the records of all ranks and the steps that were compared."""
-    result = [x for probe in PROBES for x in probe(records, steps)]
-    return list({x.mistake: x for x in reversed(result)}.values())[::-1]
+EXPLAINED_BY = {
+    *("no process group", "different numbers of steps", "unequal parameters", "gathered first", "detached"),
+    *("group of the loss", "unequal state", "clipped per rank"),
+}
+"""Mistakes that explain wrong gradients, from which no other one is then inferred."""
 
 
-def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
+def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
+    """Return the report of the records of all ranks; run the training again in one process to compare with it."""
+    report = WorldReport(len(records), min(x.finished for x in records), [x.name for x in records[0].losses])
+    report.seconds = max(x.seconds for x in records)
+    report.problem = next((x.unrepeatable for x in records if x.unrepeatable), "")
+    if report.problem:
+        return report
+    run = functools.cache(run)
+    steps = [StepEvidence(index, records, run) for index in range(min(len(x.steps) for x in records))]
+    compared = [*undisturbed(steps[: report.steps])]
+    report.quantities = _largest([x.quantities for x in compared])
+    report.findings = _mistakes(records, steps, compared)
+    report.notes = list(dict.fromkeys(x for step in compared for x in _notes(step)))
+    report.problem = _problem(records)
+    report.peak_bytes = (max(x.peak_bytes for x in records), run(Setting()).peak_bytes if steps else 0)
+    if report.differing and not report.findings:
+        measured = "; ".join(f"{x.name} {x.ratio.error:.1%} off" for x in report.differing if x.ratio)
+        report.findings = [Diagnosis(NOT_RECOGNISED, measured)]
+    return report
+
+
+def _problem(records: Sequence[Record]) -> str:
+    errors = [f"rank {x.rank} raised {x.error}" for x in records if x.error]
+    if not errors and not min(x.finished for x in records):
+        errors.append("no step of an optimizer was finished on all ranks")
+    errors += [f"--loss {name}: no module of such a class was called" for name in sorted(records[0].unknown_losses)]
+    return "; ".join(errors)
+
+
+def _largest(steps: Sequence[Sequence[Quantity]]) -> list[Quantity]:
+    """Return every quantity at the step where its error is largest; one that was once not compared was not compared."""
+    largest: dict[str, Quantity] = {}
+    for index, quantities in enumerate(steps):
+        for quantity in quantities:
+            quantity.step = index
+            largest[quantity.name] = max(largest.get(quantity.name, quantity), quantity, key=_severity)
+    return list(largest.values())
+
+
+def _severity(x: Quantity) -> tuple[bool, bool, float]:
+    if x.ratio is None:
+        return (False, True, 0.0)
+    return (x.ok is False, False, x.ratio.error if math.isfinite(x.ratio.error) else math.inf)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def _mistakes(
+    records: Sequence[Record], steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]
+) -> list[Diagnosis]:
+    """Return the mistakes of a training, each once; ``compared`` are the steps up to the first that differs."""
+    found = [*_of_process(records), *of_samples(records)]
+    found += [x for probe in PROBES for step in steps for x in probe(step)]
+    found += [x for step in compared for x in _of_clipping(step)]
+    if not EXPLAINED_BY & {x.mistake for x in found}:
+        found += _of_gradients(steps, compared)
+    return list({x.mistake: x for x in reversed(found)}.values())[::-1]
+
+
+def _of_process(records: Sequence[Record]) -> Iterator[Diagnosis]:
     if not any(x.initialized or x.error for x in records):
         yield Diagnosis("no process group", "no group was initialised")
     begun = [len(x.steps) for x in records]
@@ -37,145 +99,121 @@ def _of_process(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Ite
         )
 
 
-def _of_start(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
+def _of_start(step: StepEvidence) -> Iterator[Diagnosis]:
     """Compare the trained parameters of all ranks before the first step."""
-    for first in steps[:1]:
-        for group in ("loss", "encoder"):
-            names = [x for x in first.names(group) if all(x in y.start for y in records)]
-            starts = [flat(x.start, names) for x in records]
-            error = worst(starts, starts[0]).error
-            if error > 100 * first.eps:
-                yield Diagnosis(
-                    "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
-                )
+    for group in ("loss", "encoder") if step.index == 0 else ():
+        names = [x for x in step.names(group) if all(x in y.start for y in step.records)]
+        starts = [flat(x.start, names) for x in step.records]
+        error = worst(starts, starts[0]).error
+        if error > 100 * step.eps:
+            yield Diagnosis("unequal parameters", f"those of the {group} differ by {error:.1%} before the first step")
 
 
-def _of_optimizer(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    for step in steps:
-        first = step.ranks[0]
-        if not first.optimized:
-            continue
-        if missing := [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]:
-            yield Diagnosis(
-                "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
-            )
-        if stale := [x for x in first.stale if x in first.optimized]:
-            yield Diagnosis(
-                "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
-            )
+def _of_optimizer(step: StepEvidence) -> Iterator[Diagnosis]:
+    first = step.ranks[0]
+    if not first.optimized:
+        return
+    if missing := [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]:
+        yield Diagnosis(
+            "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
+        )
+    if stale := [x for x in first.stale if x in first.optimized]:
+        yield Diagnosis(
+            "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
+        )
 
 
-def _of_factor(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
+def _of_factor(step: StepEvidence) -> Iterator[Diagnosis]:
     """Compare the factor of the loss with that of one process, and that of one process with one over the micro-batches."""
-    for step in steps:
-        count, scale = step.ranks[0].micro_batches, step.factor
-        alone = step.one.factor if step.one is not None else None
-        # of a mean over micro-batches it is 1, whatever W is
-        accumulated = "" if alone is None or count == 1 else _named(alone, {count: "not", 1 / count: "twice"})
-        by_world = _named(scale, {step.world_size: "times W", 1 / step.world_size: "divided by W", 1.0: ""})
-        names = [by_world, f"accumulation {accumulated} divided" if accumulated == "not" else ""]
-        if name := ", ".join(filter(None, names)):
-            batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
-            start = step.ranks[0].factor
-            relative = f", {scale:.4g} times what it is in one process" if by_world else ""
-            yield Diagnosis(
-                name, f"the backward pass starts with {(start or scale) / count:.4g} at the loss{relative}, {batches}"
-            )
-        if alone is not None and accumulated == "twice":
-            yield Diagnosis(
-                "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
-            )
+    count, scale, start = step.ranks[0].micro_batches, step.factor, step.ranks[0].factor
+    alone = step.one.factor if step.one is not None else None
+    # of a mean over micro-batches it is 1, whatever W is
+    accumulated = "" if alone is None or count == 1 else _named(alone, {count: "not", 1 / count: "twice"})
+    by_world = _named(scale, {step.world_size: "times W", 1 / step.world_size: "divided by W", 1.0: ""})
+    names = [by_world, f"accumulation {accumulated} divided" if accumulated == "not" else ""]
+    if name := ", ".join(filter(None, names)):
+        batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
+        relative = f", {scale:.4g} times what it is in one process" if by_world else ""
+        begin = f"the backward pass starts with {(start or scale) / count:.4g} at the loss"
+        yield Diagnosis(name, f"{begin}{relative}, {batches}")
+    if alone is not None and accumulated == "twice":
+        yield Diagnosis(
+            "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
+        )
 
 
 def _named(factor: float, names: Mapping[float, str]) -> str:
     return next((name for x, name in names.items() if math.isclose(factor, x, rel_tol=FACTOR_TOLERANCE)), "")
 
 
-def _of_gathering(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
+def _of_gathering(step: StepEvidence) -> Iterator[Diagnosis]:
     """Look for a loss that gathers by itself and receives as many samples on each rank as in one process."""
-    for step in steps:
-        if _is_gathered(step):
-            yield Diagnosis("gathered first", "each rank gives the loss as many samples as there are on all ranks")
-
-
-def _is_gathered(step: StepEvidence) -> bool:
-    one = step.run(Setting()).steps
-    if step.index >= len(one) or step.world_size == 1:
-        return False
-    for calls in zip(one[step.index].losses, *(x.losses for x in step.ranks), strict=False):
-        if step.records[0].options[calls[1].module] and calls[0].samples > 1:
-            inputs = [len(x.samples) / x.micro_batches for x in step.ranks]
-            return all(x.samples == calls[0].samples > n for x, n in zip(calls[1:], inputs, strict=True))
-    return False
-
-
-def _of_graph(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    """Look for a step in which no parameter of the encoder gets a gradient, though the loss is not zero."""
-    for step in steps:
-        names = [x for x in step.names("encoder") if x in step.ranks[0].optimized]
-        has_value = all(x and math.isfinite(x) for rank in step.ranks for x in rank.values)
-        if names and has_value and not any(bool(flat(x.gradients, names).any()) for x in step.ranks):
-            yield Diagnosis("detached", f"the gradients of all {len(names)} parameters of the encoder are zero")
-            return
-
-
-def _of_group(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    """Look for ranks that share their samples, as those of a tensor-parallel group do, in the group of a loss."""
-    for step in steps if records[0].shares_samples else ():
-        for option, group in zip(records[0].options, records[0].loss_groups, strict=True):
-            samples = [step.ranks[rank].samples for rank in group]
-            if option and any(x == y for x, y in itertools.combinations(samples, 2)):
-                yield Diagnosis(
-                    "group of the loss",
-                    f"ranks {list(group)} form the group of the loss, some of which have equal samples",
-                )
-                return
-
-
-def _of_clipping(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    """Compare the gradients before clipping, and those after it."""
-    for step in _finished(steps):
-        clipped = next((x for x in step.quantities if x.name == CLIPPED and x.ok is False), None)
-        if clipped is not None and step.are_gradients_right and all(x.clips for x in step.ranks):
-            assert clipped.ratio is not None
-            error = f"{clipped.ratio.error:.1%}"
-            yield Diagnosis("clipped per rank", f"gradients are right before clipping and {error} off after it")
-            return
-
-
-def _of_state(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    """Compare parameters outside of all optimizers after each step, such as those of a teacher."""
-    for step in steps:
-        names = [x for x in step.other_parameters if all(x in y.after for y in step.ranks)]
-        equality = step.equality("other parameters", names)
-        if not equality.ok:
-            start, after = flat(records[0].start, names), [flat(x.after, names) for x in step.ranks]
-            moved = [rank for rank, x in enumerate(after) if not torch.equal(x, start)]
-            which = f"; only ranks {moved} changed them" if len(moved) < len(after) else ""
-            assert equality.ratio is not None
-            differ = f"differ by {equality.ratio.error:.1e}"
-            yield Diagnosis("unequal state", f"{len(names)} parameters, such as {names[0]}, {differ}{which}")
-            return
-
-
-def _of_gradients(records: Sequence[Record], steps: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
-    """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
-    explained = (_of_process, _of_gathering, _of_graph, _of_group, _of_clipping, _of_start, _of_state)
-    if any(True for probe in explained for _ in probe(records, steps)):
+    if (alone := step.of(Setting())) is None or step.world_size == 1:
         return
-    for step in _finished(steps):
+    for one, *calls in zip(alone.losses, *(x.losses for x in step.ranks), strict=False):
+        if step.records[0].losses[calls[0].module].option and one.samples > 1:
+            inputs = [len(x.samples) / x.micro_batches for x in step.ranks]
+            if all(x.samples == one.samples > n for x, n in zip(calls, inputs, strict=True)):
+                yield Diagnosis("gathered first", "each rank gives the loss as many samples as there are on all ranks")
+            return
+
+
+def _of_graph(step: StepEvidence) -> Iterator[Diagnosis]:
+    """Look for a step in which no parameter of the encoder gets a gradient, though the loss is not zero."""
+    names = [x for x in step.names("encoder") if x in step.ranks[0].optimized]
+    has_value = all(x and math.isfinite(x) for rank in step.ranks for x in rank.values)
+    if names and has_value and not any(bool(flat(x.gradients, names).any()) for x in step.ranks):
+        yield Diagnosis("detached", f"the gradients of all {len(names)} parameters of the encoder are zero")
+
+
+def _of_group(step: StepEvidence) -> Iterator[Diagnosis]:
+    """Look for ranks that share their samples, as those of a tensor-parallel group do, in the group of a loss."""
+    for loss in step.records[0].losses if step.records[0].shares_samples else ():
+        samples = [step.ranks[rank].samples for rank in loss.group]
+        if loss.option and any(x == y for x, y in itertools.combinations(samples, 2)):
+            group = f"ranks {list(loss.group)} form the group of the loss"
+            yield Diagnosis("group of the loss", f"{group}, some of which have equal samples")
+
+
+def _of_state(step: StepEvidence) -> Iterator[Diagnosis]:
+    """Compare parameters outside of all optimizers after each step, such as those of a teacher."""
+    names = [x for x in step.other_parameters if all(x in y.after for y in step.ranks)]
+    equality = step.equality("other parameters", names)
+    if not equality.ok:
+        start, after = flat(step.records[0].start, names), [flat(x.after, names) for x in step.ranks]
+        moved = [rank for rank, x in enumerate(after) if not torch.equal(x, start)]
+        which = f"; only ranks {moved} changed them" if len(moved) < len(after) else ""
+        assert equality.ratio is not None
+        differ = f"differ by {equality.ratio.error:.1e}"
+        yield Diagnosis("unequal state", f"{len(names)} parameters, such as {names[0]}, {differ}{which}")
+
+
+Probe = Callable[[StepEvidence], Iterator[Diagnosis]]
+"""Yields the mistakes that it finds in a step."""
+
+PROBES: tuple[Probe, ...] = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_group, _of_state)
+"""The probes of every step, in the order in which their findings are reported."""
+
+
+def _of_clipping(step: StepEvidence) -> Iterator[Diagnosis]:
+    """Compare the gradients before clipping, and those after it."""
+    clipped = next((x for x in step.quantities if x.name == CLIPPED and x.ok is False), None)
+    if clipped is not None and step.are_gradients_right and all(x.clips for x in step.ranks):
+        assert clipped.ratio is not None
+        error = f"{clipped.ratio.error:.1%}"
+        yield Diagnosis("clipped per rank", f"gradients are right before clipping and {error} off after it")
+
+
+def _of_gradients(steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
+    """Infer a mistake from the first step whose gradients are not right, after the explained factors."""
+    for step in compared:
         is_right = step.are_gradients_right and _named(step.factor, {1.0: "right"})
         if step.one is not None and not step.problem and step.ranks[0].gradients and not is_right:
             x = step.comparison
             # every value may be that of one process, or only the ranks' mean
             if not (x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))):
-                yield _inferred(step, [x for x in steps if x.index == step.index - 1])
+                yield _inferred(step, steps[: step.index][-1:])
                 return
-
-
-def _finished(steps: Sequence[StepEvidence]) -> Iterator[StepEvidence]:
-    """Yield the steps that all ranks finished, up to the first that differs from one process."""
-    return undisturbed(steps[: min((x.finished for step in steps[:1] for x in step.records), default=0)])
 
 
 def _inferred(step: StepEvidence, before: Sequence[StepEvidence]) -> Diagnosis:
@@ -189,17 +227,33 @@ def _inferred(step: StepEvidence, before: Sequence[StepEvidence]) -> Diagnosis:
     return result
 
 
-PROBES: tuple[Probe, ...] = (
-    _of_process,
-    of_samples,
-    _of_start,
-    _of_optimizer,
-    _of_factor,
-    _of_gathering,
-    _of_graph,
-    _of_group,
-    _of_clipping,
-    _of_state,
-    _of_gradients,
-)
-"""The probes, in the order in which their findings are reported."""
+# --- notes ------------------------------------------------------------------------------------------------------------
+
+
+def _notes(step: StepEvidence) -> Iterator[str]:
+    first, rounding = step.ranks[0], ROUNDING_FACTOR * step.eps
+    if first.micro_batches > 1:
+        yield f"gradient accumulation of {first.micro_batches} micro-batches"
+    if first.is_scaled:
+        yield "GradScaler: gradients were compared after unscaling"
+    for clip in dict.fromkeys(first.clips):
+        yield f"{clip}: gradients were compared before clipping and after it"
+    if not any(x.losses for x in step.ranks):
+        yield (
+            "the script calls no loss that the audit knows: the value is where the script starts its backward pass; a "
+            "factor of accumulation is not checked unless you name the loss with --loss module:Class"
+        )
+    alone = step.one.factor if step.one is not None else None
+    of_batches = {1.0: "a mean", first.micro_batches: "a sum", 1 / first.micro_batches: "divided twice"}
+    if first.factor and alone and not _named(alone, of_batches):
+        yield f"the script multiplies the loss by {alone:.4g}, also in one process: a weight"
+    is_equal = all(torch.allclose(step.values(x), step.values(first), rounding, rounding) for x in step.ranks)
+    if not is_equal and step.is_local_mean:
+        yield f"{LOCAL_MEAN}; the mean of the ranks is the value of one process: log that mean"
+    if first.draws:
+        yield (
+            "the training draws random numbers on each rank (dropout), which is outside the contract: one process draws "
+            "those of the ranks again"
+        )
+    if names := step.differing_tensors:
+        yield f"{len(names)} buffers or tensors of modules differ between ranks after a step, such as {names[0]}"

@@ -53,7 +53,6 @@ class StepEvidence(Evidence):
     def __init__(self, index: int, records: Sequence[Record], run: RunAgain) -> None:
         self.index, self.records, self.run = index, records, run
         self.ranks = [x.steps[index] for x in records]
-        self.follows_difference = False  # whether an earlier step differed, so that this one starts from another state
         self.world_size, self.eps = len(records), records[0].eps or torch.finfo(torch.float32).eps
         self.unit = max(x.low for record in records for x in record.steps)  # of the rounding of an autocast
         alone, self.reason = run(Setting()), ""  # why nothing is compared
@@ -67,7 +66,7 @@ class StepEvidence(Evidence):
             self.one, self.reason = None, "the ranks and one process computed different numbers of losses in one step"
         self.problem = alone.problem if self.one is not None else ""  # why a difference may be one of random numbers
         called = sorted({call.module for call in self.ranks[0].losses})
-        self.option = next((records[0].options[x] for x in called if records[0].options[x]), None)
+        self.option = next(filter(None, (records[0].losses[x].option for x in called)), None)
 
     def of(self, setting: Setting) -> Step | None:
         """Return this step of a rerun, None if that ended before."""
@@ -221,7 +220,7 @@ class StepEvidence(Evidence):
     def confirms(self, mistake: str) -> bool:
         x = self.comparison
         if mistake == "group of the loss" or (mistake == "local negatives" and not self.option):
-            groups = self.records[0].loss_groups if mistake == "group of the loss" else [(0,)]
+            groups = [x.group for x in self.records[0].losses] if mistake == "group of the loss" else [(0,)]
             return self.index == 0 and any(self._has_value_of(y) for y in groups if len(y) < self.world_size)
         if mistake == "batch statistics":
             by_shard = self.of(Setting(by_shard=True))

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from transformers import TrainerCallback
 
-from contrastive_zoo.testing.auditing.online import OnlineAudit
+from contrastive_zoo.testing.auditing.running import OnlineAudit
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # the mixin uses the attributes and methods of the Trainer after it

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing.auditing.assemble import assemble
+from contrastive_zoo.testing.auditing.diagnosis import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
@@ -28,7 +28,7 @@ from contrastive_zoo.testing.auditing.sampling import listed
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 WAIT, GRACE = 120.0, 2.0
-"""Seconds that a rank waits for the others: after the last step, and after its script has ended."""
+"""Seconds after which a rank ends that the others may need: after the last step, and after its script has ended."""
 
 LOG_LINES = 12
 """Lines of a rank's output that are shown if there is no report."""
@@ -72,7 +72,7 @@ def audit_script(
 
 
 def _run(folder: Path, arguments: Sequence[str], timeout: float, names: Sequence[str]) -> None:
-    """Run a script in processes of these names, one for each rank, until all have written their records or one ends."""
+    """Run a script in processes of these names, one for each rank, until they have recorded its steps."""
     store, processes = local_store(), []
     for rank, name in enumerate(names):
         with (folder / f"{name}.log").open("wb") as log:
@@ -85,19 +85,27 @@ def _run(folder: Path, arguments: Sequence[str], timeout: float, names: Sequence
                     stdin=subprocess.DEVNULL,
                 )
             )
-    end = time.monotonic() + timeout
-    records = [folder / f"{name}.record" for name in names]
     try:
-        while time.monotonic() < end and any(x.poll() is None for x in processes):
-            ended = [x.poll() is not None for x in processes]
-            if any(x and not record.exists() for x, record in zip(ended, records, strict=True)):
-                time.sleep(1.0)  # another rank died without a record, and others may just be about to fail as well
-                break
-            time.sleep(0.02)
+        wait_for_records(folder, names, lambda index: processes[index].poll() is not None, timeout)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def wait_for_records(folder: Path, names: Sequence[str], has_ended: Callable[[int], bool], timeout: float) -> None:
+    """Wait until processes of these names have written their records, or one has ended without."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        # of this moment before it is looked for: a process may write its record and end in between
+        ended = [has_ended(index) for index in range(len(names))]
+        missing = [not (folder / f"{name}.record").exists() for name in names]
+        if not any(missing):
+            return
+        if any(x and y for x, y in zip(ended, missing, strict=True)):
+            time.sleep(1.0)  # others may just be about to fail as well
+            return
+        time.sleep(0.02)
 
 
 def judged(folder: Path, world_size: int, run: Callable[[list[str]], object]) -> WorldReport:
@@ -179,7 +187,7 @@ def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], sc
     Its later steps, checkpoints and evaluations do not take place. With a setting in the folder, the process gets what the
     ranks had.
     """
-    world_size, setting = int(os.environ["WORLD_SIZE"]), folder / f"{name}.setting"
+    is_of_several, setting = int(os.environ["WORLD_SIZE"]) > 1, folder / f"{name}.setting"
     rerun = Rerun(_records(folder), _read(setting)) if setting.exists() else None
 
     def finish(wait: float, error: str = "") -> NoReturn:
@@ -188,18 +196,14 @@ def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], sc
             record.rank, record.error = int(os.environ["RANK"]), error
             if rerun is None:
                 record.samplers = listed(recorder.loaders)
+            sys.stdout.flush()
             _write(record, folder / f"{name}.record")
-            # a rank must not end before the others, which may need it
-            end = time.monotonic() + wait
-            while len(list(folder.glob("rank*.record"))) < world_size and time.monotonic() < end:
-                time.sleep(0.02)
+            time.sleep(wait)  # all processes are killed as soon as there are all records
         except BaseException:
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)
 
-    recorder = Recorder(losses, steps, on_finish=lambda: finish(WAIT), needs_group=world_size > 1, rerun=rerun)
+    recorder = Recorder(losses, steps, on_finish=lambda: finish(WAIT), needs_group=is_of_several, rerun=rerun)
     recorder.record.unknown_losses = set(losses)
     recorder.start()
     error = ""

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from contrastive_zoo.testing.auditing.online import OnlineAudit
+from contrastive_zoo.testing.auditing.running import OnlineAudit
 
 
 class AuditCallback(Callback):

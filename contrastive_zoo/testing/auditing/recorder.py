@@ -7,8 +7,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +20,19 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.merging import snapshot, token_length
-from contrastive_zoo.testing.auditing.records import Draws, LossCall, ModuleCall, Record, Step, digests
+from contrastive_zoo.testing.auditing.pieces import PARAMETERS, held, sketch, whole
+from contrastive_zoo.testing.auditing.records import (
+    LossCall,
+    LossModule,
+    ModuleCall,
+    Record,
+    Step,
+    digests,
+    snapshot,
+    token_length,
+)
 from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.sketch import sketch, whole
 from contrastive_zoo.testing.auditing.tensors import Tensors, add
-from contrastive_zoo.testing.auditing.zero import PARAMETERS, held
 from contrastive_zoo.testing.loss_calls import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -56,14 +63,14 @@ class Recorder:
 
     def __init__(
         self,
-        losses: Sequence[str],
+        losses: Iterable[str],
         steps: int,
         on_finish: Callable[[], None] = lambda: None,
         needs_group: bool = True,
         rerun: Rerun | None = None,
     ) -> None:
         self.steps, self.on_finish, self.needs_group, self.rerun = steps, on_finish, needs_group, rerun
-        self._loss_names = set(losses)
+        self.loss_names = set(losses)
         self._are_losses: dict[nn.Module, bool] = {}
         self.record, self.step = Record(), Step()
         self.tensors = Tensors(self.record, rerun, self._is_loss)
@@ -95,6 +102,14 @@ class Recorder:
         )
         for home, name, function in watched:
             self._hooks.enter_context(replaced(home, name, function))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
 
     def stop(self) -> Record:
         """Remove the hooks, close the last step and return the record."""
@@ -128,14 +143,12 @@ class Recorder:
         self._epochs += 1
         index = len(self.record.loaders)
         self.record.loaders.append([])
-        self.record.states.append([])
         return self._recorded(source, index) if self.rerun is None else self.rerun.batches(index)
 
     def _recorded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         for batch in batches:
             if not self.finished:
-                self.record.loaders[index].append(snapshot(batch))
-                self.record.states[index].append(torch.get_rng_state())
+                self.record.loaders[index].append((snapshot(batch), torch.get_rng_state()))
             yield batch
 
     def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
@@ -152,9 +165,9 @@ class Recorder:
             is_known = isinstance(module, Loss | DistributedLoss)
             of_library = any(cls.__module__.startswith(THIRD_PARTY_LOSSES) for cls in type(module).__mro__)
             classes = [(cls.__module__, cls.__qualname__) for cls in type(module).__mro__]
-            named = {name for x, cls in classes for name in (cls, f"{x}:{cls}")} & self._loss_names
+            named = {name for x, cls in classes for name in (cls, f"{x}:{cls}")} & self.loss_names
             # the script itself is a module of another name, under which the user may name its classes
-            named |= {x for x in self._loss_names if ("__main__", x.rpartition(":")[2]) in classes}
+            named |= {x for x in self.loss_names if ("__main__", x.rpartition(":")[2]) in classes}
             self.record.unknown_losses -= named
             self._are_losses[module] = is_known or of_library or bool(named)
         return self._are_losses[module]
@@ -177,10 +190,8 @@ class Recorder:
             if self.finished:
                 return original(module, *args, **kwargs)
         if self._had_gradients and not self.tensors.have_gradients():
-            self.step, self._had_gradients = (
-                Step(),
-                False,
-            )  # cleared without a step, as after an overflow of a GradScaler
+            # cleared without a step, as after an overflow of a GradScaler
+            self.step, self._had_gradients = Step(), False
         if not self.step.calls:
             self.step.epoch = self._epochs
             if self.rerun is not None:
@@ -205,7 +216,7 @@ class Recorder:
         finally:
             self._in_call = False
             if not torch.equal(after := torch.get_rng_state(), before):
-                call.draws = Draws(before, after)
+                call.draws = before, after
             if self.rerun is not None:
                 self.rerun.leave(len(self.record.steps), index)
 
@@ -215,9 +226,8 @@ class Recorder:
         if add(self.losses, module):
             inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
             inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
-            self.record.loss_names.append(f"{type(module).__name__}{inner_name}")
-            self.record.options.append(getattr(module, "grad_reduction", None))
-            self.record.loss_groups.append(_ranks(getattr(module, "process_group", None)))
+            name, option = f"{type(module).__name__}{inner_name}", getattr(module, "grad_reduction", None)
+            self.record.losses.append(LossModule(name, option, _ranks(getattr(module, "process_group", None))))
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim)
         call = LossCall(self.losses.index(module), len(next(tensors, ())))
         self.step.losses.append(call)
@@ -352,7 +362,6 @@ class Recorder:
             self.on_finish()
 
     def _append_step(self) -> None:
-        self.step.samples = list(dict.fromkeys(y for x in self.step.calls for y in x.samples))
         self.record.steps.append(self.step)
         self.step = Step()
 

@@ -1,15 +1,24 @@
-"""What one process records of a few training steps: batches, values of losses, sketches of gradients and parameters."""
+"""What one process records of a few training steps, and how one process gets the batches of all ranks."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 Sketches = dict[str, Tensor]
 """Sketches of tensors by the names of these."""
+
+
+class LossModule(NamedTuple):
+    """A loss that the audit knows."""
+
+    name: str  # of its class
+    option: str | None  # its grad_reduction, None if it has none
+    group: tuple[int, ...]  # ranks of its process group
 
 
 @dataclass
@@ -23,13 +32,6 @@ class LossCall:
     backward: int = -1  # number of the backward pass in its step
 
 
-class Draws(NamedTuple):
-    """The state of torch's random numbers before and after a call that drew some."""
-
-    before: Tensor
-    after: Tensor
-
-
 @dataclass
 class ModuleCall:
     """A call of a module by the script itself, not by another module."""
@@ -37,7 +39,7 @@ class ModuleCall:
     samples: list[bytes]  # a digest of every sample
     lengths: list[int]  # of the token sequences in each leaf, 0 of others
     arguments: list[Any] | None = None  # leaves, where no data loader is recorded
-    draws: Draws | None = None
+    draws: tuple[Tensor, Tensor] | None = None  # the states of torch's random numbers before and after it, if it drew
 
 
 @dataclass
@@ -48,14 +50,11 @@ class Step:
     losses: list[LossCall] = field(default_factory=list)
     roots: list[float] = field(default_factory=list)  # scalars at which a backward pass starts
     backwards: int = 0  # number of backward passes
-    samples: list[bytes] = field(default_factory=list)  # a digest of every sample, each once
     stale: Sketches = field(default_factory=dict)  # gradients before the first backward pass, where not zero
     gradients: Sketches = field(default_factory=dict)  # before clipping by a function of torch.nn.utils
     received: Sketches = field(default_factory=dict)  # those that the optimizer receives
     moved: Sketches = field(default_factory=dict)  # what is added to each parameter, times the gradient's magnitude
-    norms: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # of the gradient, and of it times the parameter
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the gradient; of it times the parameter
     after: Sketches = field(default_factory=dict)  # parameters, buffers and other tensors of modules, after the step
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
@@ -63,6 +62,11 @@ class Step:
     is_scaled: bool = False  # whether a GradScaler scales the loss
     low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
     epoch: int = 0  # how often a DataLoader had been started
+
+    @property
+    def samples(self) -> list[bytes]:
+        """A digest of every sample, each once."""
+        return list(dict.fromkeys(y for x in self.calls for y in x.samples))
 
     @property
     def draws(self) -> bool:
@@ -99,10 +103,8 @@ class Record:
     groups: dict[str, str] = field(default_factory=dict)  # for each trained parameter "encoder" or "loss"
     kinds: dict[str, str] = field(default_factory=dict)  # of other tensors "parameter", "buffer" or "attribute"
     eps: float = 0.0  # the unit of rounding of the parameters
-    loss_names: list[str] = field(default_factory=list)  # class of each loss
+    losses: list[LossModule] = field(default_factory=list)  # in the order of their first calls
     unknown_losses: set[str] = field(default_factory=set)  # names of losses that the user gives, and no module has
-    options: list[str | None] = field(default_factory=list)  # grad_reduction of each loss, None if it has none
-    loss_groups: list[tuple[int, ...]] = field(default_factory=list)  # ranks of each loss's process group
     shares_samples: bool = False  # whether ranks may hold the same samples, as those of a tensor-parallel group do
     initialized: bool = False  # whether the script initialised torch.distributed
     samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
@@ -110,8 +112,8 @@ class Record:
     unrepeatable: str = ""  # why a step of one process would say nothing
     peak_bytes: int = 0  # resident memory
     seconds: float = 0.0
-    loaders: list[list[Any]] = field(default_factory=list)  # the batches of every epoch that a loader began
-    states: list[list[Tensor]] = field(default_factory=list)  # of torch's random numbers after each of these
+    # the batches of every epoch that a loader began, with the state of torch's random numbers after each
+    loaders: list[list[tuple[Any, Tensor]]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
@@ -131,3 +133,92 @@ def _bytes(x: Tensor) -> bytes:
         filled = x.nonzero()
         x = x[: int(filled[-1]) + 1] if len(filled) else x[:0]
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+# --- batches -----------------------------------------------------------------------------------------------------------
+
+
+class NotComparable(Exception):
+    """A step that cannot be run in one process; the message is the reason."""
+
+
+def merged(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
+    """Concatenate tensors along dimension 0, tokens padded to these lengths; join lists; merge mappings by key."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        length = lengths.get(tuple(map(token_length, parts)))
+        padded = parts if length is None else [torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in parts]
+        return torch.cat(list(padded)) if first.ndim else first
+    if isinstance(first, Mapping):
+        return _like(first, [merged([x[key] for x in parts], lengths) for key in first])
+    if not isinstance(first, list | tuple):
+        return first
+    if len({len(x) for x in parts}) == 1 and first and all(map(_holds_samples, first)):
+        return _like(first, [merged(x, lengths) for x in zip(*parts, strict=True)])
+    return type(first)(y for x in parts for y in x)
+
+
+def _like(batch: Any, children: Sequence[Any]) -> Any:
+    """Return a mapping or a sequence as another one, with other elements in its order."""
+    if isinstance(batch, Mapping):
+        by_key = dict(zip(batch, children, strict=True))
+        return by_key if type(batch) is dict else type(batch)(by_key)  # type: ignore[call-arg]  # as that of a dict
+    return type(batch)(*children) if hasattr(batch, "_fields") else type(batch)(children)
+
+
+def _holds_samples(x: Any) -> bool:
+    """Return whether an element of a batch holds all samples, as images and labels do, or is one of them, as a sentence."""
+    if isinstance(x, Mapping):
+        return any(isinstance(y, Tensor) and y.ndim for y in x.values())
+    return isinstance(x, list | tuple) or (isinstance(x, Tensor) and x.ndim > 0)
+
+
+def padded_lengths(ranks: Sequence[Sequence[Any]]) -> dict[tuple[int, ...], int]:
+    """Return the length to which token sequences are padded, by their length on each rank.
+
+    Sequences whose lengths differ get a length of their own, by which random numbers tell what is padding.
+    """
+    result: dict[tuple[int, ...], int] = {}
+    for lengths in sorted({tuple(map(token_length, x)) for x in zip(*ranks, strict=False)}, key=lambda x: len({*x})):
+        length = max(lengths, default=0)
+        while length in result.values():
+            length += 1
+        result |= {lengths: length} if length else {}
+    return result
+
+
+def token_length(x: Any) -> int:
+    """Return the length of the sequences in a tensor of tokens, [n, length]; 0 for anything else."""
+    is_tokens = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
+    return int(x.shape[1]) if is_tokens else 0
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, those of mappings and sequences included, in their order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    return [y for x in _children(batch) for y in tensors_of(x)]
+
+
+def _children(batch: Any) -> Collection[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+
+
+def reordered(batch: Any, order: Tensor) -> Any:
+    """Return a batch with its samples in another order."""
+    if isinstance(batch, Tensor):
+        return batch[order] if batch.ndim and len(batch) == len(order) else batch
+    if not isinstance(batch, Mapping | list | tuple):
+        return batch
+    if isinstance(batch, list | tuple) and not all(map(_holds_samples, batch)) and len(batch) == len(order):
+        return type(batch)(batch[i] for i in order.tolist())
+    return _like(batch, [reordered(x, order) for x in _children(batch)])
+
+
+def snapshot(x: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a detached copy on a device of every tensor in a tree; other values as they are."""
+    if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
+        return _like(x, [snapshot(y, device) for y in x.values()])
+    if type(x) is dict:
+        return {key: snapshot(y, device) for key, y in x.items()}
+    return tree_map(lambda y: y.detach().to(device, copy=True) if isinstance(y, Tensor) else y, x)

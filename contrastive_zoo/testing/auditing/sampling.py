@@ -84,7 +84,7 @@ def _first_digest(dataset: Any) -> str:
         np.random.set_state(states[1])
 
 
-def of_samples(records: Sequence[Record], steps: Sequence[object]) -> Iterator[Diagnosis]:
+def of_samples(records: Sequence[Record]) -> Iterator[Diagnosis]:
     """Yield the mistakes in the ranks' samples, each with what was measured."""
     digests = [[step.samples for step in record.steps] for record in records]
     together = [list(ranks) for ranks in zip(*digests, strict=False)]

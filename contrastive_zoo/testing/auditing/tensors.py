@@ -8,11 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from contrastive_zoo.testing.auditing.merging import snapshot
-from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.pieces import (
+    held,
+    is_engine,
+    is_in_pieces,
+    sketch,
+    unreadable,
+    whole,
+    whole_gradient,
+)
+from contrastive_zoo.testing.auditing.records import Record, snapshot
 from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.sketch import sketch, whole
-from contrastive_zoo.testing.auditing.zero import held, is_engine, is_in_pieces, unreadable, whole_gradient
 
 ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 """Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
