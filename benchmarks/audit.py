@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,12 +29,13 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing import console
+from contrastive_zoo.testing._rank import prepared_forkserver
 from contrastive_zoo.testing.auditing.launch import audit_script, environment
 from contrastive_zoo.testing.auditing.running import OnlineAudit
 from contrastive_zoo.testing.worlds import Worlds
 from examples.run import EXAMPLES
 from tests.audit_random import audit_random_training
-from tests.audit_runner import Runner
+from tests.audit_runner import audit_apart
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
@@ -59,16 +61,16 @@ def trainings() -> Iterator[tuple[str, str, str, int]]:
 
 def table() -> None:
     rows = list(trainings())
-    run = Runner(sorted({module for module, *_ in rows}))
+    with prepared_forkserver(sorted({module for module, *_ in rows})):
+        forkserver.ensure_running()
     print("| script | set-up | mistake | verdict | diagnosis |\n| --- | --- | --- | --- | --- |")
     for module, name, mistake, processes in rows:
-        report = run(module, name, processes=processes)
+        report = audit_apart(module, name, processes=processes)
         verdict = {True: "same", False: "not the same", None: "not known"}[report.ok]
         found = ", ".join(x.mistake for x in report.findings) or "–"
         what = mistake if module.startswith("examples.") else name if mistake else ""
         cells = (module.rpartition(".")[2], name, what or "–", verdict, found)
         print(f"| {' | '.join(cells)} |", flush=True)
-    run.close()
 
 
 def random_steps(steps: int) -> int:

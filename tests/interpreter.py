@@ -10,6 +10,8 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,22 +46,32 @@ def torchrun(processes: int, *arguments: str, timeout: float = 120.0) -> Finishe
 def _finished(variables: list[dict[str, str]], arguments: tuple[str, ...], timeout: float) -> Finished:
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name, str(rank)) for rank in range(len(variables))]
-        processes: list[Any] = []
-        for folder, of_rank in zip(folders, variables, strict=True):
+        for folder in folders:
             folder.mkdir()
-            job = (folder, os.getcwd(), dict(os.environ) | of_rank, arguments)
-            processes.append(_context.Process(target=_main, args=job))
-            with prepared_forkserver([]):
-                processes[-1].start()
-        _wait(processes, timeout)
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
+        jobs = ((x, os.getcwd(), dict(os.environ) | y, arguments) for x, y in zip(folders, variables, strict=True))
+        with forked(_main, jobs) as processes:
+            _wait(processes, timeout)
+            codes = [process.exitcode for process in processes]
         out, error = ("".join((x / stream).read_text() for x in folders) for stream in ("stdout", "stderr"))
     code = next(filter(None, codes), 0)
     assert code or None not in codes, f"{' '.join(arguments)} did not end within {timeout:g} s.\n{out}{error}"
     return Finished(code, out, error)
+
+
+@contextmanager
+def forked(main: Callable[..., object], jobs: Iterable[tuple[Any, ...]]) -> Iterator[list[Any]]:
+    """Run a function in one process for each of these arguments; end the processes after it."""
+    processes: list[Any] = []
+    try:
+        with prepared_forkserver([]):
+            for job in jobs:
+                processes.append(_context.Process(target=main, args=job, daemon=True))
+                processes[-1].start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _wait(processes: list[Any], timeout: float) -> None:

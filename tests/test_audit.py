@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_deepspeed, audit_trainings
 from tests.audit_random import audit_random_training
-from tests.audit_runner import Runner, audit_here
+from tests.audit_runner import audit_apart, audit_here
 from tests.helpers import EVERY_CASE
 from tests.interpreter import torchrun
 
@@ -108,23 +108,16 @@ def test_plain_trainings_are_named_rightly(module: str, worlds: Worlds) -> None:
             require(report, expected)
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Runner]:
-    runner = Runner([OWN, "examples.zero", *sorted({module for module, _ in IN_NEW_PROCESSES})])
-    yield runner
-    runner.close()
-
-
 @pytest.mark.parametrize(("module", "name"), [*IN_NEW_PROCESSES][:: 1 if EVERY_CASE else 3])
-def test_trainers_are_named_rightly(module: str, name: str, run: Runner) -> None:
+def test_trainers_are_named_rightly(module: str, name: str) -> None:
     for trainer, package in PACKAGES.items():
         if trainer in (module + name).lower():
             pytest.importorskip(package)
-    require(run(module, name), IN_NEW_PROCESSES[module, name])
+    require(audit_apart(module, name), IN_NEW_PROCESSES[module, name])
 
 
-def test_a_script_that_does_not_reach_a_step_is_reported_as_that(run: Runner) -> None:
-    report = run(OWN, "no such training")
+def test_a_script_that_does_not_reach_a_step_is_reported_as_that() -> None:
+    report = audit_apart(OWN, "no such training")
     assert (report.ok, report.findings, report.quantities) == (None, [], [])
     assert "KeyError: 'no such training'; rank 1 raised" in report.problem
     assert "Traceback" in report.problem  # its last output
@@ -236,18 +229,11 @@ def test_an_engine_in_a_group_that_lives_on_is_not_compared(worlds: Worlds) -> N
     assert "audit the script, which runs again as a whole" in str(report)
 
 
-@pytest.fixture(scope="module")
-def run_zero() -> Iterator[Runner]:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional library")
-    runner = Runner(["examples.deepspeed_engine", audit_deepspeed.__name__])
-    yield runner
-    runner.close()
-
-
 @pytest.mark.parametrize("name", [*audit_deepspeed.TRAININGS][:: 1 if EVERY_CASE else 5])
-def test_zero_is_compared(name: str, run_zero: Runner) -> None:
+def test_zero_is_compared(name: str) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is an optional library")
     mistake = audit_deepspeed.TRAININGS[name].mistake
-    require(run_zero(audit_deepspeed.__name__, name), [mistake] if mistake else [])
+    require(audit_apart(audit_deepspeed.__name__, name), [mistake] if mistake else [])
 
 
 def test_an_exception_of_the_training_is_raised_and_hooks_are_removed() -> None:

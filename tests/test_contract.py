@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariant import Broken, Invariant
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
+    Broken,
+    Invariant,
     finite_at_extremes,
     same_random_numbers,
     same_sharded_gradient,

@@ -14,13 +14,15 @@ except ImportError as error:
 from torch import Tensor, nn
 
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariant import Broken, Invariant, first_line
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
     STEP_INVARIANTS,
     TRAINING_INVARIANTS,
+    Broken,
+    Invariant,
     finite_at_extremes,
+    first_line,
     gradients_accumulate,
     runs_on_every_split,
     same_messages,
@@ -135,13 +137,11 @@ def check_world_size_invariance(
         examination = Examination(case, pool, world_sizes, width, on_example)
         examination.survey(max_examples)
         examination.train()
-        findings = [examination.shrunk(invariant) for invariant in INVARIANTS if invariant.name in examination.broken]
-        report = Report(case.name, world_sizes, grad_reduction, examination.examples, findings)
-        report.tried, report.notes = frozenset(examination.tried), sorted(examination.notes)
-        if findings:
-            failing = next((finding.batch for finding in findings if finding.invariant is runs_on_every_split), None)
-            broken = [finding.invariant.name for finding in findings]
-            evidence = LossEvidence(case, broken, pool, width=width or DEFAULT_WIDTH, failing=failing)
+        broken, report = examination.broken, examination.report
+        report.findings = [examination.shrunk(invariant) for invariant in INVARIANTS if invariant.name in broken]
+        if report.findings:
+            failing = next((x.batch for x in report.findings if x.invariant is runs_on_every_split), None)
+            evidence = LossEvidence(case, [*broken], pool, width=width or DEFAULT_WIDTH, failing=failing)
             report.diagnosis = diagnose(evidence)
     report.seconds = time.monotonic() - start
     __tracebackhide__ = True
@@ -208,13 +208,11 @@ class Examination:
     ) -> None:
         self.case, self.worlds, self.world_sizes, self.width, self.on_example = case, worlds, sizes, width, on_example
         self.batches = partial(global_batches, sizes, width=width)
+        self.report = Report(case.name, sizes, case.grad_reduction)
         self.reference_error = ""  # why the last batch without a reference has none
         self.failures = 0  # number of batches on which a rank raised or hung
-        self.examples = 0  # number of global batches tested
         self.broken: dict[str, Finding] = {}  # the first finding of each broken invariant
         self.averaged: set[GlobalBatch] = set()  # those on which the mean of many calls was compared
-        self.notes: set[str] = set()  # how a loss computes that is not exact
-        self.tried: set[str] = set()  # the invariants that applied to at least one batch
 
     def survey(self, max_examples: int) -> None:
         """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
@@ -226,7 +224,7 @@ class Examination:
             if share:
                 drawn = given(batch=self.batches(kinds=kinds))(self._test)
                 settings(SEARCH, max_examples=share, phases=[Phase.generate])(drawn)()
-        if self.examples == 0:  # no batch has a reference
+        if self.report.examples == 0:  # no batch has a reference
             raise ValueError(
                 f"{self.case.name}: raises, or is not finite, on one process, so there is no reference to compare with. "
                 f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; pass "
@@ -246,8 +244,8 @@ class Examination:
         if batch.kind not in ADVERSARIAL and not one.is_finite:
             self.reference_error = f"Its value or a gradient is not finite at {batch}."
             return
-        self.examples += 1
-        self.on_example(self.examples)
+        self.report.examples += 1
+        self.on_example(self.report.examples)
         for invariant in STEP_INVARIANTS:
             untested = invariant.name not in self.broken or invariant is runs_on_every_split
             finding = self._finding(invariant, trial) if untested and _applies(invariant, batch) else None
@@ -288,7 +286,7 @@ class Examination:
     def _finding(self, invariant: Invariant, trial: Trial) -> Finding | None:
         try:
             if invariant(trial) and _is_evidence(invariant, trial.batch):
-                self.tried.add(invariant.name)
+                self.report.tried.add(invariant.name)
         except Broken as broken:
             if self._is_noise(invariant, trial):
                 return None
@@ -312,7 +310,7 @@ class Examination:
                 each(noisy)
         except (Broken, RankError):
             return False
-        self.notes.add(noisy.note)
+        self.report.notes = sorted({*self.report.notes, noisy.note})
         return True
 
 

@@ -12,7 +12,7 @@ from contrastive_zoo.testing.mistakes import Diagnosis
 
 if TYPE_CHECKING:  # they need cloudpickle, which an audit does not
     from contrastive_zoo.testing.batch import GlobalBatch
-    from contrastive_zoo.testing.invariant import Invariant
+    from contrastive_zoo.testing.invariants import Invariant
     from contrastive_zoo.testing.measurement import GradReduction
 
 Row = tuple[str, bool | str | None, Sequence[str]]
@@ -79,7 +79,7 @@ class Report(_Result):
     diagnosis: Diagnosis | None = None  # None if no invariant is broken
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)  # how the loss computes, where it is not exact
-    tried: frozenset[str] = frozenset()  # names of the invariants that applied to at least one batch
+    tried: set[str] = field(default_factory=set)  # names of the invariants that applied to at least one batch
 
     @property
     def ok(self) -> bool:

@@ -15,8 +15,13 @@ import contrastive_zoo as cz
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
-from contrastive_zoo.testing.invariant import Broken
-from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS, finite_at_extremes, same_value_on_every_rank
+from contrastive_zoo.testing.invariants import (
+    CONTRACT,
+    INVARIANTS,
+    Broken,
+    finite_at_extremes,
+    same_value_on_every_rank,
+)
 from contrastive_zoo.testing.measurement import Case, call_form
 from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose
 from contrastive_zoo.testing.probes import LossEvidence

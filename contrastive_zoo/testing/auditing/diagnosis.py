@@ -32,8 +32,7 @@ EXPLAINED_BY = {
 def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     """Return the report of the records of all ranks; run the training again in one process to compare with it."""
     report = WorldReport(len(records), min(x.finished for x in records), [x.name for x in records[0].losses])
-    report.seconds = max(x.seconds for x in records)
-    report.problem = next((x.unrepeatable for x in records if x.unrepeatable), "")
+    report.problem = next((x.problem for x in records if x.problem), "")
     if report.problem:
         return report
     run = functools.cache(run)

@@ -6,7 +6,6 @@ import gc
 import math
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.pieces import PARAMETERS, held, sketch, whole
 from contrastive_zoo.testing.auditing.records import (
     LossCall,
     LossModule,
@@ -32,7 +30,7 @@ from contrastive_zoo.testing.auditing.records import (
     token_length,
 )
 from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.tensors import Tensors, add
+from contrastive_zoo.testing.auditing.tensors import PARAMETERS, Tensors, add, held, sketch, whole
 from contrastive_zoo.testing.loss_calls import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -73,7 +71,7 @@ class Recorder:
         self.loss_names = set(losses)
         self._are_losses: dict[nn.Module, bool] = {}
         self.record, self.step = Record(), Step()
-        self.tensors = Tensors(self.record, rerun, self._is_loss)
+        self.tensors = Tensors(self.record, None if rerun is None else rerun.restore, self._is_loss)
         self.losses: list[nn.Module] = []
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
@@ -83,7 +81,6 @@ class Recorder:
         self._hooks = ExitStack()
 
     def start(self) -> None:
-        self._begin = time.monotonic()
         if self.rerun is not None:
             self._hooks.enter_context(self.rerun.world_of_one())
         for handle in (
@@ -118,8 +115,9 @@ class Recorder:
         elif self.step.losses and not self.finished:  # the script raised within a step
             self._append_step()
         self._hooks.close()
-        self.record.problem = self.rerun.problem if self.rerun is not None else ""
-        self.record.peak_bytes, self.record.seconds = peak_bytes(), time.monotonic() - self._begin
+        if self.rerun is not None:
+            self.record.problem = self.rerun.problem
+        self.record.peak_bytes = peak_bytes()
         return self.record
 
     # --- batches ------------------------------------------------------------------------------------------------------
@@ -201,9 +199,13 @@ class Recorder:
         index = len(self.step.calls)
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
-            is_input = not any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-            arguments = None if any(self.record.loaders) else [_argument(x) for x in leaves]
-            call = ModuleCall(digests(leaves) if is_input else [], list(map(token_length, leaves)), arguments)
+            learnt = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+            arguments = (
+                None
+                if any(self.record.loaders)
+                else [None if y else snapshot(x) for x, y in zip(leaves, learnt, strict=True)]
+            )
+            call = ModuleCall([] if any(learnt) else digests(leaves), list(map(token_length, leaves)), arguments)
         else:
             args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
             call = ModuleCall([], [])
@@ -364,10 +366,6 @@ class Recorder:
     def _append_step(self) -> None:
         self.record.steps.append(self.step)
         self.step = Step()
-
-
-def _argument(x: Any) -> Any:
-    return None if isinstance(x, Tensor) and x.requires_grad else snapshot(x)
 
 
 def _state(optimizer: Any) -> Any:

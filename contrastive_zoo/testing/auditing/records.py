@@ -108,10 +108,8 @@ class Record:
     shares_samples: bool = False  # whether ranks may hold the same samples, as those of a tensor-parallel group do
     initialized: bool = False  # whether the script initialised torch.distributed
     samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
-    problem: str = ""  # why a rerun is not what it should be
-    unrepeatable: str = ""  # why a step of one process would say nothing
+    problem: str = ""  # why a comparison with one process, or with this one, would say nothing
     peak_bytes: int = 0  # resident memory
-    seconds: float = 0.0
     # the batches of every epoch that a loader began, with the state of torch's random numbers after each
     loaders: list[list[tuple[Any, Tensor]]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
@@ -136,10 +134,6 @@ def _bytes(x: Tensor) -> bytes:
 
 
 # --- batches -----------------------------------------------------------------------------------------------------------
-
-
-class NotComparable(Exception):
-    """A step that cannot be run in one process; the message is the reason."""
 
 
 def merged(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:

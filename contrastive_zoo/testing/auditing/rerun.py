@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.testing.auditing.pieces import assign, is_in_pieces
 from contrastive_zoo.testing.auditing.records import (
     ModuleCall,
-    NotComparable,
     Record,
     digests,
     merged,
@@ -27,6 +25,7 @@ from contrastive_zoo.testing.auditing.records import (
     tensors_of,
     token_length,
 )
+from contrastive_zoo.testing.auditing.tensors import assign, is_in_pieces
 from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.loss_calls import replaced
 
@@ -95,7 +94,7 @@ class Rerun:
         try:
             return merged(parts, lengths)
         except (RuntimeError, TypeError, KeyError) as error:
-            raise NotComparable(f"the ranks' batches cannot be concatenated: {error}") from error
+            raise ValueError(f"the ranks' batches cannot be concatenated: {error}") from error
 
     def _is_sliced_later(self) -> bool:
         """Return whether ranks with equal batches give different samples to their modules."""

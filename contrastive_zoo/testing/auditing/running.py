@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import this_process
 from contrastive_zoo.testing.auditing.diagnosis import assemble
-from contrastive_zoo.testing.auditing.pieces import is_engine
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record, snapshot, tensors_of
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
+from contrastive_zoo.testing.auditing.tensors import is_engine
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 logger = logging.getLogger("contrastive_zoo.audit")
@@ -74,9 +74,12 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
     if steps < 1:
         raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
     recorder = Recorder(known_losses("audit", loss), steps, needs_group=False)
+    start = time.monotonic()
     with recorder.watching():
         train()
-    return AuditReport(name, [compared(recorder, lambda _: train())])
+    world = compared(recorder, lambda _: train())
+    world.seconds = time.monotonic() - start
+    return AuditReport(name, [world])
 
 
 def known_losses(caller: str, loss: Any) -> list[str]:
@@ -98,9 +101,7 @@ def compared(recorder: Recorder, train: Callable[[Recorder], object]) -> WorldRe
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         record.rank = dist.get_rank()
         if any(map(is_engine, recorder.tensors.modules)):
-            record.unrepeatable = (
-                "DeepSpeed keeps the group of all ranks: audit the script, which runs again as a whole"
-            )
+            record.problem = "DeepSpeed keeps the group of all ranks: audit the script, which runs again as a whole"
         alone = this_process(dist.distributed_c10d._get_default_group())
     else:
         record.initialized = True  # one process needs no group
@@ -221,7 +222,7 @@ class OnlineAudit:
             merged = next(rerun.batches(iter(())))
             repeat({key: snapshot(x, _device(batch[key])) for key, x in merged.items()})
 
-        recorder.record.unrepeatable = recorder.record.unrepeatable or _unrepeatable(recorder)
+        recorder.record.problem = recorder.record.problem or _unrepeatable(recorder)
         after = TrainingState(self.state) if repeats else None
         try:
             world = compared(recorder, again)

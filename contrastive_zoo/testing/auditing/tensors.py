@@ -1,5 +1,6 @@
 """The tensors of a training by name: those of the modules that a script calls, and of its optimizers."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -8,17 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from contrastive_zoo.testing.auditing.pieces import (
-    held,
-    is_engine,
-    is_in_pieces,
-    sketch,
-    unreadable,
-    whole,
-    whole_gradient,
-)
 from contrastive_zoo.testing.auditing.records import Record, snapshot
-from contrastive_zoo.testing.auditing.rerun import Rerun
+from contrastive_zoo.testing.evidence import SKETCH
 
 ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 """Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs."""
@@ -28,10 +20,12 @@ WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 
 
 class Tensors:
-    """Name tensors at the first call of their module, and record them; in a rerun, give them rank 0's values."""
+    """Name and record tensors at the first call of their module; in a rerun, ``restore`` gives them rank 0's values."""
 
-    def __init__(self, record: Record, rerun: Rerun | None, is_loss: Callable[[nn.Module], bool]) -> None:
-        self.record, self.rerun, self.is_loss = record, rerun, is_loss
+    def __init__(
+        self, record: Record, restore: Callable[[str, Tensor], None] | None, is_loss: Callable[[nn.Module], bool]
+    ) -> None:
+        self.record, self.restore, self.is_loss = record, restore, is_loss
         self.modules: list[nn.Module] = []  # those that the script calls
         self.optimizers: list[Optimizer] = []
         self.names: dict[Tensor, str] = {}  # of parameters
@@ -39,14 +33,13 @@ class Tensors:
         self.of_zero: dict[Tensor, Tensor] = {}  # gradients in pieces of ZeRO, which are gone after the step
 
     def remember(self, module: nn.Module) -> None:
-        """At the first call of a module, name its tensors and record them; in a rerun, give them rank 0's values."""
         if not add(self.modules, module):
             return
         for part in module.modules():
             if type(part).__name__ == "FullyShardedDataParallel":
                 self.groups |= dict.fromkeys(part.parameters(), part.process_group)
         if is_engine(module):
-            self.record.unrepeatable = self.record.unrepeatable or unreadable(module.optimizer)
+            self.record.problem = self.record.problem or unreadable(module.optimizer)
         index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
         is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
         inside = [y for x in module.modules() if self.is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
@@ -65,11 +58,11 @@ class Tensors:
                 if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
                     self.record.shares_samples = True
             self.record.kinds[name] = kind
-            if self.rerun is not None:
-                self.rerun.restore(name, x)
+            if self.restore is not None:
+                self.restore(name, x)
             value = whole(x, self.groups.get(x))
             self.record.start[name] = sketch(value)
-            if is_first and self.rerun is None:
+            if is_first and self.restore is None:
                 self.record.tensors[name] = snapshot(value)
 
     def of(self, index: int, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -122,3 +115,116 @@ def add(items: list[Any], x: Any) -> bool:
 def _is_a(module: nn.Module, names: set[str]) -> bool:
     """Return whether a module is of a class with one of these names, whose library need not be installed."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+# --- all of a tensor, of which ranks may hold pieces, and its sketch ---------------------------------------------------
+
+SIZE, ROWS = SKETCH, 4096
+"""Numbers in a sketch, and signs for each of them; a norm of a sketch has a standard deviation of √(1 / 128) = 9 %."""
+
+
+@functools.cache
+def _signs(device: torch.device, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).double().to(device)
+
+
+def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return the sketch of a tensor, or of its elements times the magnitudes of ``weight``, [64] in float64.
+
+    A tensor of up to 64 elements is its own sketch, padded with zeros. Of a larger one, each element is added with a random
+    sign to one of the numbers (a count sketch, Charikar et al. 2002, https://doi.org/10.1007/3-540-45465-9_59).
+    """
+    x = x.detach().reshape(-1)
+    block = SIZE if len(x) <= SIZE else SIZE * ROWS
+    result = torch.zeros(SIZE, dtype=torch.float64, device=x.device)
+    signs = torch.ones(SIZE, device=x.device) if block == SIZE else _signs(x.device, block)
+    of_blocks = _signs(torch.device("cpu"), ROWS).tolist()
+    for index, start in enumerate(range(0, len(x), block)):
+        part = x[start : start + block].double()
+        if weight is not None:
+            part = part * weight.detach().reshape(-1)[start : start + block].double().abs()
+        part = torch.nn.functional.pad(part * signs[: len(part)], (0, -len(part) % SIZE))
+        result += of_blocks[index % ROWS] * part.view(-1, SIZE).sum(0)
+    return result.cpu()
+
+
+def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return all of a tensor of which every rank holds a part: a DTensor, a piece of FSDP1 in its group, or one of ZeRO.
+
+    Every rank of the group must call it.
+    """
+    if hasattr(x, "ds_id"):
+        return whole_parameter(x)
+    x = x.detach()
+    if hasattr(x, "full_tensor"):
+        gathered: Any = x.full_tensor()
+        return gathered.wait() if hasattr(gathered, "wait") else gathered
+    if group is None or group.size() == 1:
+        return x
+    size = torch.tensor(x.numel(), device=x.device)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    longest = int(max(sizes))
+    pieces = [x.new_zeros(longest) for _ in sizes]
+    dist.all_gather(pieces, torch.nn.functional.pad(x.reshape(-1), (0, longest - x.numel())), group=group)
+    return torch.cat([piece[: int(n)] for piece, n in zip(pieces, sizes, strict=True)])
+
+
+# --- ZeRO -------------------------------------------------------------------------------------------------------------
+
+PARAMETERS = {"DeepSpeedZeroOptimizer": "bit16_groups", "DeepSpeedZeroOptimizer_Stage3": "fp16_groups"}
+"""By the class of an optimizer, of stages 1 and 2 and of stage 3, the attribute with its groups of parameters."""
+
+
+def is_engine(module: nn.Module) -> bool:
+    """Return whether a module is DeepSpeed's engine, which need not be installed."""
+    return any(cls.__name__ == "DeepSpeedEngine" for cls in type(module).__mro__)
+
+
+def unreadable(optimizer: Any) -> str:
+    """Return why the gradients of an engine's optimizer cannot be compared; empty if they can."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    if type(optimizer).__name__ not in PARAMETERS:
+        return f"DeepSpeed's {type(optimizer).__name__} holds gradients in buffers that the audit does not read"
+    return "" if optimizer.loss_scale == 1 else "DeepSpeed scales the loss, and the gradients in its buffers with it"
+
+
+def held(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer; of one of ZeRO, those of the model, and not its flat pieces."""
+    attribute = PARAMETERS.get(type(optimizer).__name__)
+    groups = getattr(optimizer, attribute) if attribute else [group["params"] for group in optimizer.param_groups]
+    return [x for group in groups for x in group]
+
+
+def is_in_pieces(x: Tensor) -> bool:
+    """Return whether a ZeRO optimizer holds the gradient of a parameter."""
+    return hasattr(x, "_hp_mapping") or hasattr(x, "_z3_optimizer")
+
+
+def whole_gradient(x: Tensor) -> Tensor:
+    """Return all of a gradient that is in pieces. Every rank must call it, before the optimizer's step."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradient = safe_get_full_grad(x)
+    return x.new_zeros(0) if gradient is None else gradient.detach().clone()
+
+
+def whole_parameter(x: Any) -> Tensor:
+    """Return all of a parameter of stage 3. Every rank must call it."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([x]):
+        result: Tensor = x.detach().clone()
+    return result
+
+
+def assign(x: Any, value: Tensor) -> None:
+    """Give a parameter of one process a value, and the optimizer's copy of it, too."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    with GatheredParameters([x], modifier_rank=0, enabled=hasattr(x, "ds_id")):
+        x.copy_(value.view_as(x))
+    safe_set_full_fp32_param(x, value.float())
