@@ -80,12 +80,12 @@ def _mistakes(
     records: Sequence[Record], steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]
 ) -> list[Diagnosis]:
     """Return the mistakes of a training, each once; ``compared`` are the steps up to the first that differs."""
-    found = [*_of_process(records), *of_samples(records)]
-    found += [x for probe in PROBES for step in steps for x in probe(step)]
-    found += [x for step in compared for x in _of_clipping(step)]
-    if not EXPLAINED_BY & {x.mistake for x in found}:
-        found += _of_gradients(steps, compared)
-    return list({x.mistake: x for x in reversed(found)}.values())[::-1]
+    result = [*_of_process(records), *of_samples(records)]
+    result += [x for probe in PROBES for step in steps for x in probe(step)]
+    result += [x for step in compared for x in _of_clipping(step)]
+    if not EXPLAINED_BY & {x.mistake for x in result}:
+        result += _of_gradients(steps, compared)
+    return list({x.mistake: x for x in reversed(result)}.values())[::-1]
 
 
 def _of_process(records: Sequence[Record]) -> Iterator[Diagnosis]:
