@@ -36,6 +36,7 @@ def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -
             with forked(_rank, jobs) as ranks:
                 wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
 
+        run([f"rank{rank}" for rank in range(processes)])
         report = judged(Path(folder), processes, run)
     report.seconds = time.monotonic() - start
     return report

@@ -127,18 +127,16 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def read_stack(file: str) -> Where:
-    """Read the stack of a rank that has just received SIGUSR1."""
+    """Read where a rank is that has just received SIGUSR1.
+
+    faulthandler writes one stack for each thread, the innermost frame first, and the main thread last.
+    """
     path, deadline, text = Path(file), time.monotonic() + 1.0, ""
     while time.monotonic() < deadline:
         before, text = text, path.read_text(errors="replace") if path.exists() else ""
         if text and text == before:  # faulthandler marks no end; it writes within microseconds
             break
         time.sleep(0.02)
-    return parse_stack(text)
-
-
-def parse_stack(text: str) -> Where:
-    """Parse faulthandler's output: one stack per thread, the innermost frame first, the main thread last."""
     stacks = [
         frames for chunk in re.split(r"^(?:Current t|T)hread ", text, flags=re.M) if (frames := _FRAME.findall(chunk))
     ]

@@ -88,8 +88,9 @@ def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> Non
         raise TargetError(
             f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a loss class."
         )
+    is_ours = isinstance(factory, type) and issubclass(factory, Settings)
     try:
-        if isinstance(factory, type) and issubclass(factory, Settings):
+        if is_ours:
             factory(**settings)
         else:
             inspect.signature(factory).bind(**settings)
@@ -97,13 +98,8 @@ def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> Non
         hint = "If it is a loss, pass a function that returns it."
         hint = "Give them with --set name=value." if isinstance(factory, type) else hint
         unknown = next((x for x in settings if repr(x) in str(error)), "")
-        hint = did_you_mean(unknown, _names_of_settings(factory)).strip() or hint
+        names: Any = factory.fields if is_ours else inspect.signature(factory).parameters
+        hint = did_you_mean(unknown, [x for x, y in names.items() if getattr(y, "init", True)]).strip() or hint
         raise TargetError(f"{target}: {str(error).removesuffix('.')}. {hint}") from None
     except ValueError:  # a built-in without a signature, or a value that the loss refuses where it is checked
         return
-
-
-def _names_of_settings(factory: Any) -> list[str]:
-    if isinstance(factory, type) and issubclass(factory, Settings):
-        return [name for name, field in factory.fields.items() if field.init]
-    return list(inspect.signature(factory).parameters)

@@ -58,7 +58,8 @@ class LossRecorder:
         except BaseException:
             self._record(module, (args, kwargs))
             raise
-        if _is_scalar(output):
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        if tensors and tensors[0].ndim == 0 and tensors[0].requires_grad:
             self._record(module, (args, kwargs))
         return output
 
@@ -88,11 +89,6 @@ def allow_repeated_samples(loss: Any) -> None:
     """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples."""
     if hasattr(loss, "check_distinct"):
         loss.check_distinct = False
-
-
-def _is_scalar(output: Any) -> bool:
-    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    return bool(tensors) and tensors[0].ndim == 0 and tensors[0].requires_grad
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:  # a hook that returned a tensor would replace the gradient

@@ -237,16 +237,13 @@ class Subject:
     def value(self, samples: Sequence[Tensor]) -> Tensor:
         """Return the loss of these samples; a training step also runs backward."""
         if self.step is None:
-            return scalar(self.loss(*self._rounded(self.model.embed(samples))))
+            embeddings = self.model.embed(samples)
+            if self.rounding is not None:
+                generator = torch.Generator().manual_seed(self.rounding[0])
+                embeddings = [noisy(x, generator, torch.finfo(self.rounding[1]).eps) for x in embeddings]
+            return scalar(self.loss(*embeddings))
         with self.recorder.recording():
             return scalar(self.step(self.model, *samples))
-
-    def _rounded(self, embeddings: list[Tensor]) -> list[Tensor]:
-        if self.rounding is None:
-            return embeddings
-        seed, dtype = self.rounding
-        generator = torch.Generator().manual_seed(seed)
-        return [noisy(x, generator, torch.finfo(dtype).eps) for x in embeddings]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what ranks share: without a pointer into an empty queue, which nothing sets."""

@@ -79,8 +79,9 @@ class Trial:
             scale = 1 + seed / 1000  # of the loss, so that the backward pass rounds differently too
             repeated = self.on_one_process(Plan(scale, rounding=(seed, dtype))).tensors()
             for name, x in repeated.items():
-                is_gradient = name.startswith(("encoder", "parameters", "sharded"))
-                noise.append(_difference(x / scale if is_gradient else x, expected[name]))
+                x = x / scale if name.startswith(("encoder", "parameters", "sharded")) else x
+                y = expected[name]
+                noise += [float((x - y).abs().max() / max(1.0, float(y.abs().max())))] if x.numel() else []
         # where embeddings do not change, as normalised ones of one dimension, sums over ranks are still rounded differently
         bound = tolerance(noise, torch.finfo(torch.float64).eps, floor=SUM_ROUNDING * torch.finfo(dtype).eps)
         result = Trial(self.case, self.batch, self.worlds, bound)
@@ -137,10 +138,6 @@ class Trial:
 
     def train_on_one_process(self, plan: Plan = UNCHANGED) -> list[Outcome]:
         return self._run(1, self.training, replace(plan, whole=True, record=False))[0]
-
-
-def _difference(x: Tensor, expected: Tensor) -> float:
-    return float((x - expected).abs().max() / max(1.0, float(expected.abs().max()))) if x.numel() else 0.0
 
 
 def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float:

@@ -113,11 +113,12 @@ class Recorder:
         if self._stepped and not self.finished:
             self._close_step()
         elif self.step.losses and not self.finished:  # the script raised within a step
-            self._append_step()
+            self.record.steps.append(self.step)
         self._hooks.close()
         if self.rerun is not None:
             self.record.problem = self.rerun.problem
-        self.record.peak_bytes = peak_bytes()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.record.peak_bytes = peak if sys.platform == "darwin" else 1024 * peak
         return self.record
 
     # --- batches ------------------------------------------------------------------------------------------------------
@@ -210,7 +211,10 @@ class Recorder:
             args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
             call = ModuleCall([], [])
         self.step.calls.append(call)
-        self._look_at_precision()
+        current = torch.accelerator.current_accelerator()
+        for device in {"cpu", *([current.type] if current is not None else [])}:
+            if torch.is_autocast_enabled(device):
+                self.step.low = max(self.step.low, torch.finfo(torch.get_autocast_dtype(device)).eps)
         before = torch.get_rng_state()
         self._in_call = True
         try:
@@ -255,12 +259,6 @@ class Recorder:
             scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
             call.factor /= scalers[0].get_scale() if scalers else 1.0
             step.is_scaled = bool(scalers)
-
-    def _look_at_precision(self) -> None:
-        current = torch.accelerator.current_accelerator()
-        for device in {"cpu", *([current.type] if current is not None else [])}:
-            if torch.is_autocast_enabled(device):
-                self.step.low = max(self.step.low, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
     # --- backward and optimizer ---------------------------------------------------------------------------------------
 
@@ -357,15 +355,12 @@ class Recorder:
             for name, _, x in self.tensors.of(index, module):
                 self.step.after.setdefault(name, sketch(whole(x, self.tensors.groups.get(x))))
         self._stepped = self._had_gradients = False
-        self._append_step()
+        self.record.steps.append(self.step)
+        self.step = Step()
         self.record.finished += 1
         if self.record.finished == self.steps:
             self.finished = True
             self.on_finish()
-
-    def _append_step(self) -> None:
-        self.record.steps.append(self.step)
-        self.step = Step()
 
 
 def _state(optimizer: Any) -> Any:
@@ -383,9 +378,3 @@ def _ranks(group: Any) -> tuple[int, ...]:
     if not dist.is_available() or not dist.is_initialized():
         return (0,)
     return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

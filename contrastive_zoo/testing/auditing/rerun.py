@@ -47,8 +47,8 @@ class Rerun:
         ranks = setting.ranks or range(len(records))
         self.records = [records[rank] for rank in ranks]
         if self.first.shares_samples:  # tensor parallel ranks hold the same samples, which count once
-            distinct = [i for i, x in enumerate(self.records) if not any(_same(x, y) for y in self.records[:i])]
-            self.records = [self.records[i] for i in distinct]
+            samples = [[step.samples for step in x.steps] for x in self.records]
+            self.records = [x for i, x in enumerate(self.records) if samples[i] not in samples[:i]]
         self.draws = ShardedDraws()
         self.has_draws = any(step.draws for x in self.records for step in x.steps)
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
@@ -241,11 +241,6 @@ def _without_live_group(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> A
 def _equal(batches: Sequence[Any]) -> bool:
     first, *others = map(tensors_of, batches)
     return bool(first) and all(len(x) == len(first) and all(map(torch.equal, x, first)) for x in others)
-
-
-def _same(x: Record, y: Record) -> bool:
-    first, second = ([[call.samples for call in step.calls] for step in each.steps] for each in (x, y))
-    return first == second
 
 
 # --- random numbers ----------------------------------------------------------------------------------------------------

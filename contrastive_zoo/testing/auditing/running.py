@@ -202,8 +202,10 @@ class OnlineAudit:
     @contextmanager
     def watch(self, batch: dict[Any, Any], repeat: Callable[[dict[Any, Any]], object]) -> Iterator[None]:
         """Audit the step that runs within it, if its number says so; ``repeat`` runs it with the batch of all ranks."""
-        if not self.steps:
-            self._require_equal()
+        if not self.steps and dist.is_available() and dist.is_initialized():
+            every = _of_all_ranks(self.every)
+            if len(set(every)) > 1:
+                raise ValueError(f"OnlineAudit: every must be the same on all ranks, got {every} of ranks 0, 1, …")
         self.steps += 1
         if (self.steps - 1) % self.every:
             yield
@@ -220,7 +222,8 @@ class OnlineAudit:
             assert before is not None
             before.put_back()
             merged = next(rerun.batches(iter(())))
-            repeat({key: snapshot(x, _device(batch[key])) for key, x in merged.items()})
+            devices = {key: next((y.device for y in tensors_of(x)), "cpu") for key, x in batch.items()}
+            repeat({key: snapshot(x, devices[key]) for key, x in merged.items()})
 
         recorder.record.problem = recorder.record.problem or _unrepeatable(recorder)
         after = TrainingState(self.state) if repeats else None
@@ -230,11 +233,6 @@ class OnlineAudit:
             if after is not None:
                 after.put_back()
         self._log(world, begin, repeats)
-
-    def _require_equal(self) -> None:
-        every = _of_all_ranks(self.every) if dist.is_available() and dist.is_initialized() else []
-        if len(set(every)) > 1:
-            raise ValueError(f"OnlineAudit: every must be the same on all ranks, got {every} of ranks 0, 1, …")
 
     def _log(self, world: WorldReport, begin: float, is_first_rank: bool) -> None:
         now = time.monotonic()
@@ -273,11 +271,6 @@ def _unrepeatable(recorder: Recorder) -> str:
             "DDP counts which parameters a backward pass uses (static_graph, find_unused_parameters): audit the script"
         )
     return ""
-
-
-def _device(x: Any) -> torch.device | str:
-    """Return the device of an argument of a step."""
-    return next((y.device for y in tensors_of(x)), "cpu")
 
 
 # --- the state of a training -------------------------------------------------------------------------------------------
