@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
-from tests.helpers import EXACT
+from tests.helpers import EXACT, distance
 from tests.stateful_losses import LOSSES, Loss, called, global_rows, local_rows
 
 Action = tuple[str, Mapping[str, Any]]
@@ -183,7 +183,7 @@ class Rank:
             state, before = self.wrapper.state_dict(), self.loss
             self.loss = self._made().to(self._dtype)
             _hook(self.loss, self.hooked)
-            _set(self.loss, self.kind.setting[0], _get(before, self.kind.setting[0]))
+            _set(self.loss, self.kind.setting[0], attrgetter(self.kind.setting[0])(before))
             self.wrapper = self._wrapped()
             self.wrapper.load_state_dict(state)
 
@@ -196,7 +196,7 @@ class Rank:
         rank, size, call = self._place("own")
         mine, at_fault = self._local(*batch, rank, size), _is_last()
         path, values = self.kind.setting
-        setting, option = _get(self.loss, path), self.wrapper.grad_reduction
+        setting, option = attrgetter(path)(self.loss), self.wrapper.grad_reduction
         if at_fault and what == "setting":
             _set(self.loss, path, next(x for x in values if x != setting))
         elif at_fault and what == "option":
@@ -334,21 +334,14 @@ class Expected:
     def with_error(self, found: Expected) -> Expected:
         """This one, to be compared with up to a multiple of the error of ``found``."""
         ours, theirs = (x.values + x.rows + x.parameters for x in (self, found))
-        errors = [_distance(y, x) for x, y in zip(ours, theirs, strict=True)]
+        errors = [distance(y, x) for x, y in zip(ours, theirs, strict=True)]
         self.tolerance = max(LEAST, TIMES * max(errors))
         return self
 
     def close(self, found: Tensor, wanted: Tensor, what: str) -> None:
         assert found.shape == wanted.shape, f"{what}: shape {list(found.shape)}; one process's: {list(wanted.shape)}"
-        error = _distance(found, wanted)
+        error = distance(found, wanted)
         assert error <= self.tolerance, f"{what}: error {error:.2g} > {self.tolerance:.2g}; {found}, expected {wanted}"
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    if not wanted.numel():
-        return 0.0
-    found, wanted = found.double(), wanted.double()
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1))
 
 
 def _gradient(x: Tensor) -> Tensor:
@@ -376,10 +369,6 @@ def _is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def _get(loss: Any, path: str) -> Any:
-    return attrgetter(path)(loss)
-
-
 def _set(loss: Any, path: str, value: Any) -> None:
     before, _, last = path.rpartition(".")
-    setattr(_get(loss, before) if before else loss, last, value)
+    setattr(attrgetter(before)(loss) if before else loss, last, value)

@@ -41,12 +41,13 @@ QUICK = ("--world-size", "1", "2", "--examples", "3")
 
 
 def test_one_of_ours_is_found_right(tmp_path: Path, here: Here) -> None:
-    code, out, error = here("check", "nt-xent", *QUICK, "--json", str(tmp_path / "report.json"))
+    settings = ("--set", "temperature=0.5", "--json", str(tmp_path / "report.json"))
+    code, out, error = here("check", "nt-xent", *QUICK, *settings)
     assert code == 0, out + error
     assert "is the same function on any number of processes" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"]
-    assert report["world_sizes"] == [1, 2]
+    assert (report["loss"], report["world_sizes"]) == ("nt-xent(temperature=0.5)", [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -70,9 +71,10 @@ def test_a_function_of_the_users_own_file_is_found_wrong(
 
 @pytest.mark.parametrize("wrap", [False, True])
 def test_a_loss_of_pytorch_metric_learning(wrap: bool, here: Here) -> None:
-    code, out, error = here("check", "pytorch_metric_learning.losses:ContrastiveLoss", *QUICK, *["--wrap"] * wrap)
+    target, options = "pytorch_metric_learning.losses:ContrastiveLoss", ["--json", "-", *["--wrap"] * wrap]
+    code, out, error = here("check", target, *QUICK, *options)
     assert code == (0 if wrap else 1), out + error
-    assert wrap or "local negatives" in out
+    assert (json.loads(out)["diagnosis"] or {"mistake": ""})["mistake"] == ("" if wrap else "local negatives")
 
 
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +86,23 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
     assert "a[b]c is not" in shown
 
 
+BROKEN_MODULES = {
+    "syntax": "def make(:\n    pass\n",
+    "raising": "raise RuntimeError('at import')\n",
+    "instance": "import torch\nmake = torch.nn.SoftMarginLoss()\n",
+    "number": "make = 3\n",
+    "function": "def make(view1, view2):\n    return 0 * view1.sum()\n",
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["check", "syntax:make"], "syntax.py, line 1: "),
+        (["check", "raising:make"], "importing raising raised RuntimeError: at import"),
+        (["check", "instance:make"], "is a loss, not a function that returns one"),
+        (["check", "number:make"], "is a int; pass a function"),
+        (["check", "function:make"], "If it is a loss, pass a function"),
         (["check", "nothing"], "neither module:function"),
         (["check", "nothing:at_all"], "No module named"),
         (["check"], "missing target"),
@@ -107,16 +123,15 @@ def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixtu
         (["check", "nt-xent", "--json", "/no/such/folder/report.json"], "No such file or directory"),
     ],
 )
-def test_what_cannot_be_checked_exits_with_2(arguments: list[str], words: str, here: Here) -> None:
+def test_what_cannot_be_checked_exits_with_2(
+    arguments: list[str], words: str, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, source in BROKEN_MODULES.items():
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
     code, _, error = here(*arguments)
     assert code == 2
     assert words in error
-
-
-def test_settings_of_a_loss_of_the_zoo(here: Here) -> None:
-    code, out, error = here("check", "nt-xent", "--set", "temperature=0.5", *QUICK, "--json", "-")
-    assert code == 0, out + error
-    assert json.loads(out)["loss"] == "nt-xent(temperature=0.5)"
 
 
 def test_the_list_fits_80_columns_and_is_searched(monkeypatch: pytest.MonkeyPatch, here: Here, capsys: Any) -> None:
@@ -148,27 +163,6 @@ def test_a_first_call_may_take_longer_than_the_timeout(here: Here, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     code, out, error = here("check", "own_slow:make_it", "-W", "2", "--examples", "2", "--timeout", "0.5", "--wrap")
     assert code == 0, out + error
-
-
-BROKEN_MODULES = {
-    "syntax": ("def make(:\n    pass\n", "syntax.py, line 1: "),
-    "raising": ("raise RuntimeError('at import')\n", "importing raising raised RuntimeError: at import"),
-    "instance": ("import torch\nmake = torch.nn.SoftMarginLoss()\n", "is a loss, not a function that returns one"),
-    "number": ("make = 3\n", "is a int; pass a function"),
-    "function": ("def make(view1, view2):\n    return 0 * view1.sum()\n", "If it is a loss, pass a function"),
-}
-
-
-@pytest.mark.parametrize("module", BROKEN_MODULES)
-def test_a_target_that_is_no_function_of_a_loss_exits_with_2(
-    module: str, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, words = BROKEN_MODULES[module]
-    (tmp_path / f"{module}.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    code, _, error = here("check", f"{module}:make")
-    assert code == 2
-    assert words in error
 
 
 def test_without_its_extra_the_command_says_one_line() -> None:

@@ -285,7 +285,9 @@ class Examination:
 
     def _finding(self, invariant: Invariant, trial: Trial) -> Finding | None:
         try:
-            if invariant(trial) and _is_evidence(invariant, trial.batch):
+            shards = trial.batch.shards  # one process never differs from one process
+            is_evidence = len({*shards} if invariant is runs_on_every_split else shards) > 1
+            if invariant(trial) and is_evidence:
                 self.report.tried.add(invariant.name)
         except Broken as broken:
             if self._is_noise(invariant, trial):
@@ -323,13 +325,6 @@ def _fixed_batches(world_sizes: tuple[int, ...], width: int) -> list[GlobalBatch
     splits += [(3,) for size in world_sizes if size == 1]
     extremes = [GlobalBatch((2,) * size, d=width, kind="huge") for size in world_sizes]
     return [*(GlobalBatch(shards, d=width) for shards in splits), *extremes]
-
-
-def _is_evidence(invariant: Invariant, batch: GlobalBatch) -> bool:
-    """Return whether a batch on which an invariant holds says that it does: one process never differs from one process."""
-    if invariant is runs_on_every_split:
-        return len(set(batch.shards)) > 1
-    return len(batch.shards) > 1
 
 
 def _applies(invariant: Invariant, batch: GlobalBatch) -> bool:

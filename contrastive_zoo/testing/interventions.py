@@ -48,25 +48,10 @@ EDITS: Mapping[str, Edit] = {
 """What changes the samples of all ranks, by name."""
 
 
-def local_samples(samples: Samples, shards: list[int], rank: int) -> Samples:
-    return [x.split(shards)[rank] for x in samples]
-
-
 def local_rank_first(samples: Samples, shards: list[int], rank: int) -> Samples:
     """Return all samples, those of one rank first."""
     order = [rank, *(other for other in range(len(shards)) if other != rank)]
     return [torch.cat([x.split(shards)[r] for r in order]) for x in samples]
-
-
-def one_input_local_rank_first(samples: Samples, shards: list[int], rank: int) -> Samples:
-    """Return all samples, those of one rank first, with the labels or the other views in the order of ranks."""
-    return [local_rank_first(samples[:1], shards, rank)[0], *samples[1:]]
-
-
-def local_labels(samples: Samples, shards: list[int], rank: int) -> Samples:
-    """Return all samples, with the labels of one rank repeated."""
-    x, labels = samples
-    return [x, labels.split(shards)[rank].repeat(len(shards))]
 
 
 def blocks_as_views(samples: Samples, shards: list[int], rank: int) -> Samples:
@@ -83,16 +68,20 @@ def interleaved(samples: Samples, shards: list[int], rank: int) -> Samples:
     return [samples[0], *(x[order] for x in samples[1:])]
 
 
+_OF_BOTH_FORMS: Mapping[str, tuple[Selection, ...]] = {
+    "local negatives": (lambda samples, shards, rank: [x.split(shards)[rank] for x in samples],),
+    "own rank first": (
+        local_rank_first,
+        # labels, or the other views, are in the order of ranks
+        lambda samples, shards, rank: [*local_rank_first(samples[:1], shards, rank), *samples[1:]],
+    ),
+}
+
 SELECTIONS: Mapping[str, Mapping[str, tuple[Selection, ...]]] = {
     "labels": {
-        "local negatives": (local_samples,),
-        "own rank first": (local_rank_first, one_input_local_rank_first),
-        "labels not gathered": (local_labels,),
+        **_OF_BOTH_FORMS,
+        "labels not gathered": (lambda x, shards, rank: [x[0], x[1].split(shards)[rank].repeat(len(shards))],),
     },
-    "views": {
-        "local negatives": (local_samples,),
-        "own rank first": (local_rank_first, one_input_local_rank_first),
-        "views split wrongly": (blocks_as_views, interleaved),
-    },
+    "views": {**_OF_BOTH_FORMS, "views split wrongly": (blocks_as_views, interleaved)},
 }
 """By call form: the mistakes that compare the wrong samples, and the selections that they amount to."""

@@ -142,14 +142,6 @@ def _of_factor(says: str, holds: Callable[[Comparison, float], bool]) -> dict[st
     return {says.format(times): with_factor(factor) for times, factor in FACTORS.items()}
 
 
-def _fails(kind: str) -> Fact:
-    return lambda e: e.failure == kind
-
-
-def _breaks(invariant: str) -> Fact:
-    return lambda e: invariant in e.broken
-
-
 def _is_summed(e: Evidence) -> bool:
     """Return whether a trainer sums gradients of a loss that expects a mean."""
 
@@ -214,7 +206,7 @@ FACTS: dict[str, Fact] = {
     ),
     **_of_factor("the embeddings get {} the right gradient", lambda x, f: is_scaled(x.embeddings, f)),
     # failures, and the start
-    **{f"ranks fail: {x}": _fails(x) for x in ("hang", "raises", "uneven shards", FALLBACK)},
+    **{f"ranks fail: {x}": lambda e, x=x: e.failure == x for x in ("hang", "raises", "uneven shards", FALLBACK)},
     "parameters differ between ranks before the first step": lambda e: True,
     # gradients
     "the encoder has a gradient": lambda e: e.every(lambda x: x.encoder is not None),
@@ -278,7 +270,7 @@ FACTS: dict[str, Fact] = {
     "the ranks' values are scaled by their numbers of samples": _counts_local_samples,
     "the ranks' values, weighted by numbers of samples, are right": _returns_local_means,
     # promises outside of the contract
-    **{f"{x} is broken": _breaks(x) for x in OUTSIDE_THE_CONTRACT},
+    **{f"{x} is broken": lambda e, x=x: x in e.broken for x in OUTSIDE_THE_CONTRACT},
     "the state after a step, or a later step, is wrong": lambda e: bool(
         e.broken & {"same_state", "same_at_later_steps"}
     ),

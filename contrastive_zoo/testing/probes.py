@@ -2,10 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -170,7 +169,8 @@ class LossEvidence(Evidence):
 
     @property
     def _is_right_when_wrapped(self) -> bool:
-        wrapped = replace(self.case, make=partial(_wrapped, self.case.make))
+        make = self.case.make
+        wrapped = replace(self.case, make=lambda: DistributedLoss(make()))
         return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
 
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
@@ -229,10 +229,6 @@ class LossEvidence(Evidence):
         return parting(self._trial(shown[0].shards)) if shown else ""
 
 
-def _wrapped(make: Callable[[], Any]) -> DistributedLoss:
-    return DistributedLoss(make())
-
-
 def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:
     first, *others = by_rank
     return all(x.keys() == first.keys() and all(torch.allclose(x[name], first[name]) for name in first) for x in others)
@@ -255,9 +251,6 @@ class Made(NamedTuple):
     place: str
     rows: Lines
     columns: Lines
-
-    def is_part_of(self, lines: Lines) -> bool:
-        return self.rows <= lines or self.columns <= lines
 
 
 class Trace(TorchDispatchMode):
@@ -316,6 +309,6 @@ def parting(trial: Trial) -> str:
     lines = Lines().union(*(x.rows | x.columns for x in alone))
     for of_ranks in zip_longest(*by_rank):
         for rank, made in enumerate(of_ranks):
-            if made is not None and not made.is_part_of(lines):
+            if made is not None and not (made.rows <= lines or made.columns <= lines):
                 return f"first on rank {rank} at {made.place}, of which one process computes no part"
     return ""
