@@ -201,7 +201,11 @@ class OnlineAudit:
 
     @contextmanager
     def watch(self, batch: dict[Any, Any], repeat: Callable[[dict[Any, Any]], object]) -> Iterator[None]:
-        """Audit the step that runs within it, if its number says so; ``repeat`` runs it with the batch of all ranks."""
+        """Audit the step that runs within it, if its number says so; ``repeat`` runs it with the batch of all ranks.
+
+        Raises:
+            ValueError: at the first step, on every rank, ``every`` differs between ranks.
+        """
         if not self.steps and dist.is_available() and dist.is_initialized():
             every = _of_all_ranks(self.every)
             if len(set(every)) > 1:
