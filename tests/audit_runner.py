@@ -67,10 +67,10 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         stage: {name: fits for name, fits in of_stage.items() if name != without}
         for stage, of_stage in mistakes.SIGNATURES.items()
     }
-    of_samples = (lambda records: ()) if without == "of_samples" else diagnosis.of_samples
+    of_samples = (lambda records: ()) if without == "_of_samples" else diagnosis._of_samples
     with (
         patch.object(dist, "init_process_group"),
-        patch.object(diagnosis, "of_samples", of_samples),
+        patch.object(diagnosis, "_of_samples", of_samples),
         patch.object(diagnosis, "PROBES", probes),
         patch.object(mistakes, "SIGNATURES", signatures),
     ):

@@ -128,7 +128,7 @@ MUTANTS = {
     "_of_optimizer": ("examples.mistakes", "loss parameters never zeroed"),
     "_of_factor": ("examples.mistakes", "loss × W"),
     "_of_gathering": ("examples.mistakes", "gathered before the loss, not checked"),
-    "of_samples": (OWN, "the same shard on every rank"),
+    "_of_samples": (OWN, "the same shard on every rank"),
     "batch statistics": (OWN, "BatchNorm"),
     "local negatives": ("examples.mistakes", "local loss, parameters in DDP"),
     "trainer sums": ("examples.mistakes", '"mean" with a trainer that sums'),
@@ -140,7 +140,7 @@ MUTANTS = {
 
 def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
     for probe, (module, name) in MUTANTS.items():
-        assert probe in MISTAKES or probe in ["of_samples", *(x.__name__ for x in PROBES)]
+        assert probe in MISTAKES or probe in ["_of_samples", *(x.__name__ for x in PROBES)]
         report = worlds.run(2, audit_here, module, name, probe)[0]
         assert not set(IN_A_POOL[module][name]) & set(names(report.findings)), f"{probe}: {report}"
 

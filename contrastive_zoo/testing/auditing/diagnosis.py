@@ -11,7 +11,6 @@ import torch
 from contrastive_zoo.testing.auditing.evidence import CLIPPED, RunAgain, StepEvidence, undisturbed, worst
 from contrastive_zoo.testing.auditing.records import Record
 from contrastive_zoo.testing.auditing.rerun import Setting
-from contrastive_zoo.testing.auditing.sampling import of_samples
 from contrastive_zoo.testing.evidence import ROUNDING_FACTOR, flat
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 from contrastive_zoo.testing.report import Quantity, WorldReport
@@ -80,7 +79,7 @@ def _mistakes(
     records: Sequence[Record], steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]
 ) -> list[Diagnosis]:
     """Return the mistakes of a training, each once; ``compared`` are the steps up to the first that differs."""
-    result = [*_of_process(records), *of_samples(records)]
+    result = [*_of_process(records), *_of_samples(records)]
     result += [x for probe in PROBES for step in steps for x in probe(step)]
     result += [x for step in compared for x in _of_clipping(step)]
     if not EXPLAINED_BY & {x.mistake for x in result}:
@@ -96,6 +95,62 @@ def _of_process(records: Sequence[Record]) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
         )
+
+
+def _of_samples(records: Sequence[Record]) -> Iterator[Diagnosis]:
+    """Yield the mistakes in the ranks' samples, each with what was measured."""
+    digests = [[step.samples for step in record.steps] for record in records]
+    together = [list(ranks) for ranks in zip(*digests, strict=False)]
+    if len(records) > 1 and not records[0].shares_samples:
+        if equal := [i for i, x in enumerate(together) if x[0] and all(y == x[0] for y in x)]:
+            yield Diagnosis(
+                "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"
+            )
+            return
+        yield from _in_an_epoch(records, together)
+    yield from _same_order(records, together)
+
+
+def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Diagnosis]:
+    """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
+    loaders = [
+        epochs
+        for epochs in zip(*(record.samplers for record in records), strict=False)
+        if epochs[0].first and len({(x.first, x.size) for x in epochs}) == 1  # over the same dataset
+    ]
+    for epochs in loaders:
+        each = [[i for batch in epoch.batches for i in batch] for epoch in epochs]
+        total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
+        if len(seeds := {x.seed for x in epochs if isinstance(x.seed, int)}) > 1 and total > distinct:
+            yield Diagnosis("sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}")
+        elif all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
+            yield Diagnosis(
+                "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
+            )
+        elif 0 < total - distinct < total * (1 - 1 / len(records)) / 2:
+            repeated = f"{total - distinct} of {total} samples of an epoch are repeated"
+            yield Diagnosis("repeated samples", f"{repeated} ({epochs[0].sampler}, {size} samples in the dataset)")
+    if not loaders:
+        for i, ranks in enumerate(together):
+            if shared := sum(map(len, ranks)) - len(set().union(*ranks)):
+                yield Diagnosis(
+                    "repeated samples", f"{shared} of {sum(map(len, ranks))} samples of step {i + 1} are repeated"
+                )
+                return
+
+
+def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Diagnosis]:
+    """Compare the first step of every later epoch with the first step."""
+    if not any(epoch.shuffles for epoch in records[0].samplers):
+        return
+    previous = records[0].steps[0].epoch if records[0].steps else 0
+    for i, step in enumerate(records[0].steps[: len(together)]):
+        if step.epoch > previous and together[i] == together[0] and any(together[i]):
+            yield Diagnosis(
+                "no set_epoch", f"step {i + 1} begins an epoch with the samples of step 1, in the same order"
+            )
+            return
+        previous = step.epoch
 
 
 def _of_start(step: StepEvidence) -> Iterator[Diagnosis]:

@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from contrastive_zoo.testing.auditing.diagnosis import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
-from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.auditing.records import Record, listed
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
-from contrastive_zoo.testing.auditing.sampling import listed
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 
 WAIT, GRACE = 120.0, 2.0

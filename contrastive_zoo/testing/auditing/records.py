@@ -1,13 +1,19 @@
 """What one process records of a few training steps, and how one process gets the batches of all ranks."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import pickle
+import random
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
 
 Sketches = dict[str, Tensor]
 """Sketches of tensors by the names of these."""
@@ -107,7 +113,7 @@ class Record:
     unknown_losses: set[str] = field(default_factory=set)  # names of losses that the user gives, and no module has
     shares_samples: bool = False  # whether ranks may hold the same samples, as those of a tensor-parallel group do
     initialized: bool = False  # whether the script initialised torch.distributed
-    samplers: list[Any] = field(default_factory=list)  # what the script's data loaders yield in an epoch
+    samplers: list["Epoch"] = field(default_factory=list)  # what the script's data loaders yield in an epoch
     problem: str = ""  # why a comparison with one process, or with this one, would say nothing
     peak_bytes: int = 0  # resident memory
     # the batches of every epoch that a loader began, with the state of torch's random numbers after each
@@ -131,6 +137,75 @@ def _bytes(x: Tensor) -> bytes:
         filled = x.nonzero()
         x = x[: int(filled[-1]) + 1] if len(filled) else x[:0]
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+# --- epochs ------------------------------------------------------------------------------------------------------------
+
+SECONDS, BATCHES = 2.0, 20_000
+"""Limits of the part of an epoch whose indices are listed."""
+
+
+class Epoch(NamedTuple):
+    """The samples of an epoch of one loader on one rank."""
+
+    batches: list[list[int]]  # indices into the dataset
+    complete: bool  # whether these are all batches of the epoch
+    size: int  # of the dataset
+    sampler: str
+    shuffles: bool  # whether set_epoch chooses the order of the samples
+    first: str  # digest of the first sample of the dataset, which is the same for ranks with the same dataset
+    seed: Any = None  # of the sampler
+
+
+def listed(loaders: Sequence[DataLoader[Any]]) -> list[Epoch]:
+    """List an epoch of every loader over a dataset with indices; of the dataset, one sample is read."""
+    with torch.random.fork_rng(devices=[]):
+        return [epoch for loader in loaders if (epoch := _listed(loader)) is not None]
+
+
+def _listed(loader: DataLoader[Any]) -> Epoch | None:
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        return None
+    batches: list[list[int]] = []
+    end = time.monotonic() + SECONDS
+    source = _batches(loader)
+    for indices in itertools.islice(source, BATCHES):
+        if not all(isinstance(x, int) for x in indices):
+            return None
+        batches.append(list(indices))
+        if time.monotonic() > end:
+            break
+    complete = next(source, None) is None
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner  # the innermost one chooses the order of samples
+    size, name = len(loader.dataset), type(sampler).__name__
+    shuffles, seed = hasattr(sampler, "set_epoch"), getattr(sampler, "seed", None)
+    return Epoch(batches, complete, size, name, shuffles, _first_digest(loader.dataset), seed)
+
+
+def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    if loader.batch_sampler is not None:
+        yield from loader.batch_sampler
+        return
+    for result in loader.sampler:  # batch_size=None: the sampler yields batches or single samples
+        yield result if isinstance(result, list) else [result]
+
+
+def _first_digest(dataset: Any) -> str:
+    """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
+    states = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)  # the caller restores torch's state
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        plain = tree_map(lambda x: x.tolist() if isinstance(x, Tensor) else x, dataset[0])
+        return hashlib.sha256(pickle.dumps(plain)).hexdigest()
+    except Exception:  # a dataset may raise anything, and a sample may not be picklable
+        return ""
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 # --- batches -----------------------------------------------------------------------------------------------------------
