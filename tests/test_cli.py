@@ -174,6 +174,13 @@ def test_without_its_extra_the_command_says_one_line() -> None:
     )
 
 
+def test_without_its_extra_a_check_exits_with_2(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "contrastive_zoo.testing.check", None)
+    code, _, error = here("check", "nt-xent")
+    assert code == 2
+    assert "contrastive_zoo.testing.check" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

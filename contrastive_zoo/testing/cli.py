@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,10 +85,14 @@ def check(
 
     Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
-    _require("testing", "cloudpickle", "hypothesis", "rich")
     from contrastive_zoo.testing import console
-    from contrastive_zoo.testing.check import examine
     from contrastive_zoo.testing.check_target import TargetError, find_target
+
+    try:
+        from contrastive_zoo.testing.check import examine
+    except ImportError as error:  # it names the extra that is not installed
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
 
     if explain is not None:
         _explain(explain)
@@ -145,7 +148,6 @@ def audit(
 
     Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
     """
-    _require("cli", "rich")
     from contrastive_zoo.testing import console
     from contrastive_zoo.testing.auditing.launch import audit_script, torchrun_processes
 
@@ -173,7 +175,6 @@ def list_losses(
     json_file: JsonFile = None,
 ) -> None:
     """Show the losses of the zoo, or those whose name, family, call, summary or peers contain some words."""
-    _require("cli", "rich")
     from contrastive_zoo.testing import console
     from contrastive_zoo.testing.catalogue import CATALOGUE
 
@@ -242,13 +243,6 @@ def _explain(name: str) -> None:
         )
     typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)
-
-
-def _require(extra: str, *packages: str) -> None:
-    """Exit with the name of the extra to install if a package is missing."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        typer.echo(f"This needs {', '.join(missing)}: pip install 'contrastive_zoo[{extra}]'", err=True)
-        raise typer.Exit(2)
 
 
 def main() -> None:
