@@ -8,6 +8,7 @@ measured, and what speaks against the closest.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,7 +207,10 @@ FACTS: dict[str, Fact] = {
     ),
     **_of_factor("the embeddings get {} the right gradient", lambda x, f: is_scaled(x.embeddings, f)),
     # failures, and the start
-    **{f"ranks fail: {x}": lambda e, x=x: e.failure == x for x in ("hang", "raises", "uneven shards", FALLBACK)},
+    **{
+        f"ranks fail: {x}": partial(lambda x, e: e.failure == x, x)
+        for x in ("hang", "raises", "uneven shards", FALLBACK)
+    },
     "parameters differ between ranks before the first step": lambda e: True,
     # gradients
     "the encoder has a gradient": lambda e: e.every(lambda x: x.encoder is not None),
@@ -270,7 +274,7 @@ FACTS: dict[str, Fact] = {
     "the ranks' values are scaled by their numbers of samples": _counts_local_samples,
     "the ranks' values, weighted by numbers of samples, are right": _returns_local_means,
     # promises outside of the contract
-    **{f"{x} is broken": lambda e, x=x: x in e.broken for x in OUTSIDE_THE_CONTRACT},
+    **{f"{x} is broken": partial(lambda x, e: x in e.broken, x) for x in OUTSIDE_THE_CONTRACT},
     "the state after a step, or a later step, is wrong": lambda e: bool(
         e.broken & {"same_state", "same_at_later_steps"}
     ),
