@@ -82,11 +82,8 @@ CHANGES: dict[tuple[str, str], tuple[Change, str]] = {
     ("closure", "a number"): (lambda loss: setattr(loss.__closure__[0], "cell_contents", 2.2), "rank 1"),
     ("an empty bank", "a hook"): OF_MODULES["a hook"],
     ("an empty bank", "a patched forward"): OF_MODULES["a patched forward"],
-} | {
-    (name, what): change
-    for name, kinds in {"Clip": OF_MODULES, "WeightedSum": list(OF_MODULES)[:7], "ArcFace": ["a hook"]}.items()
-    for what, change in OF_MODULES.items()
-    if what in kinds
+    ("WeightedSum", "a backward hook"): OF_MODULES["a backward hook"],
+    **{("Clip", what): change for what, change in OF_MODULES.items()},
 }
 """What one rank changes, with what all ranks say; tests/test_adversarial.py has the other changes of the other losses."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from contrastive_zoo.engine import exchange
 from contrastive_zoo.testing.worlds import Worlds
 from tests.interpreter import torchrun
 
@@ -18,6 +19,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import accuracy
 import bench
 import checks
+import one_rank
 import scaling
 import wrapper
 from suite import harness, report
@@ -233,6 +235,37 @@ def test_pages_are_made_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert f"| CLIP, 4,096 × 512 | time of *ours, tiled* | {limit}" in parts["results"]
     assert len(list((tmp_path / "figures").glob("*.svg"))) == 4
     assert "1,024, d = 512, W = 4" in (tmp_path / "scaling.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- one rank of many
+
+STEPS = [(path, 8, 64) for path in one_rank.PATHS]
+STEPS += [("gathered", 64, 16), ("two-level ring", 64, 16), ("small batch", 512, 2), ("third-party loss", 512, 16)]
+
+
+@pytest.mark.parametrize(("path", "ranks", "rows"), STEPS)
+def test_a_rank_sends_what_the_page_says_and_holds_nearly_that(path: str, ranks: int, rows: int) -> None:
+    sizes = one_rank.split_of(ranks, rows)
+    assert 0 in sizes
+    found, formula = one_rank.counted(path, sizes), one_rank.expected(path, sizes)
+    assert found[:3] == formula[:3]
+    assert found.held < 2 * formula.held
+
+
+def test_a_rank_that_sends_more_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: candidates are sent in float64."""
+    sizes, gather = one_rank.split_of(8, 16), exchange.start_gather
+    monkeypatch.setattr(exchange, "start_gather", lambda columns, *where: gather(columns.double(), *where))
+    found, formula = one_rank.counted("gathered", sizes), one_rank.expected("gathered", sizes)
+    assert found[:2] == formula[:2]
+    assert found.sent > formula.sent
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_the_model_of_even_shards_has_the_same_bytes(ring: bool) -> None:
+    for ranks in (8, 4096):
+        work = scaling.amounts(scaling.Option(2, ring=ring), 16, one_rank.WIDTH, ranks)
+        assert work.sent == one_rank.expected("ring" if ring else "gathered", [16] * ranks).sent
 
 
 # ------------------------------------------------------------------------------------------------------------ accuracy

@@ -1,7 +1,8 @@
-"""A rank that raises, dies, stops or is late: every other rank ends soon, with an error that says what happened."""
+"""A rank that raises, dies, stops, is late or runs out of batches: every other rank soon says what happened."""
 
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,7 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import softmax
@@ -24,7 +27,7 @@ from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
-from tests.helpers import EVERY_CASE, assert_says, error_message, numbers
+from tests.helpers import EVERY_CASE, assert_says, error_message, numbers, refused
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -219,3 +222,46 @@ def late_transfer() -> list[list[float]]:
 
 def test_a_transfer_of_the_ring_is_waited_for_in_one_piece(worlds: Worlds) -> None:
     assert worlds.run(2, late_transfer) == [[[1.0], [1.0]], [[0.0], [0.0]]]
+
+
+# ------------------------------------------------------------------- ranks with different numbers of batches: DDP's join()
+
+
+def step(context: Callable[[Any], Any] = lambda model: nullcontext(), *, warm: bool = False) -> Tensor:
+    """Return the loss of a DDP module inside of a context, after a step outside of it if ``warm``."""
+    torch.manual_seed(0)
+    model, loss_fn = DistributedDataParallel(nn.Linear(3, 2)), cz.DistributedLoss(cz.NTXent())
+    rank = torch.distributed.get_rank()
+    for is_last in (False, True) if warm else (True,):
+        with context(model) if is_last else nullcontext():
+            rows = torch.cat([numbers(2, 3, seed=rank), numbers(2, 3, seed=9 + rank)]).float()
+            value = loss_fn(*model(rows).chunk(2))
+            value.backward()
+    return value.detach()
+
+
+CONTEXTS: dict[str, Callable[[Any], Any]] = {
+    "join()": lambda model: model.join(),
+    "Join": lambda model: Join([model], throw_on_early_termination=True),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_loss_inside_of_join_is_refused_on_every_rank(name: str, worlds: Worlds) -> None:
+    words = "NTXent: DDP's join() is active. A rank that has run out of batches answers DDP's messages"
+    for warm in (False, True):
+        refused(worlds, 2, lambda warm=warm: step(CONTEXTS[name], warm=warm), words)
+
+
+def around_a_join() -> list[Tensor]:
+    """Steps in a context that is not enabled, and after one that has ended, with or without an error."""
+    found = [step(lambda model: model.join(enable=False))]
+    assert error_message(lambda: step(CONTEXTS["join()"]))
+    with DistributedDataParallel(nn.Linear(3, 2)).join():
+        pass
+    return [*found, step()]
+
+
+def test_a_loss_outside_of_join_is_computed(worlds: Worlds) -> None:
+    for found in worlds.run(2, around_a_join):
+        assert torch.stack(found).isfinite().all()
