@@ -240,7 +240,7 @@ def test_pages_are_made_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 # ------------------------------------------------------------------------------------------------- one rank of many
 
 STEPS = [(path, 8, 64) for path in one_rank.PATHS]
-STEPS += [("gathered", 64, 16), ("two-level ring", 64, 16), ("small batch", 512, 2), ("third-party loss", 512, 16)]
+STEPS += [("two-level ring", 64, 16), ("small batch", 512, 2), ("third-party loss", 512, 16)]
 
 
 @pytest.mark.parametrize(("path", "ranks", "rows"), STEPS)

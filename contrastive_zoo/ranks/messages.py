@@ -259,7 +259,7 @@ _inherited: Any = None  # the default group that this process has from the rank 
 
 def _remember_inherited() -> None:
     global _inherited
-    _inherited = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    _inherited = dist.group.WORLD
 
 
 if hasattr(os, "register_at_fork"):

@@ -18,7 +18,7 @@ from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked, uncompiled
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.world import World
 
-if dist.is_available() and not dist.is_initialized():
+if not dist.is_initialized():
     # its functions hold the default group of the time at which it is imported
     import torch.distributed.nn.functional  # noqa: F401 - imported for its defaults
 
@@ -36,7 +36,7 @@ def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any 
     collectives of the default group are those of one process. Elsewhere, and in other threads, nothing changes. Messages
     by the process group of ``world`` are an error that begins with ``name``, unless ``loss`` is in DDP or FSDP.
     """
-    default = dist.group.WORLD if dist.is_available() else None
+    default = dist.group.WORLD
     if default is None or default.size() == 1:
         return compute()
     held, first = None if _is_distributed(loss) else world.process_group, next_node()

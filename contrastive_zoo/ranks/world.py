@@ -114,7 +114,7 @@ class World:
             return process_group
         if process_group is not None and (problem := _group_problem(process_group)) is not None:
             raise ValueError(f"process_group: {problem}")
-        default = dist.group.WORLD if dist.is_available() else None
+        default = dist.group.WORLD
         if default is None:
             return World()
         group = process_group
@@ -293,7 +293,7 @@ def _group_problem(process_group: object) -> str | None:
 
 
 def alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return dist.group.WORLD is None or dist.get_world_size() == 1
 
 
 ARGUMENTS = 9  # whose digests fit into a header; those of further ones follow with further sizes

@@ -1,10 +1,9 @@
 """Torch's join context for ranks that run out of batches: a loss within it would wait for ever, so it is refused."""
 
-import functools
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 _PROBLEM = (
     "DDP's join() is active. A rank that has run out of batches answers DDP's messages there, but not the loss's, and the "
@@ -12,31 +11,26 @@ _PROBLEM = (
     "batches, the last ones empty: GlobalBatchSampler does."
 )
 
-JOINED: list[Any] = []  # the contexts that this process is in
+JOINED: list[Join] = []  # the contexts that this process is in
 
 
 def join_problem() -> str | None:
     return _PROBLEM if any(context._enable for context in JOINED) else None
 
 
-@functools.cache
-def watch_joins() -> None:
-    """Let torch's join context, which tells DDP modules only, tell of its entry, from the first wrapper on."""
-    if not dist.is_available():
-        return
-    from torch.distributed.algorithms.join import Join  # imported here: torch may be built without distributed
+_enter, _leave = Join.__enter__, Join.__exit__
 
-    enter, leave = Join.__enter__, Join.__exit__
 
-    @functools.wraps(enter)
-    def entered(self: Any) -> Any:
-        JOINED.append(self)
-        return enter(self)
+def _entered(self: Join) -> Any:
+    JOINED.append(self)
+    return _enter(self)
 
-    @functools.wraps(leave)
-    def left(self: Any, *error: Any) -> Any:
-        with suppress(ValueError):  # the first wrapper was made inside of the context
-            JOINED.remove(self)
-        return leave(self, *error)
 
-    Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]  # torch has no hook for it
+def _left(self: Join, *error: Any) -> Any:
+    with suppress(ValueError):  # this module was imported inside of the context
+        JOINED.remove(self)
+    return _leave(self, *error)
+
+
+# torch tells DDP modules only of the entry, and has no hook for others
+Join.__enter__, Join.__exit__ = _entered, _left  # type: ignore[method-assign]
