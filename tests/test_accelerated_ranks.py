@@ -123,7 +123,7 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
             off = {"check_finite": False, "check_equal": False, "check_distinct": False}
             loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True, **off)
             loss(*(mode.put(rows + i) * scale.to(mode.place) for i in range(2)))
-            World.of().start_host_gather(torch.ones(1000))()
+            World.of().start_gather(torch.ones(1000), from_host=True)()
             return (
                 mode.uploads,
                 mode.host_messages,

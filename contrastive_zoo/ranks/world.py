@@ -169,12 +169,6 @@ class World:
             state.host_group, state.has_looked_for_host_group = made or None, True
         return state.host_group
 
-    def start_host_gather(
-        self, x: Tensor, message: str = "an exchange of numbers", *, opens: bool = False
-    ) -> Callable[[], Tensor]:
-        """:meth:`start_gather` of host data, which lie on :attr:`host_device`: no accelerator is waited for."""
-        return self.start_gather(x, message, self._host_group if self.size > 1 else None, opens=opens)
-
     def sends_directly(self, x: Tensor) -> bool:
         """Whether a gather of x on the CPU takes fewer rounds than gloo's ring, because x is small."""
         return x.is_cpu and x.nbytes * self.size <= (_SMALL if self.size <= _FEW_RANKS else _SMALL_OF_MANY)
@@ -183,14 +177,18 @@ class World:
         self,
         x: Tensor,
         message: str = "a gather of rows",
-        group: dist.ProcessGroup | None = None,
         *,
+        from_host: bool = False,
         opens: bool = False,
     ) -> Callable[[], Tensor]:
-        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x]."""
+        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
+
+        ``from_host``: x is host data, which lie on :attr:`host_device`: no accelerator is waited for.
+        """
         if self.size == 1:
             return lambda: x[None]
-        gathered, group = x.new_empty(self.size, *x.shape), group or self.process_group
+        group = (self._host_group if from_host else None) or self.process_group
+        gathered = x.new_empty(self.size, *x.shape)
         begin: Callable[[], Any]
         if (is_small := self.sends_directly(x)) and self.size > _FEW_RANKS:
             state_of(group).gathers += 1
@@ -232,7 +230,7 @@ class World:
         if self.size == 1:
             return [list(numbers)]
         local = torch.tensor(numbers, dtype=torch.int64, device=self.host_device)
-        return self.start_host_gather(local)().tolist()
+        return self.start_gather(local, "an exchange of numbers", from_host=True)().tolist()
 
     def exchange_text(self, text: str) -> list[str]:
         """The ``text`` of all ranks, by rank, sent as UTF-8: nothing is pickled.
@@ -248,7 +246,7 @@ class World:
         if max(lengths) == 0:
             return [""] * self.size
         padded = torch.frombuffer(bytearray(local.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-        rows = self.start_host_gather(padded.to(self.host_device))().tolist()
+        rows = self.start_gather(padded.to(self.host_device), "an exchange of numbers", from_host=True)().tolist()
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def shards(self, rows: int | Tensor) -> Shards:
@@ -331,7 +329,8 @@ def exchange_headers(
     parts = [header, *payload] if length <= size else [header]
     if (unused := size - (length if length <= size else 0)) > 0:
         parts.append(header.new_zeros(unused))
-    received = world.start_host_gather(torch.cat(parts) if len(parts) > 1 else header, "the handshake", opens=True)()
+    sent = torch.cat(parts) if len(parts) > 1 else header
+    received = world.start_gather(sent, "the handshake", from_host=True, opens=True)()
     on_host = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
     headers = [_HEADER.unpack_from(x) for x in on_host]
     if any(x[:2] != headers[0][:2] for x in headers):

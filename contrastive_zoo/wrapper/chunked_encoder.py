@@ -230,26 +230,19 @@ class ChunkedEncoder:
             with torch.enable_grad(), self._autocast_of_construction():
                 set_random_states(states, self.devices)
                 outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
-            self._backward(outputs, gradients, totals, is_last)
-
-    def _backward(
-        self, outputs: list[Tensor], gradients: Sequence[Tensor], totals: dict[Tensor, Tensor], is_last: bool
-    ) -> None:
-        pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
-        ends, of_ends = [x for x, _ in pairs], [gradient for _, gradient in pairs]
-        parameters = self.parameters
-        if not parameters and (is_last or not self._is_sharded):
-            if ends or totals:
-                torch.autograd.backward([*ends, *totals], [*of_ends, *totals.values()])
-            totals.clear()
-            return
-        parameters = parameters or leaves(ends)
-        if not ends:
-            return
-        result = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
-        for x, gradient in zip(parameters, result, strict=True):
-            if gradient is not None:
-                totals[x] = totals[x] + gradient if x in totals else gradient
+            pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
+            ends, of_ends = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+            parameters = self.parameters
+            if not parameters and (is_last or not self._is_sharded):
+                if ends or totals:
+                    torch.autograd.backward([*ends, *totals], [*of_ends, *totals.values()])
+                totals.clear()
+            elif ends:
+                parameters = parameters or leaves(ends)
+                result = torch.autograd.grad(ends, parameters, of_ends, allow_unused=True)
+                for x, gradient in zip(parameters, result, strict=True):
+                    if gradient is not None:
+                        totals[x] = totals[x] + gradient if x in totals else gradient
 
     def agree_on_passes(self, caller: str, world: World, sizes: Sequence[int]) -> None:
         """Repeat the last chunk where other ranks have more: in a forward pass FSDP gathers parameters, DDP sends buffers.
