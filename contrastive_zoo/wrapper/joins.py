@@ -32,5 +32,4 @@ def _left(self: Join, *error: Any) -> Any:
     return _leave(self, *error)
 
 
-# torch tells DDP modules only of the entry, and has no hook for others
-Join.__enter__, Join.__exit__ = _entered, _left  # type: ignore[method-assign]
+Join.__enter__, Join.__exit__ = _entered, _left  # type: ignore[method-assign]  # torch tells DDP modules only of the entry

@@ -253,7 +253,11 @@ def all_runs(case: Case) -> list[Run]:
 
 
 def some_runs(case: Case) -> list[Run]:
-    """Return every split for a loss without parts; for other cases one split over several ranks."""
-    if case == Case(case.loss) or case.inapplicable is not None:
-        return all_runs(case)
-    return [run_of(case, SPLITS[1 + crc32(str(case).encode()) % (len(SPLITS) - 1)])]
+    """Return a split over several ranks; for a loss without parts one with an empty rank, one without, and one process."""
+    if case.inapplicable is not None:
+        return []
+    drawn = crc32(str(case).encode())
+    if case != Case(case.loss):
+        return [run_of(case, SPLITS[1 + drawn % (len(SPLITS) - 1)])]
+    empty, full = ([x for x in SPLITS[1:] if (0 in x) == has_empty] for has_empty in (True, False))
+    return [run_of(case, x) for x in (SPLITS[0], empty[drawn % len(empty)], full[drawn % len(full)])]
