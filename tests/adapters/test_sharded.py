@@ -24,7 +24,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.pml.sharded import anchor_batch, anchor_losses, sharded_loss
 from contrastive_zoo.wrapper.pml.sharded.sharded_loss import TAKE_REFERENCES, call_problem, refusal
 from contrastive_zoo.wrapper.pml.table import LOSSES
-from tests.helpers import EVERY_CASE, EXACT, close, common_error, distance, error_message, numbers, split
+from tests.helpers import EVERY_CASE, EXACT, close, common_error, distance, drawn, error_message, numbers, split
 from tools.comparison import Run, measure
 from tools.pml_matrix.cases import CLASSES, WIDTH, Case, parts
 from tools.pml_matrix.grid import EVALUATED, in_shards, verdicts
@@ -52,7 +52,7 @@ MINED = (
 REDUCERS = {"PerAnchorReducer, above 0", *parts(R)} - {"DivisorReducer", "DoNothingReducer"}
 CASES = [
     *map(Case, (*EVALUATED, "MultipleLosses", "SelfSupervisedLoss")),
-    *(Case(loss, miner) for loss in ("TripletMarginLoss", "ContrastiveLoss") for miner in parts(M)),
+    *(Case(loss, miner) for miner, loss in drawn(parts(M), ("TripletMarginLoss", "ContrastiveLoss"), one_in=2)),
     *(Case(loss, "MultiSimilarityMiner") for loss in MINED),
     *(Case("ContrastiveLoss", parts=(("reducer", x),)) for x in sorted(REDUCERS)),
     Made("MarginLoss", make=L.MarginLoss),
