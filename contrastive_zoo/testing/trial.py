@@ -71,7 +71,7 @@ class Trial:
             result.tolerance = STANDARD_ERRORS * max(noise)
             result.note = f"draws random numbers, and means of {DRAWS} calls are compared"
             return result
-        if (dtype := self.precision) == torch.float64:
+        if (dtype := self.on_one_process(Plan(record=True)).precision) == torch.float64:
             return None
         expected = self.on_one_process().tensors()
         noise = []
@@ -92,11 +92,6 @@ class Trial:
     def draws(self) -> bool:
         """Whether a loss draws random numbers."""
         return self.on_one_process().drew_random_numbers and not self.case.step
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The narrowest dtype in which the loss computes on one process."""
-        return self.on_one_process(Plan(record=True)).precision
 
     def _run(self, size: int, steps: tuple[GlobalBatch, ...], plan: Plan) -> list[list[Outcome]]:
         """Run the steps of a training on ``size`` ranks, unless that was done before."""
