@@ -83,21 +83,21 @@ class Mining(nn.Module):
 INDICES = (torch.tensor([0]),) * 3
 
 OWN: dict[str, Mistake] = {
-    "NTXent: … views must pair row by row … view 0 float32 [4, 3] … view 1 float32 [3, 3] … same samples": (
+    "NTXent: … row i of view 1 belongs to row i of view 0 … view 0 float32 [4, 3] … view 1 float32 [3, 3] … same samples": (
         lambda bad, wrap: wrap(cz.NTXent())(z(4), z(4 - bad))
     ),
     "two or more views … got 1 … loss(view1, view2)": lambda bad, wrap: wrap(cz.NTXent())(*[z()] * (2 - bad)),
     "NTXent: … view 1 … NoneType": lambda bad, wrap: wrap(cz.NTXent())(z(), None if bad else z()),
-    "InfoNCE: … row i of queries belongs to row i of keys … keys float32 [5, 3] … negatives": (
+    "InfoNCE: … row i of keys belongs to row i of queries … keys float32 [5, 3] … further keys as negatives": (
         lambda bad, wrap: wrap(cz.InfoNCE())(z(4), z(4 + bad))
     ),
-    "floating-point rows [n, d], got float32 [12]": (
+    "embeddings must be floating-point [n, d] or floating-point [n, v, d], got float32 [12]": (
         lambda bad, wrap: wrap(cz.SupCon())(z().flatten() if bad else z(), y(12 if bad else 4))
     ),
-    "negatives are shared [m, d] or per query [n, m, d] … got float32 [5, 4] … queries float32 [4, 3]": (
+    "negatives must be floating-point [m, d] with the d of queries … queries float32 [4, 3] … negatives float32 [5, 4]": (
         lambda bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(5, 3 + bad))
     ),
-    "per query [n, m, d] … got float32 [5, 2, 3]": (
+    "row i of negatives belongs to row i of queries … negatives float32 [5, 2, 3]": (
         lambda bad, wrap: wrap(cz.InfoNCE())(z(), z(), z(4 + bad, 6).view(-1, 2, 3))
     ),
     "SupCon: … labels … list": lambda bad, wrap: wrap(cz.SupCon())(z(), y().tolist() if bad else y()),

@@ -68,8 +68,8 @@ def test_the_docstring_says_what_the_constructor_and_a_call_take(cls: type[Loss]
 
 
 def test_help_shows_formula_arguments_and_errors() -> None:
-    text = pydoc.plain(pydoc.render_doc(cz.NTXent))
-    for part in ("Σ_{k≠i} exp(z_i·z_k / t)", "temperature: t > 0", "ValueError: fewer than two views", "temperature:"):
+    text = pydoc.plain(pydoc.render_doc(cz.InfoNCE))
+    for part in ("Σ_j exp(q_i·k_j / t)", "symmetric: whether to average", "ValueError: no negatives"):
         assert part in text
 
 

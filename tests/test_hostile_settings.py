@@ -82,7 +82,7 @@ SENTENCES: dict[str, Callable[[], object]] = {
     "scores and margins are numbers": lambda: hard_negatives(absolute_margin=True),
     "queries must be a tensor": lambda: hard_negatives(queries=np.array(["a", "b"])),
     "ignore_label is an integer of 64 bits": lambda: cz.metrics.evaluate(Z, labels=LABELS, ignore_label=2**70),
-    "MultiPositive: queries are floating-point rows": (
+    "MultiPositive: queries must be floating-point [n, d]": (
         lambda: cz.MultiPositive()(torch.tensor(1.0), torch.tensor(1.0), LABELS)
     ),
     "replicated: x must be a tensor, got list": lambda: cz.collectives.replicated([1.0]),  # type: ignore[arg-type]  # why: wrong on purpose
@@ -98,7 +98,7 @@ SENTENCES: dict[str, Callable[[], object]] = {
     no_meta("beta"): lambda: cz.Margin(beta=nn.Parameter(torch.empty((), device=META))),
     "SigLIP: logit_bias must hold values": lambda: cz.SigLIP(logit_bias=torch.empty(1, device="meta")),
     # ---- what is no row, label or setting
-    "MILNCE: videos are floating-point rows": lambda: cz.MILNCE()(torch.tensor(1.0), torch.ones(4, 2, 3)),
+    "MILNCE: videos must be floating-point [n, d]": lambda: cz.MILNCE()(torch.tensor(1.0), torch.ones(4, 2, 3)),
     "LeJEPA: ": lambda: cz.LeJEPA(3)(torch.tensor(1.0), torch.tensor(1.0)),
     "Margin: view 1 must be a tensor, got complex.": lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), 1j),
     "Margin: β of a class needs labels": lambda: cz.Margin(num_classes=3)(torch.ones(4, 3), torch.ones(4, 3)),
@@ -206,7 +206,7 @@ def test_weights_of_single_ids_are_one_a_query() -> None:
     loss, ids, keys = cz.MultiPositive(), torch.tensor([0, 1, 0, 1]), torch.arange(4)
     halves = loss(Z, Z, ids, key_ids=keys, weights=torch.full((4,), 0.5))
     close(halves, loss(Z, Z, ids[:, None], key_ids=keys, weights=torch.full((4, 1), 0.5)))
-    with pytest.raises(ValueError, match="weights are non-negative, one per id"):
+    with pytest.raises(ValueError, match="weights must be real"):
         loss(Z, Z, ids, key_ids=keys, weights=torch.ones(4, dtype=torch.complex64))
 
 

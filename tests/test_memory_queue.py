@@ -454,10 +454,14 @@ def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
 
 BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "holds rows of width 3": (cz.SupCon, lambda rank: (torch.ones(2, 3 + rank), torch.arange(2))),
-    "queries belongs to row i of keys": (cz.InfoNCE, lambda rank: (ROWS, torch.ones(2 + rank, D))),
+    "row i of partners belongs to row i of rows": (cz.InfoNCE, lambda rank: (ROWS, torch.ones(2 + rank, D))),
     "NaN or infinite": (cz.InfoNCE, lambda rank: (ROWS, ROWS / rank)),
     "global batch is empty": (cz.SupCon, lambda rank: (ROWS[:0], torch.arange(0))),
-    "enqueue_mask is one bool per row": (cz.SupCon, lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool())),
+    "row i of enqueue_mask belongs to row i of rows": (
+        cz.SupCon,
+        lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool()),
+    ),
+    "partners of InfoNCE are keys": (cz.InfoNCE, lambda rank: LABELLED),
     "temperature must be positive": (lambda: later(cz.SupCon(), temperature=-1.0), lambda rank: LABELLED),
 }
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
-from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Size, field
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.devices import state_problem
-from contrastive_zoo.ranks.row_checks import described, labelled_problem, range_rule
+from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
 
 
@@ -72,15 +72,15 @@ class ClassLoss(LabelledLoss):
         return super().replicable() and not self.sharded
 
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
-        rows = {"embeddings": embeddings, "labels": labels}
-        return self.with_weights(rows, labelled_problem(embeddings, labels), embeddings)
+        return self.with_weights(labels, embeddings=embeddings)
 
-    def with_weights(self, rows: dict[str, Tensor | None], problem: str | None, embeddings: Tensor) -> Inputs:
+    def with_weights(self, labels: Tensor | None, **rows: Tensor) -> Inputs:
         """Return the inputs of a call, and what ranks must know of the weights."""
-        labels, weights = rows["labels"], self.weights
-        problem = problem or self._weights_problem(embeddings)
+        weights, (embeddings, *_) = self.weights, rows.values()
+        problem = NO_LABELS if labels is None else self._weights_problem(embeddings)
         if problem is not None or labels is None:
-            return Inputs.of(rows, problem)
+            return Inputs({}, problem)
+        rows["labels"] = labels
         classes = self.num_classes if self.sharded else len(weights)
 
         def labels_problem(least: int, most: int) -> str:
@@ -89,8 +89,8 @@ class ClassLoss(LabelledLoss):
 
         values = [range_rule(labels, 0, classes - 1, labels_problem)]
         if self.sharded:
-            return Inputs.of({**rows, "class weights": weights}, values=values)
-        return Inputs.of(rows, values=values, compared={"classes": list(weights.shape)})
+            return Inputs({**rows, "class weights": weights}, values=values)
+        return Inputs(rows, values=values, compared={"classes": list(weights.shape)})
 
     def _weights_problem(self, embeddings: Tensor) -> str | None:
         weights, centers = self.weights, "sub_centers" in self.fields

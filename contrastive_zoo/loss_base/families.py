@@ -1,10 +1,19 @@
-"""Families of losses by what a call compares: views, two towers, labelled embeddings, embeddings alone."""
+"""Families of losses by what a call compares: views, images and texts, labelled embeddings, embeddings alone."""
+
+from collections.abc import Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.loss_base.loss import Inputs, Loss
-from contrastive_zoo.ranks.row_checks import described, labelled_problem, rows_problem, towers_problem, views_problem
+
+NO_LABELS = "labels are missing: call loss(embeddings, labels) with one integer per row."
+
+
+def of_views(views: Sequence[Tensor]) -> Inputs:
+    """Return the inputs of a call with two or more views."""
+    too_few = f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
+    return Inputs({f"view {index}": x for index, x in enumerate(views)}, too_few if len(views) < 2 else None)
 
 
 class ViewLoss(Loss):
@@ -14,7 +23,7 @@ class ViewLoss(Loss):
     """
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
-        return Inputs({f"view {index}": x for index, x in enumerate(views)}, views_problem(views))
+        return of_views(views)
 
 
 class TwoViewLoss(Loss):
@@ -25,26 +34,7 @@ class TwoViewLoss(Loss):
     """
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
-        return Inputs({"view 0": view1, "view 1": view2}, views_problem((view1, view2)))
-
-
-class TowerLoss(Loss):
-    """A loss of queries and their keys, and of further negatives: ``loss(queries, keys, negatives)``.
-
-    - queries: [n, d]; n may differ between ranks.
-    - keys: [n, d]; key i belongs to query i.
-    - negatives: [m, d] for all queries, m may differ between ranks; or [n, m, d] for one query each.
-    """
-
-    def inputs(
-        self,
-        queries: Float[Tensor, "n d"],
-        keys: Float[Tensor, "n d"],
-        negatives: Float[Tensor, "m d"] | Float[Tensor, "n m d"] | None = None,
-    ) -> Inputs:
-        rule, fix = "row i of queries belongs to row i of keys", "Pass keys without a partner as negatives."
-        problem = _negatives_problem(queries, negatives) or towers_problem(rule, fix, queries=queries, keys=keys)
-        return Inputs.of({"queries": queries, "keys": keys, "negatives": negatives}, problem)
+        return Inputs({"view 0": view1, "view 1": view2})
 
 
 class ImageTextLoss(Loss):
@@ -55,8 +45,7 @@ class ImageTextLoss(Loss):
     """
 
     def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
-        rows = {"images": images, "texts": texts}
-        return Inputs(rows, towers_problem("image i belongs to text i", "Pass as many of both.", **rows))
+        return Inputs({"images": images, "texts": texts})
 
 
 class LabelledLoss(Loss):
@@ -67,8 +56,7 @@ class LabelledLoss(Loss):
     """
 
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
-        problem = labelled_problem(embeddings, labels)
-        return Inputs({} if labels is None else {"embeddings": embeddings, "labels": labels}, problem)
+        return Inputs({}, NO_LABELS) if labels is None else Inputs({"embeddings": embeddings, "labels": labels})
 
 
 class EmbeddingLoss(Loss):
@@ -78,18 +66,4 @@ class EmbeddingLoss(Loss):
     """
 
     def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:
-        return Inputs({"embeddings": embeddings}, rows_problem("embeddings", embeddings))
-
-
-def _negatives_problem(queries: Tensor, negatives: Tensor | None) -> str | None:
-    if negatives is None:
-        return None
-    if problem := rows_problem("queries", queries):
-        return problem
-    fits = negatives.ndim == 2 or (negatives.ndim == 3 and len(negatives) == len(queries))
-    if fits and negatives.shape[-1] == queries.shape[-1] and negatives.dtype == queries.dtype:
-        return None
-    return (
-        f"negatives are shared [m, d] or per query [n, m, d], got "
-        f"{described(negatives)} for queries {described(queries)}."
-    )
+        return Inputs({"embeddings": embeddings})

@@ -12,7 +12,6 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Shards
 
 TokenReduction = Literal["sum", "mean"]
@@ -73,8 +72,6 @@ class LateInteractionLoss(Loss):
             "queries": queries, "documents": documents, "negatives": negatives,
             "query_mask": query_mask, "document_mask": document_mask, "negative_mask": negative_mask,
         }  # fmt: skip
-        if problem := tokens_problem(rows):
-            return Inputs({}, problem)
         arguments = {name: x for name in MASKS if (x := rows[name]) is not None}
         read = read_lengths(arguments, {name: rows[MASKS[name]] for name in arguments})
         if problem := lengths_problem(read):
@@ -92,35 +89,6 @@ class LateInteractionLoss(Loss):
     def scores(self, batch: Batch) -> Scores:
         scores = late_interaction_scores(batch, normalize=self.normalize)
         return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples)
-
-
-def tokens_problem(rows: Mapping[str, Tensor | None]) -> str | None:
-    queries, documents, negatives = (rows.get(name) for name in MASKS)
-    assert queries is not None  # losses require both
-    assert documents is not None
-    arguments = {"queries": queries, "documents": documents} | ({} if negatives is None else {"negatives": negatives})
-    for name, x in arguments.items():
-        if x.ndim != 3 or not x.is_floating_point():
-            return f"{name} are floating-point tokens [n, L, d], got {described(x)}."
-        if x.shape[2] != queries.shape[2] or x.dtype != queries.dtype:
-            return f"{name} are of the queries' width and dtype, got {described(x)} for queries {described(queries)}."
-    if len(queries) != len(documents):
-        return (
-            f"document i belongs to query i, got queries {described(queries)} and documents {described(documents)}. "
-            "Pass further documents as negatives."
-        )
-    for name, of in MASKS.items():
-        if (problem := _mask_problem(name, arguments.get(name), of, rows.get(of))) is not None:
-            return problem
-    return None
-
-
-def _mask_problem(name: str, x: Tensor | None, of: str, mask: Tensor | None) -> str | None:
-    if x is None:
-        return None if mask is None else f"{of} came without {name}. Leave it out."
-    if mask is not None and (mask.shape != x.shape[:2] or mask.is_floating_point()):
-        return f"{of} holds a bool or an integer for each token of {name}, got {described(mask)} for {described(x)}."
-    return None
 
 
 def lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:

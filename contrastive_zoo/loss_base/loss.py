@@ -14,6 +14,7 @@ from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels
 from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
 from contrastive_zoo.loss_base.settings import Settings
+from contrastive_zoo.loss_base.shapes import Shapes, shapes_of, shapes_problem
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.handshake import Agreed, refuse_empty
@@ -101,6 +102,7 @@ class Loss(Settings, GraphModule):
     of all ranks. Examples import torch.
 
     Args:
+        temperature: of losses with this setting: t > 0 of the formula, dimensionless where they name no unit.
         normalize: of losses with this setting: normalise embeddings to unit length first.
         reduction: of losses with this setting: ``"mean"`` over the samples of all ranks, ``"sum"``, or ``"none"`` for the
             local samples, [n], or for all of their views, [views · n], view after view.
@@ -147,7 +149,11 @@ class Loss(Settings, GraphModule):
         return [(name, x, rows) for name, x, rows in pairs if isinstance(x, Tensor) and isinstance(rows, Tensor)]
 
     def inputs(self, *args: Any, **named: Any) -> Inputs:
-        """Return what a call brings, and what is wrong with it; the arguments are those of a call, all of them tensors."""
+        """Return what a call brings, and what is wrong with it.
+
+        The arguments are tensors, of the shapes that annotations such as ``Float[Tensor, "n d"]`` of jaxtyping name: sizes
+        of one name are equal.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define inputs(), which returns Inputs of a call.")
 
     def compute(self, batch: Batch) -> Tensor:
@@ -179,7 +185,7 @@ class Loss(Settings, GraphModule):
     ) -> Stated:
         """Return what this rank states of a call; losses with one static :meth:`inputs` share it by ``known``."""
         name = type(self).__name__
-        problem = _tensors_problem(type(self), args, named) or self.settings_problem()
+        problem = _arguments_problem(type(self), args, named) or self.settings_problem()
         if problem is None and (self._modules or self._parameters or self._buffers):
             problem = devices.values_problem(self)
         if problem is not None:
@@ -268,7 +274,8 @@ class CallForm(NamedTuple):
     names: tuple[str, ...]  # those that may be passed by position
     required: int  # how many of them must be passed
     optional: frozenset[str]  # those that may be None
-    views: bool  # whether any number follows
+    shapes: Mapping[str, Shapes]  # of each argument, those that it may have
+    of_views: Shapes | None  # of any number of further ones; None where none may follow
 
 
 @functools.cache
@@ -279,20 +286,23 @@ def call_form(kind: Any) -> CallForm:
     names = tuple(x.name for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     required = sum(x.default is x.empty for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     optional = frozenset(x.name for x in result if x.default is None)
-    views = any(x.kind is x.VAR_POSITIONAL for x in result)
-    return CallForm(inspect.Signature(result), names, required, optional, views)
+    shapes = {x.name: shapes_of(x.annotation) for x in result}
+    of_views = next((shapes.pop(x.name) for x in result if x.kind is x.VAR_POSITIONAL), None)
+    return CallForm(inspect.Signature(result), names, required, optional, shapes, of_views)
 
 
-def _tensors_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Return which argument is no tensor, in words, or None; None as an argument is allowed where it is the default."""
+def _arguments_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Return which argument is no tensor, or of another shape, in words; None is allowed where it is the default."""
     form = call_form(kind)  # type: ignore[arg-type]  # mypy takes a class for its instance
-    if named or not (form.views or form.required <= len(args) <= len(form.names)):
+    if named or not (form.of_views is not None or form.required <= len(args) <= len(form.names)):
         try:
             form.signature.bind(*args, **named)
         except TypeError as error:
             raise TypeError(f"{kind.__name__}: {error}") from None
-    names = (*form.names, *(f"view {index}" for index in range(len(form.names), len(args))))
-    for name, x in (*zip(names, args, strict=False), *named.items()):
+    views = [f"view {index}" for index in range(len(form.names), len(args))]
+    arguments = {**dict(zip((*form.names, *views), args, strict=False)), **named}
+    for name, x in arguments.items():
         if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
             return problem
-    return None
+    in_order = {name: arguments[name] for name in (*form.names, *views) if name in arguments}
+    return shapes_problem(in_order, {**form.shapes, **dict.fromkeys(views, form.of_views or ())})

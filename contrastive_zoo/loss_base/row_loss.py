@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import replace
 from typing import Literal
 
 from jaxtyping import Bool, Float
@@ -12,10 +13,10 @@ from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_product
 from contrastive_zoo.engine.row_statistics import Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import Inputs, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.ranks.row_checks import views_problem
+from contrastive_zoo.loss_base.shapes import ROWS, shapes_problem
 
 CountedTerms = Literal["nonzero", "all"]  # the terms that a mean counts: those with a loss, or all
 
@@ -136,12 +137,16 @@ class RowLoss(AnchorLoss):
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
         """State labelled embeddings, or views."""
         if len(args) > 1 and not named and all(x.is_floating_point() and x.ndim == 2 for x in args):
-            return Inputs({f"view {index}": x for index, x in enumerate(args)}, views_problem(args))
+            views = {f"view {index}": x for index, x in enumerate(args)}
+            return Inputs(views, shapes_problem(views, dict.fromkeys(views, ROWS)))
         arguments = dict(zip(("embeddings", "labels"), args, strict=False)) | named
         if len(args) > 2 or arguments.keys() - {"embeddings", "labels"} or len(arguments) < len(args) + len(named):
             others = ", ".join(sorted(arguments.keys() - {"embeddings", "labels"})) or "more tensors"
             return Inputs({}, f"compares embeddings with labels, or views; got {others} as well. Leave them out.")
-        return super().inputs(arguments.get("embeddings"), arguments.get("labels"))  # type: ignore[arg-type]  # checked there
+        if "embeddings" not in arguments:
+            return Inputs({}, "embeddings are missing: call loss(embeddings, labels).")
+        stated = super().inputs(arguments["embeddings"], arguments.get("labels"))
+        return replace(stated, problem=shapes_problem(arguments, call_form(LabelledLoss).shapes) or stated.problem)
 
 
 class DissimilarityLoss(RowLoss):

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Number, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem
+from contrastive_zoo.ranks.row_checks import range_rule
 
 PairSimilarity = Literal["cosine", "angle"]
 
@@ -37,7 +37,6 @@ class CoSENT(Loss):
     - scores: y, [n] numbers of any scale; only their order matters.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         similarity: ``"cosine"`` or ``"angle"``.
 
     Raises:
@@ -55,7 +54,7 @@ class CoSENT(Loss):
     similarity: PairSimilarity = "cosine"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]) -> Inputs:
-        return Inputs({"queries": queries, "keys": keys, "scores": scores}, _scores_problem(queries, keys, scores))
+        return Inputs({"queries": queries, "keys": keys, "scores": scores})
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
@@ -93,13 +92,6 @@ def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tens
         return cosine
     (q_real, q_imaginary), (k_real, k_imaginary) = (F.pad(x, (0, x.shape[1] % 2)).chunk(2, 1) for x in (q, k))
     return (cosine + (q_imaginary * k_real - q_real * k_imaginary).sum(1)).abs()
-
-
-def _scores_problem(queries: Tensor, keys: Tensor, scores: Tensor) -> str | None:
-    result = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
-    if result is None and (scores.shape != queries.shape[:1] or scores.is_complex()):
-        return f"scores are one number per pair, got {described(scores)} for queries {described(queries)}."
-    return result
 
 
 class OnlineContrastive(Loss):
@@ -140,14 +132,11 @@ class OnlineContrastive(Loss):
     reduction: Reduction = "sum"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Inputs:
-        problem = towers_problem("row i is one pair", "Pass as many keys as queries.", queries=queries, keys=keys)
-        problem = problem or labels_problem("labels", labels, len(queries))
-        rows = {"queries": queries, "keys": keys, "labels": labels}
-
         def other_labels(least: int, most: int) -> str:
             return f"labels are 1 for a positive pair and 0 for a negative one, got {least} … {most}."
 
-        return Inputs(rows, problem, values=[range_rule(labels, 0, 1, other_labels)])
+        rows = {"queries": queries, "keys": keys, "labels": labels}
+        return Inputs(rows, values=[range_rule(labels, 0, 1, other_labels)])
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))

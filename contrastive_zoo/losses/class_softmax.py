@@ -14,7 +14,6 @@ from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss, ShardableClassLoss
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
-from contrastive_zoo.ranks.row_checks import labelled_problem, towers_problem
 
 
 class NormalizedSoftmax(ShardableClassLoss):
@@ -26,9 +25,6 @@ class NormalizedSoftmax(ShardableClassLoss):
         loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
 
     Dense: ``cross_entropy(z @ w.T / t, labels)``.
-
-    Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
 
     Examples:
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
@@ -59,7 +55,7 @@ class ProxyNCA(ShardableClassLoss):
     The default is ProxyNCA++, with t = 1/9. The original ProxyNCA has t = 1 and leaves the own proxy out of the denominator.
 
     Args:
-        temperature: t > 0, in units of squared distance; a tensor or a module is learnable.
+        temperature: t > 0, in units of squared distance.
 
     Examples:
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
@@ -303,7 +299,6 @@ class Instance(ShardableClassLoss):
     :class:`ClassLoss` documents how it is drawn, shared and sharded. Here their norms count, unless ``normalize=True``.
 
     Args:
-        temperature: t > 0; a tensor or a module is learnable.
         normalize: the paper does not.
 
     Examples:
@@ -322,9 +317,7 @@ class Instance(ShardableClassLoss):
     def inputs(  # type: ignore[override]  # two modalities
         self, x: Float[Tensor, "n d"], y: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None
     ) -> Inputs:
-        rule, fix = "row i of x belongs to row i of y", "Pass both modalities of the same samples."
-        problem = towers_problem(rule, fix, x=x, y=y) or labelled_problem(x, labels)
-        return self.with_weights({"x": x, "y": y, "labels": labels}, problem, x)
+        return self.with_weights(labels, x=x, y=y)
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = self.pairs(batch, normalize=self.normalize, normalize_weights=self.normalize, names=("x", "y"))

@@ -23,7 +23,7 @@ from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
-from contrastive_zoo.ranks.row_checks import described, instance_problem, labelled_problem, rows_problem
+from contrastive_zoo.ranks.row_checks import described, instance_problem
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
 """The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as
@@ -158,7 +158,7 @@ class CrossBatchMemory(Loss):
         labelled = self.memory_input in ("candidates", "references")
         names = ("embeddings", "labels") if labelled else ("queries", "keys")
         arguments = {**dict(zip(names, (rows, partners), strict=True)), "enqueue_mask": enqueue_mask}
-        problem = self._problem(rows, partners, enqueue_mask, names)
+        problem = self._problem(rows, partners, labelled=labelled)
         return Inputs.of(arguments, problem, compared=self._inner_settings() | self.memory.compared_state())
 
     def compute(self, batch: Batch) -> Tensor:
@@ -207,17 +207,11 @@ class CrossBatchMemory(Loss):
     def _is_own(self) -> bool:
         return self._way() in ("candidates", "sharded negatives")
 
-    def _problem(
-        self, rows: Tensor, partners: Tensor, enqueue_mask: Tensor | None, names: tuple[str, str]
-    ) -> str | None:
-        if names[1] == "labels":
-            problem, entering, name = labelled_problem(rows, partners), rows, names[0]
-        else:
-            problem, entering, name = rows_problem(names[0], rows), partners, names[1]
-            problem = problem or rows_problem(name, partners)
-            if not problem and len(partners) != len(rows):
-                problem = f"row i of queries belongs to row i of keys, got {described(rows)} and {described(partners)}."
-        problem = problem or self.memory.problem(entering, enqueue_mask=enqueue_mask, name=name)
+    def _problem(self, rows: Tensor, partners: Tensor, *, labelled: bool) -> str | None:
+        if partners.ndim != 2 - labelled:
+            expected = "labels, integer [n]" if labelled else "keys, floating-point [n, d]"
+            return f"partners of {loss_name(self.loss)} are {expected}, got {described(partners)}."
+        problem = self.memory.width_problem(rows if labelled else partners)
         if problem is None and self._way() == "sharded negatives":  # whose share of a rank has the shape of keys
             inner = self.loss.inputs(rows, partners, negatives=partners[:0]).problem  # type: ignore[attr-defined]  # a Loss
             problem = None if inner is None else f"{loss_name(self.loss)}: {inner}"

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import described, rows_problem, towers_problem, two_models_problem
+from contrastive_zoo.loss_base.shapes import candidates_problem
 
 
 class ClipDistillation(Loss):
@@ -33,7 +33,6 @@ class ClipDistillation(Loss):
     - teacher_images, teacher_texts: [n, e], of the same samples.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         teacher_temperature: t' > 0, the teacher's temperature.
         weight: λ from 0 (no teacher) to 1 (teacher only).
         symmetric: whether to average both directions; otherwise only from images to texts.
@@ -63,8 +62,9 @@ class ClipDistillation(Loss):
         teacher_images: Float[Tensor, "n e"],
         teacher_texts: Float[Tensor, "n e"],
     ) -> Inputs:
-        rows = {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
-        return Inputs(rows, two_models_problem("row i is one sample everywhere", **rows))
+        return Inputs(
+            {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
+        )
 
     def compute(self, batch: Batch) -> Tensor:
         images, texts, *teachers = batch.rows.values()
@@ -133,8 +133,7 @@ class MarginMSE(Loss):
         margins: Float[Tensor, "n k"],
     ) -> Inputs:
         rows = {"queries": queries, "positives": positives, "negatives": negatives, "margins": margins}
-        problem = towers_problem("row i is one query's", queries=queries, positives=positives)
-        return Inputs(rows, problem or _candidates_problem(queries, 1, negatives=negatives, margins=margins))
+        return Inputs(rows, candidates_problem("negatives", negatives, at_least=1))
 
     def compute(self, batch: Batch) -> Tensor:
         *rows, margins = batch.rows.values()
@@ -165,7 +164,7 @@ class ScoreDistillation(Loss):
     - scores: y, [n, k], without gradient.
 
     Args:
-        temperature: t > 0, the student's; a tensor or a module is learnable.
+        temperature: t > 0, the student's.
         teacher_temperature: t' > 0.
         normalize: the original does not.
 
@@ -186,8 +185,7 @@ class ScoreDistillation(Loss):
         self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]
     ) -> Inputs:
         rows = {"queries": queries, "candidates": candidates, "scores": scores}
-        problem = rows_problem("queries", queries)
-        return Inputs(rows, problem or _candidates_problem(queries, 2, candidates=candidates, scores=scores))
+        return Inputs(rows, candidates_problem("candidates", candidates, at_least=2))
 
     def compute(self, batch: Batch) -> Tensor:
         *rows, scores = batch.rows.values()
@@ -202,14 +200,3 @@ class ScoreDistillation(Loss):
 def _divergences(q: Tensor, c: Tensor, targets: Tensor, scale: float | Tensor) -> Tensor:
     logits = scale * (q[:, None] * c).sum(2)
     return F.kl_div(logits.log_softmax(1), targets, reduction="none", log_target=True).sum(1)
-
-
-def _candidates_problem(queries: Tensor, least: int, **arguments: Tensor) -> str | None:
-    (name, rows), (of_numbers, numbers) = arguments.items()
-    fits = rows.ndim == 3 and rows.shape[::2] == queries.shape and rows.shape[1] >= least
-    if not fits or rows.dtype != queries.dtype:
-        return f"{name} are k >= {least} rows per query, [n, k, d], got {described(rows)} for queries {described(queries)}."
-    if numbers.shape != rows.shape[:2] or not numbers.is_floating_point():
-        one = name.removesuffix("s")
-        return f"{of_numbers} are one number per {one}, got {described(numbers)} for {name} {described(rows)}."
-    return None

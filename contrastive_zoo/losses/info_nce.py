@@ -1,7 +1,6 @@
 """Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
-from contrastive_zoo.loss_base.families import ImageTextLoss, TowerLoss
+from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature, field
+from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
-from contrastive_zoo.ranks.row_checks import described, rows_problem
 
 
-class InfoNCE(TowerLoss):
+class InfoNCE(Loss):
     r"""Compute the cross-entropy of key i for query i; row i of queries belongs to row i of keys.
 
     With q, k the unit embeddings of all ranks and X(i) the extra negatives that query i sees,
@@ -37,7 +36,6 @@ class InfoNCE(TowerLoss):
       of one query each. In the symmetric direction only queries are candidates.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
 
@@ -66,9 +64,14 @@ class InfoNCE(TowerLoss):
         alone = self.symmetric is True and self.in_batch_negatives is False
         return super().settings_problem() or (_OWN_KEY_ONLY if alone else None)
 
-    def inputs(self, queries: Tensor, keys: Tensor, negatives: Tensor | None = None) -> Inputs:
-        stated = super().inputs(queries, keys, negatives)
-        return replace(stated, problem=_OWN_KEY_ONLY) if negatives is None and not self.in_batch_negatives else stated
+    def inputs(
+        self,
+        queries: Float[Tensor, "n d"],
+        keys: Float[Tensor, "n d"],
+        negatives: Float[Tensor, "m d"] | Float[Tensor, "n m d"] | None = None,
+    ) -> Inputs:
+        problem = _OWN_KEY_ONLY if negatives is None and not self.in_batch_negatives else None
+        return Inputs.of({"queries": queries, "keys": keys, "negatives": negatives}, problem)
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
@@ -93,7 +96,7 @@ class Clip(ImageTextLoss, LogitScale):
     its parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
 
     Args:
-        temperature: t > 0, dimensionless; ``LearnableTemperature(0.07)`` by default. A number is constant.
+        temperature: t; ``LearnableTemperature(0.07)`` by default.
 
     Examples:
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 1) − 1
@@ -127,7 +130,7 @@ class MILNCE(Loss):
     either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable. The paper has none.
+        temperature: t; the paper has none.
         denominator: ``"exact"`` or ``"reference"``.
         normalize: the paper does not.
 
@@ -146,14 +149,7 @@ class MILNCE(Loss):
     supports_ring = True
 
     def inputs(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Inputs:
-        problem = rows_problem("videos", videos)
-        fits = texts.ndim == 3 and videos.ndim > 0 and len(texts) == len(videos) and texts.shape[1] >= 1
-        if problem is None and (not fits or texts.shape[-1] != videos.shape[-1] or texts.dtype != videos.dtype):
-            problem = (
-                f"texts are k >= 1 candidates per video, [n, k, d], got "
-                f"{described(texts)} for videos {described(videos)}."
-            )
-        return Inputs({"videos": videos, "texts": texts}, problem)
+        return Inputs({"videos": videos, "texts": texts}, candidates_problem("texts", texts, at_least=1))
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

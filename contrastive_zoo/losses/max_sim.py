@@ -36,8 +36,7 @@ class MaxSim(LateInteractionLoss):
     - negative_mask: [m, c], likewise.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable. 1 in PyLate, 0.02 with ``"mean"`` in
-            colpali-engine.
+        temperature: t, 1 in PyLate, 0.02 with ``"mean"`` in colpali-engine.
         symmetric: whether to average with the direction from documents to queries, without negatives.
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
@@ -95,9 +94,6 @@ class MaxSimPairwise(LateInteractionLoss):
     Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
     normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
     score, up to 64 units of rounding of the query's largest score, share the gradient of the maximum.
-
-    Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each

@@ -14,7 +14,6 @@ from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.row_checks import described, towers_problem
 
 
 class MemoryLoss(Loss):
@@ -33,12 +32,9 @@ class MemoryLoss(Loss):
         self.size, self.embedding_size = int(self.size), int(self.embedding_size)
         self.queue = MemoryQueue(self.size, self.embedding_size)
 
-    def stated_rows(self, rule: str, **rows: Tensor) -> Inputs:
-        """Return the inputs of a call whose tensors have one shape, as wide as the memory."""
-        problem, (first, *_) = towers_problem(rule, "Pass as many of each.", **rows), rows.values()
-        if problem is None and first.shape[1] != self.queue.embeddings.shape[1]:
-            width, memory = first.shape[1], described(self.queue.embeddings)
-            problem = f"the memory is as wide as embeddings, [m, {width}], got {memory}. Pass embedding_size={width}."
+    def stated_rows(self, **rows: Tensor) -> Inputs:
+        """Return the inputs of a call whose tensors are as wide as the memory."""
+        problem = self.queue.width_problem(next(iter(rows.values())))
         return Inputs(rows, problem, compared={"memory": list(self.earlier()[0].shape)})
 
     def earlier(self) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +78,6 @@ class NNCLR(MemoryLoss):
     Args:
         size: number of embeddings in the memory.
         embedding_size: d.
-        temperature: t > 0; a tensor or a module is learnable.
 
     Examples:
         >>> eye, loss = torch.eye(2), NNCLR(1, embedding_size=2, temperature=1.0)
@@ -107,9 +102,11 @@ class NNCLR(MemoryLoss):
         predictions2: Float[Tensor, "n d"],
     ) -> Inputs:
         return self.stated_rows(
-            "row i of all four is one sample", projections1=projections1, projections2=projections2,
-            predictions1=predictions1, predictions2=predictions2,
-        )  # fmt: skip
+            projections1=projections1,
+            projections2=projections2,
+            predictions1=predictions1,
+            predictions2=predictions2,
+        )
 
     def compute(self, batch: Batch) -> Tensor:
         z1, z2, p1, p2 = batch.rows.values()
@@ -155,7 +152,7 @@ class ReSSL(MemoryLoss):
     Args:
         size: number of embeddings in the memory.
         embedding_size: d.
-        temperature: t > 0, the student's; a tensor or a module is learnable.
+        temperature: t > 0, the student's.
         teacher_temperature: t' > 0, smaller than t.
 
     Examples:
@@ -171,7 +168,7 @@ class ReSSL(MemoryLoss):
     reduction: Reduction = "mean"
 
     def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
-        return self.stated_rows("row i of both is one sample", student=student, teacher=teacher)
+        return self.stated_rows(student=student, teacher=teacher)
 
     def compute(self, batch: Batch) -> Tensor:
         student, teacher = batch.rows.values()

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, is_number
+from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
 from contrastive_zoo.loss_base.state import loading_problem, move_towards, of_size, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
 from contrastive_zoo.ranks.row_checks import (
     array_in_one_line,
     described,
-    labels_problem,
-    rows_problem,
     tensor_problem,
     word_problem,
 )
@@ -198,27 +197,25 @@ class MemoryQueue(nn.Module):
             state["its content"] = " and ".join(map(array_in_one_line, rows))
         return state
 
-    def problem(
-        self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None, name: str = "rows"
-    ) -> str | None:
+    def problem(self, rows: Tensor, labels: Tensor | None = None, enqueue_mask: Tensor | None = None) -> str | None:
         """Return why these embeddings cannot enter, in words; None if they can."""
-        width = self.embeddings.shape[1]
-        if result := rows_problem(name, rows):
-            return result
-        if rows.shape[1] != width:
-            return (
-                f"the memory holds rows of width {width}, got "
-                f"{name} {described(rows)}. Pass embedding_size={rows.shape[1]}."
-            )
-        if enqueue_mask is not None and (result := tensor_problem("enqueue_mask", enqueue_mask)):
-            return result
-        if enqueue_mask is not None and (enqueue_mask.dtype != torch.bool or enqueue_mask.shape != rows.shape[:1]):
-            return f"enqueue_mask is one bool per row, got {described(enqueue_mask)} for {len(rows)} rows."
-        return None if labels is None else labels_problem("labels", labels, len(rows))
+        arguments = {"rows": rows, "labels": labels, "enqueue_mask": enqueue_mask}
+        problem = next((y for name, x in arguments.items() if x is not None and (y := tensor_problem(name, x))), None)
+        return problem or shapes_problem(arguments, _SHAPES) or self.width_problem(rows)
+
+    def width_problem(self, rows: Tensor) -> str | None:
+        held, width = self.embeddings.shape[1], rows.shape[1]
+        if width == held:
+            return None
+        return f"the memory holds rows of width {held}, got {described(rows)}. Pass embedding_size={width}."
 
     def extra_repr(self) -> str:
         return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
 
+
+_SHAPES = {
+    "rows": ROWS, "labels": shapes_of(Int[Tensor, " n"]), "enqueue_mask": shapes_of(Bool[Tensor, " n"])
+}  # fmt: skip
 
 _MIXER = 2654435761  # Knuth's multiplier, which spreads pointers that are multiples of the batch size evenly over 2³²
 

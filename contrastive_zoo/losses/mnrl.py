@@ -18,7 +18,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, re
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import described, labels_problem, range_rule, towers_problem, two_models_problem
+from contrastive_zoo.ranks.row_checks import range_rule
 
 PartitionMode = Literal["joint", "per_direction"]
 Hardness = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
@@ -68,7 +68,6 @@ class MNRL(Loss):
     - query_ids: [n], integers: pairs of equal id have one query, whose positives are the documents of all of them.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
             doc_to_query ``"per_direction"``.
         partition_mode: ``"joint"`` or ``"per_direction"``.
@@ -135,14 +134,14 @@ class MNRL(Loss):
     ) -> Inputs:
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
         ids = {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
-        problem = _mnrl_problem(queries, documents, negatives, owners) or _ids_problem(ids, len(queries), negatives)
 
         def owners_problem(least: int, most: int) -> str:
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {least} … {most}."
 
-        values = [] if problem or owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
+        values = [] if owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
         compared = {"directions": tuple(self.directions)}  # which may also be a list
-        return Inputs.of({**rows, **ids}, problem, values=values, compared=compared, local=owners is not None)
+        more = {"values": values, "compared": compared, "local": owners is not None}
+        return Inputs.of({**rows, **ids}, _ids_problem(negative_ids, document_ids), **more)
 
     def compute(self, batch: Batch) -> Tensor:
         pairs, directions = TowerPairs(batch, batch.settings.temperature, self.normalize), tuple(self.directions)
@@ -267,28 +266,10 @@ def _hard(hardness_mode: Hardness | None, is_own: Tensor, is_pair: Tensor) -> Te
     return is_own & ~is_pair if hardness_mode == "hard_negatives" else ~(is_own & is_pair)
 
 
-def _mnrl_problem(queries: Tensor, documents: Tensor, negatives: Tensor | None, owners: Tensor | None) -> str | None:
-    if negatives is not None and (negatives.shape[1:] != queries.shape[1:] or negatives.dtype != queries.dtype):
-        return f"negatives are [m, d], got {described(negatives)} for queries {described(queries)}."
-    if owners is not None and negatives is None:
-        return "owners say whose the negatives are, but there are no negatives."
-    rule, fix = "row i of queries belongs to row i of documents", "Pass further documents as negatives."
-    problem = towers_problem(rule, fix, queries=queries, documents=documents)
-    if problem is None and owners is not None and negatives is not None:
-        return labels_problem("owners", owners, len(negatives))
-    return problem
-
-
-def _ids_problem(ids: dict[str, Tensor | None], n: int, negatives: Tensor | None) -> str | None:
-    for name, x in ids.items():
-        if x is None:
-            continue
-        if name == "negative_ids" and (negatives is None or ids["document_ids"] is None):
-            return "negative_ids are compared with document_ids: pass them with negatives and document_ids."
-        rows = len(negatives) if name == "negative_ids" and negatives is not None else n
-        if problem := labels_problem(name, x, rows):
-            return problem
-    return None
+def _ids_problem(negative_ids: Tensor | None, document_ids: Tensor | None) -> str | None:
+    if negative_ids is None or document_ids is not None:
+        return None
+    return "negative_ids are compared with document_ids: pass both."
 
 
 class GIST(Loss):
@@ -320,7 +301,6 @@ class GIST(Loss):
     - query_ids: [n], integers: pairs of equal id have one anchor, whose positives are those of all of them.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         margin_strategy: ``"absolute"`` or ``"relative"``.
         margin: the margin in τ; a larger margin masks more pairs.
         contrast_anchors: whether anchors are candidates of each other.
@@ -363,14 +343,12 @@ class GIST(Loss):
         negative_ids: Int[Tensor, " m"] | None = None,
         query_ids: Int[Tensor, " n"] | None = None,
     ) -> Inputs:
-        pairs = {"anchors": anchors, "positives": positives}
-        guides = {"guide_anchors": guide_anchors, "guide_positives": guide_positives}
+        rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
+        rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}
         ids = {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
-        problem = two_models_problem("row i is one pair everywhere", **pairs, **guides)
-        problem = problem or _gist_problem(negatives, guide_negatives, anchors, guide_anchors)
-        problem = problem or _ids_problem(ids, len(anchors), negatives)
-        rows = {**pairs, "negatives": negatives, **guides, "guide_negatives": guide_negatives}
-        return Inputs.of({**rows, **ids}, problem)
+        no_guide = negatives is not None and guide_negatives is None
+        problem = "negatives came without guide_negatives. Pass both." if no_guide else None
+        return Inputs.of({**rows, **ids}, problem or _ids_problem(negative_ids, document_ids))
 
     def compute(self, batch: Batch) -> Tensor:
         arguments = dict(batch.rows)
@@ -390,20 +368,3 @@ class GIST(Loss):
             singles_of_documents=False,
         )  # fmt: skip
         return reduce_pairs(batch, loss, rows, [guides], ids=_ids_of_pairs(batch), reduction=self.reduction)
-
-
-def _gist_problem(
-    negatives: Tensor | None, guide_negatives: Tensor | None, anchors: Tensor, guide_anchors: Tensor
-) -> str | None:
-    """Return what is wrong with the negatives of anchors that are fine, or None."""
-    if (negatives is None) != (guide_negatives is None):
-        return "negatives and guide_negatives come together, got one of them."
-    if negatives is None or guide_negatives is None:
-        return None
-    fits = negatives.shape[1:] == anchors.shape[1:] and guide_negatives.shape[1:] == guide_anchors.shape[1:]
-    fits = fits and negatives.ndim == guide_negatives.ndim == 2
-    same = negatives.dtype == anchors.dtype and guide_negatives.dtype == guide_anchors.dtype
-    if fits and same and len(negatives) == len(guide_negatives):
-        return None
-    got = f"got negatives {described(negatives)} and guide_negatives {described(guide_negatives)}"
-    return f"negatives are rows like anchors, one for each of guide_negatives, {got}."

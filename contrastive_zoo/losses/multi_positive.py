@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
@@ -13,7 +13,7 @@ from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
-from contrastive_zoo.ranks.row_checks import ValueRule, described, labels_problem, rows_problem
+from contrastive_zoo.ranks.row_checks import ValueRule, described
 
 Duplicates = Literal["positive", "ignore", "negative"]
 
@@ -43,7 +43,6 @@ class MultiPositive(Loss):
     - weights: [n, k], non-negative; None weights all ids equally.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         duplicates: see above; other than ``"positive"`` for paired embeddings with one id each.
         symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
         reduction: the mean is over all ranks' queries with a target, in nats.
@@ -76,10 +75,10 @@ class MultiPositive(Loss):
         keys: Float[Tensor, "m d"],
         ids: Int[Tensor, " n"] | Int[Tensor, "n k"],
         key_ids: Int[Tensor, " m"] | None = None,
-        weights: Float[Tensor, "n k"] | None = None,
+        weights: Shaped[Tensor, "n k"] | Shaped[Tensor, " n"] | None = None,
     ) -> Inputs:
         rows = {"queries": queries, "keys": keys, "ids": ids, "key_ids": key_ids, "weights": weights}
-        problem = _problem(queries, keys, ids, key_ids, weights)
+        problem = _pairing_problem(queries, keys, ids, key_ids, weights)
         only_paired = self.symmetric or self.duplicates != "positive"
         if problem is None and only_paired and (key_ids is not None or weights is not None):
             problem = (
@@ -133,21 +132,15 @@ def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplica
     return cross_entropy(mean, of_others).where(count == 1, several), total > 0
 
 
-def _problem(queries: Tensor, keys: Tensor, ids: Tensor, key_ids: Tensor | None, weights: Tensor | None) -> str | None:
-    if problem := rows_problem("queries", queries) or rows_problem("keys", keys):
-        return problem
-    if keys.shape[1:] != queries.shape[1:] or keys.dtype != queries.dtype:
-        return (
-            f"queries and keys are of one width and dtype, got queries {described(queries)} and keys {described(keys)}."
-        )
-    if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2) or len(ids) != len(queries):
-        return f"ids are integers, one or k per query, got {described(ids)} for queries {described(queries)}."
+def _pairing_problem(
+    queries: Tensor, keys: Tensor, ids: Tensor, key_ids: Tensor | None, weights: Tensor | None
+) -> str | None:
     if key_ids is None and (len(queries) != len(keys) or ids.ndim != 1):
         paired = f"queries {described(queries)} with ids {described(ids)}"
         return f"key_ids are missing: {paired} do not pair with keys {described(keys)}."
-    if weights is not None and (weights.shape != ids.shape or weights.is_complex()):
+    if weights is not None and weights.shape != ids.shape:
         return f"weights are non-negative, one per id, got {described(weights)} for ids {described(ids)}."
-    return None if key_ids is None else labels_problem("key_ids", key_ids, len(keys))
+    return None
 
 
 def _weights_rule(weights: Tensor) -> ValueRule:
@@ -168,7 +161,7 @@ class NPairs(LabelledLoss):
     are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
-        temperature: t > 0, in units of dot products; a tensor or a module is learnable. The paper has none.
+        temperature: t > 0, in units of dot products. The paper has none.
         l2: λ ≥ 0, the weight of the squared norms.
         normalize: the paper does not.
         reduction: the mean is over all ranks' pairs, in nats, 0 without any; ``"none"`` is for the local embeddings.

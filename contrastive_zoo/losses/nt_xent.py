@@ -26,9 +26,6 @@ class NTXent(ViewLoss):
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
     SimCLR trains with t = 0.1 on ImageNet and 0.5 on CIFAR-10; lightly's default is 0.5.
 
-    Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
-
     Raises:
         ValueError: fewer than two views.
 
@@ -68,7 +65,6 @@ class DCL(TwoViewLoss):
     ``denominators="per_view"``.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
         reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
@@ -145,7 +141,6 @@ class HCL(TwoViewLoss):
     β = 0 is the debiased loss; with τ⁺ = 0, too, NT-Xent. Equal to the authors' code on one process; computed in logarithms.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0; a larger β weights hard negatives more.
         reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.

@@ -54,8 +54,7 @@ class SmoothAP(_SoftRanks):
     and an anchor takes P N comparisons.
 
     Args:
-        temperature: t > 0, in units of similarity; the smaller, the closer to true average precision; a tensor
-            or a module is learnable.
+        temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
         with_self: whether an anchor is its own positive, as in the authors' code and in pytorch-metric-learning, which needs
             classes of equal size, in blocks.
 
@@ -89,7 +88,7 @@ class PNP(_SoftRanks):
 
     Args:
         variant: f. The first three grow faster than R or as fast, the last two slower.
-        temperature: τ > 0, in units of similarity; a tensor or a module is learnable.
+        temperature: τ > 0, in units of similarity.
         alpha: α > 0, used by ``"Dq"``.
         b: b > 0, used by ``"Ib"``.
         with_self: whether the anchor is one of its own positives, as in pytorch-metric-learning.

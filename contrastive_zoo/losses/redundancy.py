@@ -25,7 +25,7 @@ from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, field
 from contrastive_zoo.loss_base.state import move_towards, of_size
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.row_checks import described, views_problem
+from contrastive_zoo.ranks.row_checks import described
 
 
 class BarlowTwins(TwoViewLoss):
@@ -196,9 +196,9 @@ class TiCo(TwoViewLoss):
         zeros = of_size(type(self).__name__, lambda: torch.zeros(size, size), embedding_size=size)
         self.covariance = nn.Buffer(zeros)
 
-    def inputs(self, view1: Tensor, view2: Tensor) -> Inputs:
-        problem = views_problem((view1, view2))
-        if problem is None and self.covariance.shape != 2 * view1.shape[-1:]:
+    def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
+        problem = None
+        if self.covariance.shape != 2 * view1.shape[-1:]:
             got = f"got {described(self.covariance)} for views {described(view1)}"
             fix = f"Construct TiCo(embedding_size={view1.shape[-1]})."
             problem = f"the covariance is as wide as embeddings, {got}. {fix}"

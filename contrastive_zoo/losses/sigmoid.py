@@ -37,7 +37,7 @@ class SigLIP(ImageTextLoss, LogitScale):
     bound, and ``loss.logit_bias`` are then open_clip's parameters of these names.
 
     Args:
-        temperature: t > 0, dimensionless; by default it is learnable and begins at 0.1. A number is constant.
+        temperature: t; learnable by default, beginning at 0.1.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
 
     Examples:
@@ -70,8 +70,7 @@ class SupSigmoid(AnchorLoss, LogitScale):
     Temperature and bias are learnable by default, as those of :class:`SigLIP`.
 
     Args:
-        temperature: t > 0, dimensionless; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default. A number is
-            constant.
+        temperature: t; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
 
     Examples:

@@ -12,10 +12,12 @@ from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
+from contrastive_zoo.loss_base.families import NO_LABELS
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Bounds, Temperature
-from contrastive_zoo.ranks.row_checks import described, labelled_problem, labels_problem, rows_problem
+from contrastive_zoo.loss_base.shapes import candidates_problem
+from contrastive_zoo.ranks.row_checks import described
 
 
 class SupCon(AnchorLoss):
@@ -43,7 +45,6 @@ class SupCon(AnchorLoss):
       local sample. An embedding is never its own positive.
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
         contrast_mode: ``"all"`` views are anchors, or the first (``"one"``); candidates are always all views.
         base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
@@ -135,20 +136,11 @@ def _rescaled(losses: Tensor, temperature: float | Tensor, base_temperature: flo
 
 
 def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> str | None:
-    if embeddings.ndim == 3 and embeddings.shape[1] >= 1 and embeddings.is_floating_point():
-        result = None if labels is None else labels_problem("labels", labels, len(embeddings))
-    else:
-        labelled = mask is None or labels is not None
-        result = labelled_problem(embeddings, labels) if labelled else rows_problem("embeddings", embeddings)
-    if result is not None or mask is None:
-        return result
-    if labels is not None:
+    if mask is not None and labels is not None:
         return "positives are given by labels or by a mask, got both. Leave one out."
-    if mask.ndim != 2 or len(mask) != len(embeddings):
-        return (
-            f"the mask has a row for each local sample, got {described(mask)} for embeddings {described(embeddings)}."
-        )
-    return None
+    if embeddings.ndim == 3:
+        return candidates_problem("embeddings", embeddings, at_least=1)
+    return NO_LABELS if mask is None and labels is None else None
 
 
 class SINCERE(AnchorLoss):
@@ -160,7 +152,6 @@ class SINCERE(AnchorLoss):
         loss_i = mean_{p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((z_i·z_n − z_i·z_p) / t) )
 
     Args:
-        temperature: t > 0, dimensionless; a tensor or a module is learnable.
         average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
             which is pytorch-metric-learning's NTXentLoss on labelled embeddings, with memory linear in N.
         reduction: the mean is over all ranks' anchors or pairs, in nats, 0 without any.
@@ -203,7 +194,7 @@ class TupletMargin(AnchorLoss):
     is infinite and this one zero.
 
     Args:
-        temperature: t > 0, dimensionless, the paper's 1/s; a tensor or a module is learnable.
+        temperature: t, the paper's 1/s.
         margin: β in degrees, 0 to 180.
         average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
         reduction: the mean is over all ranks' pairs or anchors, in nats, 0 without any.
@@ -247,7 +238,7 @@ class NCA(AnchorLoss):
     pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
 
     Args:
-        temperature: t > 0, in units of squared distance; a tensor or a module is learnable.
+        temperature: t > 0, in units of squared distance.
         reduction: the mean is over anchors with a positive, in nats, 0 without any.
 
     Examples:

@@ -19,7 +19,7 @@ from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
 from contrastive_zoo.loss_base.state import of_size
-from contrastive_zoo.ranks.row_checks import described, views_problem
+from contrastive_zoo.ranks.row_checks import described
 
 Mining = Literal["all", "hard", "semi-hard"]
 
@@ -177,7 +177,7 @@ class MegaBatchMargin(Loss):
     reduction: Reduction = "mean"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Inputs:
-        return Inputs({"view 0": queries, "view 1": keys}, views_problem((queries, keys)))
+        return Inputs({"view 0": queries, "view 1": keys})
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(x, normalize=self.normalize) for x in batch.rows.values())
@@ -239,8 +239,8 @@ class DynamicSoftMargin(Loss):
         self.histogram = nn.Buffer(zeros)
 
     def inputs(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Inputs:
-        nodes, problem = self.num_bins + 1, views_problem((anchors, positives))
-        if problem is None and self.histogram.shape != (nodes,):
+        nodes, problem = self.num_bins + 1, None
+        if self.histogram.shape != (nodes,):
             problem = f"the histogram has num_bins + 1 nodes, [{nodes}], got {described(self.histogram)}."
         return Inputs({"view 0": anchors, "view 1": positives}, problem)
 

@@ -16,13 +16,13 @@ from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments, waves
-from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss
+from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss, of_views
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
-from contrastive_zoo.ranks.row_checks import described, views_problem
+from contrastive_zoo.ranks.row_checks import described
 
 _RULE = "alpha is at least 1 and t positive"
 
@@ -249,9 +249,8 @@ class SIGReg(EmbeddingLoss):
     def __post_init__(self) -> None:
         self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
-    def inputs(self, embeddings: Tensor) -> Inputs:
-        stated = super().inputs(embeddings)
-        return replace(stated, problem=stated.problem or self.directions_problem("embeddings", embeddings))
+    def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:
+        return Inputs({"embeddings": embeddings}, self.directions_problem("embeddings", embeddings))
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.prepared(batch.first, normalize=False)
@@ -320,11 +319,11 @@ class LeJEPA(SIGReg):
     global_views: Size = 2
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
-        problem, count = views_problem(views), len(views)
+        stated, count = of_views(views), len(views)
+        problem = stated.problem
         if problem is None and self.global_views > count:
             problem = f"the first global_views of the views are global, got {self.global_views} of {count} views."
-        problem = problem or self.directions_problem("views", views[0])
-        return Inputs({f"view {index}": x for index, x in enumerate(views)}, problem)
+        return replace(stated, problem=problem or self.directions_problem("views", views[0]))
 
     def compute(self, batch: Batch) -> Tensor:
         share = batch.settings.lambda_

@@ -152,56 +152,6 @@ def _labels_fix(name: str, labels: Tensor, rows: int | None) -> str:
     return f"Pass one integer for each row, such as {name}[:, 0]." if labels.ndim > 2 else f"Use {name}.long()."
 
 
-def rows_problem(name: str, rows: Tensor) -> str | None:
-    return tensor_problem(name, rows) or _shape_problem(name, rows)
-
-
-def _shape_problem(name: str, rows: Tensor) -> str | None:
-    if rows.ndim != 2 or not rows.is_floating_point():
-        return f"{name} are floating-point rows [n, d], got {described(rows)}."
-    return None
-
-
-def _pairing_problem(rule: str, fix: str, towers: Mapping[str, Tensor]) -> str | None:
-    first, one = next(iter(towers.items()))
-    for name, x in towers.items():
-        if problem := tensor_problem(name, x):
-            return problem
-        if one.shape != x.shape or one.dtype != x.dtype:
-            return f"{rule}, got {first} {described(one)} and {name} {described(x)}. {fix}".rstrip()
-    return None
-
-
-def towers_problem(rule: str, fix: str = "", **towers: Tensor) -> str | None:
-    return _pairing_problem(rule, fix, towers) or _shape_problem(*next(iter(towers.items())))
-
-
-def two_models_problem(rule: str, **towers: Tensor) -> str | None:
-    (first, x), second, (other, y), other_second = towers.items()
-    if problem := rows_problem(first, x) or rows_problem(other, y):
-        return problem
-    if len(y) != len(x):
-        return f"{rule}, got {other} {described(y)} and {first} {described(x)}."
-    pairs = dict([(first, x), second]), dict([(other, y), other_second])
-    return next(filter(None, (towers_problem(rule, "", **pair) for pair in pairs)), None)
-
-
-def views_problem(views: Sequence[Tensor]) -> str | None:
-    if len(views) < 2:
-        return f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
-    rule, fix = "views must pair row by row", "Pass the same samples, in the same order, in every view."
-    named = {f"view {index}": x for index, x in enumerate(views)}
-    return _pairing_problem(rule, fix, named) or _shape_problem("views", views[0])
-
-
-def labelled_problem(embeddings: Tensor | None = None, labels: Tensor | None = None, *more: Tensor) -> str | None:
-    if embeddings is None or more:
-        return "one tensor of embeddings and one of labels are compared: call loss(embeddings, labels)."
-    if labels is None:
-        return "labels are missing: call loss(embeddings, labels) with one integer per row."
-    return rows_problem("embeddings", embeddings) or labels_problem("labels", labels, len(embeddings))
-
-
 class ValueRule(NamedTuple):
     """What the values of labels, weights or the like must be, stated without reading them."""
 
