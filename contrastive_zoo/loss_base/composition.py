@@ -87,9 +87,6 @@ class Composition(Loss):
     def replicable(self) -> bool:
         return all(loss.replicable() for loss in self.members())
 
-    def can_ring(self) -> bool:
-        return all(loss.can_ring() for loss in self.members())
-
     def ring_problem(self) -> str | None:
         problems = ((loss, loss.ring_problem()) for loss in self.members())
         return next((f"{type(loss).__name__}: {problem}" for loss, problem in problems if problem), None)

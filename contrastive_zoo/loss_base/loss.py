@@ -238,12 +238,12 @@ class Loss(Settings, GraphModule):
         """Return whether every rank can compute all of the loss, from the embeddings of all ranks."""
         return self.__dict__.get("reduction") != "none"
 
-    def can_ring(self) -> bool:
-        """Return whether candidates can be exchanged in a ring instead of being gathered."""
-        return self.supports_ring
-
     def ring_problem(self) -> str | None:
-        return None if self.can_ring() else self.ring_refusal
+        """Return why candidates cannot be exchanged in a ring instead of being gathered, in words, or None."""
+        return None if self.supports_ring else self.ring_refusal
+
+    def can_ring(self) -> bool:
+        return self.ring_problem() is None
 
     def graph_problem(self) -> str | None:
         if self.__dict__.get("reduction") == "none":

@@ -108,10 +108,11 @@ class RowLoss(AnchorLoss):
         """Return whether :meth:`rows` takes ``most_positives``: it computes one positive of each anchor after the other."""
         return False
 
-    def can_ring(self) -> bool:
-        """Return whether :meth:`rows`, or :meth:`on_block`, yields statistics that merge."""
+    def ring_problem(self) -> str | None:
+        """Return that neither :meth:`rows` nor :meth:`on_block` yields statistics that merge, in words, or None."""
         kind = type(self)
-        return inspect.isgeneratorfunction(kind.rows if kind.on_block is RowLoss.on_block else kind.on_block)
+        function = kind.rows if kind.on_block is RowLoss.on_block else kind.on_block
+        return None if inspect.isgeneratorfunction(function) else self.ring_refusal
 
     def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]] | Rows:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""

@@ -41,11 +41,17 @@ class WholeState(nn.Module):
             saved = state_dict.get(prefix + name)
             if isinstance(saved, Tensor) and saved.ndim == 0 and parameter.shape == (1,):
                 state_dict[prefix + name] = saved.reshape(1)  # earlier versions saved [], which FSDP cannot shard
-        if problem := loading_problem(own_tensors(self), state_dict, prefix):
+        tensors = own_tensors(self)
+        saved = {name: state_dict[prefix + name] for name in tensors if prefix + name in state_dict}
+        if problem := loading_problem(tensors, state_dict, prefix) or self.state_problem(saved):
             *_, error_messages = args
             error_messages.append(f"{type(self).__name__}: {problem} It stays as it was.")
         else:
             super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def state_problem(self, saved: Mapping[str, Tensor]) -> str | None:
+        """Return what is wrong with saved tensors of the right shapes, by name, in words, or None."""
+        return None
 
 
 @contextmanager

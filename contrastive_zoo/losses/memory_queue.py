@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import without_ddp
-from contrastive_zoo.loss_base.settings import Bounds, is_number
+from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
 from contrastive_zoo.loss_base.state import loading_problem, move_towards, of_size, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
@@ -26,7 +26,7 @@ from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 
-class MemoryQueue(nn.Module):
+class MemoryQueue(Settings):
     """Store the last ``size`` embeddings of all ranks with a label each: a ring buffer, the same bytes on every rank.
 
     Embeddings enter in rank order, one by one, as on one process that holds all of them. The oldest is overwritten first;
@@ -54,49 +54,40 @@ class MemoryQueue(nn.Module):
     Source: He et al. 2020, §3.2, https://arxiv.org/abs/1911.05722
     """
 
+    size: Size = field(kw_only=False)
+    embedding_size: Size = field(kw_only=False)
+    dtype: torch.dtype | None = None
+
     embeddings: Float[Tensor, "size d"]
     ids: Int[Tensor, " size"]
     pointer: Int[Tensor, ""]
     filled: Int[Tensor, ""]
 
-    def __init__(self, size: int, embedding_size: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        sizes_fit = is_number(size, low=1, whole=True) and is_number(embedding_size, low=1, whole=True)
-        if not sizes_fit or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-            raise ValueError(
-                "MemoryQueue: size and embedding_size are at least 1 and dtype is a floating one, got "
-                f"size={size}, embedding_size={embedding_size}, dtype={dtype}."
-            )
-        size, width = int(size), int(embedding_size)
-        zeros = partial(torch.zeros, size, width, dtype=dtype)
-        self.register_buffer("embeddings", of_size("MemoryQueue", zeros, size=size, embedding_size=width))
-        self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
+    def settings_problem(self) -> str | None:
+        dtype = self.dtype
+        fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1)
+        return super().settings_problem() or (
+            None if fits else f"dtype is a floating one of 16 bits or more, got {dtype}."
+        )
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *lists: list[str],
-    ) -> None:
+    def __post_init__(self) -> None:
+        size, width = self.size, self.embedding_size = int(self.size), int(self.embedding_size)
+        zeros = partial(torch.zeros, size, width, dtype=self.dtype)
+        self.embeddings = nn.Buffer(of_size("MemoryQueue", zeros, size=size, embedding_size=width))
+        self.ids = nn.Buffer(torch.zeros(size, dtype=torch.int64))
+        self.pointer, self.filled = (nn.Buffer(torch.zeros((), dtype=torch.int64)) for _ in range(2))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load all buffers or none: embeddings with another ring's pointer would be overwritten in the wrong order."""
-        tensors = own_tensors(self)
-        if missing := [prefix + name for name in tensors if prefix + name not in state_dict]:
-            missing_keys.extend(missing)
-        elif problem := loading_problem(tensors, state_dict, prefix) or self._ring_problem(state_dict, prefix):
-            _, error_messages = lists
-            error_messages.append(f"MemoryQueue: {problem} It stays as it was.")
-        else:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *lists)
+        _, _, missing_keys, *_ = args
+        missing = [prefix + name for name in own_tensors(self) if prefix + name not in state_dict]
+        missing_keys.extend(missing)
+        if not missing:
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _ring_problem(self, state_dict: Mapping[str, Tensor], prefix: str) -> str | None:
+    def state_problem(self, saved: Mapping[str, Tensor]) -> str | None:
         """Return which saved numbers are those of no ring, in words; None if none are, or if they are on the meta device."""
-        pointer, filled = (state_dict[prefix + name] for name in ("pointer", "filled"))
+        pointer, filled = saved["pointer"], saved["filled"]
         if pointer.is_meta or filled.is_meta:
             return None
         if not 0 <= int(filled) <= self.size:
@@ -107,11 +98,6 @@ class MemoryQueue(nn.Module):
                 f"slots are filled, got {int(pointer)} with filled={int(filled)}."
             )
         return None
-
-    @property
-    def size(self) -> int:
-        """Return the number of embeddings that fit."""
-        return len(self.embeddings)
 
     def __len__(self) -> int:
         """Return the number of stored embeddings."""
@@ -208,9 +194,6 @@ class MemoryQueue(nn.Module):
         if width == held:
             return None
         return f"the memory holds rows of width {held}, got {described(rows)}. Pass embedding_size={width}."
-
-    def extra_repr(self) -> str:
-        return f"size={self.size}, embedding_size={self.embeddings.shape[1]}, dtype={self.embeddings.dtype}"
 
 
 _SHAPES = {

@@ -14,7 +14,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
 from contrastive_zoo.loss_base.loss import Inputs
-from contrastive_zoo.loss_base.row_loss import AnchorLoss
+from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.ranks.row_checks import described
@@ -143,10 +143,9 @@ def _problem(embeddings: Tensor, labels: Tensor | None, mask: Tensor | None) -> 
     return NO_LABELS if mask is None and labels is None else None
 
 
-class SINCERE(AnchorLoss):
+class SINCERE(RowLoss):
     r"""Compute supervised InfoNCE revisited: the mean of the InfoNCE losses of an anchor's positives.
 
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With z the unit embeddings of all ranks, P(i) the other embeddings with i's label and N(i) those with another,
 
         loss_i = mean_{p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((z_i·z_n − z_i·z_p) / t) )
@@ -165,26 +164,19 @@ class SINCERE(AnchorLoss):
 
     temperature: Temperature = 0.1
     average: Average = "anchors"
-    normalize: bool = True
 
-    supports_ring = True
-
-    def block_loss(self, batch: Batch) -> BlockLoss:
-        return BlockLoss(_info_nces, temperature=batch.settings.temperature, average=self.average)
-
-
-def _info_nces(block: AnchorBlock, temperature: Tensor, average: Average) -> Rows:
-    return (yield from info_nce_per_positive(block.anchors @ block.candidates.T / temperature, block, average))
+    def on_block(self, block: AnchorBlock) -> Rows:
+        logits = block.anchors @ block.candidates.T / self.temperature  # type: ignore[operator]  # a number or a tensor
+        return (yield from info_nce_per_positive(logits, block, self.average))
 
 
 _ANGLE = "margin is an angle of 0 to 180 degrees"
 Degrees = Annotated[float, Bounds(_ANGLE, "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True)]
 
 
-class TupletMargin(AnchorLoss):
+class TupletMargin(RowLoss):
     r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With θ_ij the angle between embeddings i and j of all ranks, P(i) the other embeddings with i's label, N(i) those with
     another,
 
@@ -211,25 +203,18 @@ class TupletMargin(AnchorLoss):
     margin: Degrees = 5.73
     average: Average = "pairs"
 
-    supports_ring = True
-
-    def block_loss(self, batch: Batch) -> BlockLoss:
-        settings = batch.settings
-        return BlockLoss(_tuplets, temperature=settings.temperature, margin=settings.margin, average=self.average)
-
-
-def _tuplets(block: AnchorBlock, temperature: Tensor, margin: float, average: Average) -> Rows:
-    cos, beta = block.anchors @ block.candidates.T, math.radians(margin)
-    sine2 = 1 - cos.square()
-    sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
-    slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
-    return (yield from info_nce_per_positive(cos / temperature, block, average, positive_logits=slack / temperature))
+    def on_block(self, block: AnchorBlock) -> Rows:
+        cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)
+        sine2 = 1 - cos.square()
+        sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
+        slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
+        logits, of_positives = (x / self.temperature for x in (cos, slack))  # type: ignore[operator]  # as above
+        return (yield from info_nce_per_positive(logits, block, self.average, positive_logits=of_positives))
 
 
-class NCA(AnchorLoss):
+class NCA(RowLoss):
     r"""Compute −log of the probability that a stochastic neighbour is of the anchor's class.
 
-    Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
     With z the embeddings of all ranks, P(i) the other embeddings with i's label,
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
@@ -249,19 +234,13 @@ class NCA(AnchorLoss):
     """
 
     temperature: Temperature = 1.0
-    normalize: bool = True
 
-    supports_ring = True
-
-    def block_loss(self, batch: Batch) -> BlockLoss:
-        return BlockLoss(_neighbours, temperature=batch.settings.temperature)
-
-
-def _neighbours(block: AnchorBlock, temperature: Tensor) -> Rows:
-    logits = (2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)) / temperature  # ‖z_i‖² cancels
-    of_positives, of_negatives, valid = yield (
-        LogSumExp(logits, block.positive, empty=0.0),
-        LogSumExp(logits, block.negative),
-        AnyOf(block.positive.any(1)),
-    )
-    return cross_entropy(of_positives, of_negatives), valid
+    def on_block(self, block: AnchorBlock) -> Rows:
+        nearness = 2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)  # ‖z_i‖² cancels
+        logits = nearness / self.temperature  # type: ignore[operator]  # a number or a tensor
+        of_positives, of_negatives, valid = yield (
+            LogSumExp(logits, block.positive, empty=0.0),
+            LogSumExp(logits, block.negative),
+            AnyOf(block.positive.any(1)),
+        )
+        return cross_entropy(of_positives, of_negatives), valid

@@ -73,8 +73,8 @@ class Triplet(DissimilarityLoss):
             return problem
         return Bounds(rule, above=0).problem("margin", self.margin)
 
-    def can_ring(self) -> bool:
-        return super().can_ring() and self.mining == "hard" and not self.first_of_equals
+    def ring_problem(self) -> str | None:
+        return None if self.mining == "hard" and not self.first_of_equals else self.ring_refusal
 
     def lists_positives(self) -> bool:
         return self.soft and self.mining != "hard"
