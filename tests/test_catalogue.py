@@ -68,8 +68,8 @@ def test_the_docstring_says_what_the_constructor_and_a_call_take(cls: type[Loss]
 
 
 def test_help_shows_formula_arguments_and_errors() -> None:
-    text = pydoc.plain(pydoc.render_doc(cz.InfoNCE))
-    for part in ("Σ_j exp(q_i·k_j / t)", "symmetric: whether to average", "ValueError: no negatives"):
+    text = pydoc.plain(pydoc.render_doc(cz.Triplet))
+    for part in ("max(0, D_ip − D_in + margin)", "margin: in units of the metric", "ValueError: semi-hard mining with"):
         assert part in text
 
 

@@ -104,17 +104,19 @@ class Loss(Settings, GraphModule):
     Args:
         temperature: of losses with this setting: t > 0 of the formula, dimensionless where they name no unit.
         normalize: of losses with this setting: normalise embeddings to unit length first.
-        reduction: of losses with this setting: ``"mean"`` over the samples of all ranks, ``"sum"``, or ``"none"`` for the
-            local samples, [n], or for all of their views, [views · n], view after view.
-            Logarithms of shares are in nats per sample.
+        reduction: of losses with this setting: ``"mean"`` over the samples, anchors or pairs of all ranks that count, 0
+            without any; ``"sum"``; or ``"none"`` for the local samples, [n], or for all of their views, [views · n], view
+            after view: for each the sum over its pairs or triplets where these are counted. Logarithms of shares are in
+            nats per sample.
         check_finite: whether NaN and infinite embeddings are refused.
 
     Raises:
         TypeError: a setting that the loss does not have.
         ValueError: a setting that is not finite, not within the bounds that its documentation names, or an unknown word. At
-            the call, on every rank: such a setting (attributes may be set later); tensors of other shapes than documented;
-            labels that are missing or not integers; NaN or infinite embeddings (unless ``check_finite=False``); widths,
-            dtypes or settings that differ between ranks; no samples on any rank.
+            the call, on every rank: such a setting (attributes may be set later); tensors of other shapes or values than
+            documented, such as labels that are no integers, or of another width or device than the loss's own; NaN or
+            infinite embeddings (unless ``check_finite=False``); widths, dtypes or settings that differ between ranks; no
+            samples on any rank; sizes above what memory holds.
 
     Examples:
         >>> import torch

@@ -39,9 +39,6 @@ class CoSENT(Loss):
     Args:
         similarity: ``"cosine"`` or ``"angle"``.
 
-    Raises:
-        ValueError: scores that are not one number per pair.
-
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         >>> CoSENT(temperature=1.0)(q, k, torch.tensor([0.2, 0.9]))   # log(1 + e^(1 − 0))
@@ -115,9 +112,6 @@ class OnlineContrastive(Loss):
         margin: cosine distance beyond which negatives have no loss.
         reduction: ``"sum"``, as the original, ``"mean"`` over the hard pairs of all ranks, or ``"none"`` for the local
             pairs, [n].
-
-    Raises:
-        ValueError: labels other than 0 and 1.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.6, 0.8]])

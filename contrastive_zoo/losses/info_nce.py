@@ -39,9 +39,6 @@ class InfoNCE(Loss):
         symmetric: whether to average with the direction from keys to queries.
         in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
 
-    Raises:
-        ValueError: no negatives without in-batch negatives.
-
     Examples:
         >>> eye = torch.eye(2)
         >>> InfoNCE(temperature=1.0)(eye, eye)   # log(e + 1) − 1

@@ -41,9 +41,6 @@ class MaxSim(LateInteractionLoss):
         token_reduction: ``"sum"`` over the query's tokens, or ``"mean"``, as colpali-engine's ``normalize_scores``.
         normalize: normalise each token to unit length first.
 
-    Raises:
-        ValueError: a mask of another shape, or a query or a document without a valid token.
-
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
         >>> MaxSim()(tokens, tokens, torch.tensor([[1, 0, 0], [1, 1, 1]]))   # mean of log(1 + e⁻¹) and log(1 + e⁻³)

@@ -79,7 +79,7 @@ class MNRL(Loss):
         mask_doc_to_doc: whether the margin masks candidates of doc_to_doc, too; ids always do.
 
     Raises:
-        ValueError: invalid owners or ids, or settings that contradict each other.
+        ValueError: settings that contradict each other.
 
     Examples:
         >>> eye = torch.eye(2)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
@@ -305,10 +305,6 @@ class GIST(Loss):
         margin: the margin in τ; a larger margin masks more pairs.
         contrast_anchors: whether anchors are candidates of each other.
         contrast_positives: whether positives are candidates of each other.
-        reduction: the mean is over all ranks' anchors, in nats.
-
-    Raises:
-        ValueError: embeddings without those of the guide, or invalid ids.
 
     Examples:
         >>> eye, equal = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])

@@ -45,10 +45,6 @@ class MultiPositive(Loss):
     Args:
         duplicates: see above; other than ``"positive"`` for paired embeddings with one id each.
         symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
-        reduction: the mean is over all ranks' queries with a target, in nats.
-
-    Raises:
-        ValueError: invalid ids or weights.
 
     Examples:
         >>> eye, ids = torch.eye(2), torch.tensor([5, 5])

@@ -26,9 +26,6 @@ class NTXent(ViewLoss):
     For two views this is ``cross_entropy((z @ z.T / t).fill_diagonal_(-inf), partner)``, without the 2N × 2N matrix.
     SimCLR trains with t = 0.1 on ImageNet and 0.5 on CIFAR-10; lightly's default is 0.5.
 
-    Raises:
-        ValueError: fewer than two views.
-
     Examples:
         >>> NTXent(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 2) − 1
         tensor(0.5514)
@@ -67,7 +64,6 @@ class DCL(TwoViewLoss):
     Args:
         sigma: σ > 0, None for no weights.
         denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
-        reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
 
     Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
@@ -143,7 +139,6 @@ class HCL(TwoViewLoss):
     Args:
         tau_plus: τ⁺ in [0, 1), the chance that a negative is of the anchor's class.
         beta: β ≥ 0; a larger β weights hard negatives more.
-        reduction: the mean is over all ranks' embeddings, in nats, 0 for one sample.
 
     Examples:
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)

@@ -57,7 +57,6 @@ class Contrastive(DissimilarityLoss, _PairHinges):
         power: 1, or 2 as in the paper, which halves both terms and divides their sum by the number of all pairs.
         average: ``"nonzero"``, the mean over pairs with a loss, or ``"all"``, as pytorch-metric-learning's MeanReducer.
         metric: ``"distance"``, ``"squared distance"`` or ``"similarity"``; for the last set both margins, such as 1, 0.
-        reduction: ``"none"`` returns sums over an anchor's pairs.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
@@ -81,7 +80,6 @@ class SignalToNoise(_PairHinges):
         neg_margin: ratio from which on negatives have no loss.
         power: the power of the hinges.
         average: over the pairs with a loss (``"nonzero"``, as pytorch-metric-learning) or ``"all"``.
-        reduction: ``"none"`` returns sums over an anchor's pairs.
 
     Examples:
         >>> z = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-1.0, 1.0]])
@@ -110,7 +108,6 @@ class ThresholdConsistentMargin(RowLoss):
         negative_margin: m⁻.
         positive_weight: λ⁺.
         negative_weight: λ⁻.
-        reduction: ``"none"`` returns sums over an anchor's pairs.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
@@ -276,9 +273,6 @@ class Margin(RowLoss):
         learn_beta: whether β is a parameter; pytorch-metric-learning's default is False.
         nu: ν >= 0, the weight of β itself.
         reduction: ``"none"`` returns anchors' sums, without ν β.
-
-    Raises:
-        ValueError: at the call, labels outside of the classes.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])

@@ -174,9 +174,6 @@ class TiCo(TwoViewLoss):
         beta: β, 0 … 1.
         rho: ρ.
 
-    Raises:
-        ValueError: an embedding_size above what memory holds, or a covariance of another width.
-
     Examples:
         >>> eye = torch.eye(2)
         >>> TiCo(2, beta=0.5, rho=1.0)(eye, eye)   # 0 + ½ · ½

@@ -76,9 +76,6 @@ class DINO(Loss):
         temperature: τ_s > 0.
         teacher_temperature: τ_t > 0. Set ``loss.teacher_temperature`` for a schedule.
 
-    Raises:
-        ValueError: an out_dim above what memory holds, or a centre of another width.
-
     Examples:
         >>> same = torch.zeros(3, 4)
         >>> DINO(4)(same, same)   # log 4
@@ -170,9 +167,6 @@ class SwAV(ViewLoss):
         epsilon: ε > 0, the temperature of the assignments.
         iterations: number of Sinkhorn iterations, 0 … 10,000; 0 is a softmax.
         code_views: number of first views that give codes; the other views only predict.
-
-    Raises:
-        ValueError: sizes above what memory holds, prototypes of another width, or more code_views than views.
 
     Examples:
         >>> loss = SwAV(2, 2, temperature=1.0)

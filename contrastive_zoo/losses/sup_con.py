@@ -153,7 +153,6 @@ class SINCERE(RowLoss):
     Args:
         average: ``"anchors"``, equal weights of anchors with a positive, as in the authors' code; or ``"pairs"`` (i, p),
             which is pytorch-metric-learning's NTXentLoss on labelled embeddings, with memory linear in N.
-        reduction: the mean is over all ranks' anchors or pairs, in nats, 0 without any.
 
     Examples:
         >>> SINCERE(temperature=1.0)(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻¹); row 2 has none
@@ -189,7 +188,6 @@ class TupletMargin(RowLoss):
         temperature: t, the paper's 1/s.
         margin: β in degrees, 0 to 180.
         average: ``"pairs"``, equal weights of pairs (i, p), or ``"anchors"``.
-        reduction: the mean is over all ranks' pairs or anchors, in nats, 0 without any.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])   # log(1 + exp(0 − cos 60°))
@@ -224,7 +222,6 @@ class NCA(RowLoss):
 
     Args:
         temperature: t > 0, in units of squared distance.
-        reduction: the mean is over anchors with a positive, in nats, 0 without any.
 
     Examples:
         >>> NCA()(torch.eye(2)[[0, 0, 1]], torch.tensor([0, 0, 1]))   # log(1 + e⁻²); row 2 has no positive

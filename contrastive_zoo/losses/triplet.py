@@ -42,7 +42,6 @@ class Triplet(DissimilarityLoss):
         metric: ``"distance"``, ``"squared distance"`` (FaceNet) or ``"similarity"``, of which D is the negative.
         average: over the triplets with a loss (``"nonzero"``, pytorch-metric-learning's default) or over all mined ones
             (``"all"``, its MeanReducer).
-        reduction: ``"none"`` returns sums over an anchor's triplets.
 
     Raises:
         ValueError: semi-hard mining with a margin that is not positive.
@@ -115,7 +114,6 @@ class Angular(RowLoss):
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
         normalize: normalise embeddings to unit length first. pytorch-metric-learning normalises a pair but not its
             negatives: give it unit embeddings to compare.
-        reduction: ``"none"`` returns sums over an anchor's pairs.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -215,9 +213,6 @@ class DynamicSoftMargin(Loss):
     Args:
         num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.
         momentum: m, the share of this batch, 0 … 1.
-
-    Raises:
-        ValueError: a histogram of another size.
 
     Examples:
         >>> eye, loss = torch.eye(2), DynamicSoftMargin(2)

@@ -226,9 +226,6 @@ class SIGReg(EmbeddingLoss):
         num_points: two or more points of the integral from 0 to T; the integrand is even.
         limit: T > 0.
 
-    Raises:
-        ValueError: at the call, sizes above what memory holds, or embeddings of another width or on another device.
-
     Examples:
         >>> loss = SIGReg(1, num_points=2, limit=100.0)
         >>> loss(torch.zeros(2, 1)), loss.step   # 2 · 100 · |0 − 1|² · 0
@@ -303,9 +300,6 @@ class LeJEPA(SIGReg):
     Args:
         lambda_: λ, 0 … 1.
         global_views: g; the other settings are those of :class:`SIGReg`.
-
-    Raises:
-        ValueError: more global_views than views, or what :class:`SIGReg` refuses.
 
     Examples:
         >>> loss = LeJEPA(1, lambda_=0.0)
