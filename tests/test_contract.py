@@ -45,11 +45,19 @@ def require_contract(case: Case, batch: GlobalBatch, worlds: Worlds) -> Trial:
 @given(
     batch=global_batches(),
     temperature=TEMPERATURES,
+    learnt=st.sampled_from([True, False]),  # the first example is learnt
     reduction=st.sampled_from(["mean", "sum"]),
     trainer=st.sampled_from(["mean", "sum"]),
 )
-def test_the_contract_holds(entry: Entry, batch, temperature, reduction, trainer, worlds: Worlds) -> None:
-    require_contract(entry.case(trainer, temperature=temperature, reduction=reduction), batch, worlds)
+def test_the_contract_holds(entry: Entry, batch, temperature, learnt, reduction, trainer, worlds: Worlds) -> None:
+    learnt = learnt and entry in LEARNABLE
+
+    def make():
+        number = cz.LearnableTemperature(temperature) if learnt else temperature
+        return cz.DistributedLoss(entry.make(temperature=number, reduction=reduction), grad_reduction=trainer)
+
+    trial = require_contract(replace(entry.case(trainer), make=make), batch, worlds)
+    assert not learnt or trial.on_one_process().parameters
 
 
 class LaterStep(torch.nn.Module):
@@ -69,23 +77,16 @@ class LaterStep(torch.nn.Module):
 @pytest.mark.parametrize(
     ("entry", "how"),
     [(entry, "ring") for entry in ZOO if not entry.name.startswith("RowLoss")]
-    + [(entry, "static_shapes") for entry in ZOO]
-    + [(entry, "a learnt temperature") for entry in LEARNABLE],
+    + [(entry, "static_shapes") for entry in ZOO],
     ids=str,
 )
 @given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
-def test_the_contract_holds_however_ranks_talk_and_what_they_learn(
-    entry: Entry, how: str, batch, trainer, worlds: Worlds
-) -> None:
-    make, is_learnt = entry.make, how == "a learnt temperature"
-
+def test_the_contract_holds_however_ranks_talk(entry: Entry, how: str, batch, trainer, worlds: Worlds) -> None:
     def told():
-        loss = make(temperature=cz.LearnableTemperature(0.3) if is_learnt else 0.3)
-        loss = cz.DistributedLoss(loss, grad_reduction=trainer, **({} if is_learnt else {how: True}))
+        loss = cz.DistributedLoss(entry.make(temperature=0.3), grad_reduction=trainer, **{how: True})
         return LaterStep(loss) if how == "static_shapes" else loss
 
-    trial = require_contract(replace(entry.case(trainer), make=told), batch, worlds)
-    assert not is_learnt or trial.on_one_process().parameters
+    require_contract(replace(entry.case(trainer), make=told), batch, worlds)
 
 
 @given(batch=global_batches(), number=st.integers(2, 4))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
@@ -156,12 +155,11 @@ class MNRL(Loss):
             return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
 
         compared = {*directions} if self.mask_doc_to_doc else {*directions} - {"doc_to_doc"}
-        margin = batch.settings.false_negative_margin
+        settings = batch.settings
         loss = BlockLoss(
-            _pair_losses, temperature=batch.settings.temperature, directions=directions,
-            mask=FalseNegatives(margin, self.margin_strategy == "relative", compared),
-            partition_mode=self.partition_mode, hardness_mode=self.hardness_mode,
-            hardness_strength=batch.settings.hardness_strength,
+            _pair_losses, temperature=settings.temperature, directions=directions, compared=compared,
+            margin=(settings.false_negative_margin, self.margin_strategy), partition_mode=self.partition_mode,
+            hardness_mode=self.hardness_mode, hardness_strength=settings.hardness_strength,
         )  # fmt: skip
         queries, documents = (batch.rows[name] for name in ("queries", "documents"))
         arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
@@ -180,39 +178,21 @@ def _ids_of_pairs(batch: Batch) -> list[tuple[Tensor, Tensor | None]]:
     return [(batch.rows[x], batch.rows.get(y)) for x, y in _IDS.items() if x in batch.rows]
 
 
-@dataclass(frozen=True)
-class FalseNegatives:
-    """The mask of candidates that count as positives of an anchor, by their ids, or because they are too close to it.
+def _distinct(block: AnchorBlock, ids_from: int) -> Tensor:
+    """Return which candidates have none of the anchor's ids, which are the companions from this one on."""
+    distinct = torch.ones_like(block.positive)
+    for ids, of_candidates in block.companions[ids_from:]:
+        distinct &= (ids[:, None] != of_candidates[:, 0]) | (of_candidates[:, 1] == 0)
+    return distinct
 
-    Of the directions, candidates with a similarity above s_ii + margin, or s_ii + margin · |s_ii|, are too close: that of a
-    guide if there is one, otherwise the loss's own. An anchor's threshold is that of its pair in every direction.
-    """
 
-    margin: float | Tensor | None
-    relative: bool
-    directions: Collection[str]
-    has_guide: bool = False
-
-    def distinct(self, block: AnchorBlock) -> Tensor:
-        """Return which candidates have none of the anchor's ids."""
-        distinct = torch.ones_like(block.positive)
-        for ids, of_candidates in block.companions[2 if self.has_guide else 1 :]:
-            distinct &= (ids[:, None] != of_candidates[:, 0]) | (of_candidates[:, 1] == 0)
-        return distinct
-
-    def guide(self, block: AnchorBlock, pairs: PairBlock) -> PairBlock:
-        """Return the pairs whose similarities are compared with the threshold."""
-        return split_pairs(*block.companions[1], block.companions[0][1]) if self.has_guide else pairs
-
-    def threshold(self, guide: PairBlock) -> Tensor:
-        """Return the largest similarity that an anchor's negatives may have, [c, 1]."""
-        first, second = guide.first.detach(), guide.second.detach()
-        similarity = (first * second).sum(1, keepdim=True)
-        squares = torch.maximum(first.square().sum(1, keepdim=True), second.square().sum(1, keepdim=True))
-        margin = 0 if self.margin is None else self.margin
-        return (
-            similarity + margin * (similarity.abs() if self.relative else 1) + tie_width(first) * squares.clamp(min=1)
-        )
+def _threshold(pairs: PairBlock, margin: float | Tensor, strategy: Strategy) -> Tensor:
+    """Return the largest similarity that an anchor's negatives may have, [c, 1]: that of its pair plus the margin."""
+    first, second = pairs.first.detach(), pairs.second.detach()
+    similarity = (first * second).sum(1, keepdim=True)
+    squares = torch.maximum(first.square().sum(1, keepdim=True), second.square().sum(1, keepdim=True))
+    tie = tie_width(first) * squares.clamp(min=1)
+    return similarity + margin * (similarity.abs() if strategy == "relative" else 1) + tie
 
 
 def _losses(others: dict[Direction, Tensor], positive: Tensor, partition_mode: str) -> Tensor:
@@ -228,15 +208,17 @@ def _pair_losses(
     block: AnchorBlock,
     temperature: Tensor,
     directions: Sequence[Direction],
-    mask: FalseNegatives,
+    margin: tuple[float | Tensor | None, Strategy],  # in a tuple: it has no derivative
+    compared: Collection[str],  # the directions that the margin masks, by similarities of the guide if there is one
     partition_mode: PartitionMode = "joint",
     hardness_mode: Hardness | None = None,
     hardness_strength: float = 0.0,
-    singles_of_documents: bool = True,
+    has_guide: bool = False,  # then negatives are candidates of queries alone
 ) -> Rows:
     x, is_own = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
-    distinct, guide = mask.distinct(block), mask.guide(block, x)
-    threshold = mask.threshold(guide)
+    distinct = _distinct(block, 2 if has_guide else 1)
+    guide = split_pairs(*block.companions[1], block.companions[0][1]) if has_guide else x
+    threshold = None if margin[0] is None else _threshold(guide, margin[0], margin[1])
     others: list[LogSumExp] = []
     for direction in directions:
         similarity = x.similarity(direction)
@@ -245,11 +227,11 @@ def _pair_losses(
             allowed = distinct & ~(is_own & x.is_pair)  # also negatives that were mined for the query
             hard = _hard(hardness_mode, is_own, x.is_pair)
             logits = logits if hard is None else logits + (hardness_strength * similarity.detach()).where(hard, 0)
-        elif direction != "doc_to_doc" or not singles_of_documents:
+        elif direction != "doc_to_doc" or has_guide:
             allowed = allowed & x.is_pair
-        if mask.margin is not None and direction in mask.directions:
-            compared = similarity if guide is x else guide.similarity(direction)
-            allowed = allowed & (compared.detach() <= threshold)
+        if threshold is not None and direction in compared:
+            of_guide = similarity if guide is x else guide.similarity(direction)
+            allowed = allowed & (of_guide.detach() <= threshold)
         others.append(LogSumExp(logits, allowed))
     sums = yield others
     positive = (x.first * x.second).sum(1) / temperature
@@ -358,9 +340,8 @@ class GIST(Loss):
             "doc_to_doc": self.contrast_positives,
         }
         directions: list[Direction] = ["query_to_doc", *(x for x, contrasts in further.items() if contrasts)]
-        mask = FalseNegatives(-batch.settings.margin, self.margin_strategy == "relative", directions, has_guide=True)
         loss = BlockLoss(
-            _pair_losses, temperature=batch.settings.temperature, directions=directions, mask=mask,
-            singles_of_documents=False,
+            _pair_losses, temperature=batch.settings.temperature, directions=directions, compared=directions,
+            margin=(-batch.settings.margin, self.margin_strategy), has_guide=True,
         )  # fmt: skip
         return reduce_pairs(batch, loss, rows, [guides], ids=_ids_of_pairs(batch), reduction=self.reduction)

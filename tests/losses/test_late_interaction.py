@@ -254,7 +254,7 @@ def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
     cases = [
         (spoilt(width=2), "ranks disagree on the width of tokens of queries: rank 0 brought d=3, rank 1 brought d=2"),
         (spoilt(mask=torch.tensor([[1, 0], [0, 0], [1, 1]])), "got none in row 1"),
-        (spoilt(mask=torch.ones(3, 2)), "document_mask holds a bool or an integer"),
+        (spoilt(mask=torch.ones(3, 2)), "document_mask must be bool [n, b] or integer [n, b]"),
     ]
     for bad, said in cases:
         text, after = common_error(worlds, 2, bad, lambda: call(1 + dist.get_rank()))

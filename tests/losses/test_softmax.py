@@ -15,7 +15,7 @@ from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.rowwise import reduce_pairs
 from contrastive_zoo.losses import mnrl
 from contrastive_zoo.losses.info_nce import Clip
-from contrastive_zoo.losses.mnrl import MNRL, FalseNegatives
+from contrastive_zoo.losses.mnrl import MNRL
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
@@ -108,13 +108,13 @@ def per_rank(batch: Any, *arguments: Any, ids: Any, **named: Any) -> Tensor:
     return reduce_pairs(batch, *arguments, ids=[(x + first, None if y is None else y + first) for x, y in ids], **named)
 
 
-def in_one_direction(margin: Any, relative: bool, directions: Any) -> FalseNegatives:
-    return FalseNegatives(margin, relative, ["query_to_doc"])
+def in_one_direction(block: Any, compared: Any, pair_losses: Any = mnrl._pair_losses, **settings: Any) -> Any:
+    return (yield from pair_losses(block, compared=["query_to_doc"], **settings))
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("reduce_pairs", reduce_pairs), ("reduce_pairs", per_rank), ("FalseNegatives", in_one_direction)],
+    [("reduce_pairs", reduce_pairs), ("reduce_pairs", per_rank), ("_pair_losses", in_one_direction)],
     ids=["right", "ids per rank", "one direction"],
 )
 def test_false_negatives_are_those_of_all_ranks_and_directions(name: str, mutant: Any, worlds: Worlds) -> None:
