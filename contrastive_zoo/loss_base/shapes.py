@@ -21,9 +21,13 @@ class Shape(NamedTuple):
     kind: str  # of its numbers: floating-point, integer (bools, too), bool, real
 
     def fits(self, x: Tensor) -> bool:
-        has_kind = x.is_floating_point() if self.kind == "floating-point" else not x.is_complex()
-        has_kind = has_kind and not (self.kind in ("integer", "bool") and x.is_floating_point())
-        return x.ndim == len(self.dims) and has_kind and (self.kind != "bool" or x.dtype == torch.bool)
+        if x.ndim != len(self.dims):
+            return False
+        if self.kind == "floating-point":
+            return x.is_floating_point()
+        if self.kind == "bool":
+            return x.dtype == torch.bool
+        return not x.is_complex() and (self.kind == "real" or not x.is_floating_point())
 
     def __str__(self) -> str:
         return f"{self.kind} [{', '.join(self.dims)}]"
@@ -41,40 +45,55 @@ def shapes_of(annotation: Any) -> Shapes:
     return tuple(Shape(tuple(x.dim_str.split()), kind) for x, kind in zip(options, kinds, strict=True))
 
 
+_First = dict[str, tuple[str, Tensor, int]]  # by dimension: the argument that brought it, and its size
+
+_SAME = "Pass the same samples, in the same order, in both."
+
 ROWS = shapes_of(Float[Tensor, "n d"])
 
 
 def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, Shapes]) -> str | None:
     """Return which argument has another shape than it may have beside those before it, in words; None if none has."""
-    first: dict[str, tuple[str, Tensor, Any]] = {}  # by dimension: the argument that brought it, and its size
+    first: _First = {}
+    widths: dict[str, tuple[str, Tensor]] = {}  # by last dimension of embeddings: the argument that brought it
     for name, x in arguments.items():
         if x is None or not (allowed := shapes.get(name)):
             continue
         samples = allowed[0].dims[0]
-        owner = next(key for key, of_key in shapes.items() if of_key and of_key[0].dims[0] == samples)
-        if owner != name and arguments.get(owner) is None:
-            return f"{name} came without {owner}. Leave it out."
-        are_labels = allowed == (Shape((samples,), "integer"),)
-        if are_labels and (problem := labels_problem(name, x, first[samples][2] if samples in first else None)):
-            return problem
+        if samples not in first:
+            owner = next(key for key, of_key in shapes.items() if of_key and of_key[0].dims[0] == samples)
+            if owner != name and arguments.get(owner) is None:
+                return f"{name} came without {owner}. Leave it out."
         shape = next((shape for shape in allowed if shape.fits(x)), None)
         if shape is None:
-            return f"{name} must be {' or '.join(map(str, allowed))}, got {described(x)}."
-        sizes: list[tuple[str, Any]] = [*zip(shape.dims, x.shape, strict=True)]
+            return _labels_problem(name, x, allowed, first) or (
+                f"{name} must be {' or '.join(map(str, allowed))}, got {described(x)}."
+            )
+        for dim, size in zip(shape.dims, x.shape, strict=True):
+            if first.setdefault(dim, (name, x, size))[2] != size:
+                further = any(of.dims[0] != dim and of.dims[-1] == shape.dims[-1] for of in shapes.get("negatives", ()))
+                fix = f"Pass further {name} as negatives." if further and name != "negatives" else _SAME
+                return _labels_problem(name, x, allowed, first) or _size_problem(name, x, shape, dim, first[dim], fix)
         if shape.kind == "floating-point" and x.ndim > 1:
-            sizes.append((f"dtype of {shape.dims[-1]}", x.dtype))
-        for dim, size in sizes:
-            other, y, of_other = first.setdefault(dim, (name, x, size))
-            if size == of_other:
-                continue
-            got = f"got {other} {described(y)} and {name} {described(x)}."
-            if dim != shape.dims[0]:
-                return f"{name} must be {shape} with the {dim.partition(' ')[0]} of {other}, {got}"
-            may_be_negatives = [x.dims[0] != dim and x.dims[-1] == shape.dims[-1] for x in shapes.get("negatives", ())]
-            same = "Pass the same samples, in the same order, in both."
-            fix = f"Pass further {name} as negatives." if name != "negatives" and any(may_be_negatives) else same
-            return f"row i of {name} belongs to row i of {other}, {got} {fix}"
+            other, y = widths.setdefault(shape.dims[-1], (name, x))
+            if x.dtype != y.dtype:
+                return f"{name} must have the dtype of {other}, got {other} {described(y)} and {name} {described(x)}."
     return None
+
+
+def _labels_problem(name: str, x: Tensor, allowed: Shapes, first: _First) -> str | None:
+    (samples, *more), kind = allowed[0]
+    if more or kind != "integer" or len(allowed) > 1:
+        return None
+    return labels_problem(name, x, first[samples][2] if samples in first else None)
+
+
+def _size_problem(name: str, x: Tensor, shape: Shape, dim: str, first: tuple[str, Tensor, int], fix: str) -> str:
+    other, y, _ = first
+    got = f"got {other} {described(y)} and {name} {described(x)}."
+    if dim != shape.dims[0]:
+        return f"{name} must be {shape} with the {dim} of {other}, {got}"
+    return f"row i of {name} belongs to row i of {other}, {got} {fix}"
 
 
 def candidates_problem(name: str, x: Tensor, *, at_least: int) -> str | None:

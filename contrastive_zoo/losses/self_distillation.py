@@ -99,7 +99,7 @@ class DINO(Loss):
     def inputs(
         self,
         student: Float[Tensor, "n v k"] | Float[Tensor, "n k"],
-        teacher: Float[Tensor, "n g k"] | Float[Tensor, "n k"],
+        teacher: Float[Tensor, "n g c"] | Float[Tensor, "n c"],  # c is k, in any dtype
     ) -> Inputs:
         return Inputs({"student": student, "teacher": teacher}, _outputs_problem(student, teacher, self.centre))
 
@@ -127,7 +127,7 @@ class DINO(Loss):
 
 
 def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
-    if student.ndim != teacher.ndim:
+    if student.ndim != teacher.ndim or student.shape[-1] != teacher.shape[-1]:
         return (
             f"student and teacher are [n, views, k], or [n, k], got "
             f"student {described(student)}, teacher {described(teacher)}."

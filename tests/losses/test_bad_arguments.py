@@ -83,7 +83,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     # ---- tokens
     (lambda: cz.MaxSim()(EYE, TOKENS), r"queries must be floating-point \[n, a, d\], got float32"),
     (lambda: cz.MaxSim()(TOKENS, TOKENS[..., :2]), r"documents must be .* with the d of queries, got"),
-    (lambda: cz.MaxSim()(TOKENS, TOKENS, negatives=TOKENS.half()), "negatives must be .* with the dtype of queries"),
+    (lambda: cz.MaxSim()(TOKENS, TOKENS, negatives=TOKENS.half()), "negatives must have the dtype of queries"),
     (lambda: cz.MaxSim()(TOKENS[:2], TOKENS), "Pass further documents as negatives"),
     (lambda: cz.MaxSim()(TOKENS, TOKENS, torch.ones(3, 3).bool()), r"query_mask must be .* with the a of queries"),
     (lambda: cz.MaxSim()(TOKENS, TOKENS, torch.ones(3, 2)), r"query_mask must be bool \[n, a\] or integer"),
