@@ -58,10 +58,10 @@ class MemoryQueue(Settings):
     embedding_size: Size = field(kw_only=False)
     dtype: torch.dtype | None = None
 
-    embeddings: Float[Tensor, "size d"]
-    ids: Int[Tensor, " size"]
-    pointer: Int[Tensor, ""]
-    filled: Int[Tensor, ""]
+    embeddings: Float[Tensor, "size d"] = field(init=False)
+    ids: Int[Tensor, " size"] = field(init=False)
+    pointer: Int[Tensor, ""] = field(init=False)
+    filled: Int[Tensor, ""] = field(init=False)
 
     def settings_problem(self) -> str | None:
         dtype = self.dtype
