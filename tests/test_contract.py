@@ -120,11 +120,12 @@ def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, bat
     ids=str,
 )
 def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds: Worlds) -> None:
-    """Every loss has a part of the invariants, every invariant a part of the losses; a search has all."""
+    """Every loss has one of the invariants that no other test has of all, every one a part of the losses; a search has all."""
     labels = "singletons" if shards == (1, 4) else "mixed"
     trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, labels=labels, seed=5), worlds)
-    part = slice(None) if EVERY_CASE else slice(WHOLE_ZOO.index(entry) // 3 % 8, None, 8)
-    for invariant in INVARIANTS[part]:
+    further = [x for x in INVARIANTS if x not in (*CONTRACT, finite_at_extremes)]
+    first = WHOLE_ZOO.index(entry) // 3 % len(further)
+    for invariant in further if EVERY_CASE else [further[first]]:
         invariant(trial)
 
 
