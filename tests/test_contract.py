@@ -120,7 +120,7 @@ def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, bat
     ids=str,
 )
 def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds: Worlds) -> None:
-    """Every loss has one of the invariants that no other test has of all, every one a part of the losses; a search has all."""
+    """Every loss has one invariant that no other test has, every invariant a part of the losses; a search has all."""
     labels = "singletons" if shards == (1, 4) else "mixed"
     trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, labels=labels, seed=5), worlds)
     further = [x for x in INVARIANTS if x not in (*CONTRACT, finite_at_extremes)]

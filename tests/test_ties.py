@@ -14,7 +14,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import masked, max_sim, pairwise, row_statistics
 from contrastive_zoo.losses import max_sim as max_sim_loss
 from contrastive_zoo.losses import mnrl
-from contrastive_zoo.losses.max_sim import MaxSim
 from contrastive_zoo.testing.loss_calls import allow_repeated_samples
 from contrastive_zoo.testing.measurement import set_float64_and_seed
 from contrastive_zoo.testing.worlds import Worlds
@@ -36,7 +35,7 @@ def repeated_tokens(*views: Tensor) -> tuple[Tensor, ...]:
     return queries, documents, query_mask, torch.ones(documents.shape[:2], dtype=torch.int64)
 
 
-REPEATED_TOKENS = row("MaxSim, repeated tokens", MaxSim, dense_max_sim, "views", repeated_tokens, temperature=1.0)
+REPEATED_TOKENS = row("MaxSim, repeated tokens", dense_max_sim, "views", repeated_tokens, temperature=1.0)
 ENTRIES = [*(x for x in EVERY if x not in WEIGHTS), REPEATED_TOKENS]
 DRAWN = [x for x in ENTRIES if EVERY_CASE or any(name in x.name for name in COMPARE)]
 BY_NAME = {f"{x.name} {x.call}": x for x in ENTRIES}

@@ -45,19 +45,20 @@ Arguments = Callable[..., Sequence[Any]]
 
 def row(
     name: str,
-    kind: Callable[..., Any],
     dense: Callable[..., Tensor],
     call: Call = "views",
     arguments: Arguments | None = None,
     views: int = 2,
     prepare: Callable[[Any], object] | None = None,
+    kind: Callable[..., Any] | None = None,
     **fixed: Any,
 ) -> Entry:
     """Return an entry of a loss and its formula; both get those of these settings, and of a test's, that they take.
 
-    ``arguments`` makes those of a call, which the formula takes too, from the embeddings and labels of a batch. ``prepare``
-    gives a new loss its state.
+    The loss is that of the name, up to a comma, unless it is another ``kind``. ``arguments`` makes those of a call, which
+    the formula takes too, from the embeddings and labels of a batch. ``prepare`` gives a new loss its state.
     """
+    kind = getattr(cz, name.partition(",")[0]) if kind is None else kind
     if arguments is not None or prepare is not None:
         kind, dense = fed(kind, arguments, prepare), dense if arguments is None else of_arguments(dense, arguments)
 

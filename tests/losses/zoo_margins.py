@@ -7,16 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from contrastive_zoo.losses.pair_margins import (
-    Contrastive,
-    Margin,
-    RankedList,
-    SignalToNoise,
-    ThresholdConsistentMargin,
-)
-from contrastive_zoo.losses.ranking import PNP, FastAP, SmoothAP
-from contrastive_zoo.losses.soft_margins import Circle, GeneralizedLiftedStructure, LiftedStructure, MultiSimilarity
-from contrastive_zoo.losses.triplet import Angular, Triplet
 from tests.zoo import itself, log_sums, masks, mean_over, roots, row, softplus, unit
 
 
@@ -163,32 +153,30 @@ def dense_pnp(z: Tensor, labels: Tensor, temperature: float, variant: str = "O",
 SIMILARITY = {"metric": "similarity", "pos_margin": 0.9, "neg_margin": 0.2}
 
 ENTRIES = [
-    row("Contrastive", Contrastive, dense_contrastive, "labels"),
-    row("Contrastive, as in the paper", Contrastive, dense_contrastive, "labels", power=2, average="all"),
-    row("Contrastive, similarity", Contrastive, dense_contrastive, "labels", **SIMILARITY),
-    row("SignalToNoise", SignalToNoise, partial(dense_contrastive, metric="noise"), "labels"),
-    row("Triplet", Triplet, dense_triplet, "labels", margin=0.3),
-    row("Triplet, mean of all", Triplet, dense_triplet, "labels", margin=0.3, average="all"),
-    row("Triplet, similarity", Triplet, dense_triplet, "labels", margin=0.3, metric="similarity"),
-    row("Triplet, soft", Triplet, dense_triplet, "labels", margin=0.0, soft=True),
-    row("Triplet, hard", Triplet, dense_triplet, "labels", margin=0.3, mining="hard"),
-    row(
-        "Triplet, hard and soft", Triplet, dense_triplet, "labels", margin=0.3, mining="hard", soft=True, average="all"
-    ),
-    row("Triplet, semi-hard", Triplet, dense_triplet, "labels", margin=0.3, mining="semi-hard"),
-    row("Triplet, semi-hard and soft", Triplet, dense_triplet, "labels", margin=0.3, mining="semi-hard", soft=True),
-    row("MultiSimilarity", MultiSimilarity, dense_multi_similarity, "labels"),
-    row("MultiSimilarity, mined", MultiSimilarity, dense_multi_similarity, "labels", epsilon=0.1),
-    row("Circle", Circle, dense_circle, "labels"),
-    row("LiftedStructure", LiftedStructure, dense_lifted, "labels"),
-    row("GeneralizedLiftedStructure", GeneralizedLiftedStructure, dense_generalized_lifted, "labels"),
-    row("Margin", Margin, dense_margin, "labels", beta=1.25, nu=0.1),
-    row("Margin, by class", Margin, dense_margin, "labels", beta=1.25, nu=0.1, num_classes=100),
-    row("RankedList", RankedList, dense_ranked_list, "labels"),
-    row("FastAP", FastAP, dense_fast_ap, "labels"),
-    row("SmoothAP", SmoothAP, dense_smooth_ap, "labels", temperature=0.1),
-    row("Angular", Angular, dense_angular, "labels"),
-    row("ThresholdConsistentMargin", ThresholdConsistentMargin, dense_threshold_consistent, "labels"),
-    row("PNP", PNP, dense_pnp, "labels", temperature=0.2),
-    row("PNP, Dq", PNP, dense_pnp, "labels", temperature=0.2, variant="Dq", alpha=1.5, with_self=True),
+    row("Contrastive", dense_contrastive, "labels"),
+    row("Contrastive, as in the paper", dense_contrastive, "labels", power=2, average="all"),
+    row("Contrastive, similarity", dense_contrastive, "labels", **SIMILARITY),
+    row("SignalToNoise", partial(dense_contrastive, metric="noise"), "labels"),
+    row("Triplet", dense_triplet, "labels", margin=0.3),
+    row("Triplet, mean of all", dense_triplet, "labels", margin=0.3, average="all"),
+    row("Triplet, similarity", dense_triplet, "labels", margin=0.3, metric="similarity"),
+    row("Triplet, soft", dense_triplet, "labels", margin=0.0, soft=True),
+    row("Triplet, hard", dense_triplet, "labels", margin=0.3, mining="hard"),
+    row("Triplet, hard and soft", dense_triplet, "labels", margin=0.3, mining="hard", soft=True, average="all"),
+    row("Triplet, semi-hard", dense_triplet, "labels", margin=0.3, mining="semi-hard"),
+    row("Triplet, semi-hard and soft", dense_triplet, "labels", margin=0.3, mining="semi-hard", soft=True),
+    row("MultiSimilarity", dense_multi_similarity, "labels"),
+    row("MultiSimilarity, mined", dense_multi_similarity, "labels", epsilon=0.1),
+    row("Circle", dense_circle, "labels"),
+    row("LiftedStructure", dense_lifted, "labels"),
+    row("GeneralizedLiftedStructure", dense_generalized_lifted, "labels"),
+    row("Margin", dense_margin, "labels", beta=1.25, nu=0.1),
+    row("Margin, by class", dense_margin, "labels", beta=1.25, nu=0.1, num_classes=100),
+    row("RankedList", dense_ranked_list, "labels"),
+    row("FastAP", dense_fast_ap, "labels"),
+    row("SmoothAP", dense_smooth_ap, "labels", temperature=0.1),
+    row("Angular", dense_angular, "labels"),
+    row("ThresholdConsistentMargin", dense_threshold_consistent, "labels"),
+    row("PNP", dense_pnp, "labels", temperature=0.2),
+    row("PNP, Dq", dense_pnp, "labels", temperature=0.2, variant="Dq", alpha=1.5, with_self=True),
 ]

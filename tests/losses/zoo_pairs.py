@@ -6,11 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastive_zoo.losses.annotated_pairs import CoSENT, OnlineContrastive
-from contrastive_zoo.losses.distillation import MarginMSE, ScoreDistillation
-from contrastive_zoo.losses.pair_margins import IntraPairVariance
-from contrastive_zoo.losses.ranking import Histogram
-from contrastive_zoo.losses.triplet import MegaBatchMargin
 from tests.losses import zoo_softmax
 from tests.zoo import itself, row, unit
 
@@ -107,12 +102,12 @@ def dense_score_distillation(q: Tensor, candidates: Tensor, scores: Tensor, temp
 COOL = {"teacher_temperature": 0.7}
 
 ENTRIES = [
-    row("CoSENT", CoSENT, dense_cosent, "labels", scored),
-    row("AnglE", CoSENT, dense_cosent, "labels", scored, similarity="angle"),
-    row("OnlineContrastive", OnlineContrastive, dense_online_contrastive, "labels", of_parity, reduction="sum"),
-    row("MegaBatchMargin", MegaBatchMargin, dense_mega_batch_margin),
-    row("IntraPairVariance", IntraPairVariance, dense_intra_pair_variance, "labels"),
-    row("Histogram", Histogram, dense_histogram, "labels", num_bins=7),
-    row("MarginMSE", MarginMSE, dense_margin_mse, "views", margins_of, 4),
-    row("ScoreDistillation", ScoreDistillation, dense_score_distillation, "views", scored_candidates, 4, **COOL),
+    row("CoSENT", dense_cosent, "labels", scored),
+    row("AnglE", dense_cosent, "labels", scored, similarity="angle"),
+    row("OnlineContrastive", dense_online_contrastive, "labels", of_parity, reduction="sum"),
+    row("MegaBatchMargin", dense_mega_batch_margin),
+    row("IntraPairVariance", dense_intra_pair_variance, "labels"),
+    row("Histogram", dense_histogram, "labels", num_bins=7),
+    row("MarginMSE", dense_margin_mse, "views", margins_of, 4),
+    row("ScoreDistillation", dense_score_distillation, "views", scored_candidates, 4, **COOL),
 ]

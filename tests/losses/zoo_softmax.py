@@ -2,24 +2,17 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import ContrastMode
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
-from contrastive_zoo.losses.distillation import ClipDistillation
-from contrastive_zoo.losses.info_nce import MILNCE, Clip
-from contrastive_zoo.losses.mnrl import GIST, MNRL
-from contrastive_zoo.losses.multi_positive import MultiPositive, NPairs
-from contrastive_zoo.losses.nt_xent import DCL, DCLW, HCL, Debiased
-from contrastive_zoo.losses.sigmoid import SigLIP, SupSigmoid
-from contrastive_zoo.losses.sup_con import NCA, SINCERE, SupCon, TupletMargin
 from tests.zoo import (
     Entry,
     dense_clip,
@@ -289,7 +282,7 @@ def dense_sup_con_of_views(z: Tensor, temperature: Any, contrast_mode: str = "al
     return (losses[:n] if contrast_mode == "one" else losses).mean() * temperature / 0.07
 
 
-class SupConOfMask(SupCon):
+class SupConOfMask(cz.SupCon):
     """Positives of the same class and of the next one, which is not symmetric; two views of each sample."""
 
     contrast_mode: ContrastMode = "one"
@@ -318,56 +311,42 @@ T0 = {"base_temperature": 0.07}
 HARD = {"hardness_mode": "all_negatives", "hardness_strength": 3.0}
 
 ENTRIES: list[Entry] = [
-    row("Clip", learnt(Clip), dense_clip, "views"),
-    row("SigLIP", learnt(SigLIP), dense_siglip, "views"),
-    row("SupSigmoid", learnt(SupSigmoid), dense_sup_sigmoid, "labels"),
-    row("MultiPositive, duplicates positive", MultiPositive, dense_multi_positive, "labels", two_towers),
-    row(
-        "MultiPositive, ignored",
-        MultiPositive,
-        dense_multi_positive,
-        "labels",
-        arguments=two_towers,
-        duplicates="ignore",
-    ),
-    row(
-        "MultiPositive, negative",
-        MultiPositive,
-        dense_multi_positive,
-        "labels",
-        arguments=two_towers,
-        duplicates="negative",
-    ),
-    row("MultiPositive, symmetric", MultiPositive, dense_multi_positive, "labels", two_towers, symmetric=True),
-    row("MultiPositive, several targets", MultiPositive, dense_multi_positive, "labels", several_targets),
-    row("DCL", DCL, dense_dcl, "views"),
-    row("DCLW", DCLW, dense_dcl, "views", sigma=0.5),
-    row("DCLW, per view", DCLW, dense_dcl, "views", sigma=0.5, denominators="per_view"),
-    row("HCL", HCL, dense_hcl, "views"),
-    row("Debiased", Debiased, dense_debiased, "views"),
-    row("MNRL", MNRL, dense_mnrl, "views", mined, 4),
-    row("MNRL, all directions", MNRL, dense_mnrl, "views", mined, 4, directions=ALL, **HARD),
-    row("MNRL, symmetric", MNRL, dense_mnrl, "views", mined, 4, directions=BOTH, partition_mode="per_direction"),
-    row("MNRL, masked", MNRL, dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **HARD),
-    row("MNRL, Qwen3", MNRL, dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1),
-    row("GIST", GIST, dense_gist, "views", with_teacher, 2),
-    row("GIST, masked", GIST, dense_gist, "views", guided, 3, margin=0.3, margin_strategy="relative"),
-    row("ClipDistillation", ClipDistillation, dense_distillation, "views", with_teacher, 2),
-    row("SupCon, in", partial(SupCon, variant="in"), dense_sup_con_in, "labels"),
-    row("SupCon, one view's anchors", SupCon, dense_sup_con_of_views, "views", together, 3, contrast_mode="one", **T0),
-    row("SupCon, all views' anchors", SupCon, dense_sup_con_of_views, "views", together, **T0),
-    row("SupCon, mask", SupConOfMask, dense_sup_con_of_mask, "labels"),
-    row("SINCERE", SINCERE, dense_sincere, "labels"),
-    row("SINCERE, pairs", SINCERE, dense_sincere, "labels", average="pairs"),
-    row("NCA", NCA, dense_nca, "labels"),
-    row("TupletMargin", TupletMargin, dense_tuplet_margin, "labels"),
-    row("MILNCE", MILNCE, dense_mil_nce, "views", candidates, 3),
-    row("MILNCE, reference", MILNCE, dense_mil_nce, "views", candidates, 3, denominator="reference"),
+    row("Clip", dense_clip, kind=learnt(cz.Clip)),
+    row("SigLIP", dense_siglip, kind=learnt(cz.SigLIP)),
+    row("SupSigmoid", dense_sup_sigmoid, "labels", kind=learnt(cz.SupSigmoid)),
+    row("MultiPositive, duplicates positive", dense_multi_positive, "labels", two_towers),
+    row("MultiPositive, ignored", dense_multi_positive, "labels", two_towers, duplicates="ignore"),
+    row("MultiPositive, negative", dense_multi_positive, "labels", two_towers, duplicates="negative"),
+    row("MultiPositive, symmetric", dense_multi_positive, "labels", two_towers, symmetric=True),
+    row("MultiPositive, several targets", dense_multi_positive, "labels", several_targets),
+    row("DCL", dense_dcl, "views"),
+    row("DCLW", dense_dcl, "views", sigma=0.5),
+    row("DCLW, per view", dense_dcl, "views", sigma=0.5, denominators="per_view"),
+    row("HCL", dense_hcl, "views"),
+    row("Debiased", dense_debiased, "views"),
+    row("MNRL", dense_mnrl, "views", mined, 4),
+    row("MNRL, all directions", dense_mnrl, "views", mined, 4, directions=ALL, **HARD),
+    row("MNRL, symmetric", dense_mnrl, "views", mined, 4, directions=BOTH, partition_mode="per_direction"),
+    row("MNRL, masked", dense_mnrl, "views", with_ids, 4, directions=ALL, **MASKED, **HARD),
+    row("MNRL, Qwen3", dense_mnrl, "views", mined, 4, directions=QWEN3, false_negative_margin=0.1),
+    row("GIST", dense_gist, "views", with_teacher, 2),
+    row("GIST, masked", dense_gist, "views", guided, 3, margin=0.3, margin_strategy="relative"),
+    row("ClipDistillation", dense_distillation, "views", with_teacher, 2),
+    row("SupCon, in", dense_sup_con_in, "labels", variant="in"),
+    row("SupCon, one view's anchors", dense_sup_con_of_views, "views", together, 3, contrast_mode="one", **T0),
+    row("SupCon, all views' anchors", dense_sup_con_of_views, "views", together, **T0),
+    row("SupCon, mask", dense_sup_con_of_mask, "labels", kind=SupConOfMask),
+    row("SINCERE", dense_sincere, "labels"),
+    row("SINCERE, pairs", dense_sincere, "labels", average="pairs"),
+    row("NCA", dense_nca, "labels"),
+    row("TupletMargin", dense_tuplet_margin, "labels"),
+    row("MILNCE", dense_mil_nce, "views", candidates, 3),
+    row("MILNCE, reference", dense_mil_nce, "views", candidates, 3, denominator="reference"),
 ]
 
 ORDERED: list[Entry] = [
-    row("NPairs", NPairs, dense_n_pairs, "labels"),
-    row("NPairs, l2", NPairs, dense_n_pairs, "labels", l2=0.1),
+    row("NPairs", dense_n_pairs, "labels"),
+    row("NPairs, l2", dense_n_pairs, "labels", l2=0.1),
 ]
 """Losses that care which of a class's embeddings come first. The invariants of order, which ask one shuffle whether a loss
 does, may take them for such that do not."""

@@ -8,19 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.losses.memory_loss import NNCLR, MemoryLoss, ReSSL
-from contrastive_zoo.losses.redundancy import MMCR, WMSE, BarlowTwins, FroSSL, TiCo, VIbCReg, VICReg
-from contrastive_zoo.losses.self_distillation import DINO, NegativeCosine, SwAV
-from contrastive_zoo.losses.triplet import DynamicSoftMargin
-from contrastive_zoo.losses.uniformity import (
-    AlignUniform,
-    KoLeo,
-    LeJEPA,
-    OrthogonalRegularization,
-    SIGReg,
-    SpectralContrastive,
-)
+from contrastive_zoo.losses.memory_loss import MemoryLoss
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards
@@ -67,7 +57,7 @@ def predicted(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
     return z1, z2, z1.flip(1), z2.flip(1)
 
 
-class NegativeCosineOfViews(NegativeCosine):
+class NegativeCosineOfViews(cz.NegativeCosine):
     """SimSiam's two directions, without its predictor and factor."""
 
     def compute(self, batch: Batch) -> Tensor:
@@ -288,52 +278,52 @@ OUTPUTS = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
 def swav(name: str, **how: int) -> Entry:
     """With fixed prototypes."""
 
-    def prepare(loss: SwAV) -> None:
+    def prepare(loss: cz.SwAV) -> None:
         loss.prototypes.data.copy_(fixed_prototypes())
 
-    return row(name, SwAV, dense_swav, "views", widened, prepare=prepare, **how, **CLUSTERS)
+    return row(name, dense_swav, "views", widened, prepare=prepare, **how, **CLUSTERS)
 
 
 def dino(name: str, **how: int) -> Entry:
     """The centre starts at a linear ramp."""
 
-    def prepare(loss: DINO) -> None:
+    def prepare(loss: cz.DINO) -> None:
         loss.centre.copy_(ramp())
 
-    return row(name, DINO, dense_dino, "views", student_and_teacher, prepare=prepare, **how, **OUTPUTS)
+    return row(name, dense_dino, "views", student_and_teacher, prepare=prepare, **how, **OUTPUTS)
 
 
 ENTRIES = [
-    row("VICReg", VICReg, dense_vicreg),
-    row("BarlowTwins", BarlowTwins, dense_barlow_twins),
-    row("SpectralContrastive", SpectralContrastive, dense_spectral_contrastive),
-    row("AlignUniform", AlignUniform, dense_align_uniform),
-    row("VIbCReg", VIbCReg, dense_vibcreg),
-    row("FroSSL, three views", FroSSL, dense_frossl, views=3),
-    row("WMSE", WMSE, dense_w_mse),
-    row("WMSE, three views", WMSE, dense_w_mse, views=3),
-    row("MMCR, three views", MMCR, dense_mmcr, views=3, lambda_=0.5),
+    row("VICReg", dense_vicreg),
+    row("BarlowTwins", dense_barlow_twins),
+    row("SpectralContrastive", dense_spectral_contrastive),
+    row("AlignUniform", dense_align_uniform),
+    row("VIbCReg", dense_vibcreg),
+    row("FroSSL, three views", dense_frossl, views=3),
+    row("WMSE", dense_w_mse),
+    row("WMSE, three views", dense_w_mse, views=3),
+    row("MMCR, three views", dense_mmcr, views=3, lambda_=0.5),
     row(
-        "DynamicSoftMargin", DynamicSoftMargin, dense_dynamic_soft_margin,
+        "DynamicSoftMargin", dense_dynamic_soft_margin,
         prepare=lambda loss: loss.histogram.copy_(past()), num_bins=WIDTH - 1, momentum=0.25,
     ),
-    row("NNCLR", NNCLR, dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
+    row("NNCLR", dense_nnclr, "views", predicted, prepare=remember, size=7, embedding_size=WIDTH),
     row(
-        "ReSSL", ReSSL, dense_ressl, "views", exchanged,
+        "ReSSL", dense_ressl, "views", exchanged,
         prepare=remember, size=7, embedding_size=2 * WIDTH, teacher_temperature=0.3,
     ),
     row(
-        "LeJEPA, three views", LeJEPA, dense_lejepa, "views", widened, 3,
+        "LeJEPA, three views", dense_lejepa, "views", widened, 3,
         embedding_size=WIDTH, lambda_=0.3, **SLICES,
     ),
     row(
-        "TiCo", TiCo, dense_tico, "views", widened,
+        "TiCo", dense_tico, "views", widened,
         prepare=lambda loss: loss.covariance.copy_(torch.outer(ramp(), ramp())), embedding_size=WIDTH,
     ),
-    row("SIGReg", SIGReg, dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
-    row("KoLeo", KoLeo, dense_koleo, "labels", embeddings_alone),
-    row("OrthogonalRegularization", OrthogonalRegularization, dense_orthogonal, "labels", embeddings_alone),
-    row("NegativeCosine", NegativeCosineOfViews, dense_negative_cosine),
+    row("SIGReg", dense_sigreg, "views", side_by_side, embedding_size=2 * WIDTH, **SLICES),
+    row("KoLeo", dense_koleo, "labels", embeddings_alone),
+    row("OrthogonalRegularization", dense_orthogonal, "labels", embeddings_alone),
+    row("NegativeCosine", dense_negative_cosine, kind=NegativeCosineOfViews),
     swav("SwAV"),
     swav("SwAV, three views", views=3),
     dino("DINO"),
