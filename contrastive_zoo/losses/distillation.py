@@ -1,7 +1,5 @@
 """Distillation: a teacher's similarities or scores are the targets of the student's."""
 
-from typing import Annotated
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +10,7 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Positive, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
 
 
@@ -48,7 +46,7 @@ class ClipDistillation(Loss):
 
     temperature: Temperature = 0.07
     teacher_temperature: Positive = 0.07
-    weight: Annotated[float, Bounds("weight is the teacher's share, 0 to 1", low=0, high=1)] = 0.5
+    weight: Share = 0.5
     symmetric: bool = True
     normalize: bool = True
     reduction: Reduction = "mean"

@@ -1,6 +1,6 @@
 """Softmax over pairs that are given, not aligned: several positives of a query, and one pair of each class."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -12,7 +12,7 @@ from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs, Loss
-from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import NonNegative, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import ValueRule, described
 
 Duplicates = Literal["positive", "ignore", "negative"]
@@ -171,7 +171,7 @@ class NPairs(LabelledLoss):
     """
 
     temperature: Temperature = 1.0
-    l2: Annotated[float, Bounds("l2 is a non-negative weight", low=0)] = 0.0
+    l2: NonNegative = 0.0
     normalize: bool = False
     reduction: Reduction = "mean"
 

@@ -12,7 +12,7 @@ from contrastive_zoo.engine.pairs import ViewPairs
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
-from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
+from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Reduction, Temperature
 
 
 class NTXent(ViewLoss):
@@ -119,7 +119,6 @@ def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominato
     return torch.stack(negative_terms).sum(0) - weight * positive, valid
 
 
-Beta = Annotated[float, Bounds("beta must be non-negative and finite", "0 weighs all negatives evenly.", low=0)]
 _SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
 TauPlus = Annotated[float, _SHARE]
 
@@ -149,7 +148,7 @@ class HCL(TwoViewLoss):
 
     temperature: Temperature = 0.5
     tau_plus: TauPlus = 0.1
-    beta: Beta = 1.0
+    beta: NonNegative = 1.0
     reduction: Reduction = "mean"
 
     supports_ring = True
@@ -180,7 +179,7 @@ class Debiased(HCL):
     Source: Chuang et al. 2020, https://arxiv.org/abs/2007.00224
     """
 
-    beta: Beta = 0.0
+    beta: NonNegative = 0.0
 
 
 def _estimated_negatives_loss(

@@ -14,7 +14,7 @@ from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
+from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Reduction, Share, Size
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
@@ -192,9 +192,6 @@ def _squared_hinges(block: AnchorBlock, lowest: Tensor, highest: Tensor) -> tupl
     return row_sums(low, high), row_sums(block.positive, block.negative)
 
 
-_NonNegative = Annotated[float, Bounds("t_p, t_n and epsilon are 0 or more", low=0)]
-
-
 class RankedList(RowLoss):
     r"""Compute weighted means of the hinges of positives and of negatives that violate their radius.
 
@@ -223,10 +220,10 @@ class RankedList(RowLoss):
 
     margin: Number = 0.4
     alpha: Number = 1.2
-    t_p: _NonNegative = 0.0
-    t_n: _NonNegative = 10.0
-    imbalance: Annotated[float, Bounds("imbalance is a share, 0 … 1", low=0, high=1)] = 0.5
-    epsilon: _NonNegative = 0.0
+    t_p: NonNegative = 0.0
+    t_n: NonNegative = 10.0
+    imbalance: Share = 0.5
+    epsilon: NonNegative = 0.0
 
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return distances(anchors, candidates)
@@ -284,9 +281,9 @@ class Margin(RowLoss):
 
     margin: Number = 0.2
     beta: Annotated[float | Tensor, Bounds(several=True)] = 1.2
-    num_classes: Annotated[int, Bounds("num_classes is 1 or more", low=1, whole=True)] | None = None
+    num_classes: Size | None = None
     learn_beta: bool = True
-    nu: Annotated[float, Bounds("nu is 0 or more", low=0)] = 0.0
+    nu: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta

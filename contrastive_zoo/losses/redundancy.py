@@ -22,7 +22,7 @@ from contrastive_zoo.engine.statistics import (
 )
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
-from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, field
+from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
 from contrastive_zoo.loss_base.state import move_towards, of_size
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
@@ -54,7 +54,7 @@ class BarlowTwins(TwoViewLoss):
     """
 
     lambda_: NonNegative = 0.0051
-    eps: Annotated[float, Bounds("eps must be positive", above=0)] = 1e-5
+    eps: Positive = 1e-5
 
     ring_refusal = SENDS_NO_ROWS
 
@@ -98,7 +98,7 @@ class VICReg(TwoViewLoss):
     variance: Number = 25.0
     covariance: Number = 1.0
     gamma: Number = 1.0
-    eps: Annotated[float, Bounds("eps must be positive", above=0)] = 1e-4
+    eps: Positive = 1e-4
 
     ring_refusal = SENDS_NO_ROWS
 
@@ -182,7 +182,7 @@ class TiCo(TwoViewLoss):
     Source: Zhu et al. 2022, https://arxiv.org/abs/2206.10698
     """
 
-    embedding_size: Annotated[int, Bounds("embedding_size is at least 1", low=1, whole=True)] = field(kw_only=False)
+    embedding_size: Size = field(kw_only=False)
     beta: Momentum = 0.9
     rho: Number = 8.0
 

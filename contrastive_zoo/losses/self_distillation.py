@@ -144,7 +144,6 @@ def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | 
 
 
 _MOST_ITERATIONS = 10_000  # Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
-_Size = Annotated[int, Bounds("there are prototypes and features", low=1, whole=True)]
 
 
 class SwAV(ViewLoss):
@@ -177,14 +176,14 @@ class SwAV(ViewLoss):
     Source: Caron et al. 2020, eqs. 2-5, https://arxiv.org/abs/2006.09882
     """
 
-    num_prototypes: _Size = field(kw_only=False)
-    embedding_size: _Size = field(kw_only=False)
+    num_prototypes: Size = field(kw_only=False)
+    embedding_size: Size = field(kw_only=False)
     temperature: Temperature = 0.1
     epsilon: Annotated[float, Bounds(above=0, constant=True)] = 0.05
     iterations: Annotated[
         int, Bounds(f"0 <= iterations <= {_MOST_ITERATIONS}", low=0, high=_MOST_ITERATIONS, whole=True)
     ] = 3
-    code_views: Annotated[int, Bounds("1 <= code_views", low=1, whole=True)] = 2
+    code_views: Size = 2
     reduction: Reduction = "mean"
 
     prototypes: nn.Parameter = field(init=False)

@@ -1,7 +1,5 @@
 """Soft maxima over an anchor's positives and negatives: Circle, multi-similarity, lifted structures."""
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Maximum, Min
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
-from contrastive_zoo.loss_base.settings import Bounds, Number, Reduction
+from contrastive_zoo.loss_base.settings import Number, Positive, Reduction
 
 
 class Circle(RowLoss):
@@ -37,7 +35,7 @@ class Circle(RowLoss):
     """
 
     m: Number = 0.4
-    gamma: Annotated[float, Bounds("gamma is positive", above=0)] = 80.0
+    gamma: Positive = 80.0
     average: CountedTerms = "all"
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
@@ -52,9 +50,6 @@ class Circle(RowLoss):
         )
         losses, valid = log1p_exp(of_positives + of_negatives), has_positive & has_negative
         return losses, valid & (losses > 0) if self.average == "nonzero" else valid
-
-
-_Exponent = Annotated[float, Bounds("alpha and beta are positive", above=0)]
 
 
 class MultiSimilarity(RowLoss):
@@ -79,8 +74,8 @@ class MultiSimilarity(RowLoss):
     Source: Wang et al. 2019, https://arxiv.org/abs/1904.06627
     """
 
-    alpha: _Exponent = 2.0
-    beta: _Exponent = 50.0
+    alpha: Positive = 2.0
+    beta: Positive = 50.0
     base: Number = 0.5
     epsilon: Number | None = None
 

@@ -24,8 +24,6 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described
 
-_RULE = "alpha is at least 1 and t positive"
-
 
 class AlignUniform(TwoViewLoss):
     r"""Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
@@ -51,8 +49,8 @@ class AlignUniform(TwoViewLoss):
     Source: Wang & Isola 2020, §4.1, https://arxiv.org/abs/2005.10242
     """
 
-    alpha: Annotated[float, Bounds(_RULE, low=1)] = 2.0
-    t: Annotated[float, Bounds(_RULE, above=0)] = 2.0
+    alpha: Annotated[float, Bounds(low=1)] = 2.0
+    t: Positive = 2.0
     uniformity: Number = 1.0
 
     supports_ring = True

@@ -77,7 +77,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: cz.SwAV(3, 4)(EYE, EYE), r"prototypes are \[clusters, d\] with d=3 as views"),
     (lambda: cz.SwAV(4, 3)(EYE), "two or more views"),
     (lambda: cz.SwAV(4, 3, code_views=3)(EYE, EYE), "1 <= code_views <= 2, got 3"),
-    (lambda: cz.SwAV(torch.tensor(39, dtype=torch.uint8), 3), "SwAV: there are prototypes"),
+    (lambda: cz.SwAV(torch.tensor(39, dtype=torch.uint8), 3), "SwAV: num_prototypes must be at least 1"),
     (lambda: cz.DINO(4)(EYE, EYE), r"the centre is as wide as outputs.*Construct DINO\(out_dim"),
     (lambda: cz.DINO(3)(EYE[:, None], EYE[:, None]), "student sees two or more views .* got 1 from"),
     # ---- tokens
