@@ -273,11 +273,10 @@ class CallForm(NamedTuple):
     """The arguments that a loss's :meth:`Loss.inputs` takes."""
 
     signature: inspect.Signature  # without ``self``
-    names: tuple[str, ...]  # those that may be passed by position
-    required: int  # how many of them must be passed
-    optional: frozenset[str]  # those that may be None
-    shapes: Mapping[str, Shapes]  # of each argument, those that it may have
-    of_views: Shapes | None  # of any number of further ones; None where none may follow
+    optional: frozenset[str]  # names of those that may be None
+    views: str  # the name of any number of them by position, empty if there is none
+    others: str  # the name of any number of them by name, empty if there is none
+    shapes: Mapping[str, Shapes]  # by name, those that each may have
 
 
 @functools.cache
@@ -285,26 +284,26 @@ def call_form(kind: Any) -> CallForm:
     result = list(inspect.signature(kind.inputs).parameters.values())
     if not isinstance(inspect.getattr_static(kind, "inputs"), staticmethod):
         result = result[1:]
-    names = tuple(x.name for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
-    required = sum(x.default is x.empty for x in result if x.kind is x.POSITIONAL_OR_KEYWORD)
     optional = frozenset(x.name for x in result if x.default is None)
-    shapes = {x.name: shapes_of(x.annotation) for x in result}
-    of_views = next((shapes.pop(x.name) for x in result if x.kind is x.VAR_POSITIONAL), None)
-    return CallForm(inspect.Signature(result), names, required, optional, shapes, of_views)
+    views, others = ("".join(x.name for x in result if x.kind is y) for y in (_VIEWS, _OTHERS))
+    return CallForm(
+        inspect.Signature(result), optional, views, others, {x.name: shapes_of(x.annotation) for x in result}
+    )
+
+
+_VIEWS, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def _arguments_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
     """Return which argument is no tensor, or of another shape, in words; None is allowed where it is the default."""
     form = call_form(kind)  # type: ignore[arg-type]  # mypy takes a class for its instance
-    if named or not (form.of_views is not None or form.required <= len(args) <= len(form.names)):
-        try:
-            form.signature.bind(*args, **named)
-        except TypeError as error:
-            raise TypeError(f"{kind.__name__}: {error}") from None
-    views = [f"view {index}" for index in range(len(form.names), len(args))]
-    arguments = {**dict(zip((*form.names, *views), args, strict=False)), **named}
+    try:
+        arguments = form.signature.bind(*args, **named).arguments
+    except TypeError as error:
+        raise TypeError(f"{kind.__name__}: {error}") from None
+    views = {f"view {index}": x for index, x in enumerate(arguments.pop(form.views, ()))}
+    arguments |= {**arguments.pop(form.others, {}), **views}
     for name, x in arguments.items():
         if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
             return problem
-    in_order = {name: arguments[name] for name in (*form.names, *views) if name in arguments}
-    return shapes_problem(in_order, {**form.shapes, **dict.fromkeys(views, form.of_views or ())})
+    return shapes_problem(arguments, {**dict.fromkeys(views, form.shapes.get(form.views, ())), **form.shapes})
