@@ -285,7 +285,7 @@ def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Te
     if trainer == "DDP, the loss too" and any(True for _ in loss.parameters()):
         distributed = DistributedDataParallel(distributed)  # which copies rank 0's memory to all
     values = []
-    for step in range(10):
+    for step in range(6):  # the largest memory is full in the fourth, and overwritten from then on
         shards = SHARDS[dist.get_world_size()][step % len(SHARDS[dist.get_world_size()])]
         x, y = local_shard(numbers(8, 4, seed=step), shards), local_shard(numbers(8, 4, seed=100 + step), shards)
         labels = local_shard(torch.arange(8) * (step + 1) % 5, shards)
@@ -309,7 +309,7 @@ PLANS = [(2, "average", True), (2, "DDP, the loss too", False), (3, "sum", False
 
 
 @pytest.mark.parametrize(("recipe", "plan"), drawn(RECIPES, PLANS, one_in=2), ids=str)
-def test_ten_steps_are_those_of_one_process(recipe: Recipe, plan: tuple[int, str, bool], worlds: Worlds) -> None:
+def test_steps_are_those_of_one_process(recipe: Recipe, plan: tuple[int, str, bool], worlds: Worlds) -> None:
     world_size, trainer, masked = plan
     ((values, weights, memory),) = worlds.run(1, trained, recipe, masked, "average")
     for found in worlds.run(world_size, trained, recipe, masked, trainer):

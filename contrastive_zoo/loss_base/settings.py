@@ -5,7 +5,7 @@ import inspect
 import math
 import typing
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from itertools import starmap
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -243,9 +243,7 @@ class Settings(WholeState):
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
         for name, check in _checks(type(self)).items():  # type: ignore[arg-type]  # mypy takes a class for its instance
             value = getattr(self, name, None) if name not in self.__dict__ else self.__dict__[name]
-            if type(value) in _PLAIN:
-                problem = _plain_problem(type(self), name, value)  # type: ignore[arg-type]  # as above
-            elif isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
+            if isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
                 problem = None  # its value is checked at the call
             else:
                 problem = check(name, value)
@@ -279,10 +277,6 @@ class Settings(WholeState):
         """Show the settings; modules and parameters stand below."""
         shown = {name: self.__dict__[name] for name, x in self.fields.items() if x.init and name in self.__dict__}
         return ", ".join(f"{name}={x!r}" for name, x in shown.items() if name != "check_finite" or x is not True)
-
-
-_PLAIN = frozenset({float, int, bool, str, type(None)})
-"""Types of values that never change, and are hashable: their checks are remembered."""
 
 
 class Check(NamedTuple):
@@ -323,11 +317,6 @@ def _check_of(hint: Any) -> Check | None:
         bounds = next((x for x in hint.__metadata__ if isinstance(x, Bounds)), None)
         return None if bounds is None else Check(hint.__origin__, bounds)
     return Check(hint) if hint is bool or origin is Literal else None
-
-
-@lru_cache(4096, typed=True)
-def _plain_problem(kind: Any, name: str, value: object) -> str | None:
-    return _checks(kind)[name](name, value)
 
 
 def _of_class(hint: Any) -> bool:
