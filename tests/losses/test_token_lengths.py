@@ -10,7 +10,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import max_sim, tiling
-from contrastive_zoo.loss_base.late_interaction import LateInteractionLoss
+from contrastive_zoo.losses.max_sim import LateInteractionLoss
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import World
