@@ -1,9 +1,34 @@
-"""All tables of losses under test together."""
+"""All tables of losses under test together, and compositions."""
 
-from tests.losses import zoo_compositions, zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
-from tests.zoo import ZOO
+from typing import Any
 
-FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics, zoo_compositions, zoo_tokens)
-WHOLE_ZOO = ZOO + [entry for family in FAMILIES for entry in family.ENTRIES]
+from torch import Tensor
+
+import contrastive_zoo as cz
+from tests.losses import zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
+from tests.zoo import ZOO, Entry, dense_info_nce, dense_nt_xent, info_nce
+
+
+def summed(**settings: Any) -> cz.WeightedSum:
+    return cz.WeightedSum([cz.NTXent(**settings), cz.InfoNCE(**settings)], weights=[1.0, 0.25])
+
+
+def dense_summed(*views: Tensor, temperature: Any) -> Tensor:
+    return dense_nt_xent(*views, temperature=temperature) + 0.25 * dense_info_nce(*views, temperature=temperature)
+
+
+def nested(**settings: Any) -> cz.Matryoshka:
+    """Prefixes of width 1, the only ones that every batch has."""
+    return cz.Matryoshka(cz.InfoNCE(normalize=False, **settings), dims=(1, 1), weights=[0.5, 2.0])
+
+
+def dense_nested(*views: Tensor, temperature: Any) -> Tensor:
+    queries, keys = (view[:, :1] for view in views)
+    return 2.5 * info_nce(queries, keys, 1 / temperature)
+
+
+FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics)
+COMPOSITIONS = [Entry("WeightedSum", summed, dense_summed), Entry("Matryoshka", nested, dense_nested)]
+WHOLE_ZOO = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES), *COMPOSITIONS, *zoo_tokens.ENTRIES]
 EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
 """Also the losses that care which of a class's embeddings come first."""
