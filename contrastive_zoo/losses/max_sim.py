@@ -16,7 +16,6 @@ from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
-from contrastive_zoo.ranks.world import Shards
 
 TokenReduction = Literal["sum", "mean"]
 
@@ -30,19 +29,19 @@ class Scores:
 
     # [n, N + K], those of the N documents that queries belong to, then those of K negatives
     scores: Float[Tensor, "n c"]
-    shards: Shards  # the split of queries, and of the documents that belong to them, over the ranks
+    local: slice  # of all ranks' queries, and of the documents that belong to them, those of this rank
 
     @property
     def is_pair(self) -> Tensor:
         """Which document each query belongs to, as a mask [n, N + K]."""
         is_pair = torch.zeros_like(self.scores, dtype=torch.bool)
-        is_pair[:, self.shards.local].fill_diagonal_(True)
+        is_pair[:, self.local].fill_diagonal_(True)
         return is_pair
 
     @property
     def positive(self) -> Tensor:
         """The score of each query and its own document, [n]."""
-        return self.scores[:, self.shards.local].diagonal()
+        return self.scores[:, self.local].diagonal()
 
 
 class LateInteractionLoss(Loss):
@@ -92,7 +91,7 @@ class LateInteractionLoss(Loss):
 
     def scores(self, batch: Batch) -> Scores:
         scores = late_interaction_scores(batch, normalize=self.normalize)
-        return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples)
+        return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples.local)
 
 
 def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
