@@ -184,37 +184,28 @@ def _labelled_views(view1: Tensor, view2: Tensor, *, symmetric: bool, start: int
 def _reduced(reducer: Any, sub_losses: Mapping[str, Info], batch: AnchorBatch, connected: Sequence[Tensor]) -> Tensor:
     """Return what the reducer computes from all ranks' losses; ``connected`` tensors stay in the graph."""
     nothing = torch.stack([x.flatten()[:0].sum(dtype=sum_dtype(x)) for x in connected]).sum()
-    terms = [
-        _sum_and_count(reducer_of(reducer, name), info, batch)
-        if isinstance(info["losses"], Tensor)
-        else (nothing, nothing.detach())
-        for name, info in sub_losses.items()
-    ]
-    sums, counts = (torch.stack(x) for x in zip((nothing, nothing.detach()), *terms, strict=True))
+    terms = [(nothing, nothing.detach())]
+    for name, info in sub_losses.items():
+        of_rank = terms[0]  # as many terms on every rank
+        if isinstance(info["losses"], Tensor):
+            values, count = summands(reducer_of(reducer, name), info, batch)
+            dtype = sum_dtype(values)
+            total = count.to(dtype) if isinstance(count, Tensor) else values.new_full((), count, dtype=dtype)
+            of_rank = values.sum(dtype=dtype), total
+        terms.append(of_rank)
+    sums, counts = (torch.stack(x) for x in zip(*terms, strict=True))
     sums = sum_over_ranks(sums, gradient="complete", world=batch.world)
     counts = sum_over_ranks(counts, gradient="complete", world=batch.world)
     return (sums / mean_divisor(counts)).sum().to(batch.anchors.dtype)
 
 
-def _sum_and_count(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a sub-loss's sum, and of the count that divides it."""
-    if info["reduction_type"] == "already_reduced":
-        value = info["losses"].sum(dtype=sum_dtype(info["losses"]))
-        if "count" in info:
-            return value, value.new_tensor(info["count"])
-        once = batch.world.rank == 0  # every rank has the same value
-        return value * once, value.new_tensor(once)
-    values, count = summands(reducer, info, batch)
-    dtype = sum_dtype(values)
-    count = count.to(dtype) if isinstance(count, Tensor) else values.new_full((), count, dtype=dtype)
-    return values.sum(dtype=dtype), count
-
-
 def summands(reducer: Any, info: Info, batch: AnchorBatch) -> tuple[Tensor, Any]:
     """Return the values that a reducer adds up, and this rank's part of the count that divides their sum."""
-    values, indices, reduction = info["losses"], info["indices"], reduction_of(reducer)
+    values, indices, reduction, once = info["losses"], info["indices"], reduction_of(reducer), batch.world.rank == 0
+    if info["reduction_type"] == "already_reduced":  # without a count every rank has the same value
+        return (values, info["count"]) if "count" in info else (values * once, once)
     if reduction == "sum":
-        return values, batch.world.rank == 0
+        return values, once
     if reduction == "divisor":
         return values, info["divisor"]
     if reduction == "class weights":
