@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -86,12 +87,15 @@ OF_TWELVE = ("DistanceWeightedMiner", "EmbeddingsAlreadyPackagedAsTriplets", "Un
 def runs(case: Case) -> list[Run]:
     steps = [of[: 1 if case.miner in OF_TWELVE else 3] for of in STEPS]
     of_all = [Run(x, how) for x, how in zip(steps, ("mean", "sum", "mean"), strict=True)]
-    return of_all if case == Case(case.loss) else of_all[1:]
+    if case == Case(case.loss):
+        return of_all
+    return of_all[1:] if EVERY_CASE else [of_all[1 + crc32(str(case).encode()) % 2]]
 
 
 def wrong(
     cases: list[Case], worlds: Worlds, wrap: Any = in_shards, of: Callable[[Case], list[Run]] = runs
 ) -> list[str]:
+    assert all(map(of, cases)), "nothing is compared"
     return [
         f"{case} on {run}: {why}"
         for case, compared in measure(worlds, cases, of, wrap)
@@ -109,7 +113,7 @@ def test_reference_rows_are_gathered_too(worlds: Worlds) -> None:
     pairs = [
         x for x in CASES if x.loss in of_pairs and "PerAnchor" not in str(x)
     ]  # it takes as many references as rows
-    assert wrong([replace(x, references=True) for x in pairs], worlds, of=lambda case: runs(case)[2:]) == []
+    assert wrong([replace(x, references=True) for x in pairs], worlds, of=lambda case: runs(case)[-1:]) == []
 
 
 def test_each_rank_evaluates_its_own_anchors_only(worlds: Worlds) -> None:
