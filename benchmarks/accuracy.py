@@ -1,11 +1,12 @@
 """The error of the gradient of solved batches, ours and plain torch's, against float64, in docs/pages/accuracy.md.
 
-python benchmarks/accuracy.py [--quick]    # --quick: few embeddings and one temperature; writes nothing
+python benchmarks/accuracy.py [--docs] [--quick]    # --quick: few embeddings and one temperature
 
 Without --quick 700 samples of 24 dimensions, the figure's nine temperatures and the table's three; the errors of one
 machine differ from another's in the last digit, because matmuls add in another order.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.harness import command_line
+from suite.harness import program, progress
 from suite.report import picture
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from contrastive_zoo.wrapper.step import splitting
 from tests.test_solved_batches import LOSSES as SOLVED
 from tests.test_solved_batches import gradient, relative_error, views
 from tests.zoo import dense_sup_con
-from tools.pages import PAGES, fill, table
+from tools.pages import PAGES, table
 
 ROWS = 700
 NOISE = (0.3, 0.1)
@@ -133,7 +134,7 @@ def measured(n: int, temperatures: Sequence[float], worlds: Worlds) -> list[list
             found.append(relative_error(gradient(plain, rows, dtype, temperature=t), truth))
             kind = str(dtype).removeprefix("torch.")
             lines.append([name, kind, f"{t:g}", f"{noise:g}", *(f"{x:.1e}" for x in found)])
-            print(*lines[-1], flush=True)
+            progress(*lines[-1])
     return lines
 
 
@@ -191,16 +192,14 @@ def parts(lines: list[list[str]]) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    quick = command_line(__doc__, quick=False).parse_args().quick
+def main(given: Namespace) -> dict[str, str]:
     with Worlds() as worlds:
-        lines = measured(100 if quick else ROWS, TEMPERATURES[-1:] if quick else TEMPERATURES, worlds)
-    if quick:
-        return
-    found = curves(ROWS)
-    picture(lambda axes: draw(axes, found), PAGES / "figures" / "accuracy.svg")
-    fill(PAGES / "accuracy.md", parts(lines))
+        lines = measured(100 if given.quick else ROWS, TEMPERATURES[-1:] if given.quick else TEMPERATURES, worlds)
+    if given.docs:
+        found = curves(ROWS)
+        picture(lambda axes: draw(axes, found), PAGES / "figures" / "accuracy.svg")
+    return parts(lines)
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="accuracy.md", quick=False)

@@ -9,14 +9,14 @@ beforehand. Times are the 10th percentile, which other programs on the machine d
 difference to "nothing agreed": of the loss alone, from given embeddings, as a share of the step.
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from suite.cases import Case, nt_xent, recipe
-from suite.harness import command_line, in_rounds
+from suite.harness import in_rounds, program, seconds_of, step_of
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
@@ -26,9 +26,8 @@ from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
 from examples.losses import images as digits
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
-PAGE = PAGES / "when-a-rank-fails.md"
 RANKS, ROWS, WIDTH, TEMPERATURE = 2, 256, 256, 0.2
 PIXELS = 8
 
@@ -114,22 +113,14 @@ def training_step(encoder: Callable[[], nn.Module], loss: Loss) -> Callable[[], 
 
 def loss_step(loss: Loss) -> Callable[[], object]:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    views = [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)]
-
-    def step() -> None:
-        for x in views:
-            x.grad = None
-        loss(*views).backward()
-
-    return step
+    return step_of(loss, [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_() for _ in range(2)])
 
 
 def measure(encoder: str, seconds: float) -> dict[str, float]:
     """Return the 10th percentile of the seconds per step of each loss; runs on a rank."""
     step = loss_step if encoder == ONE_PROCESS else partial(training_step, ENCODERS[encoder])
     runners = {name: step(construct()) for name, construct in LOSSES.items()}
-    found = in_rounds(runners, seconds=seconds)
-    return {name: float(np.quantile([x[name] for x in found], 0.1)) for name in runners}
+    return seconds_of(in_rounds(runners, seconds=seconds), 0.1)
 
 
 def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list[list[str]]:
@@ -142,18 +133,14 @@ def lines(encoder: str, step: dict[str, float], alone: dict[str, float]) -> list
     return found
 
 
-def main() -> None:
-    given = command_line(__doc__, seconds=30.0, docs=False).parse_args()
+def main(given: Namespace) -> dict[str, str]:
     found = []
     with Worlds() as worlds:
         alone = worlds.run(RANKS, measure, ONE_PROCESS, given.seconds, timeout=600.0)[0]
         for encoder in ENCODERS:
             found += lines(encoder, worlds.run(RANKS, measure, encoder, given.seconds, timeout=600.0)[0], alone)
-    costs = table(["encoder", "loss", "step, ms", "loss alone, ms", "cost"], found)
-    print(costs)
-    if given.docs:
-        fill(PAGE, {"checks": costs})
+    return {"checks": table(["encoder", "loss", "step, ms", "loss alone, ms", "cost"], found)}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="when-a-rank-fails.md", seconds=30.0)

@@ -3,20 +3,19 @@
 python benchmarks/extremes.py [--docs]
 """
 
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from statistics import median
 
 import torch
-from suite.harness import command_line
+from suite.harness import program, progress
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation
 from tests.extremes import GOAL, SITUATIONS, Comparison, Result, compare
 from tests.test_extremes import EVERY
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
-PAGE = PAGES / "extreme-numbers.md"
 LARGEST_FLOAT16, WORLD_SIZES = torch.finfo(torch.float16).max, (1, 8, 64, 512)
 
 
@@ -38,8 +37,8 @@ def situations() -> str:
         of_double = by_dtype[torch.float64]
         undefined = sum(x.exact is None for x in of_double)
         columns = [column for found in by_dtype.values() for column in errors(found)]
-        lines.append([name, str(len(of_double)), str(undefined), *columns])
-        print(*lines[-1], sep=" | ", file=sys.stderr, flush=True)
+        lines.append([name, len(of_double), undefined, *columns])
+        progress(*lines[-1])
     return table(head, lines, texts=1)
 
 
@@ -67,14 +66,10 @@ def float16() -> str:
     return table(["W", "scale", "gradients that become 0", "relative error of the gradient"], lines, texts=0)
 
 
-def main() -> None:
-    docs = command_line(__doc__, docs=False).parse_args().docs
+def main(_: Namespace) -> dict[str, str]:
     implementation.SMALL_BATCH_ELEMENTS = -1  # the engines, not plain autograd
-    tables = {"situations": situations(), "float16": float16()}
-    print("\n\n".join(tables.values()))
-    if docs:
-        fill(PAGE, tables)
+    return {"situations": situations(), "float16": float16()}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="extreme-numbers.md")

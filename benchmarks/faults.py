@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -24,15 +25,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from hosts import CUT, INTERFACE, Host, two_hosts
-from suite.harness import command_line
+from suite.harness import program, progress
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.wrapper.step import splitting
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
-PAGE = PAGES / "when-a-rank-fails.md"
 LONGEST = 220  # characters of a text in the page's table
 TIMEOUT = 3.0  # seconds of the process group
 
@@ -274,28 +274,23 @@ def shortened(text: str) -> str:
     return happened[:LONGEST].rpartition(" ")[0] + " …" if long else happened + (" …" if causes else "")
 
 
-def page_table(found: Sequence[tuple[str, str, str, str]]) -> str:
-    pairs = zip(found[::2], found[1::2], strict=True)
-    lines = [(name, f"{seconds} s", shortened(text), shortened(other[3])) for (name, _, seconds, text), other in pairs]
-    return table(["fault on rank 1", "rank 0 ends after", "rank 0 says", "rank 1 says"], lines, texts=4)
-
-
-def main() -> None:
-    parser = command_line(__doc__, world=2, only="", docs=False)
-    options = parser.parse_args()
-    if options.docs and (options.world != 2 or options.only):
-        parser.error("--docs is a table of all faults of two ranks: give neither --world nor --only")
-    limit = f"time-out of the process group {TIMEOUT:g} s"
-    print(f"W = {options.world}, gloo, {limit}; seconds since the processes started")
-    print("\n| fault | rank | seconds | what it says |\n|---|---|---|---|")
-    found: list[tuple[str, str, str, str]] = []
-    for name in (x for x in FAULTS if options.only in x):
-        for row in rows(name, options.world):
-            found.append(row)
-            print(f"| {' | '.join(row)} |", flush=True)
-    if options.docs:
-        fill(PAGE, {"faults": page_table(found)})
+def main(given: Namespace) -> dict[str, str]:
+    if given.docs and (given.world != 2 or given.only):
+        raise SystemExit("--docs is a table of all faults of two ranks: give neither --world nor --only")
+    progress(
+        f"W = {given.world}, gloo, time-out of the process group {TIMEOUT:g} s; seconds since the processes started"
+    )
+    lines = []
+    for name in (x for x in FAULTS if given.only in x):
+        by_rank = list(rows(name, given.world))
+        for row in by_rank:
+            progress(*row)
+        seconds, texts = by_rank[0][2], [shortened(text) for *_, text in by_rank]
+        lines.append([name, f"{seconds} s", *texts])
+    says = [f"rank {rank} says" for rank in range(given.world)]
+    head = [f"fault on rank {given.world - 1}", "rank 0 ends after", *says]
+    return {"faults": table(head, lines, texts=len(head))}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="when-a-rank-fails.md", world=2, only="")

@@ -1,28 +1,24 @@
 """Memory and time of late interaction beside PyLate's formula and the dense one (Linux, gloo ranks on the CPU).
 
-python benchmarks/late_interaction.py [case …] [--docs] [--pairs 512] [--query-tokens 32] [--document-tokens 128]
+python benchmarks/late_interaction.py [--docs] [--pairs 512] [--query-tokens 32] [--document-tokens 128]
 
 PyLate's way is written here as PyLate 1.6 computes it: all products of tokens by einsum, times the mask, maximum, sum,
 cross-entropy; across ranks, local queries against documents that are gathered with gradient, and the loss times W.
 """
 
-import json
-import statistics
-import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from suite.harness import command_line, memory_and_time
+from suite.harness import memory_and_time, program, progress, slowest_rank
 from suite.report import number
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import Worlds
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
 STEPS = {"PyLate's formula": 1, "dense": 1}
 """Measured steps of implementations that take most of a minute; others take 3."""
@@ -63,8 +59,8 @@ CASES += [(2, way, True) for way in WAYS if way.startswith("contrastive_zoo")]
 """Ranks, implementation, and whether rank 1 has half as many tokens."""
 
 
-def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: int) -> tuple[float, float, float]:
-    """Return the extra MB of the largest step, the median seconds of a step, and the value, on a rank."""
+def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: int) -> tuple[float, float]:
+    """Return the extra MB of the largest step and the median seconds of a step, on a rank."""
     torch.set_num_threads(threads)
     rank, (pairs, query_tokens, document_tokens, width) = dist.get_rank(), sizes
     loss, share = WAYS[way](), 2 if uneven and rank == 1 else 1
@@ -75,41 +71,22 @@ def measured(way: str, uneven: bool, sizes: tuple[int, int, int, int], threads: 
         q, d = (torch.randn(count, x, width, generator=generator).requires_grad_() for x in lengths)
         return [q, d, torch.ones(d.shape[:2], dtype=torch.bool)]
 
-    def step(*inputs: Tensor) -> float:
-        value = loss(*inputs)
-        value.backward()
-        return value.item()
-
     sizes_of_steps = 8, pairs // dist.get_world_size()
-    megabytes, seconds, values = memory_and_time(draw, step, sizes_of_steps, STEPS.get(way, 3))
-    return megabytes, seconds, values[-1]
+    megabytes, seconds, _ = memory_and_time(
+        draw, lambda *inputs: loss(*inputs).backward(), sizes_of_steps, STEPS.get(way, 3)
+    )
+    return megabytes, seconds
 
 
-def measure(ranks: int, way: str, uneven: bool, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
-    """Return MB and seconds of the worst rank, and the mean value, in new processes."""
-    with Worlds(threads=1, timeout=600) as worlds:
-        megabytes, seconds, values = zip(*worlds.run(ranks, measured, way, uneven, sizes, 2 // ranks), strict=True)
-    case = {"ranks": ranks, "way": way, "uneven": uneven}
-    found = case | {"MB": max(megabytes), "seconds": max(seconds), "value": statistics.mean(values)}
-    print(found, file=sys.stderr, flush=True)
-    return found
-
-
-def main() -> None:
-    parser = command_line(__doc__, pairs=512, query_tokens=32, document_tokens=128, width=128, docs=False)
-    parser.add_argument("cases", nargs="*", type=int, help="numbers of cases, from 0; all by default")
-    given = parser.parse_args()
-    sizes = given.pairs, given.query_tokens, given.document_tokens, given.width
-    results = [measure(*case, sizes) for case in [CASES[i] for i in given.cases] or CASES]
-    print(json.dumps({"sizes": sizes, "results": results}, indent=1))
-    if given.docs:
-        tokens = {True: "half on rank 1", False: "equal"}
-        lines = [
-            [str(x["ranks"]), x["way"], tokens[x["uneven"]], number(x["MB"]), number(x["seconds"])] for x in results
-        ]
-        head = ["ranks", "", "tokens", "extra MB", "seconds"]
-        fill(PAGES / "late_interaction.md", {"times": table(head, lines)})
+def main(given: Namespace) -> dict[str, str]:
+    sizes, lines = (given.pairs, given.query_tokens, given.document_tokens, given.width), []
+    for ranks, way, uneven in CASES:
+        figures = slowest_rank(ranks, measured, way, uneven, sizes, 2 // ranks)
+        lines.append([ranks, way, "half on rank 1" if uneven else "equal", *map(number, figures)])
+        progress(*lines[-1])
+    return {"times": table(["ranks", "", "tokens", "extra MB", "seconds"], lines)}
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {"pairs": 512, "query_tokens": 32, "document_tokens": 128, "width": 128}
+    program(main, __doc__, page="late_interaction.md", **sizes)

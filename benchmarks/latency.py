@@ -8,8 +8,8 @@ adds 2 · latency · rounds to the time of a step without the latency. --docs wr
 
 import math
 import os
-import sys
 import time
+from argparse import Namespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from hosts import INTERFACE, Host, delayed_hosts
 from one_rank import PATHS, made, run
-from suite.harness import command_line
+from suite.harness import program, progress
 from torch import nn
 
 from contrastive_zoo.ranks import world
 from contrastive_zoo.testing.worlds import Worlds
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
 ROWS, WIDTH, STEPS = 8, 16, 6
 SMALL_GATHERS = {"gathered": 7, "ring": 6, "two-level ring": 6, "small batch": 1, "GradCache": 8, "third-party loss": 1}
@@ -76,27 +76,17 @@ def measured(ranks: int, latency: float, paths: list[str]) -> list[list[str]]:
         predicted = without + 2 * latency * count
         numbers = [f"{count:g}", f"{1e3 * without:.0f}", f"{1e3 * with_latency:.0f}", f"{1e3 * predicted:.0f}"]
         lines.append([path, str(ranks), *numbers, f"{predicted / with_latency - 1:+.0%}"])
-        print(*lines[-1], sep="\t", file=sys.stderr, flush=True)
+        progress(*lines[-1])
     return lines
 
 
-def main() -> None:
-    parser = command_line(__doc__, seconds=0.02, docs=False)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    given = parser.parse_args()
-    lines = sorted(
-        (line for ranks in given.ranks for line in measured(ranks, given.seconds, [*PATHS, MANY])), key=order
-    )
+def main(given: Namespace) -> dict[str, str]:
+    paths = [*PATHS, MANY]
+    lines = [line for ranks in given.ranks for line in measured(ranks, given.seconds, paths)]
     head = ["path", "ranks W", "rounds", "ms without latency", "ms", "ms, model", "error of the model"]
-    text = f"{1e3 * given.seconds:g} ms a packet:\n\n{table(head, lines)}"
-    print(text)
-    if given.docs:
-        fill(PAGES / "scaling.md", {"latency": text})
-
-
-def order(line: list[str]) -> int:
-    return [*PATHS, MANY].index(line[0])
+    by_path = table(head, sorted(lines, key=lambda line: paths.index(line[0])))
+    return {"latency": f"{1e3 * given.seconds:g} ms a packet:\n\n{by_path}"}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="scaling.md", ranks=[2, 4, 8, 16], seconds=0.02)

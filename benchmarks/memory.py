@@ -3,19 +3,18 @@
 python benchmarks/memory.py [--rows 8192 16384] [--width 128] [--docs] [name …]
 """
 
-import sys
-import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from suite.harness import command_line, in_new_process, resident
+from suite.harness import in_new_process, peak, program, progress
 from torch import Tensor
 
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
-LIMIT = 400
+LIMIT = 400  # MB; larger figures are bold
 CLASSES = 512
 CAPTIONS = 3
 TOKENS = 16
@@ -25,7 +24,7 @@ WITHOUT_LIMIT = ("sigreg", "lejepa")
 def made(entry: Entry, width: int) -> torch.nn.Module:
     sizes = {"num_classes": CLASSES, "num_prototypes": CLASSES, "embedding_size": width, "out_dim": width}
     settings = {name: sizes.get(name, value) for name, value in entry.settings.items()}
-    return replace(entry, settings=tuple(settings.items())).make()
+    return replace(entry, settings=settings).make()
 
 
 def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
@@ -55,41 +54,23 @@ def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
             yield numbers[name] if name in numbers else drawn(half, learnt=False)
 
 
-def measure(name: str, rows: int, width: int) -> tuple[float, float]:
-    """Return the peak memory of a large step minus the memory after a small one, and its seconds."""
+def measure(name: str, rows: int, width: int) -> float:
+    """Return the MB at the peak of a step beyond those after a small one."""
     entry = CATALOGUE[name]
     loss = made(entry, width)
     loss(*arguments(entry, CLASSES, width)).backward()
-    before, start = resident("VmRSS"), time.perf_counter()
-    loss(*arguments(entry, rows, width)).backward()
-    return resident("VmHWM") - before, time.perf_counter() - start
+    return peak(lambda: loss(*arguments(entry, rows, width)).backward())[0]
 
 
-def measured(name: str, rows: int, width: int) -> float:
-    """Return the MB of a loss, measured in a new process; print them with the seconds."""
-    megabytes, seconds = in_new_process(measure, name, rows, width)
-    print(f"{name:28s} {rows:8d} rows {megabytes:8.0f} MB {seconds:8.1f} s", file=sys.stderr, flush=True)
-    return megabytes
-
-
-def main() -> None:
-    parser = command_line(__doc__, width=128, docs=False)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(CATALOGUE)}")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(CATALOGUE):
-        parser.error(f"no loss is called {', '.join(sorted(unknown))}; `contrastive-zoo list` has their names")
-    if given.docs and given.names:
-        parser.error("--docs is a page of all losses: name none")
-    found = {name: [measured(name, rows, given.width) for rows in given.rows] for name in given.names or CATALOGUE}
-    head = ["loss", "engine", *(f"{rows:,} samples" for rows in given.rows)]
-    lines = [[f"`{name}`", CATALOGUE[name].engine, *(f"{x:.0f}" for x in of)] for name, of in found.items()]
-    print(table(head, lines))
-    if given.docs:
-        fill(PAGES / "memory.md", {"memory": table(head, lines)})
-    if above := [name for name, of in found.items() if max(of) >= LIMIT and name not in WITHOUT_LIMIT]:
-        sys.exit(f"{LIMIT} MB or more: {', '.join(above)}")
+def main(given: Namespace) -> dict[str, str]:
+    lines = []
+    for name in given.names:
+        found = [in_new_process(measure, name, rows, given.width) for rows in given.rows]
+        figures = (f"**{x:.0f}**" if x >= LIMIT and name not in WITHOUT_LIMIT else f"{x:.0f}" for x in found)
+        lines.append([f"`{name}`", CATALOGUE[name].engine, *figures])
+        progress(*lines[-1])
+    return {"memory": table(["loss", "engine", *(f"{rows:,} samples" for rows in given.rows)], lines)}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="memory.md", names=CATALOGUE, rows=[8192, 16384], width=128)

@@ -4,12 +4,14 @@ them is the handshake.
 python benchmarks/messages.py
 """
 
+from argparse import Namespace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
+from suite.harness import program
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.messages import Messages
@@ -51,11 +53,11 @@ def collectives(name: str) -> list[int]:
     return found
 
 
-def main() -> None:
+def main(_: Namespace) -> dict[str, str]:
     with Worlds() as worlds:
-        lines = [[name, *map(str, worlds.run(2, collectives, name)[0])] for name in LOSSES]
-    print(table(["loss", "small batch", "large batch"], lines, 1))
+        lines = [[name, *worlds.run(2, collectives, name)[0]] for name in LOSSES]
+    return {"messages": table(["loss", "small batch", "large batch"], lines, 1)}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__)

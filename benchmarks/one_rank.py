@@ -8,8 +8,8 @@ depends on sizes only. --docs writes the table of docs/pages/scaling.md.
 """
 
 import random
-import sys
 import weakref
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from suite.harness import command_line, in_new_process
+from suite.harness import in_new_process, program, progress
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ from contrastive_zoo.ranks import handshake
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.world import FIELDS, SIZES, World, exchange_headers
 from contrastive_zoo.wrapper.step import splitting
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
 WIDTH, MACHINE, FLOAT = 64, 4, 4
 HEADER = 8 * (len(FIELDS) + SIZES)
@@ -66,9 +66,8 @@ def expected(path: str, sizes: Sequence[int]) -> Step:
     logits = FLOAT * n * total
     if path in ("ring", "two-level ring"):
         machine = MACHINE if path == "two-level ring" else ranks
-        passed = [
-            sizes[(rank + machine * j) % ranks] for j in range(1, ranks // machine)
-        ]  # what this rank brings along
+        # what this rank brings along
+        passed = [sizes[(rank + machine * j) % ranks] for j in range(1, ranks // machine)]
         sent = (ranks // machine - 1) * n + (machine - 1) * (n + sum(map(_at_least_one, passed)))
         returned = sum(_at_least_one(size) for r, size in enumerate(sizes) if r != rank)
         transfers = row * (2 * sent + returned)
@@ -212,11 +211,8 @@ def counted(path: str, sizes: Sequence[int]) -> Step:
     dist.init_process_group("fake", store=FakeStore(), rank=len(sizes) // 3, world_size=len(sizes))
     try:
         loss, encoder = made(path, len(sizes), MACHINE), nn.Linear(WIDTH, WIDTH)
-        inlined = path in (
-            "small batch",
-            "third-party loss",
-        )  # from the third step on a payload of rows follows the header
-        for _ in range(3 if inlined else 1):
+        # from the third step on a payload of rows follows the header
+        for _ in range(3 if path in ("small batch", "third-party loss") else 1):
             with OneRank(sizes) as found:
                 run(path, loss, encoder, sizes[dist.get_rank()])
         transfers = found.messages.count(TRANSFER)
@@ -230,30 +226,23 @@ def on_one_thread(path: str, sizes: Sequence[int]) -> Step:
     return counted(path, sizes)
 
 
-def main() -> None:
-    parser = command_line(__doc__, rows=128, docs=False)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    given = parser.parse_args()
+def main(given: Namespace) -> dict[str, str]:
     lines = []
     for path in PATHS:
         for ranks in given.ranks:
             sizes = split_of(ranks, given.rows)
             if path == "small batch":  # every second rank has none
-                sizes = [
-                    x * ((rank - ranks // 3) % 2 == 0) for rank, x in enumerate(split_of(ranks, max(1, SMALL // ranks)))
-                ]
+                few = split_of(ranks, max(1, SMALL // ranks))
+                sizes = [x * ((rank - ranks // 3) % 2 == 0) for rank, x in enumerate(few)]
             found, formula = in_new_process(on_one_thread, path, sizes), expected(path, sizes)
             assert found[:3] == formula[:3], (path, ranks, found, formula)
-            numbers = [f"{x:,}" for x in (sum(sizes), *found[:2])]
+            numbers = [f"{x:,}" for x in (ranks, sum(sizes), *found[:2])]
             bytes_held = [f"{found.sent / 1e6:,.3g}", f"{found.held / 1e6:,.3g}", f"{found.held / formula.held:.2f}"]
-            lines.append([path, f"{ranks:,}", *numbers, *bytes_held])
-            print(*lines[-1], sep="\t", file=sys.stderr, flush=True)
+            lines.append([path, *numbers, *bytes_held])
+            progress(*lines[-1])
     head = ["path", "ranks W", "rows N", "collectives", "transfers", "MB sent", "MB held", "held, formula = 1"]
-    text = table(head, lines)
-    print(text)
-    if given.docs:
-        fill(PAGES / "scaling.md", {"counted": text})
+    return {"counted": table(head, lines)}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="scaling.md", ranks=[8, 64, 512, 4096], rows=128)

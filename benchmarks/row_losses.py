@@ -1,34 +1,29 @@
 """Row losses with compiled block functions beside uncompiled ones, on a GPU if there is one.
 
-python benchmarks/row_losses.py [loss …] [--rows [4096 8192]] [--width 128] [--docs] [--out FILE]
+python benchmarks/row_losses.py [loss …] [--rows 4096 8192] [--width 128] [--docs]
 
 Each pair of loss and number of embeddings runs in a process of its own, plain and compiled steps in turn. A step is forward
 and backward of one process. Seconds of compilation are those of the first compiled step beyond a later one, with an empty
 cache of kernels. Memory is the peak beyond inputs, in a process that computes only so; on a CPU resident memory (Linux).
-
-On a CPU the figures are stored in benchmarks/results/row_losses.json, from which --docs writes the page.
 """
 
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from suite.harness import command_line, in_new_process, peak
+from suite.harness import in_new_process, peak, program, progress
 from suite.report import number
 
 import contrastive_zoo as cz
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
-RESULTS = Path(__file__).parent / "results" / "row_losses.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 3
 PER_CLASS = 8  # embeddings of a class
@@ -85,47 +80,23 @@ def empty_cache() -> Iterator[None]:
         yield
 
 
-def measured(name: str, rows: int, width: int) -> dict[str, float]:
+def measured(name: str, rows: int, width: int) -> list[str]:
+    """Return a line of the table."""
     with empty_cache():
-        found = in_new_process(seconds, name, rows, width)
-        for way in ("auto", "compiled"):
-            found[f"MB, {way}"] = in_new_process(megabytes, name, way, rows, width)
-    print(name, rows, found, file=sys.stderr, flush=True)
-    return found
+        x = in_new_process(seconds, name, rows, width)
+        memory = [in_new_process(megabytes, name, way, rows, width) for way in ("auto", "compiled")]
+    plain, compiled, *rest = map(number, [x["plain"], x["compiled"], x["compilation"], *memory])
+    line = [name, f"{rows:,}", plain, compiled, f"{x['plain'] / x['compiled']:.2f}", *rest]
+    progress(*line)
+    return line
 
 
-def as_markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    lines = []
-    for name, by_rows in results.items():
-        for rows, x in by_rows.items():
-            figures = [x["plain"], x["compiled"], x["compilation"], x["MB, auto"], x["MB, compiled"]]
-            plain, compiled, *rest = map(number, figures)
-            lines.append([name, f"{int(rows):,}", plain, compiled, f"{x['plain'] / x['compiled']:.2f}", *rest])
+def main(given: Namespace) -> dict[str, str]:
+    lines = [measured(name, rows, given.width) for name in given.names for rows in given.rows]
     head = ["loss", "rows", "uncompiled, s", "compiled, s", "times faster", "compilation, s", "MB", "MB, compiled"]
-    return table(head, lines)
-
-
-def main() -> None:
-    parser = command_line(__doc__, width=128, docs=False)
-    parser.add_argument("losses", nargs="*", metavar="loss", help="all by default")
-    parser.add_argument("--rows", type=int, nargs="*", default=[4096, 8192], help="none measures nothing")
-    parser.add_argument("--out", type=Path, help="append the table to this file")
-    given = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if DEVICE == "cpu" and RESULTS.exists() else {}
-    for name in given.losses or LOSSES:
-        for rows in given.rows:
-            results.setdefault(name, {})[str(rows)] = measured(name, rows, given.width)
-        if DEVICE == "cpu":
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    found = f"{device}, float32, d = {given.width}\n\n{as_markdown(results)}"
-    print(found)
-    if given.out:
-        with given.out.open("a", encoding="utf-8") as page:
-            page.write(f"\n## Row losses, uncompiled and compiled\n\n{found}\n")
-    if given.docs:
-        fill(PAGES / "accelerator.md", {"row losses": as_markdown(results)})
+    return {"row losses": f"{device}, float32, d = {given.width}:\n\n{table(head, lines)}"}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="accelerator.md", names=LOSSES, rows=[4096, 8192], width=128)

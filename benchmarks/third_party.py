@@ -7,8 +7,7 @@ does. Times are medians over interleaved repeats, of the slower rank; memory is 
 Errors are those of a smaller batch in float64, against the loss without wrapper on one process.
 """
 
-import statistics
-import sys
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
-from suite.harness import Round, command_line, in_rounds, peak
+from suite.harness import in_rounds, on_new_ranks, peak, program, progress, seconds_of
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import Worlds
-from tools.pages import PAGES, fill, table
+from tools.pages import table
 
 HEAD = ("loss", "implementation", "ms per step", "peak MB", "relative error, value", "relative error, gradient")
 RANKS, WIDTH, OF_A_CLASS, ROWS_FOR_ERRORS = 2, 128, 4, 64
@@ -93,16 +91,16 @@ def construct(name: str, implementation: str) -> nn.Module:
     return IMPLEMENTATIONS[implementation](subject.loss(), subject.miner and subject.miner())
 
 
-def times(name: str, repeats: int) -> list[Round]:
-    """Return the seconds per step of each implementation, of the slower rank, by round."""
+def times(name: str, repeats: int) -> dict[str, float]:
+    """Return the seconds per step of each implementation, of the slower rank."""
     given = local_inputs(SUBJECTS[name].rows)
     losses_by_name = {x: construct(name, x) for x in IMPLEMENTATIONS}
     runners = {x: lambda loss=loss: step(loss, *given) for x, loss in losses_by_name.items()}
-    return in_rounds(runners, rounds=repeats)
+    return seconds_of(in_rounds(runners, rounds=repeats))
 
 
 def memory(name: str, implementation: str) -> float:
-    """Return the peak memory of one step minus the memory before it, in MB (Linux)."""
+    """Return the MB at the peak of one step (Linux)."""
     loss, given = construct(name, implementation), local_inputs(SUBJECTS[name].rows)
     step(loss, *local_inputs(16))
     return peak(lambda: step(loss, *given))[0]
@@ -127,36 +125,25 @@ def relative_error(found: Tensor, expected: Tensor) -> str:
     return "0" if error == 0 else f"{error:.0e}" if error < 1e-6 else f"**{100 * error:.0f} %**"
 
 
-def lines(name: str, repeats: int, worlds: Worlds) -> list[list[str]]:
-    rounds = worlds.run(RANKS, times, name, repeats, timeout=3600.0)[0]
-    found, expected = worlds.run(RANKS, results, name, timeout=600.0), truth(name)
+def lines(name: str, repeats: int) -> list[list[str]]:
+    seconds = on_new_ranks(RANKS, times, name, repeats)[0]
+    found, expected = on_new_ranks(RANKS, results, name), truth(name)
     rows = []
     for implementation in IMPLEMENTATIONS:
-        with Worlds() as fresh:
-            megabytes = max(fresh.run(RANKS, memory, name, implementation, timeout=600.0))
-        seconds = statistics.median(x[implementation] for x in rounds)
+        megabytes = max(on_new_ranks(RANKS, memory, name, implementation))
         value, gradient = (
             max((x[implementation][i] for x in found), key=lambda y: (y - expected[i]).norm()) for i in (0, 1)
         )
         errors = relative_error(value, expected[0]), relative_error(gradient, expected[1])
         title = f"`{name}`, {SUBJECTS[name].rows:,} rows" if not rows else ""
-        rows.append([title, implementation, f"{1000 * seconds:,.0f}", f"{megabytes:,.0f}", *errors])
-        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+        rows.append([title, implementation, f"{1000 * seconds[implementation]:,.0f}", f"{megabytes:,.0f}", *errors])
+        progress(*rows[-1])
     return rows
 
 
-def main() -> None:
-    parser = command_line(__doc__, repeats=5, docs=False)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(SUBJECTS)}")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(SUBJECTS):
-        parser.error(f"no loss is called {', '.join(sorted(unknown))}")
-    with Worlds() as worlds:
-        found = table(HEAD, [line for name in given.names or SUBJECTS for line in lines(name, given.repeats, worlds)])
-    print(found)
-    if given.docs:
-        fill(PAGES / "native-and-sharded.md", {"times": found})
+def main(given: Namespace) -> dict[str, str]:
+    return {"times": table(HEAD, [line for name in given.names for line in lines(name, given.repeats)])}
 
 
 if __name__ == "__main__":
-    main()
+    program(main, __doc__, page="native-and-sharded.md", names=SUBJECTS, repeats=5)

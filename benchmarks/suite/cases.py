@@ -22,6 +22,8 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, tile_shape, tiles
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from suite.harness import Absent, step_of
+from tests.losses.zoo_margins import dense_circle, dense_multi_similarity, dense_triplet
+from tests.zoo import info_nce, sup_con
 from tools.peer_losses.packages import loaded
 
 AMPLE = 2**32  # a budget in bytes that holds the similarity matrix of every case
@@ -164,19 +166,17 @@ def ours(make: Callable[[float], Any], *, budget: int | None = None, **distribut
         loss = make(case.temperature)
         if case.shards:
             loss = cz.DistributedLoss(loss, **distributed)
-        return loss if budget is None else Within(budget, loss)
+        return loss if budget is None else within(budget, loss)
 
     return implementation
 
 
-class Within(nn.Module):
-    def __init__(self, budget: int, loss: Any) -> None:
-        super().__init__()
-        self.budget, self.loss = budget, loss
+def within(budget: int, loss: Function) -> Function:
+    def call(*rows: Tensor) -> Tensor:
+        with memory_budget(budget):
+            return loss(*rows)
 
-    def forward(self, *rows: Tensor) -> Tensor:
-        with memory_budget(self.budget):
-            return self.loss(*rows)
+    return call
 
 
 def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Function]]:
@@ -218,49 +218,10 @@ def clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(s, partner) + F.cross_entropy(s.T, partner)) / 2
 
 
-def info_nce(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    return F.cross_entropy(scale * a @ b.T, torch.arange(len(a)))
-
-
 def nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     z = torch.cat([a, b])
     s = (scale * z @ z.T).fill_diagonal_(-torch.inf)
     return F.cross_entropy(s, torch.arange(len(z)).roll(len(a)))
-
-
-def sup_con(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    positive, _ = masks(labels)
-    log_p = F.log_softmax((scale * z @ z.T).fill_diagonal_(-torch.inf), 1)
-    return -(log_p.where(positive, 0).sum(1) / positive.sum(1)).mean()
-
-
-def triplet(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    positive, negative = masks(labels)
-    distance = (2 - 2 * z @ z.T).clamp(min=1e-12).sqrt()
-    farthest, nearest = distance.masked_fill(~positive, -1).amax(1), distance.masked_fill(~negative, 9).amin(1)
-    losses = (farthest - nearest + 0.05).relu()
-    return losses.sum() / (losses > 0).sum().clamp(min=1)
-
-
-def multi_similarity(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    positive, negative = masks(labels)
-    s = z @ z.T - 0.5
-    positive_term = (-2 * s).exp().where(positive, 0).sum(1).log1p() / 2
-    return (positive_term + (50 * s).exp().where(negative, 0).sum(1).log1p() / 50).mean()
-
-
-def circle(z: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    positive, negative = masks(labels)
-    s = z @ z.T
-    positive_term = -80 * (1.4 - s.detach()).relu() * (s - 0.6)
-    negative_term = 80 * (s.detach() + 0.4).relu() * (s - 0.4)
-    terms = (positive_term, positive), (negative_term, negative)
-    return F.softplus(sum(x.masked_fill(~where, -torch.inf).logsumexp(1) for x, where in terms)).mean()
-
-
-def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
-    same = labels[:, None] == labels
-    return same.clone().fill_diagonal_(False), ~same
 
 
 # -------------------------------------------------------------------------------------------------------------- peers
@@ -335,9 +296,9 @@ def recipe(formula: Function) -> Callable[[Case], Function]:
     return implementation
 
 
-def by_rows(make: Callable[[], Any], formula: Function, peer: Callable[[Case], Function]) -> Subject:
+def by_rows(make: Callable[[], Any], dense: Function, peer: Callable[[Case], Function]) -> Subject:
     """Return a loss of labelled embeddings that is computed row by row."""
-    return Subject(labelled, {"ours": ours(lambda _: make()), "dense": partial(Dense, formula), "pml": peer})
+    return Subject(labelled, {"ours": ours(lambda _: make()), "dense": lambda _: dense, "pml": peer})
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -351,7 +312,6 @@ LOSSES = {
             "dense, compiled": compiled(clip),
             "by hand": recipe(clip),
             "open_clip": open_clip(),
-            "open_clip, default": open_clip(),
             "open_clip, gather_with_grad": open_clip(gather_with_grad=True),
             "open_clip, local_loss + gather_with_grad": open_clip(gather_with_grad=True, local_loss=True),
         },
@@ -375,10 +335,12 @@ LOSSES = {
         | {"pml SupConLoss": pml("SupConLoss", warm=True)},
     ),
     "Triplet, batch-hard": by_rows(
-        lambda: cz.Triplet(mining="hard"), triplet, pml("TripletMarginLoss", miner="BatchHardMiner")
+        partial(cz.Triplet, mining="hard"),
+        partial(dense_triplet, margin=0.05, mining="hard"),
+        pml("TripletMarginLoss", miner="BatchHardMiner"),
     ),
-    "Multi-similarity": by_rows(cz.MultiSimilarity, multi_similarity, pml("MultiSimilarityLoss")),
-    "Circle": by_rows(cz.Circle, circle, pml("CircleLoss")),
+    "Multi-similarity": by_rows(cz.MultiSimilarity, dense_multi_similarity, pml("MultiSimilarityLoss")),
+    "Circle": by_rows(cz.Circle, dense_circle, pml("CircleLoss")),
 }
 
 SOFTMAX = {name: entry for name, entry in CATALOGUE.items() if entry.engine.startswith("softmax")}
@@ -419,9 +381,9 @@ CASES = [
     *(Case("small", "CLIP", n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
     *(Case("small", "NT-Xent", 2 * n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
     # ranks
-    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip, default",), shards=(2048,) * 2),
-    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip, default",), shards=(1024,) * 4),
-    Case("ranks", "CLIP", 8192, 128, _RANKS, ("open_clip, default",), shards=(4096,) * 2, full=True),
+    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip",), shards=(2048,) * 2),
+    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip",), shards=(1024,) * 4),
+    Case("ranks", "CLIP", 8192, 128, _RANKS, ("open_clip",), shards=(4096,) * 2, full=True),
     Case("ranks", "CLIP", 128, 128, _WRAPPER, shards=(64,) * 2),
     Case("ranks", "NT-Xent", 256, 128, _WRAPPER, shards=(128,) * 2),
     # inputs that are hard for rounding or for the balance of work

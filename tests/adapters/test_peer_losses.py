@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tools.comparison import Compared, Run, compare, measure
 from tools.peer_losses import packages
+from tools.peer_losses.__main__ import page
 from tools.peer_losses.losses import LEFT_OUT, PeerLoss, runs, table
-from tools.peer_losses.page import drawn, page
 from tools.peer_losses.trainers import REPLACEMENTS, and_alone, replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
@@ -45,7 +46,11 @@ def of_package(package: str) -> list[PeerLoss]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_losses_are_on_several_ranks_what_they_are_on_one(package: str, worlds: Worlds) -> None:
     losses = of_package(package)
-    chosen = [x for x in losses if EVERY_CASE or x is losses[0] or str(x) in ALWAYS or drawn(x)]
+    chosen = [
+        x
+        for x in losses
+        if EVERY_CASE or x is losses[0] or str(x) in ALWAYS or crc32(f"{package} {x}".encode()) % 8 == 0
+    ]
     for peer, compared in measure(worlds, chosen, runs):
         assert {len(run.steps[0]) for run in compared} == {2, 3}
         assert [why for of in compared.values() if (why := peer.wrong(of))] == [], (package, str(peer))
@@ -131,9 +136,6 @@ def test_differences_are_told() -> None:
     assert compare({"value 0": nan}, {"value 0": x}).differences == {"value": torch.inf}
     assert compare({"value 0": nan}, {"value 0": nan}).differences == {"value": 0}
     assert peer.wrong(Compared({"value": 1e-3})) == "value differs by 1.0e-03"
-    refused = PeerLoss("lightly", "lightly.loss.x", "X", {}, refused="gathers by itself")
-    assert refused.wrong(Compared({}, "ValueError: X gathers by itself")) is None
-    assert refused.wrong(Compared({"value": 0.0})) == "is not refused: {'value': 0.0}"
 
 
 def test_the_page_has_every_loss_and_no_difference() -> None:
@@ -143,11 +145,10 @@ def test_the_page_has_every_loss_and_no_difference() -> None:
     for peer, line in zip(table(), lines, strict=True):
         assert line.startswith(f"| {peer.package} | `{peer}` | `{peer.call}` | ")
         cells = [cell.strip() for cell in line.strip("|").split(" | ")][3:]
-        assert ("refused" in cells) == (peer.refused is not None)
-        numbers = [float(cell) for cell in cells if cell not in ("", "–", "refused")]
+        numbers = [float(cell) for cell in cells if cell != "–"]
         assert all(x <= peer.tolerance for x in numbers)
-    text = page([(PeerLoss("x", "x.y", "Z", {}, refused="w"), {Run(((1, 2),)): Compared({}, "w")})])
-    assert "- `Z()` of x is refused: w" in text
+    written = page([(table()[0], {Run(((1, 2),)): Compared({"value": 0.0, "encoder": 1e-16})})])
+    assert "| lightly | `NTXentLoss()` | `out0: rows, out1: rows` | 0 | 1e-16 | – |" in written
 
 
 def test_the_stand_in_of_a_model_has_no_parameters() -> None:

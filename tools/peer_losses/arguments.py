@@ -69,19 +69,6 @@ queries_and_documents = Argument("dicts of tokens", lambda batch, _: [_features(
 triples = Argument("3 dicts of tokens", lambda batch, _: [_features(batch, view) for view in range(3)])
 
 
-def sentences(count: int) -> Argument:
-    return Argument(
-        f"list of {count} dicts of rows",
-        lambda batch, _: [{"sentence_embedding": batch.embeddings(view)} for view in range(count)],
-    )
-
-
-def listed(count: int, first: int = 0, argument: "Argument | None" = None) -> Argument:
-    """A list of so many views."""
-    of = rows if argument is None else argument
-    return Argument(f"list of {count} {of.name}", lambda batch, _: [of.value(batch, first + x) for x in range(count)])
-
-
 rows = Argument("rows", lambda batch, view: batch.embeddings(view))
 unit_rows = Argument("unit rows", lambda batch, view: F.normalize(batch.embeddings(view), dim=1))
 targets = Argument("rows without gradient", lambda batch, view: batch.embeddings(view).detach())
@@ -108,20 +95,39 @@ bias = Argument("number", lambda batch, _: batch.numbers["bias"], parameter="bia
 prototypes = Argument("learnt shared", lambda batch, _: batch.numbers["prototypes"], "shared", "prototypes")
 
 
+def _sentences(count: int) -> Argument:
+    return Argument(
+        f"list of {count} dicts of rows",
+        lambda batch, _: [{"sentence_embedding": batch.embeddings(view)} for view in range(count)],
+    )
+
+
+sentences, sentence_pairs, sentence_triples = map(_sentences, (1, 2, 3))
+
+
+def _listed(count: int, first: int = 0, of: Argument = rows) -> Argument:
+    """A list of so many views."""
+    return Argument(f"list of {count} {of.name}", lambda batch, _: [of.value(batch, first + x) for x in range(count)])
+
+
+two_views, three_views, two_more_views = _listed(2), _listed(3), _listed(2, first=2)
+two_of_probabilities = _listed(2, of=probabilities)
+
+
 def _stack(batch: Samples, view: int, count: int) -> Tensor:
+    """Views [V, n, d]."""
     return torch.stack([batch.embeddings(10 * view + x) for x in range(count)])
 
 
-def stack(count: int) -> Argument:
-    """Views [V, n, d]."""
-    return Argument(f"stack of {count}", partial(_stack, count=count), "batch_dim")
-
-
+stack_of_2, stack_of_3 = (Argument(f"stack of {n}", partial(_stack, count=n), "batch_dim") for n in (2, 3))
 stack_of_probabilities = Argument(
     "stack of probabilities", lambda batch, view: _stack(batch, view, 2).detach().softmax(2).float(), "batch_dim"
 )
 
 
-def shared(*shape: int) -> Argument:
+def _shared(*shape: int) -> Argument:
     """A tensor that is equal on all ranks: prototypes, or a queue."""
     return Argument("shared", lambda batch, view: F.normalize(batch.equal(view, *shape), dim=1), "shared")
+
+
+queue, queue_of_columns, shared_negatives = _shared(16, WIDTH), _shared(WIDTH, 16), _shared(5, WIDTH)

@@ -134,11 +134,6 @@ def _names_of(module: str) -> Callable[[str], Any]:
     return name
 
 
-def is_there(module: str, folder: Path | str) -> bool:
-    """Return whether a folder has the file of a module, which no version of a package needs to have."""
-    return Path(folder, *module.split(".")).with_suffix(".py").is_file()
-
-
 def loaded(module: str, folder: Path | str = FOLDER) -> ModuleType:
     """Return a module of a package in the folder, or of one that is installed whole."""
     package = module.partition(".")[0]

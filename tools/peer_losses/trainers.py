@@ -1,14 +1,11 @@
 """Losses of trainers of embedding models, by their own code on one process, beside the lines that replace them.
 
-``python -m tools.peer_losses.trainers`` compares those of ``.venv/peers``, and ``… FOLDER`` the packages in another folder,
-such as a clone, on one, two and three ranks. The page "Coming from another library" has the same lines.
+The page "Coming from another library" has the same lines.
 """
 
 import os
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -17,11 +14,10 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.testing.worlds import Worlds
-from tools.comparison import Run, measure
+from tools.comparison import Run
 from tools.peer_losses.arguments import TOKENS, Argument, Samples, documents, rows, unit_rows, unit_tokens
 from tools.peer_losses.losses import PeerLoss, Reading, runs
-from tools.peer_losses.packages import FOLDER, is_there, loaded
+from tools.peer_losses.packages import loaded
 
 Call = Callable[..., Tensor]
 
@@ -39,16 +35,14 @@ class Replacement(PeerLoss):
         ours: our loss.
         calls: our call with the same arguments, from the wrapped loss; None if it is the same.
         theirs: the same of their class, if it is not called so, too.
-        folder: where the package is.
     """
 
     ours: Loss = field(kw_only=True)
     calls: Callable[[Call], Call] | None = None
     theirs: Callable[[Any], Call] | None = None
-    folder: Path = FOLDER
 
     def construct(self) -> Call:
-        found = getattr(loaded(self.module, self.folder), self.name)
+        found = getattr(loaded(self.module), self.name)
         return super().construct() if self.theirs is None else self.theirs(found)
 
     @property
@@ -173,25 +167,3 @@ REPLACEMENTS = [
         ours=cz.InfoNCE(temperature=0.5, normalize=False),
     ),
 ]  # fmt: skip
-
-
-def main(folders: Sequence[str | Path]) -> int:
-    """Compare what is in the folders, print each result, and return 1 if any differs."""
-    chosen = [
-        replace(x, folder=Path(folder))
-        for folder in folders or [FOLDER]
-        for x in REPLACEMENTS
-        if is_there(x.module, folder)
-    ]
-    with Worlds(timeout=120.0) as worlds:
-        rows = measure(worlds, chosen, and_alone, replaced)
-    differ = False
-    for peer, compared in rows:
-        for run, of in compared.items():
-            differ |= peer.wrong(of) is not None
-            print(f"{peer.package} {peer.name}, {run}: {peer.wrong(of) or dict(of.differences)}")
-    return int(differ or not chosen)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
