@@ -8,9 +8,7 @@ mean loss of a dense formula. It imports its package when it is called. It was w
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -18,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from tools.peer_losses.packages import opened
+from tools.peer_losses.packages import loaded
 
 Loss = Callable[..., Tensor]
 Construct = Callable[[float], Loss]
@@ -208,15 +206,7 @@ def scores_of(package: str, name: str) -> Construct:
 def open_clip(name: str) -> Construct:
     """Return a constructor of a dense loss of OpenCLIP, which computes logits in the dtype of the embeddings."""
 
-    return lambda scale: getattr(_open_clip_losses(), name)(cache_labels=True)
-
-
-@cache
-def _open_clip_losses() -> ModuleType:
-    """Import the file of OpenCLIP's losses; the package itself imports torchvision."""
-    if not opened("open_clip"):
-        raise ModuleNotFoundError("No module named 'open_clip'", name="open_clip")
-    return import_module("open_clip.loss")
+    return lambda scale: getattr(loaded("open_clip.loss"), name)(cache_labels=True)
 
 
 _INF_CL = "TF32, on float32 copies of the rows"

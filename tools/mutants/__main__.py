@@ -1,8 +1,8 @@
 """Change the modules that ranks rest on, one place at a time, and count the changes that no test notices.
 
-python -m tools.mutants --count 200 --seed 0 --out mutants.json      # continues where an earlier run of it was stopped
-python -m tools.mutants --again --out mutants.json                   # first the survivors, once there are new tests
-python -m tools.mutants --count 0 --out mutants.json --docs          # writes the score to docs/pages/how-it-is-tested.md
+python -m tools.mutants --count 200      # continues where an earlier run was stopped: results are in mutants.json
+python -m tools.mutants --again          # first the survivors, once there are new tests
+python -m tools.mutants --count 0 --docs # writes the score to docs/pages/how-it-is-tested.md
 
 A mutant is one change of the syntax tree: a comparison, an operator, a number, a truth value, a condition, a maximum for a
 minimum, or a statement left out. Texts of errors, docstrings, annotations and assertions stay as they are. It is written
@@ -40,6 +40,8 @@ TESTS = {
 }
 """The tests of a mutated room, and doctests of the module; those of whole trainings take longer."""
 
+RESULTS = Path("mutants.json")
+JOBS = 2  # mutants that are tried at the same time
 CONTROLS = 10  # after so many mutants the tests of one run without it: they must pass
 WORLD_TIMEOUT = 20  # seconds of a job of several ranks
 SECONDS = 1800.0  # limit of the tests of one mutant
@@ -88,12 +90,12 @@ def verdict(tests: Sequence[str], root: Path, seconds: float = SECONDS) -> Resul
     return {"verdict": "caught" if failed else "survived", "by": failed[1] if failed else ""}
 
 
-def attempts(todo: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Result]]:
+def attempts(todo: Sequence[Mutant]) -> Iterator[tuple[Mutant, Result]]:
     """Try mutants, as many at the same time as there are copies of the repository."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "site", "shared")
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         copies: Queue[Path] = Queue()
-        for number in range(jobs):
+        for number in range(JOBS):
             copies.put(Path(shutil.copytree(pages.ROOT, Path(folder, str(number)), ignore=ignored)))
 
         def attempt(mutant: Mutant) -> tuple[Mutant, Result]:
@@ -107,12 +109,12 @@ def attempts(todo: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, Result
         yield from pool.map(attempt, todo)
 
 
-def untried(results: list[Result], again: Sequence[Name], seed: int) -> list[Mutant]:
+def untried(results: list[Result], again: Sequence[Name]) -> list[Mutant]:
     """Forget results of mutants that the code no longer has; return all others that it has, in random order."""
     every = {x.name: x for path in modules() for x in mutants_of(path)}
     results[:] = [x for x in results if name_of(x) in every and name_of(x) not in again]
     todo = [x for x in every.values() if x.name not in set(map(name_of, results))]
-    random.Random(seed).shuffle(todo)
+    random.Random(0).shuffle(todo)
     return sorted(todo, key=lambda x: x.name not in again)
 
 
@@ -133,7 +135,7 @@ def report(results: Sequence[Result], controls: Sequence[Result]) -> str:
     """Return the score, and a table with a row for each module.
 
     Examples:
-        >>> mutant = {"path": "engine/exchange.py", "place": ["f", 1, 1], "change": "1 → 2", "verdict": "caught"}
+        >>> mutant = {"path": "engine/exchange.py", "place": ["f", 1], "change": "1 → 2", "verdict": "caught"}
         >>> print(report([mutant], []))
         1 mutants, 1 noticed: 100.0 % of those that are not equivalent, 100.0 % of all. 0 controls, runs of the same tests without a mutant: 0 failed.
         <BLANKLINE>
@@ -159,21 +161,18 @@ def report(results: Sequence[Result], controls: Sequence[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at the same time")
-    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--docs", action="store_true", help="write the report to the page")
-    parser.add_argument("--again", action="store_true", help="try the survivors of --out again")
+    parser.add_argument("--again", action="store_true", help="try the survivors again")
     options = parser.parse_args()
-    saved = json.loads(options.out.read_text()) if options.out.exists() else {"results": [], "controls": []}
+    saved = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"results": [], "controls": []}
     results, controls = saved["results"], saved["controls"]
     again = [name_of(x) for x in results if outcome(x) == "survived"] if options.again else []
-    todo = untried(results, again, options.seed)
-    for mutant, result in attempts(todo[: max(0, options.count - len(results))], options.jobs):
+    todo = untried(results, again)
+    for mutant, result in attempts(todo[: max(0, options.count - len(results))]):
         results.append(mutant._asdict() | result)
         if len(results) // CONTROLS > len(controls):
             controls.append(mutant._asdict() | verdict(tests_of(mutant), pages.ROOT))
-        options.out.write_text(json.dumps(saved, indent=1))
+        RESULTS.write_text(json.dumps(saved, indent=1))
     for x in (x for x in results if outcome(x) == "survived"):
         print(f"survived: {x['path']}:{x['place'][1]} {x['place'][0]}: {x['change']}")
     print(report(results, controls))

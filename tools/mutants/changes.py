@@ -36,11 +36,10 @@ Name = tuple[str, str, str]
 
 
 class Place(NamedTuple):
-    """The qualified name of the function around a node, and the lines of its statement without inner statements."""
+    """The qualified name of the function around a node, and the line of its statement."""
 
     function: str
-    first: int
-    last: int
+    line: int
 
 
 class Mutant(NamedTuple):
@@ -87,7 +86,7 @@ def changes(tree: ast.Module) -> Iterator[tuple[Place, str]]:
         >>> [words for _, words in changes(ast.parse("x = f(a < 1)"))]
         ['a < 1 → a <= 1', '1 → 2']
     """
-    for node, place in _code(tree, Place("", 0, 0)):
+    for node, place in _code(tree, Place("", 0)):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED_OPERATORS:
             swapped = [SWAPPED_OPERATORS[type(node.ops[0])](), *node.ops[1:]]
             yield from _changed(node, place, "ops", swapped)
@@ -121,17 +120,16 @@ def _without_statements(node: ast.AST, place: Place) -> Iterator[tuple[Place, st
         for i, statement in enumerate(block if isinstance(block, list) else []):
             if isinstance(statement, (ast.Expr, ast.AugAssign)) and not _is_text(statement):
                 setattr(node, name, [*block[:i], ast.copy_location(ast.Pass(), statement), *block[i + 1 :]])
-                yield Place(place.function, *_lines(statement)), f"left out: {_first_line(statement)}"
+                yield place._replace(line=statement.lineno), f"left out: {_first_line(statement)}"
                 setattr(node, name, block)
 
 
 def _code(node: ast.AST, place: Place, prefix: str = "") -> Iterator[tuple[ast.AST, Place]]:
     """Yield all nodes but docstrings, annotations, errors, assertions, imports, decorators and bodies of classes."""
     if isinstance(node, ast.stmt):
-        place = Place(place.function, *_lines(node))
+        place = place._replace(line=node.lineno)
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        # a default is used by whoever calls the function: its lines are those of the body
-        place = Place(prefix + node.name, node.body[0].lineno, node.end_lineno or 0)
+        place = Place(prefix + node.name, node.lineno)
         prefix = f"{place.function}." if isinstance(node, ast.ClassDef) else f"{place.function}.<locals>."
     yield node, place
     left_out = _LEFT_OUT if not isinstance(node, ast.Call) else set()
@@ -142,13 +140,6 @@ def _code(node: ast.AST, place: Place, prefix: str = "") -> Iterator[tuple[ast.A
             of_class = isinstance(node, ast.ClassDef) and not isinstance(child, ast.FunctionDef)
             if isinstance(child, ast.AST) and not (skipped or of_class or name in left_out or _is_text(child)):
                 yield from _code(child, place, prefix)
-
-
-def _lines(node: ast.stmt) -> tuple[int, int]:
-    """The lines of a statement, without those of the statements inside of it."""
-    body: list[ast.stmt] = getattr(node, "body", [])
-    last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
-    return node.lineno, last
 
 
 def _first_line(node: ast.AST) -> str:

@@ -5,19 +5,15 @@ each by itself: one that cannot be had stops no other, and its tests are skipped
 """
 
 import importlib
-import logging
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
-import torch
-
+from tools.loading import load
 from tools.pages import ROOT
 
 FOLDER = ROOT / ".venv" / "peers"
@@ -54,92 +50,22 @@ def install(folder: Path | str, packages: Mapping[str, str]) -> list[str]:
     return failed
 
 
-def _all_documents(input_ids: torch.Tensor, skiplist: Sequence[int]) -> torch.Tensor:
-    assert not len(skiplist)
-    return torch.ones_like(input_ids, dtype=torch.bool)
+WHOLE = {"pytorch_metric_learning", "sentence_transformers"}
+"""Packages that are installed with all that they depend on."""
 
 
-@dataclass(frozen=True)
-class Bare:
-    """What of a package is loaded without its own code."""
+def loaded(module: str) -> ModuleType:
+    """Return a module of a package in the folder or on the path.
 
-    packages: tuple[str, ...] = ("",)
-    """Packages in it whose ``__init__`` needs other libraries; an empty one stands in."""
-    homes: Mapping[str, str] = field(default_factory=dict)
-    """Of a package in it that is empty, the module that has its names."""
-    stand_ins: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """Modules whose names are imported, and that the losses do not need."""
-
-
-BARE: dict[str, Bare] = {
-    # lightly.models.utils is a module, which a loss imports and, without a memory bank, does not use
-    "lightly": Bare(("", ".loss", ".models", ".models.modules", ".models.utils", ".utils")),
-    "open_clip": Bare(),
-    "info_nce": Bare(),  # all of it is its __init__, which is loaded as a module of this name
-    "colpali_engine": Bare(("", ".loss", ".utils")),
-    "solo": Bare(("", ".losses")),
-    "stable_pretraining": Bare(
-        ("", ".losses", ".utils"),
-        {".utils": ".utils.distributed"},
-        {"loguru": lambda: SimpleNamespace(logger=logging.getLogger("loguru"))},
-    ),
-    "pylate": Bare(
-        ("", ".losses", ".utils"),
-        {".utils": ".utils.distributed"},
-        {"pylate.models": lambda: SimpleNamespace(ColBERT=SimpleNamespace(skiplist_mask=_all_documents))},
-    ),
-    "tevatron": Bare(),
-    "FlagEmbedding": Bare(
-        (
-            *("", ".abc", ".abc.finetune", ".abc.finetune.embedder", ".finetune", ".finetune.embedder"),
-            *(".finetune.embedder.encoder_only", ".finetune.embedder.encoder_only.base"),
-        ),
-        {".abc.finetune.embedder": ".abc.finetune.embedder.AbsModeling"},
-    ),
-    "swift": Bare(
-        ("", ".loss"),
-        stand_ins={
-            "swift.sequence_parallel": lambda: SimpleNamespace(sequence_parallel=SimpleNamespace()),
-            "swift.utils": lambda: SimpleNamespace(get_dist_setting=lambda: (0, 0, 1, 1)),
-        },
-    ),
-    "nemo_automodel": Bare(("", ".components", ".components.loss")),
-}
-
-
-def opened(package: str, folder: Path | str = FOLDER) -> bool:
-    """Return whether a package is in the folder, or importable, and make its files importable without its ``__init__``."""
-    found = PathFinder.find_spec(package, [str(folder), *sys.path])
-    if found is None or not found.submodule_search_locations:
-        return False
-    (root,) = found.submodule_search_locations
-    bare = BARE[package]
-    for name in (package + part for part in bare.packages):
-        sys.modules[name] = module = ModuleType(name)
-        module.__path__ = ["/".join([root, *name.split(".")[1:]])]
-    for part, home in bare.homes.items():
-        sys.modules[package + part].__dict__["__getattr__"] = _names_of(package + home)
-    for name, make in bare.stand_ins.items():
-        sys.modules[name] = module = ModuleType(name)
-        vars(module).update(vars(make()))
-    return True
-
-
-def _names_of(module: str) -> Callable[[str], Any]:
-    def name(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(importlib.import_module(module), name)
-
-    return name
-
-
-def loaded(module: str, folder: Path | str = FOLDER) -> ModuleType:
-    """Return a module of a package in the folder, or of one that is installed whole."""
+    Raises:
+        ModuleNotFoundError: there is no such package; the error has its name.
+    """
     package = module.partition(".")[0]
-    if package in BARE and package not in sys.modules and not opened(package, folder):
-        raise ModuleNotFoundError(f"{package} is not in {folder}", name=package)
-    return importlib.import_module(module)
+    spec = PathFinder.find_spec(package, [str(FOLDER), *sys.path])
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{package} is not in {FOLDER}", name=package)
+    (root,) = spec.submodule_search_locations
+    return importlib.import_module(module) if package in WHOLE else load(Path(root).parent, module, package)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The page "Coming from another library" has the same lines.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,8 @@ def _flag_embedding(kind: Any) -> Call:
 
 
 def _swift(kind: Any, **variables: str) -> Call:
+    vars(sys.modules[kind.__module__])["strtobool"] = lambda text: text == "True"  # of transformers
+
     def call(queries: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
         sentences = torch.cat([queries[:, None], positives[:, None], negatives], 1).flatten(0, 1)
         labels = torch.tensor([1, 0, 0]).repeat(len(queries))

@@ -18,8 +18,8 @@ from contrastive_zoo.testing.worlds import Worlds
 from tools.gallery.recipe import Recipe
 from tools.gallery_measurement import Row as Described
 from tools.gallery_measurement import measure
+from tools.loading import InFloat64OnCPU, load
 from tools.wild import adapters
-from tools.wild.loading import InFloat64OnCPU, load
 from tools.wild.projects import Entry
 
 EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6), d=4))

@@ -1,4 +1,4 @@
-"""Load one file of a clone, without the packages that its loss does not need."""
+"""Load one file of a clone or of a package, without the packages that its loss does not need."""
 
 import importlib
 import importlib.machinery
@@ -84,23 +84,30 @@ class _PackageLoader(Loader):
         pass
 
 
-class _CloneFinder(MetaPathFinder):
-    """Finds the files of a clone first; then installed packages that are not heavy; all others are stand-ins."""
+class _Finder(MetaPathFinder):
+    """Finds the files of a clone, or of one package of a folder, first; then what is installed; all else are stand-ins."""
 
-    def __init__(self, source: Path) -> None:
-        self.source = source
+    def __init__(self, folder: Path, package: str) -> None:
+        self.folder, self.package = folder, package
 
     def owns(self, name: str) -> bool:
         top = name.partition(".")[0]
-        place = self.source / top
-        return top not in sys.stdlib_module_names and (place.is_dir() or place.with_suffix(".py").is_file())
+        place = self.folder / top
+        is_owned = self.package in ("", top) and top not in sys.stdlib_module_names
+        return is_owned and (place.is_dir() or place.with_suffix(".py").is_file())
+
+    def is_of_clone(self, name: str) -> bool:
+        return not self.package and self.owns(name)
+
+    def is_heavy(self, name: str) -> bool:
+        return not self.owns(name) and not {name, name.partition(".")[0]}.isdisjoint(HEAVY)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        top, place = name.partition(".")[0], self.source.joinpath(*name.split("."))
+        place = self.folder.joinpath(*name.split("."))
         if self.owns(name) and (file := place.with_suffix(".py")).is_file():
             return spec_from_file_location(name, file)
         is_folder = self.owns(name) and place.is_dir()
-        if not self.owns(name) and not {top, name} & HEAVY and _is_installed(top):
+        if not self.owns(name) and not self.is_heavy(name) and _is_installed(name.partition(".")[0]):
             return None
         spec = importlib.machinery.ModuleSpec(name, _PackageLoader(), is_package=True)
         spec.submodule_search_locations = [str(place)] if is_folder else []
@@ -112,11 +119,14 @@ def _is_installed(top: str) -> bool:
 
 
 @contextmanager
-def _importing_from(source: Path) -> Iterator[None]:
-    """Import from the clone inside; afterwards no module of it, and no stand-in, has remained."""
-    finder, before = _CloneFinder(source), dict(sys.modules)
+def _importing_from(finder: _Finder) -> Iterator[None]:
+    """Import from the folder inside; afterwards no stand-in and no module of a clone has remained.
+
+    Those of a package remain, since functions may import others of them when they are called.
+    """
+    before = dict(sys.modules)
     for name in before:
-        if finder.owns(name) or name.partition(".")[0] in HEAVY:
+        if finder.is_heavy(name) or finder.is_of_clone(name):
             del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
@@ -124,21 +134,21 @@ def _importing_from(source: Path) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name, module in list(sys.modules.items()):
-            if finder.owns(name) or isinstance(module, _Package):
+            if finder.is_of_clone(name) or (isinstance(module, _Package) and not finder.owns(name)):
                 del sys.modules[name]
         sys.modules.update(before)
 
 
 @cache
-def load(source: Path, module: str) -> types.ModuleType:
-    """Return a module of the clone whose packages begin at ``source``.
+def load(folder: Path, module: str, package: str = "") -> types.ModuleType:
+    """Return a module of a folder, from which all its packages are imported, or one.
 
     Raises:
-        ModuleNotFoundError: the clone has no such file.
+        ModuleNotFoundError: the folder has no such file.
     """
-    if not source.joinpath(*module.split(".")).with_suffix(".py").is_file():
-        raise ModuleNotFoundError(f"no {module} in {source.name}")
-    with _importing_from(source):
+    if not folder.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        raise ModuleNotFoundError(f"no {module} in {folder.name}", name=module)
+    with _importing_from(_Finder(folder, package)):
         return importlib.import_module(module)
 
 
