@@ -21,7 +21,17 @@ from scaling import write_scaling
 from suite import harness
 from suite.cases import BARE, CASES, GEMM, Case
 from suite.harness import Absent
-from suite.report import RESULTS, Results, draw_figures, headline, load_results, page_parts, versions
+from suite.report import (
+    RESULTS,
+    Results,
+    draw_figures,
+    headline,
+    load_results,
+    medians_ms,
+    number,
+    page_parts,
+    versions,
+)
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
@@ -139,8 +149,9 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
     with Worlds() as worlds:
         for case in cases:
             start = time.perf_counter()
-            results["cases"].setdefault(case.group, {})[case.name] = measure_case(case, worlds, given.full)
-            harness.progress(f"{time.perf_counter() - start:6.1f} s", case.name)
+            results["cases"].setdefault(case.group, {})[case.name] = found = measure_case(case, worlds, given.full)
+            ms = (f"{name} {number(x)} ms" for name, x in medians_ms(found.get("rounds", [])).items())
+            harness.progress(f"{time.perf_counter() - start:6.1f} s", case.name, *ms)
             RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
     if given.docs:
         draw_figures(results)

@@ -6,11 +6,12 @@ python benchmarks/soak.py --steps 1000
 
 import gc
 import sys
+from argparse import Namespace
 
 import psutil
 import torch
 import torch.distributed as dist
-from suite.harness import command_line
+from suite.harness import program
 from torch import nn
 
 import contrastive_zoo as cz
@@ -64,17 +65,19 @@ def train(steps: int) -> list[dict[str, float]]:
     return readings
 
 
-def main() -> int:
-    steps = command_line(__doc__, steps=10_000).parse_args().steps
+def main(given: Namespace) -> dict[str, str]:
     with Worlds(timeout=600.0) as worlds:
-        readings = worlds.run(2, train, steps)[0]
+        readings = worlds.run(2, train, given.steps)[0]
     forms = {"RSS MiB": ".1f"}
-    print(table([*readings[0]], [[format(x, forms.get(name, ",.0f")) for name, x in of.items()] for of in readings], 0))
+    lines = [[format(x, forms.get(name, ",.0f")) for name, x in of.items()] for of in readings]
     first, last = readings[1], readings[-1]  # when all shapes have been seen
     grown = {name: last[name] - first[name] for name in first if name != "step"}
-    print("growth since the second reading: " + ", ".join(f"{name} {value:+.1f}" for name, value in grown.items()))
-    return int(any(value > (ALLOWED if name == "RSS MiB" else 0) for name, value in grown.items()))
+    growth = "growth since the second reading: " + ", ".join(f"{name} {x:+.1f}" for name, x in grown.items())
+    text = f"{table([*readings[0]], lines, texts=0)}\n\n{growth}"
+    if any(x > (ALLOWED if name == "RSS MiB" else 0) for name, x in grown.items()):
+        sys.exit(text)
+    return {"soak": text}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(main, __doc__, steps=10_000)

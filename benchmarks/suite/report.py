@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from suite.cases import CASES, GEMM, TARGETS, Case, Target
+from suite.cases import CASES, TARGETS, Case, Target
 from suite.harness import DOUBTFUL, Round, quartiles, ratio, relative_spread, seconds_of
 from tools.pages import PAGES, table
 from tools.peer_losses.packages import FOLDER, installed
@@ -186,66 +186,34 @@ def picture(draw: Callable[[Any], None], file: Path) -> None:
         plt.close(figure)
 
 
-def lines_of(axes: Any, points: dict[str, list[tuple[float, float]]], x: str, y: str) -> None:
+def by_rows(axes: Any, title: str, unit: str, values: dict[str, dict[int, float]]) -> None:
+    """Draw a line for each implementation: values by number of rows."""
     others = iter(OTHERS)
-    for implementation, line in points.items():
+    for implementation, line in values.items():
         colour = COLOURS.get(implementation) or next(others)
-        axes.plot(*zip(*sorted(line), strict=True), marker="o", ms=4, label=implementation, color=colour)
-    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
-    ticks = sorted({x for line in points.values() for x, _ in line})
+        axes.plot(*zip(*sorted(line.items()), strict=True), marker="o", ms=4, label=implementation, color=colour)
+    ticks = sorted({rows for line in values.values() for rows in line})
+    axes.set(xscale="log", yscale="log", xlabel="rows N", ylabel=unit)
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.minorticks_off()
     axes.legend(frameon=False)
-
-
-def by_rows(results: Results, of: Callable[[dict[str, Any]], dict[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for case in CASES:
-        found = results["cases"].get(case.group, {}).get(case.name)
-        if case.loss == "NT-Xent" and case.width == 128 and not case.shards and not case.clustered and found:
-            for implementation, value in of(found).items():
-                points.setdefault(implementation, []).append((case.rows, value))
-    return points
-
-
-def time_by_rows(axes: Any, results: Results) -> None:
-    def medians(found: dict[str, Any]) -> dict[str, float]:
-        ms = medians_ms(found.get("rounds", []))
-        return ms if len(ms) > 3 else {}
-
-    axes.set_title("NT-Xent, forward and backward", loc="left")
-    lines_of(axes, by_rows(results, medians), "rows N", "ms")
-
-
-def memory_by_rows(axes: Any, results: Results) -> None:
-    points = by_rows(results, lambda found: {name: x / 2**20 for name, x in found.get("memory", {}).items()})
-    axes.set_title("NT-Xent, memory beyond the inputs", loc="left")
-    lines_of(axes, {name: line for name, line in points.items() if len(line) > 1}, "rows N", "MB")
-
-
-def time_by_ranks(axes: Any, results: Results) -> None:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for case, found in measured_cases(results, "scaling"):
-        if case.shards[0] == 1024 and case.width == 512:
-            for name, ms in medians_ms(found["rounds"]).items():
-                if name != GEMM:
-                    title = f"{case.loss}, {name.removeprefix('ours, ')}"
-                    points.setdefault(title, []).append((case.world, ms))
-    axes.set_prop_cycle(color=["#1f4e79", "#3a6ea5", "#7fb2e5", "#7a2f2c", "#b0413e", "#e39a97"])
-    for name, line in points.items():
-        axes.plot(*zip(*line, strict=True), marker="o", ms=4, label=name)
-    ranks = sorted({x for line in points.values() for x, _ in line})
-    axes.set(xlabel="ranks W, 1,024 rows of 512 each", ylabel="ms", xticks=ranks, ylim=(0, None))
-    axes.set_title("Constant rows per rank: the total work grows with W²", loc="left")
-    axes.legend(frameon=False)
-
-
-FIGURES = {"time": time_by_rows, "memory": memory_by_rows, "ranks": time_by_ranks}
+    axes.set_title(f"NT-Xent, {title}", loc="left")
 
 
 def draw_figures(results: Results) -> None:
-    for name, draw in FIGURES.items():
-        picture(lambda axes, draw=draw: draw(axes, results), PAGES / "figures" / f"bench-cpu-{name}.svg")
+    ms, megabytes = dict[str, dict[int, float]](), dict[str, dict[int, float]]()
+    for case in CASES:
+        found = results["cases"].get(case.group, {}).get(case.name)
+        if case.loss == "NT-Xent" and case.width == 128 and not case.shards and not case.clustered and found:
+            times = medians_ms(found.get("rounds", []))
+            for name, x in times.items() if len(times) > 3 else ():
+                ms.setdefault(name, {})[case.rows] = x
+            for name, x in found.get("memory", {}).items():
+                megabytes.setdefault(name, {})[case.rows] = x / 2**20
+    megabytes = {name: line for name, line in megabytes.items() if len(line) > 1}
+    folder = PAGES / "figures"
+    picture(lambda axes: by_rows(axes, "forward and backward", "ms", ms), folder / "bench-cpu-time.svg")
+    picture(lambda axes: by_rows(axes, "memory beyond the inputs", "MB", megabytes), folder / "bench-cpu-memory.svg")
 
 
 def load_results(file: Path = RESULTS) -> Results:
