@@ -31,10 +31,7 @@ class CoSENT(Loss):
     of all ranks: O(N log N) time and N numbers of memory instead of N². Equal to sentence-transformers'
     CoSENTLoss(scale=1/t) and AnglELoss(scale=1/t).
 
-    Called as ``loss(queries, keys, scores)``:
-
-    - queries, keys: [n, d].
-    - scores: y, [n] numbers of any scale; only their order matters.
+    Called as ``loss(queries, keys, scores)``, q and k, [n, d], and y, [n] numbers of any scale; only their order matters.
 
     Args:
         similarity: ``"cosine"`` or ``"angle"``.
@@ -103,10 +100,7 @@ class OnlineContrastive(Loss):
     OnlineContrastiveLoss since release 6.2; until 6.1 the mean distance also takes the place of an extreme of exactly one
     pair.
 
-    Called as ``loss(queries, keys, labels)``:
-
-    - queries, keys: [n, d].
-    - labels: y, [n], 1 for a positive pair and 0 for a negative one.
+    Called as ``loss(queries, keys, labels)``, q and k, [n, d], and y, [n], 1 for a positive pair and 0 for a negative one.
 
     Args:
         margin: cosine distance beyond which negatives have no loss.

@@ -290,10 +290,8 @@ class Instance(ShardableClassLoss):
     Dense: ``cross_entropy(x @ w.T / t, c) + cross_entropy(y @ w.T / t, c)``. Both modalities meet in the weights, which
     are as many as the training set has samples; ``shard_over`` splits them over the ranks.
 
-    Called as ``loss(x, y, labels)``:
-
-    - x, y: embeddings in either modality, [n, d].
-    - labels: c, [n], 0 … C − 1: indices of the samples in the training set, or groups of samples.
+    Called as ``loss(x, y, labels)``, embeddings in either modality, [n, d], and c, [n], 0 … C − 1: indices of the samples in
+    the training set, or groups of samples.
 
     The parameter is ``loss.weights``, [C, d], or [C, k, d] with k centres per sample, of which the nearest counts;
     :class:`ClassLoss` documents how it is drawn, shared and sharded. Here their norms count, unless ``normalize=True``.

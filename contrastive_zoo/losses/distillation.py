@@ -25,10 +25,8 @@ class ClipDistillation(Loss):
     open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
     loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
 
-    Called as ``loss(images, texts, teacher_images, teacher_texts)``:
-
-    - images, texts: [n, d].
-    - teacher_images, teacher_texts: [n, e], of the same samples.
+    Called as ``loss(images, texts, teacher_images, teacher_texts)``, x and y, [n, d], and u and v, [n, e], of the same
+    samples.
 
     Args:
         teacher_temperature: t' > 0, the teacher's temperature.
@@ -103,11 +101,8 @@ class MarginMSE(Loss):
     Of a teacher's scores [n, 1 + k], positive first, the margins are ``scores[:, :1] - scores[:, 1:]``. Equal to
     sentence-transformers' MarginMSELoss, which takes each negative as a column of its own: ``torch.stack(columns, 1)``.
 
-    Called as ``loss(queries, positives, negatives, margins)``:
-
-    - queries, positives: [n, d].
-    - negatives: [n, k, d], the same k everywhere.
-    - margins: [n, k], without gradient.
+    Called as ``loss(queries, positives, negatives, margins)``, q and p, [n, d], n, [n, k, d], the same k everywhere, and m,
+    [n, k], without gradient.
 
     Args:
         normalize: the original does not.
@@ -155,11 +150,8 @@ class ScoreDistillation(Loss):
     The factor t² keeps the size of the gradient at any temperature. Equal to sentence-transformers' DistillKLDivLoss, which
     takes each candidate as a column of its own: ``torch.stack(columns, 1)``.
 
-    Called as ``loss(queries, candidates, scores)``:
-
-    - queries: [n, d].
-    - candidates: [n, k, d], the same k ≥ 2 everywhere.
-    - scores: y, [n, k], without gradient.
+    Called as ``loss(queries, candidates, scores)``, q, [n, d], c, [n, k, d], the same k ≥ 2 everywhere, and y, [n, k],
+    without gradient.
 
     Args:
         temperature: t > 0, the student's.

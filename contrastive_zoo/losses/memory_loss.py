@@ -70,10 +70,8 @@ class NNCLR(MemoryLoss):
 
     The memory holds the projections of the first view of earlier calls; :class:`MemoryLoss` documents it.
 
-    Called as ``loss(projections1, projections2, predictions1, predictions2)``:
-
-    - projections1, projections2: z¹ and z², [n, d].
-    - predictions1, predictions2: p¹ and p², [n, d], the predictor's outputs for z¹ and z².
+    Called as ``loss(projections1, projections2, predictions1, predictions2)``, z¹, z² and the predictor's outputs for these,
+    p¹, p², [n, d] each.
 
     Args:
         size: number of embeddings in the memory.
