@@ -10,7 +10,7 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
-from contrastive_zoo.loss_base.settings import Size, field
+from contrastive_zoo.loss_base.settings import Reduction, Size, field
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule
@@ -119,6 +119,7 @@ class ClassLoss(LabelledLoss):
 class ShardableClassLoss(ClassLoss):
     """A :class:`ClassLoss` with several weight vectors per class, if asked, and weights that ranks may share out."""
 
+    reduction: Reduction = "mean"
     sub_centers: Size = 1
     shard_over: World | None = None
 

@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.settings import Reduction
 
 NO_LABELS = "labels are missing: call loss(embeddings, labels) with one integer per row."
 
@@ -43,6 +44,9 @@ class ImageTextLoss(Loss):
     - images: [n, d]; n may differ between ranks.
     - texts: [n, d]; text i belongs to image i.
     """
+
+    normalize: bool = True
+    reduction: Reduction = "mean"
 
     def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"images": images, "texts": texts})

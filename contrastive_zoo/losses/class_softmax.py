@@ -36,7 +36,6 @@ class NormalizedSoftmax(ShardableClassLoss):
     """
 
     temperature: Temperature = 0.05
-    reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(batch.scale(batch.settings.temperature))
@@ -67,7 +66,6 @@ class ProxyNCA(ShardableClassLoss):
     """
 
     temperature: Temperature = 1 / 9
-    reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(2 * batch.scale(batch.settings.temperature))
@@ -98,7 +96,6 @@ class CosFace(ShardableClassLoss):
 
     margin: Number = 0.35
     scale: Positive = 64.0
-    reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
         losses = self.pairs(batch).cross_entropies(batch.settings.scale, lambda s: s - batch.settings.margin)
@@ -131,7 +128,6 @@ class ArcFace(ShardableClassLoss):
 
     margin: Annotated[float, Bounds("margin is an angle 0 … π in radians", low=0, high=math.pi, constant=True)] = 0.5
     scale: Positive = 64.0
-    reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
         margin = batch.settings.margin
@@ -310,7 +306,6 @@ class Instance(ShardableClassLoss):
 
     temperature: Temperature = 1.0
     normalize: bool = False
-    reduction: Reduction = "mean"
 
     def inputs(  # type: ignore[override]  # two modalities
         self, x: Float[Tensor, "n d"], y: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None

@@ -103,8 +103,6 @@ class Clip(ImageTextLoss, LogitScale):
     """
 
     temperature: Temperature = field(factory=LearnableTemperature)
-    normalize: bool = True
-    reduction: Reduction = "mean"
 
     has_kernels = supports_ring = True
 

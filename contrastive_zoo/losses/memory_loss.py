@@ -25,6 +25,8 @@ class MemoryLoss(Loss):
 
     size: Size = field(kw_only=False)
     embedding_size: Size = field(kw_only=False)
+    temperature: Temperature = 0.1
+    reduction: Reduction = "mean"
 
     ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
 
@@ -86,9 +88,6 @@ class NNCLR(MemoryLoss):
 
     Source: Dwibedi et al. 2021, eqs. 2-4, https://arxiv.org/abs/2104.14548
     """
-
-    temperature: Temperature = 0.1
-    reduction: Reduction = "mean"
 
     has_kernels = True
 
@@ -161,9 +160,7 @@ class ReSSL(MemoryLoss):
     Source: Zheng et al. 2021, eqs. 3-5, https://arxiv.org/abs/2107.09282
     """
 
-    temperature: Temperature = 0.1
     teacher_temperature: Positive = 0.04
-    reduction: Reduction = "mean"
 
     def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
         return self.stated_rows(student=student, teacher=teacher)

@@ -49,8 +49,6 @@ class SigLIP(ImageTextLoss, LogitScale):
 
     temperature: Temperature = field(factory=unbounded_temperature)
     logit_bias: Learnable = field(factory=negative_bias)
-    normalize: bool = True
-    reduction: Reduction = "mean"
 
     has_kernels = supports_ring = True
 
