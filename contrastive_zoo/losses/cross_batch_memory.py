@@ -103,10 +103,8 @@ class CrossBatchMemory(Loss):
         dtype: of the embeddings in M, see :class:`MemoryQueue`.
 
     Raises:
-        ValueError: a loss that takes neither, a class in place of its instance, a miner with a loss that takes none, or a
-            size or width below 1. At the call, on every rank alike: embeddings of another width, labels or a mask that
-            are not one per embedding, NaN or infinite embeddings, an empty global batch, or memories that differ in size,
-            pointer or fill.
+        ValueError: a loss that takes neither, a class in place of its instance, or a miner with a loss that takes none; at
+            the call what every loss refuses, or memories that differ in size, pointer or fill.
 
     Examples:
         >>> import contrastive_zoo as cz

@@ -24,7 +24,6 @@ def spoilt(loss: ClassLoss, weights: Tensor) -> ClassLoss:
 BAD: list[tuple[Callable[[], Any], str]] = [
     # ---- pairs
     (lambda: cz.SupSigmoid()(EYE, None), "SupSigmoid: labels are missing"),
-    (lambda: cz.Clip(temperature=cz.LearnableTemperature(0.001)), "at least 1 / max_scale"),
     (lambda: cz.Clip(symmetric=False), "Clip has no setting 'symmetric'"),
     (lambda: cz.DCL(denominators="both"), "DCL: denominators is 'joint' or 'per_view', got 'both'"),
     (lambda: cz.MultiPositive(duplicates="drop"), "one of 'positive', 'ignore', 'negative', got 'drop'"),
@@ -70,7 +69,6 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: cz.NormalizedSoftmax(3, 3)(EYE), "labels are missing"),
     (lambda: spoilt(cz.ProxyAnchor(3, 3), TOKENS)(EYE, Y), r"weights are \[classes, d\] and as wide"),
     (lambda: cz.CosFace(3, 4, shard_over=2), "shard_over is a World, such as World.of"),
-    (lambda: cz.ArcFace(3, 4, magin=0.5), "no setting 'magin'"),
     (lambda: cz.SoftTriple(3, 4, shard_over=cz.World()), "SoftTriple has no setting 'shard_over'"),
     (lambda: cz.ProxyAnchor(3, 4, sub_centers=2), "ProxyAnchor has no setting 'sub_centers'"),
     # ---- views
