@@ -39,15 +39,11 @@ from tests.audit_runner import audit_apart
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
-    "audit-torchrun": ["-m", "examples.mistakes", "local loss, parameters in DDP"],
-    "audit-lightning": ["-m", "examples.lightning_module", "training and validation"],
-    "audit-huggingface": [
-        "-m",
-        "examples.huggingface_mistakes",
-        "compute_loss_func, accumulation 1, average_tokens=True",
-    ],
+    "audit-torchrun": ("mistakes", "local loss, parameters in DDP"),
+    "audit-lightning": ("lightning_module", "training and validation"),
+    "audit-huggingface": ("huggingface_mistakes", "compute_loss_func, accumulation 1, average_tokens=True"),
 }
-"""Scripts whose audit the documentation shows."""
+"""Examples and their set-ups whose audit the documentation shows."""
 
 
 def trainings() -> Iterator[tuple[str, str, str, int]]:
@@ -144,7 +140,8 @@ def _seconds_of_steps() -> tuple[int, float, float]:
 
 
 def pictures() -> None:
-    for name, command in PICTURES.items():
+    for name, (example, setup) in PICTURES.items():
+        command = ["-m", "examples", example, "--setup", setup]
         terminal = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115 - open to the end
         terminal.print(f"$ contrastive-zoo audit {' '.join(repr(x) if ' ' in x else x for x in command)}")
         start = time.monotonic()
