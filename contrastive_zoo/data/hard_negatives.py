@@ -99,7 +99,8 @@ def mine_hard_negatives(
     Raises:
         ValueError: on every rank alike: shapes, widths or dtypes that do not belong together, embeddings that are not
             finite, positives that are not in the corpus, settings that select nothing or differ between ranks, or a guide
-            that raised or returned anything but one number per pair; faiss is not installed, or tqdm with ``progress``.
+            that raised on some ranks only or returned anything but one number per pair; faiss is not installed, or tqdm
+            with ``progress``.
 
     Examples:
         >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])

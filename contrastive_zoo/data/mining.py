@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import starmap
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.rounds import ask
 from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
+from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem, word_problem
@@ -228,7 +229,7 @@ class Mining:
         query = torch.arange(len(queries)) + start + part.start
         if self.guide is not None:
             judge = partial(_guided, self.guide, query, positives, result.indices, allowed, selection.guide_margin)
-            allowed &= called_on_every_rank(_NAME, "the guide", judge, world=self.world)
+            allowed &= failing_together(f"{_NAME}: the guide", judge, self.world)
         chosen = selection.chosen(allowed, result.indices, query)
         missing, place = chosen < 0, chosen.clamp(min=0)
         return Mined(
@@ -304,7 +305,8 @@ def _guided(
         pairs = which.nonzero(as_tuple=True)
         result = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()
         if result.shape != pairs[0].shape or result.isnan().any():
-            raise ValueError(f"it returns one number per pair, {len(pairs[0])}, got {described(result)}.")
+            got = f"{len(pairs[0])}, got {described(result)}"
+            raise ValueError(f"{_NAME}: the guide returns one number per pair, {got}.")
         return torch.full(which.shape, torch.inf, dtype=torch.float64).index_put(pairs, result)
 
     if not len(query):
@@ -312,21 +314,3 @@ def _guided(
     of_positives = scores(positives >= 0, positives)
     lowest = of_positives.amin(1, keepdim=True) if positives.shape[1] else torch.full((len(query), 1), torch.inf)
     return scores(allowed, candidates) <= lowest - margin
-
-
-R = TypeVar("R")
-
-
-def called_on_every_rank(caller: str, name: str, function: Callable[[], R], *, world: World) -> R:
-    """Return this rank's result of a user's function; every rank calls it, and any rank's error is all ranks' error."""
-    cause: Exception | None = None
-    problem = None
-    try:
-        result = function()
-    except Exception as error:
-        cause, problem = error, f"{name} raised {type(error).__name__}: {str(error).rstrip('.')}."
-    try:
-        agree_on_shards(caller, {}, world=world, problem=problem)
-    except ValueError as error:
-        raise error from cause
-    return result

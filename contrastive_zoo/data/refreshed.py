@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.data.mining import Guide, Mining, Selection, called_on_every_rank
+from contrastive_zoo.data.mining import Guide, Mining, Selection
 from contrastive_zoo.loss_base.state import loading_problem
+from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, is_integer, tensor_problem
@@ -49,7 +50,7 @@ class RefreshedNegatives:
     Raises:
         ValueError: sizes that are no integers of at least 1, positives that are no int64 [n] or [n, p], or settings that
             select nothing. At :meth:`update`, on every rank alike, what :func:`mine_hard_negatives` raises, an encoder that
-            raised on some rank or returned anything but one embedding per index, and ranks at different steps.
+            raised on some ranks only or returned anything but one embedding per index, and ranks at different steps.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
@@ -121,8 +122,8 @@ class RefreshedNegatives:
     def _mine(self, step: int, world: World) -> None:
         seed = int(random_keys(self.selection.seed, step)) if self.selection.sampling == "random" else 0
         queries, corpus = (
-            called_on_every_rank(
-                "RefreshedNegatives", name, partial(self._encoded, getattr(self, name), size, world), world=world
+            failing_together(
+                f"RefreshedNegatives: {name}", partial(self._encoded, getattr(self, name), size, world), world
             )
             for name, size in (("encode_queries", len(self.positives)), ("encode_corpus", self.corpus_size))
         )
@@ -175,7 +176,8 @@ class RefreshedNegatives:
 def _embeddings(encode: Encode, chunk: Int[Tensor, " c"]) -> Float[Tensor, "c d"]:
     rows = encode(chunk)
     if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != len(chunk):
-        raise ValueError(f"it returns one row [d] for each of {len(chunk)} indices, got {described(rows)}.")
+        expected = f"one row [d] for each of {len(chunk)} indices"
+        raise ValueError(f"RefreshedNegatives: an encoder returns {expected}, got {described(rows)}.")
     return rows.detach().cpu()
 
 

@@ -294,8 +294,6 @@ def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
         assert text.startswith(("mine_hard_negatives: ", "top_k: ")), text
 
 
-def test_the_error_of_a_guide_is_the_cause() -> None:
-    rows = basic()
-    with pytest.raises(ValueError, match="the guide raised KeyError: 'model'") as raised:
-        mine(**rows, guide=lambda query, corpus: {}["model"])
-    assert isinstance(raised.value.__cause__, KeyError)
+def test_the_error_of_a_guide_is_raised_as_it_is() -> None:
+    with pytest.raises(KeyError, match="model"):
+        mine(**basic(), guide=lambda query, corpus: {}["model"])

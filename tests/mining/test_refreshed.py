@@ -63,8 +63,11 @@ def test_negatives_are_those_of_a_search() -> None:
 
 
 ENCODERS: list[tuple[Any, str]] = [
-    (lambda indices: {}["model"], "rank 1: encode_corpus raised KeyError: 'model'"),
-    (lambda indices: numbers(len(indices) - 1, 4, seed=0), "encode_corpus raised ValueError: it returns one row"),
+    (lambda indices: {}["model"], "encode_corpus: rank 1: KeyError: 'model'"),
+    (
+        lambda indices: numbers(len(indices) - 1, 4, seed=0),
+        "encode_corpus: rank 1: ValueError: RefreshedNegatives: an encoder returns one row",
+    ),
     (lambda indices: [1.0] * len(indices), "one row [d] for each of 23 indices, got a list"),
 ]
 
