@@ -1,12 +1,14 @@
 """What all examples train: an encoder of scikit-learn's digits, a loss with parameters of its own, and batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_zoo as cz
 
@@ -47,27 +49,16 @@ class EncoderWithLoss(nn.Module):
         return self.loss_fn(self.encoder(images), labels)
 
 
-class ShardedBatches(Sampler[list[int]]):
-    """Split each global batch over the ranks, in rank order: no sample is repeated, none is left out.
-
-    Every rank yields the same number of batches; the last ones may be empty on some ranks.
-    """
+class ShardedBatches(cz.data.BaseBatchSampler):
+    """Split each global batch over the ranks, in rank order: no sample is repeated, none is left out."""
 
     def __init__(self, samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
-        self.epoch = 0
+        super().__init__({"samples": samples, "batch_size": batch_size}, process_group=cz.World(rank, world_size))
+        self.samples, self.batch_size = samples, batch_size
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the samples; call it before each epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return -(-self.samples // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.epoch))
-        for batch in order.split(self.batch_size):
-            yield batch.tensor_split(self.world_size)[self.rank].tolist()
+    def global_batches(self, epoch: int) -> list[NDArray[np.int64]]:
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(epoch))
+        return [batch.numpy() for batch in order.split(self.batch_size)]
 
 
 def make_loader(
