@@ -35,12 +35,11 @@ def test_right_jobs_are_the_same_on_two_processes_and_wrong_recipes_are_not(tmp_
     assert max(map(len, out.getvalue().partition("Pictures")[0].splitlines())) <= 80
 
 
-def test_a_difference_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for far in (1e-6, float("nan")):
-        monkeypatch.setattr(demo, "difference", lambda *_, far=far: far)
-        out = io.StringIO()
-        assert demo.demo(tmp_path, out, epochs=1, jobs=demo.RIGHT[1:2])["ok"] is False
-        assert "FAILED" in out.getvalue()
+def test_a_difference_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "difference", lambda *_: float("nan"))
+    out = io.StringIO()
+    assert demo.demo(tmp_path, out, epochs=1, jobs=demo.RIGHT[1:2])["ok"] is False
+    assert "FAILED" in out.getvalue()
 
 
 def test_the_page_shows_the_text_of_an_example() -> None:
