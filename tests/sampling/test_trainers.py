@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import contrastive_zoo as cz
 from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.batch_sampler import took_one_in_w
+from contrastive_zoo.testing.auditing.records import listed
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
@@ -115,6 +116,12 @@ def with_lightning() -> list[list[int]]:
     module = Module()
     trainer.fit(module, loader())
     return module.model.seen
+
+
+def test_an_audit_lists_the_batches_of_a_sampler() -> None:
+    (epoch,) = listed([loader()])
+    assert epoch.batches == expected()[: len(epoch.batches)]
+    assert (epoch.complete, epoch.sampler, epoch.shuffles, epoch.seed) == (True, "GlobalBatchSampler", True, 1)
 
 
 def merged(by_rank: list[list[list[int]]]) -> list[list[int]]:

@@ -176,9 +176,10 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
         if time.monotonic() > end:
             break
     complete = next(source, None) is None
-    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
-        sampler = inner  # the innermost one chooses the order of samples
+    inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler: Any = None
+    while inner not in (None, sampler):  # the innermost one chooses the order of samples; one of this library is its own
+        sampler, inner = inner, getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)
     size, name = len(loader.dataset), type(sampler).__name__
     shuffles, seed = hasattr(sampler, "set_epoch"), getattr(sampler, "seed", None)
     return Epoch(batches, complete, size, name, shuffles, _first_digest(loader.dataset), seed)
