@@ -178,7 +178,8 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
     complete = next(source, None) is None
     inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler: Any = None
-    while inner not in (None, sampler):  # the innermost one chooses the order of samples; one of this library is its own
+    # the innermost one chooses the order of samples; a sampler of this library is its own inner one
+    while inner is not None and inner is not sampler:
         sampler, inner = inner, getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)
     size, name = len(loader.dataset), type(sampler).__name__
     shuffles, seed = hasattr(sampler, "set_epoch"), getattr(sampler, "seed", None)
