@@ -27,35 +27,6 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def reduce_anchors(
-    losses: Float[Tensor, " n"] | Float[Tensor, "n k"],
-    valid: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"] | None = None,
-    *,
-    reduction: Reduction = "mean",
-    world: World,
-) -> Float[Tensor, "..."]:
-    """Return Σ losses / Σ valid over all ranks' anchors (``"mean"``), the sum (``"sum"``), or local losses (``"none"``).
-
-    An anchor that is not valid does not count and gets no gradient. Without a valid anchor the result is a zero that is
-    connected to the graph, so that every rank takes part in the collectives of the backward pass. ``valid`` may also
-    count the pairs of an anchor whose loss is a sum over pairs: the mean is then one over pairs. A count may be tiny,
-    to add the anchor's loss to the sum only; a mean over such anchors alone is 0. Columns are separate terms: the
-    result is the sum of their means.
-    """
-    if valid is not None:
-        losses = losses.where(valid > 0, 0)
-    if reduction == "none":
-        return losses if losses.ndim == 1 else losses.sum(1)
-    if valid is None and world.size == 1 and reduction == "mean" and is_small_batch(len(losses)):
-        return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
-    total = losses.sum(0, dtype=sum_dtype(losses))
-    count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=sum_dtype(losses))
-    total = torch.stack([total, count])
-    # every rank derives the same value from the sum, so the gradient on each rank is already complete
-    total, count = sum_over_ranks(total, gradient="complete", world=world).unbind()
-    return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
-
-
 def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Return the divisor of a mean: the count, at least 1, or infinity if nothing counts."""
     return count.clamp(min=1).where(count > _NEGLIGIBLE_COUNT, torch.inf)
@@ -181,10 +152,31 @@ class Batch:
         return 1 / at_least_float32(self.shared(temperature)) if isinstance(temperature, Tensor) else 1 / temperature
 
     def reduce(
-        self, losses: Float[Tensor, " n"], valid: Tensor | None = None, *, reduction: Reduction = "mean"
+        self,
+        losses: Float[Tensor, " n"] | Float[Tensor, "n k"],
+        valid: Shaped[Tensor, " n"] | Shaped[Tensor, "n k"] | None = None,
+        *,
+        reduction: Reduction = "mean",
     ) -> Float[Tensor, "..."]:
-        """Return Σ losses / Σ valid over the anchors of all ranks, their sum, or the local losses."""
-        return reduce_anchors(losses, valid, reduction=reduction, world=self.world)
+        """Return Σ losses / Σ valid over all ranks' anchors (``"mean"``), their sum, or the local losses (``"none"``).
+
+        An anchor that is not valid does not count and gets no gradient. Without a valid anchor the result is a zero that
+        is connected to the graph, so that every rank takes part in the collectives of the backward pass. ``valid`` may
+        also count the pairs of an anchor whose loss is a sum over pairs: the mean is then one over pairs. A count may be
+        tiny, to add the anchor's loss to the sum only; a mean over such anchors alone is 0. Columns are separate terms:
+        the result is the sum of their means.
+        """
+        if valid is not None:
+            losses = losses.where(valid > 0, 0)
+        if reduction == "none":
+            return losses if losses.ndim == 1 else losses.sum(1)
+        if valid is None and self.world.size == 1 and reduction == "mean" and is_small_batch(len(losses)):
+            return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
+        total = losses.sum(0, dtype=sum_dtype(losses))
+        count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=sum_dtype(losses))
+        # every rank derives the same value from the sum, so the gradient on each rank is already complete
+        total, count = self.sum(torch.stack([total, count]), gradient="complete").unbind()
+        return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
 
 
 def _unit_rows(rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
 from contrastive_zoo.engine.batch import Batch, Reduction, is_embedding
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.row_statistics import Rows, Sum
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows, sum_over_anchors
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.small_batch import (
     Comparison,
@@ -182,13 +182,14 @@ class TowerPairs(_Pairs):
             return small_batch_siglip(
                 batch, queries, keys, temperature=self.temperature, bias=bias, reduction=reduction
             )
-        (x, y), scale = self.rows, 1 / self.temperature
-        where: dict[str, Any] = {"shards": batch.samples, "reduction": reduction, "world": batch.world}
+        x, y = self.rows
         if is_dense():
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
-            return sum_over_anchors(loss, x, ids, candidates=y, candidate_ids=ids, **where)
-        of_pairs: dict[str, Any] = {"factors": self.factors, "unit_norm": self.normalize, "on_kernel": on_kernel}
-        return sum_over_sigmoid_pairs(x, y, scale=scale, bias=bias, **of_pairs, **where)
+            return reduce_rows(batch, loss, x, ids, candidates=y, candidate_ids=ids, reduction=reduction)
+        return sum_over_sigmoid_pairs(
+            x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
+            shards=batch.samples, reduction=reduction, world=batch.world, on_kernel=on_kernel,
+        )  # fmt: skip
 
     def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
         q, k, *extra = self.rows

@@ -12,7 +12,7 @@ candidates' owners; dφ is summed over ranks.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, RowwiseSweep, start_count
-from contrastive_zoo.engine.batch import Batch, Reduction, mean_divisor, reduce_anchors
+from contrastive_zoo.engine.batch import Batch, Reduction, mean_divisor
 from contrastive_zoo.engine.compiled_sweep import CompiledSweep
 from contrastive_zoo.engine.implementation import compiles_blocks, is_dense
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
@@ -35,16 +35,17 @@ from contrastive_zoo.ranks.session import Session, unchanged
 from contrastive_zoo.ranks.transport import gather_rows, narrowest
 from contrastive_zoo.ranks.world import Shards, World
 
-__all__ = ["AnchorBlock", "BlockFunction", "reduce_rows", "sum_over_anchors"]
+__all__ = ["AnchorBlock", "BlockFunction", "reduce_rows"]
 
 
-def sum_over_anchors(
+def reduce_rows(
+    batch: Batch,
     loss: nn.Module,
     anchors: Float[Tensor, "n d"],
     ids: Int[Tensor, " n"],
     *,
-    shards: Shards,
-    world: World,
+    times: int = 1,
+    shards: Shards | None = None,
     candidates: Float[Tensor, "m d"] | None = None,
     candidate_ids: Int[Tensor, " m"] | None = None,
     candidate_shards: Shards | None = None,
@@ -61,12 +62,14 @@ def sum_over_anchors(
     their complete gradient on every rank. With ``loss.lists_positives()`` blocks know how many positives an anchor has
     at most. Candidates None are the anchors; candidates with the id of an anchor are its positives, but for the one
     that is the anchor itself: ``own_candidates`` are the indices of these copies among the candidates of all ranks, −1
-    for none. Companions are pairs of [n, …] for the local anchors and [m, …] for the local candidates, without gradient.
+    for none. ``shards`` None are ``times`` anchors for each sample of the batch. Companions are pairs of [n, …] for the
+    local anchors and [m, …] for the local candidates, without gradient.
 
     ``may_draw``: whether the loss may draw random numbers or change a buffer, which a rank that sees a part of the anchors
     does differently. If it has, every rank computes it from all anchors instead, and raises ValueError alike with
     ``reduction="none"``.
     """
+    world, shards = batch.world, batch.samples.times(times) if shards is None else shards
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
     where, asks_for_ring = candidate_shards or shards, isinstance(world, Session) and bool(world.ring)
     # candidates pass from rank to rank if the loss yields statistics that merge
@@ -86,7 +89,7 @@ def sum_over_anchors(
     layout = BatchLayout(ids, all_ids, pairs, where, world, copies, restore, largest_count)
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():
-        return _dense(loss, anchors, columns, layout, parameters, reduction)
+        return _dense(batch, loss, anchors, columns, layout, parameters, reduction)
     kind = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
     call = _Call(kind, loss.on_block, getattr(loss, "terms", 1), layout, reduction)
     value = _SumOverAnchors.apply(call, watch, sent if ring else None, anchors, candidates, *parameters.values())
@@ -100,24 +103,18 @@ def sum_over_anchors(
         return None if x is None else all_gather(x, gradient="complete", shards=of, process_group=world)
 
     with one_stream(world, anchors.device):  # every rank computes the loss of all anchors, with rank 0's random numbers
-        return sum_over_anchors(
-            loss, gathered(anchors, shards), gathered(ids, shards), shards=Shards((shards.total,)), world=World(),
-            candidates=gathered(candidates, where), candidate_ids=gathered(candidate_ids, where),
-            candidate_shards=Shards((where.total,)), own_candidates=gathered(own_candidates, shards),
+        return reduce_rows(
+            replace(batch, world=World()), loss, gathered(anchors, shards), gathered(ids, shards),
+            shards=Shards((shards.total,)), candidates=gathered(candidates, where),
+            candidate_ids=gathered(candidate_ids, where), candidate_shards=Shards((where.total,)),
+            own_candidates=gathered(own_candidates, shards),
             companions=[(gathered(x, shards), gathered(y, where)) for x, y in companions], reduction=reduction,
         )  # fmt: skip
 
 
-def reduce_rows(
-    batch: Batch, loss: nn.Module, anchors: Tensor, ids: Tensor, *, times: int = 1, **more: Any
-) -> Float[Tensor, "..."]:
-    """Return :func:`sum_over_anchors` of a batch, with ``times`` anchors for each of its samples."""
-    more.setdefault("shards", batch.samples.times(times) if times > 1 else batch.samples)
-    return sum_over_anchors(loss, anchors, ids, world=batch.world, **more)
-
-
 @without_autocast
 def _dense(
+    batch: Batch,
     loss: Any,
     anchors: Tensor,
     candidates: Tensor,
@@ -131,7 +128,7 @@ def _dense(
     shared = {name: replicated(x, process_group=layout.world) for name, x in parameters.items()}
     call = AsForward(loss, lambda loss, block: complete(loss.on_block(block)))
     losses, valid = torch.func.functional_call(call, shared, (block,))
-    return reduce_anchors(losses, valid, reduction=reduction, world=layout.world)
+    return batch.reduce(losses, valid, reduction=reduction)
 
 
 class AsForward(nn.Module):

@@ -19,8 +19,8 @@ from contrastive_zoo.engine.anchor_block import (
     class_numbers_as_floats,
     only_positives,
 )
-from contrastive_zoo.engine.batch import reduce_anchors
-from contrastive_zoo.engine.rowwise import sum_over_anchors
+from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.ranks import devices
@@ -300,16 +300,16 @@ def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: 
             losses = (block.anchors @ block.candidates.T).exp().sum(1)
             return torch.stack([losses] * terms, 1), torch.ones(len(losses), terms)
 
-    loss, z, shards = Terms(), numbers(6, 3, seed=0).requires_grad_(), Shards((6,))
+    loss, z = Terms(), numbers(6, 3, seed=0).requires_grad_()
     loss.terms = terms
-    sum_over_anchors(loss, z, torch.arange(6), shards=shards, world=cz.World()).backward()
+    reduce_rows(Batch({"z": z}, {"z": Shards((6,))}), loss, z, torch.arange(6)).backward()
     assert computed == [6] * passes
 
 
 def test_few_anchors_of_several_ranks_have_one_mean(worlds: Worlds) -> None:
     def mean() -> float:
         world = World.of()
-        return reduce_anchors(torch.full((1 + world.rank,), float(world.rank)), world=world).item()
+        return Batch({}, {}, world=world).reduce(torch.full((1 + world.rank,), float(world.rank))).item()
 
     assert worlds.run(2, mean) == pytest.approx([2 / 3, 2 / 3])
 

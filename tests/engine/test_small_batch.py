@@ -1,7 +1,9 @@
-"""The small-batch path and the general path compute the same values and gradients."""
+"""Small batches, as a CPU and as an accelerator compute them: value and gradients of the general path."""
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,132 +12,187 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation, small_batch, softmax
+from contrastive_zoo.engine import implementation, small_batch
 from contrastive_zoo.engine.precision import MIN_NORM
-from tests.helpers import called, close, numbers
+from contrastive_zoo.loss_base.loss import Stated
+from contrastive_zoo.ranks import devices
+from tests.helpers import EVERY_CASE, called, close, numbers
+from tests.test_operators import dense_siglip, dense_softmaxes
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "nt-xent": called(cz.NTXent),
-    "nt-xent, three views": lambda a, b, **settings: cz.NTXent(**settings)(a, b, a * b),
-    "info-nce": called(cz.InfoNCE),
-    "clip": called(cz.InfoNCE, symmetric=True),
-    "sup-con": lambda a, b, **settings: cz.SupCon(**settings)(torch.cat([a, b]), torch.arange(2 * len(a)) % 3),
+GPU = torch.cuda.is_available()
+BY_HAND: dict[str, Callable[..., Tensor]] = {
+    "NTXent": called(cz.NTXent),
+    "InfoNCE": called(cz.InfoNCE),
+    "CLIP": called(cz.InfoNCE, symmetric=True),
+    "SigLIP": called(cz.SigLIP),
 }
-ROWS = {
-    "gaussian": lambda n, seed: numbers(n, 4, seed=seed),
-    "with a zero": lambda n, seed: numbers(n, 4, seed=seed) * (torch.arange(n) > 0)[:, None],
-    "with a tiny one": lambda n, seed: numbers(n, 4, seed=seed) * 1e-14 ** (torch.arange(n) == 0)[:, None].double(),
-    "all alike": lambda n, seed: torch.ones(n, 4, dtype=torch.float64),
+"""Losses with a path for small batches; others are the plain formula there."""
+LOSSES = BY_HAND | {
+    "NTXent, three views": lambda a, b, **settings: cz.NTXent(**settings)(a, b, a * b),
+    "SupCon": lambda a, b, **settings: cz.SupCon(**settings)(torch.cat([a, b]), torch.arange(2 * len(a)) % 3),
 }
 
 
-def outcome(loss: Callable[..., Tensor], rows: str, n: int, temperature: float, reduction: str) -> list[Tensor]:
-    a, b = (ROWS[rows](n, seed).requires_grad_() for seed in (1, 2))
-    log_t = torch.tensor(temperature, dtype=torch.float64).log().requires_grad_()
-    value = loss(a, b, temperature=log_t.exp(), reduction=reduction)
-    weight = numbers(*value.shape, seed=3)
-    # by log t: of embeddings all alike the derivative by t is zero as a difference of numbers of 1/t², which rounding shows
-    return [value.detach(), *torch.autograd.grad((value * weight).sum(), (a, b, log_t))]
+def first_times(x: Tensor, factor: float) -> Tensor:
+    return x * torch.where(torch.arange(len(x)) == 0, factor, 1.0)[:, None]
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "gaussian": lambda x, y: (x, y),
+    "solved": lambda x, y: (x, x + 0.01 * y),
+    "duplicates": lambda x, y: (x[torch.arange(len(x)) // 3], y[torch.arange(len(x)) // 3]),
+    "all alike": lambda x, y: (x[:1].expand_as(x), x[:1].expand_as(x)),
+    "opposite": lambda x, y: (x, -x),
+    "with a zero": lambda x, y: (first_times(x, 0.0), first_times(y, 0.0)),
+    "with a tiny one": lambda x, y: (first_times(x, 0.5e-12 / x[0].norm().item()), y),
+}
+
+
+@contextlib.contextmanager
+def path(name: str) -> Iterator[None]:
+    """Compute as batches that are not small, as small ones of a CPU, or as those of an accelerator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementation, "SMALL_BATCH_ELEMENTS", -1 if name == "general" else 2**16)
+        if name == "accelerator":
+            patch.setattr(devices, "on_cpu", lambda x: False)
+        yield
+
+
+def rows_of(kind: str, n: int, dtype: torch.dtype = torch.float64, place: str = "cpu") -> list[Tensor]:
+    return [x.to(place, dtype).clone() for x in ROWS[kind](numbers(n, 6, seed=1), numbers(n, 6, seed=2))]
+
+
+def outcome(loss: Callable[..., Tensor], rows: list[Tensor], temperature: float, **more: str) -> list[Tensor]:
+    """The value, then the gradients of both sides, of log t and of SigLIP's bias.
+
+    Of embeddings all alike the derivative by t is zero as a difference of numbers of 1/t².
+    """
+    dtype = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
+    a, b = (x.detach().clone().requires_grad_() for x in rows)
+    learnt = [torch.tensor(temperature, dtype=dtype, device=a.device).log().requires_grad_()]
+    if loss in (BY_HAND["SigLIP"], dense["SigLIP"]):
+        learnt.append(torch.tensor(-3.0, dtype=dtype, device=a.device, requires_grad=True))
+    value = loss(a, b, temperature=learnt[0].exp(), **dict(zip(["logit_bias"], learnt[1:], strict=False)), **more)
+    weight = numbers(*value.shape, seed=3).to(value)
+    return [value.detach(), *torch.autograd.grad((value * weight).sum(), (a, b, *learnt))]
+
+
+dense: dict[str, Callable[..., Tensor]] = {
+    name: lambda a, b, *, temperature, name=name: dense_softmaxes(name, a, b, 1 / temperature) for name in BY_HAND
+} | {"SigLIP": lambda a, b, *, temperature, logit_bias: dense_siglip(a, b, 1 / temperature, logit_bias)}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(
+    where=st.sampled_from(["CPU", "accelerator"]),
     rows=st.sampled_from(list(ROWS)),
     n=st.sampled_from([1, 2, 7]),
-    temperature=st.sampled_from([0.5, 0.03, 1 / 40, 0.02, 1 / 400]),
+    temperature=st.sampled_from([10.0, 0.5, 0.03, 1 / 40, 0.02, 1 / 400, 0.0005]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
 )
 @settings(max_examples=25)
-def test_both_paths_agree(name: str, rows: str, n: int, temperature: float, reduction: str) -> None:
+def test_all_paths_agree(name: str, where: str, rows: str, n: int, temperature: float, reduction: str) -> None:
     """Down to and below the temperature at which one exponential no longer holds a logit."""
     assume(n == 7 or rows != "with a tiny one")  # gradients of 1e12 times nothing would be compared
-    general = outcome(LOSSES[name], rows, n, temperature, reduction)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
-        small = outcome(LOSSES[name], rows, n, temperature, reduction)
-    for found, expected in zip(small, general, strict=True):
-        close(found, expected)
+    with path("general"):
+        expected = outcome(LOSSES[name], rows_of(rows, n), temperature, reduction=reduction)
+    with path(where):
+        found = outcome(LOSSES[name], rows_of(rows, n), temperature, reduction=reduction)
+    compared = slice(None) if temperature >= 1 / 400 else slice(3)  # parameters' are a difference of numbers of 1/t
+    for x, y in zip(found[compared], expected[compared], strict=True):
+        close(x, y)
 
 
-@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
+@pytest.mark.parametrize("name", BY_HAND)
 def test_the_small_batch_path_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of the small-batch path shows, so the comparison above compares two paths."""
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
-    wrong = small_batch._SmallBatch.backward
-    monkeypatch.setattr(small_batch._SmallBatch, "backward", staticmethod(lambda ctx, g: wrong(ctx, 2 * g)))
-    found = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", -1)
-    expected = outcome(LOSSES[name], "gaussian", 7, 0.5, "mean")
-    close(found[1], 2 * expected[1])
+    with path("general"):
+        expected = outcome(LOSSES[name], rows_of("gaussian", 7), 0.5)
+    right = small_batch._SmallBatch.backward
+    monkeypatch.setattr(small_batch._SmallBatch, "backward", staticmethod(lambda ctx, g: right(ctx, 2 * g)))
+    with path("CPU"):
+        close(outcome(LOSSES[name], rows_of("gaussian", 7), 0.5)[1], 2 * expected[1])
 
 
-@pytest.mark.parametrize("bound", [1.0, 1 - 1e-6, 0.6, 0.45, 0.2, 0.101], ids="{} of the bound".format)
-@pytest.mark.parametrize("rows", ["gaussian", "with a zero", "all alike"])
-@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_32_bits_hold_the_exponentials_of_a_small_batch(
-    name: str, rows: str, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential does, below it the engine has to."""
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
-    t, found = bound / 40, []
-    for dtype in (torch.float32, torch.float64):
-        a, b = (ROWS[rows](7, seed).to(dtype).requires_grad_() for seed in (1, 2))
-        value = LOSSES[name](a, b, temperature=t)
-        found.append([value.detach().double(), *(x.double() for x in torch.autograd.grad(value, (a, b)))])
-    for x, y in zip(*found, strict=True):
-        assert x.isfinite().all()
-        close(x, y, 1e-5)
+@pytest.mark.parametrize("where", ["CPU", "accelerator"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_float32_is_finite_at_any_temperature(name: str, where: str) -> None:
+    """exp(1 / t) is finite down to t = 1/88 only: at 1/40 one exponential serves, below it does not."""
+    near = [x / 40 for x in (1.0, 1 - 1e-6, 0.6, 0.2, 0.101)]
+    for rows, t in itertools.product(ROWS, [*near, 1e-4, 1e4]):
+        with path(where):
+            found = outcome(LOSSES[name], rows_of(rows, 7, torch.float32), t)
+            assert all(x.isfinite().all() for x in found), (rows, t)
+            if name != "SigLIP" and t in near and rows in ("gaussian", "with a zero", "all alike"):
+                expected = outcome(LOSSES[name], rows_of(rows, 7), t)
+                for x, y in zip(found[:3], expected[:3], strict=True):
+                    close(x.double(), y, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_other_precisions_are_as_near_to_float64_as_the_dense_formula(name: str, dtype: torch.dtype) -> None:
+    """The temperature's gradient is a small difference of large sums in the dense formula of 16 bits, too."""
+    rounding = {torch.float32: 10 * 2.0**-23, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}[dtype]
+    temperatures = [0.005, 0.01, 0.07, 10.0] if EVERY_CASE else [0.01, 10.0]
+    for where, kind, t in itertools.product(["CPU", "accelerator"], ["gaussian", "duplicates"], temperatures):
+        rows = rows_of(kind, 24, dtype, "cuda" if GPU and where == "accelerator" else "cpu")
+        exact, plain = (outcome(dense[name], x, t) for x in ([x.double() for x in rows], rows))
+        with path(where):
+            found = outcome(LOSSES[name], rows, t)
+        for x, y, z in zip(found, plain, exact, strict=True):
+            ours, of_formula = (((of.double() - z).norm() / z.norm()).item() for of in (x, y))
+            assert ours <= 1.5 * of_formula + rounding, (where, kind, t)
+
+
+@pytest.mark.parametrize("where", ["CPU", "accelerator"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, where: str, monkeypatch) -> None:
+    own, rows, batch = slice(5, 11), rows_of("gaussian", 24), Stated.batch
+    with path(where):
+        expected = outcome(LOSSES[name], rows, 0.07)
+        monkeypatch.setattr(Stated, "batch", lambda *x: replace(batch(*x), local_slice=own))
+        value, *gradients = outcome(LOSSES[name], rows, 0.07)
+    close(value, expected[0])
+    for x, y in zip(gradients[:2], expected[1:3], strict=True):
+        close(x[own], y[own])
+        assert x.count_nonzero() == x[own].numel()
+    for x, y in zip(gradients[2:], expected[3:], strict=True):
+        close(x, y)
 
 
 def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
     scales = []
     monkeypatch.setattr(
         small_batch,
         "softmaxes_by_one_exponential",
         lambda x, **_: scales.append(x.amax()) or small_batch.softmaxes(x, "rows"),
     )
-    for t in (1 / 40, 1 / 41):
-        for temperature in (t, torch.tensor(t, dtype=torch.float64)):
-            cz.InfoNCE(temperature=temperature)(torch.eye(3), torch.eye(3))
+    with path("CPU"):
+        for t in (1 / 40, 1 / 41):
+            for temperature in (t, torch.tensor(t, dtype=torch.float64)):
+                cz.InfoNCE(temperature=temperature)(torch.eye(3), torch.eye(3))
     assert scales == [40, 40]
 
 
-@pytest.mark.parametrize("elements", [2**16, -1], ids=["small batch", "large batch"])
+@pytest.mark.parametrize("where", ["CPU", "general"])
 @pytest.mark.parametrize("other", [1, 0])
-def test_the_smallest_norm_that_is_divided_by(other: float, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_norm_that_is_divided_by(other: float, where: str) -> None:
     """The gradient of the norm is that of torch.nn.functional.normalize from there on."""
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
     a, b = torch.diag(torch.tensor([MIN_NORM, other, 2], dtype=torch.float64)), numbers(3, 3, seed=1)
     found, expected = a.clone().requires_grad_(), a.clone().requires_grad_()
     loss = cz.InfoNCE(temperature=0.5)
-    loss(found, b).backward()
+    with path(where):
+        loss(found, b).backward()
     with cz.engine.plain_formulas():
         loss(expected, b).backward()
     close(*(x.grad * a.norm(dim=1, keepdim=True) for x in (found, expected)))
 
 
-def test_16_bits_and_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", 2**16)
-    a, b = (numbers(6, 4, seed=seed).bfloat16() for seed in (1, 2))
-    with torch.autocast("cpu", torch.bfloat16):
+def test_16_bits_under_autocast_are_multiplied_in_32() -> None:
+    a, b = (x.bfloat16() for x in rows_of("gaussian", 6))
+    with path("CPU"), torch.autocast("cpu", torch.bfloat16):
         found = cz.NTXent()(a, b)
     assert found.dtype == torch.float32
     unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (a, b)]
     close(found.double(), cz.NTXent(normalize=False)(*unit), 1e-6)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 0.05])
-@pytest.mark.parametrize("name", ["nt-xent", "info-nce", "clip"])
-def test_rows_of_16_bits_are_the_same_on_either_path(name: str, temperature: float, monkeypatch) -> None:
-    def found(elements: int) -> list[Tensor]:
-        monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
-        monkeypatch.setattr(softmax, "matmul_rounding", lambda *_: contextlib.nullcontext())
-        a, b = (numbers(7, 4, seed=seed).bfloat16().requires_grad_() for seed in (1, 2))
-        log_t = torch.tensor(temperature).log().requires_grad_()
-        value = LOSSES[name](a, b, temperature=log_t.exp())
-        return [x.detach().float() for x in (value, *torch.autograd.grad(value, (a, b, log_t)))]
-
-    small, general = found(2**16), found(-1)
-    for x, y, bound in zip(small, general, [1e-6, 0.01, 0.01, 1e-5], strict=True):  # embeddings' gradients have 16 bits
-        close(x, y, bound)
