@@ -18,15 +18,16 @@ A rank holds four shards of columns at a time: its own, the one that it passes o
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_zoo.engine.precision import multiplied
+from contrastive_zoo.engine.precision import inverse_norms
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.transport import exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
 from contrastive_zoo.ranks.world import Machines, Shards, World
@@ -263,28 +264,75 @@ def lengths(blocks: Sequence[RankBlock]) -> list[int]:
     return [_length(block.columns) for block in blocks]
 
 
+@dataclass(frozen=True)
+class Operand:
+    """Rows as products take them, and by what products are multiplied to be those of unit rows; None if they are."""
+
+    rows: Tensor
+    inverse: Tensor | None
+
+    def __getitem__(self, part: slice) -> "Operand":
+        return Operand(self.rows[part], None if self.inverse is None else self.inverse[part])
+
+    def normalize(self, products: Tensor, others: "Operand") -> Tensor:
+        """Make of the products of factors those of unit rows, in place."""
+        if self.inverse is not None and others.inverse is not None:
+            products.mul_(self.inverse[:, None]).mul_(others.inverse)
+        return products
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Compare local rows with the columns of all ranks, in the order in which these arrive."""
+
+    row_shards: Shards
+    column_shards: Shards
+    world: World
+    unit_norm: bool  # whether rows and columns have norms of at most 1
+    factors: tuple[Tensor, Tensor] | None
+    """Of an input of 16 bits, what is sent and multiplied in place of rows and columns; None of others."""
+    one_tower: bool = False  # whether rows and columns are the same, so that one rank of a pair computes their block
+    learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.factors is None else self.factors[0].dtype
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether products of factors are divided by their norms."""
+        return self.unit_norm and self.factors is not None
+
+    def row_factors(self, rows: Tensor) -> Tensor:
+        return rows if self.factors is None else self.factors[0].detach().to(rows.dtype)
+
+    def operand(self, rows: Tensor) -> Any:
+        """Return factors as products take them."""
+        return Operand(rows, inverse_norms(rows) if self.normalizes else None)
+
+    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
+        """Start to bring the factors of other ranks' columns here, unless an earlier exchange has gathered them."""
+        sent = None if self.factors is None else self.factors[1]
+        shards = self.row_shards, self.column_shards
+        return start_exchange(columns, *shards, self.world, sent, half=self.one_tower, gathered=gathered)
+
+
 def start_exchange(
     columns: Tensor,
+    row_shards: Shards,
     shards: Shards,
     world: World,
     sent: Tensor | None = None,
     *,
-    rows: Shards | None = None,
     half: bool = False,
     gathered: Tensor | None = None,
 ) -> GatherExchange | Ring:
-    """Start to bring other ranks' columns here, in the ring of the session, or all at once.
-
-    ``shards`` are of the columns; ``rows`` of the rows that they are compared with, if these are other ones. ``half``
-    says that rows and columns are the same, so that one rank of a pair computes their block. ``gathered`` are the
-    columns of all ranks, if an earlier exchange gathered them. ``sent`` are
-    the factors of columns of 16 bits, which are brought here in place of them.
-    """
+    """Start to bring other ranks' columns, or what is ``sent`` in place of them, here: in the session's ring, or at once."""
     ring = world.ring if isinstance(world, Session) and world.size > 1 else ()
     one_machine = (tuple(range(len(shards.sizes))),)
     layout = one_machine if ring is True else ring or ()
-    by_machine = schedule(rows or shards, shards, layout or one_machine, half=half)
-    columns = multiplied(columns, sent)
+    by_machine = schedule(row_shards, shards, layout or one_machine, half=half)
+    columns = columns if sent is None else sent.detach().to(columns.dtype)
     if layout:
         return Ring(columns, by_machine, layout, world, sent)
     return GatherExchange(columns, by_machine[0], shards, world, sent, gathered)

@@ -109,13 +109,16 @@ def max_sim_scores(
     factors = None
     if queries.factors is not None and documents.factors is not None:
         factors = queries.factors, documents.factors
-    known = documents.shards, documents.token_shards, world, factors, unit_norm and factors is not None
     kind = MaxSimSweep
     if on_kernel:
         from contrastive_zoo.engine.kernels.max_sim import KernelSweep  # imported here: Triton is optional
 
         kind = KernelSweep
-    sweep = kind(queries.lengths, lengths, read, *known)
+    sweep = kind(
+        query_lengths=queries.lengths, document_lengths=lengths, read_lengths=read, document_shards=documents.shards,
+        row_shards=queries.token_shards, column_shards=documents.token_shards, world=world, factors=factors,
+        unit_norm=unit_norm,
+    )  # fmt: skip
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
     return scores
 
@@ -135,7 +138,7 @@ class _MaxSim(Function):
         ctx.sweep, exchange = sweep, sweep.exchange(documents)
         ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
         with matmul_rounding(sweep.dtype, queries.device.type):
-            scores, positions = sweep.scores(sweep.query_factors(queries), exchange, ctx.cached)
+            scores, positions = sweep.scores(sweep.row_factors(queries), exchange, ctx.cached)
         ctx.save_for_backward(queries, documents, exchange.gathered, *positions)
         return scores
 
@@ -151,7 +154,7 @@ class _MaxSim(Function):
             )
             exchange = sweep.exchange(documents, gathered)
             parts = sweep.gradients(
-                sweep.query_factors(queries), exchange, dscores.contiguous(), positions, dqueries, ddocuments
+                sweep.row_factors(queries), exchange, dscores.contiguous(), positions, dqueries, ddocuments
             )
             if ddocuments is None:
                 for _ in parts:  # it yields nothing, but fills dqueries

@@ -1,7 +1,7 @@
 """Walk the blocks of documents of late interaction, in the order in which they arrive: scores, and gradients of these."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,40 +10,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
-from contrastive_zoo.engine.precision import inverse_norms, multiplied
+from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
 from contrastive_zoo.engine.tiling import CachedLogits
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import Shards
 
 
-@dataclass(frozen=True)
-class MaxSimSweep:
-    """Compute the tiles of the local queries, document block by document block, in the order in which they arrive."""
+@dataclass(frozen=True, kw_only=True)
+class MaxSimSweep(Sweep):
+    """Compute the tiles of the local queries, document block by document block; rows and columns are tokens."""
 
     query_lengths: Tensor
     document_lengths: Tensor  # of all ranks
     read_lengths: Sequence[int]  # the same on the host
     document_shards: Shards
-    token_shards: Shards
-    world: World
-    factors: tuple[Tensor, Tensor] | None  # of queries and documents
-    normalizes: bool  # whether products of factors are divided by their norms
-    learns: bool = field(default_factory=torch.is_grad_enabled)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return None if self.factors is None else self.factors[0].dtype
-
-    def query_factors(self, queries: Tensor) -> Tensor:
-        return multiplied(queries, None if self.factors is None else self.factors[0])
-
-    def exchange(self, documents: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        sent = None if self.factors is None else self.factors[1]
-        return start_exchange(documents, self.token_shards, self.world, sent, gathered=gathered)
-
-    def operand(self, rows: Tensor) -> Any:
-        """Return tokens as products take them."""
-        return _Factors(rows, inverse_norms(rows) if self.normalizes else None)
 
     def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Any, Any]]:
         """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
@@ -54,7 +33,7 @@ class MaxSimSweep:
 
     def block_scores(self, queries: Any, tokens: Any, index: Any, *, select: bool) -> tuple[Tensor, Tensor | None]:
         """Return the scores of a block, [n, b], and the position of the selected token of each document, [t, b]."""
-        best, position = queries.best(tokens, index, select=select)
+        best, position = best_tokens(queries, tokens, index, select=select)
         return sum_by_set(best, self.query_lengths), position
 
     def add_gradients(
@@ -62,7 +41,7 @@ class MaxSimSweep:
     ) -> None:
         """Add what a block's gradient of the scores, [n, b], gives to queries and tokens to their totals."""
         dqueries, dtokens = totals
-        rows, candidates = queries.unit, tokens.unit
+        rows, candidates = _unit(queries), _unit(tokens)
         weights, position = dscores[set_of_token(self.query_lengths, len(rows))], position.long()
         if dqueries is not None and len(rows):
             selected = index[torch.arange(len(index), device=index.device), position]
@@ -110,37 +89,29 @@ class MaxSimSweep:
                 yield total
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """Tokens that products take as they are, and what divides these by the tokens' norms; None if nothing does."""
+def _unit(tokens: Operand) -> Tensor:
+    return tokens.rows if tokens.inverse is None else tokens.rows * tokens.inverse[:, None]
 
-    rows: Tensor
-    inverse: Tensor | None
 
-    @property
-    def unit(self) -> Tensor:
-        return self.rows if self.inverse is None else self.rows * self.inverse[:, None]
-
-    def best(self, others: "_Factors", index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the largest similarity of each token to the others of each document, [t, b], and its position.
-
-        ``index``, [b, L], says which of the others a document has.
-        """
-        queries, candidates = self.rows, others.rows[index.flatten()].T
-        best = queries.new_empty(len(queries), len(index))
-        position = torch.empty_like(best, dtype=small_integer(index.shape[1])) if select else None
-        height = max(1, tiling.tile_bytes(queries) // (index.numel() * queries.dtype.itemsize))
-        for top in range(0, len(queries), height):
-            rows = slice(top, top + height)
-            similarity = queries[rows] @ candidates
-            if others.inverse is not None:
-                similarity *= others.inverse[index.flatten()]
-            similarity = similarity.view(-1, *index.shape)
-            if position is None:
-                torch.amax(similarity, 2, out=best[rows])
-            else:
-                best[rows], position[rows] = similarity.max(2)
-        return best if self.inverse is None else best * self.inverse[:, None], position
+def best_tokens(
+    queries: Operand, tokens: Operand, index: Tensor, *, select: bool
+) -> tuple[Float[Tensor, "t b"], Int[Tensor, "t b"] | None]:
+    """Return the largest similarity of each query token to tokens [b, L] of documents, and which of these has it."""
+    rows, candidates = queries.rows, tokens.rows[index.flatten()].T
+    best = rows.new_empty(len(rows), len(index))
+    position = torch.empty_like(best, dtype=small_integer(index.shape[1])) if select else None
+    height = max(1, tiling.tile_bytes(rows) // (index.numel() * rows.dtype.itemsize))
+    for top in range(0, len(rows), height):
+        part = slice(top, top + height)
+        similarity = rows[part] @ candidates
+        if tokens.inverse is not None:
+            similarity *= tokens.inverse[index.flatten()]
+        similarity = similarity.view(-1, *index.shape)
+        if position is None:
+            torch.amax(similarity, 2, out=best[part])
+        else:
+            best[part], position[part] = similarity.max(2)
+    return best if queries.inverse is None else best * queries.inverse[:, None], position
 
 
 def small_integer(positions: int) -> torch.dtype:

@@ -104,11 +104,6 @@ class _Matmul(Function):
 MIN_NORM = 1e-12  # rows with a smaller norm are divided by this number, as torch.nn.functional.normalize does
 
 
-def multiplied(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """Return what matmuls take in place of ``rows``: 16-bit embeddings as they came, in the dtype of ``rows``."""
-    return rows if factors is None else factors.detach().to(rows.dtype)
-
-
 def inverse_norms(x: Tensor) -> Tensor:
     """Return by what embeddings, in at least float32, are multiplied to have unit length, [n]."""
     return torch.linalg.vector_norm(x, dim=-1).clamp_(min=MIN_NORM).reciprocal_()

@@ -57,7 +57,8 @@ class RingSweep(RowwiseSweep):
         self.sent, self.candidates = self.candidates, self.layout.restore(self.candidates)
 
     def _exchange(self, rows: Tensor) -> GatherExchange | Ring:
-        return start_exchange(rows, self.layout.candidate_shards, self.layout.world)
+        shards = self.layout.candidate_shards
+        return start_exchange(rows, shards, shards, self.layout.world)
 
     def _visits(self, exchange: GatherExchange | Ring) -> Iterator[tuple[BatchLayout, Tensor]]:
         """Yield the candidates of each rank, the local ones first, and the layout of their blocks."""

@@ -11,7 +11,7 @@ is recomputed, and candidates are sent once. In a ring, their gradients return t
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
-from contrastive_zoo.engine.exchange import GatherExchange, Ring, start_exchange
-from contrastive_zoo.engine.precision import inverse_norms, matmul_rounding, multiplied, sum_dtype, without_autocast
+from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
+from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import keep_freed_memory, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
@@ -54,7 +54,11 @@ def sum_over_sigmoid_pairs(
     ``on_kernel`` says whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
     """
     all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
-    sweep = _Sweep(shards, world, factors, unit_norm, all_ids, on_kernel, reduction)
+    of_both = None if factors is None else (factors[0], factors[-1])
+    sweep = _Sweep(
+        row_shards=shards, column_shards=shards, world=world, factors=of_both, unit_norm=unit_norm, all_ids=all_ids,
+        on_kernel=on_kernel, reduction=reduction,
+    )  # fmt: skip
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
     return _SigmoidPairs.apply(sweep, anchors, candidates, *numbers)
 
@@ -73,7 +77,7 @@ class _SigmoidPairs(Function):
         if sweep.reduction == "none":
             return losses
         total = sum_over_ranks(losses.sum(dtype=sum_dtype(losses)), gradient="complete", world=sweep.world)
-        ctx.count = max(1, sweep.shards.total) if sweep.reduction == "mean" else 1
+        ctx.count = max(1, sweep.row_shards.total) if sweep.reduction == "mean" else 1
         return (total / ctx.count).to(anchors.dtype)
 
     @staticmethod
@@ -92,18 +96,13 @@ class _SigmoidPairs(Function):
         return None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
 
 
-@dataclass
-class _Sweep:
+@dataclass(frozen=True, kw_only=True)
+class _Sweep(Sweep):
     """Compute losses of the local anchors, and gradients of their weighted sum, tile by tile."""
 
-    shards: Shards
-    world: World
-    factors: Sequence[Tensor] | None
-    unit_norm: bool
     all_ids: Sequence[Tensor] | None  # by rank, renumbered so that floats represent them exactly
     on_kernel: bool
     reduction: Reduction
-    learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
 
     def __call__(
         self, anchors: Tensor, candidates: Tensor | None, *numbers: Tensor, learns: bool, weights: Tensor | None = None
@@ -111,18 +110,16 @@ class _Sweep:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
         columns, (scale, bias) = anchors if candidates is None else candidates, numbers
         dcandidates = torch.zeros_like(columns) if learns else columns[:0]
-        rows, sent = (None, None) if self.factors is None else (self.factors[0], self.factors[-1])
-        left, exchange = multiplied(anchors, rows), start_exchange(columns, self.shards, self.world, sent)
-        normalizes, dtype = self.unit_norm and sent is not None, None if sent is None else sent.dtype
-        with matmul_rounding(dtype, anchors.device.type):
+        left, exchange = self.row_factors(anchors), self.exchange(columns)
+        with matmul_rounding(self.dtype, anchors.device.type):
             block: Any
             if self.on_kernel:
                 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
 
-                block = KernelBlock(left, scale, bias, learns, normalizes, dtype)
+                block = KernelBlock(left, scale, bias, learns, self.normalizes, self.dtype)
                 parts = block.parts(exchange, dcandidates)
             else:
-                block = _Block(left, scale, bias, learns, normalizes, weights)
+                block = _Block(self.operand(left), scale, bias, learns, weights)
                 parts = self._parts(block, exchange, dcandidates)
             if learns:
                 dcandidates = exchange.return_gradients(dcandidates, parts)
@@ -151,8 +148,8 @@ class _Sweep:
         """Yield the gradients with respect to other ranks' candidates; the local ones are added to ``dlocal``."""
         for index, (of_rank, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
             total = dlocal if index == 0 or not block.learns else torch.zeros_like(columns)
-            ids = None if self.all_ids is None else (self.all_ids[self.shards.rank], self.all_ids[of_rank.ahead])
-            block.add(columns, ids, total, local=index == 0)
+            ids = None if self.all_ids is None else (self.all_ids[self.row_shards.rank], self.all_ids[of_rank.ahead])
+            block.add(self.operand(columns), ids, total, local=index == 0)
             if index > 0:
                 yield total
 
@@ -161,31 +158,30 @@ class _Sweep:
 class _Block:
     """Totals of the pairs of the local anchors with candidates seen so far, computed with torch, tile by tile."""
 
-    anchors: Tensor
+    anchors: Operand
     scale: Tensor
     bias: Tensor
     learns: bool  # whether gradients are computed
-    normalizes: bool  # whether products of anchors and candidates are divided by their norms
     weights: Tensor | None
     products: Tensor | None = None  # Σ G_ij a_i·b_j, of a block that sums it by itself
 
     def __post_init__(self) -> None:
-        self.losses, self.dbias = self.anchors.new_zeros(len(self.anchors)), self.anchors.new_zeros(())
-        self.danchors = torch.zeros_like(self.anchors) if self.learns else self.anchors[:0]
-        self.norms = inverse_norms(self.anchors)[:, None] if self.normalizes else None
-        self.scaled = self.anchors if self.normalizes else self.scale * self.anchors
-        height, width = tile_shape(self.anchors)
-        self.scratch = self.anchors.new_empty(2, min(height, len(self.anchors)) * width)
+        rows, inverse = self.anchors.rows, self.anchors.inverse
+        self.losses, self.dbias = rows.new_zeros(len(rows)), rows.new_zeros(())
+        self.danchors = torch.zeros_like(rows) if self.learns else rows[:0]
+        # the scale is a factor of the smaller of the two
+        self.scaled = Operand(self.scale * rows, None) if inverse is None else Operand(rows, self.scale * inverse)
+        height, width = tile_shape(rows)
+        self.scratch = rows.new_empty(2, min(height, len(rows)) * width)
 
-    def add(self, candidates: Tensor, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
+    def add(self, candidates: Operand, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
         """Add pairs with candidates; ``ids`` of both, or None: positives are candidates of the anchors' own index."""
-        norms = inverse_norms(candidates) if self.normalizes else None
-        for i, j in tiles(len(self.anchors), len(candidates), self.anchors):
+        rows = self.anchors.rows
+        for i, j in tiles(len(rows), len(candidates.rows), rows):
             x, other = (tile_of(scratch, i, j) for scratch in self.scratch)
-            torch.mm(self.scaled[i], candidates[j].t(), out=x)
-            if self.norms is not None and norms is not None:
-                x.mul_(self.scale * self.norms[i]).mul_(norms[j])
-            x.add_(self.bias)
+            a, b, anchors = self.scaled[i], candidates[j], self.anchors[i]
+            torch.mm(a.rows, b.rows.t(), out=x)
+            a.normalize(x, b).add_(self.bias)
             diagonal = x.diagonal(i.start - j.start) if local and i.start < j.stop and j.start < i.stop else x[:0, 0]
             if ids is None:  # a pair's loss is softplus(x) of a negative, softplus(−x) of a positive
                 diagonal.neg_()
@@ -204,9 +200,7 @@ class _Block:
             if self.weights is not None:
                 g.mul_(self.weights[i, None])
             self.dbias += g.sum()
-            if self.norms is not None and norms is not None:
-                self.danchors[i].addmm_(torch.mul(g, norms[j], out=other), candidates[j])
-                g.mul_(self.norms[i])
-            else:
-                self.danchors[i].addmm_(g, candidates[j])
-            dcandidates[j].addmm_(g.t(), self.anchors[i])
+            self.danchors[i].addmm_(g if b.inverse is None else torch.mul(g, b.inverse, out=other), b.rows)
+            if anchors.inverse is not None:
+                g.mul_(anchors.inverse[:, None])
+            dcandidates[j].addmm_(g.t(), anchors.rows)

@@ -5,9 +5,9 @@ for batches that are split over ranks, and where each anchor's loss is returned.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -62,30 +62,37 @@ def small_batch_info_nce(
     Row i of a belongs to row i of b. ``"views"`` reduces over both. Rows ``batch.local_slice`` of either side
     get a gradient, others zeros: a rank that computes the loss of all ranks' embeddings needs that of its own. None: all.
     """
-    parameter, scale, slope = _learnt(temperature)
+    parameter, scale, _ = learnt = _learnt(temperature)
     keeps_logits = batch.local_slice is not None and parameter is not None
     terms: Callable[[Tensor], Terms] = partial(softmaxes, comparison=comparison)
     if isinstance(scale, float) and scale <= LARGEST_SCALE and devices.on_cpu(a):  # where an exponential takes time
         terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=not keeps_logits)
     sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
-    mean, learns = reduction == "mean", torch.is_grad_enabled()
-    settings = _Settings(terms, scale, slope, views, sides, mean, batch.local_slice, learns)
-    with _rounded_matmuls(a):
-        return _SmallBatch.apply(a, b, parameter, None, settings)
+    return _computed(batch, a, b, learnt, None, reduction, terms, views=views, sides=sides)
 
 
 def small_batch_siglip(
     batch: Batch, a: Tensor, b: Tensor, *, temperature: float | Tensor, bias: float | Tensor, reduction: Reduction
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)``, z = ±1, 1 on the diagonal, S of :func:`small_batch_info_nce`."""
-    parameter, scale, slope = _learnt(temperature)
-    mean, learns = reduction == "mean", torch.is_grad_enabled()
-    settings = _Settings(sigmoids, scale, slope, False, 1, mean, batch.local_slice, learns)
-    with _rounded_matmuls(a):
-        return _SmallBatch.apply(a, b, parameter, bias, settings)
+    return _computed(batch, a, b, _learnt(temperature), bias, reduction, sigmoids)
 
 
-def _learnt(temperature: float | Tensor) -> tuple[Tensor | None, float | Tensor, float | Tensor]:
+Learnt = tuple[Tensor | None, float | Tensor, float | Tensor]
+
+
+def _computed(
+    batch: Batch, a: Tensor, b: Tensor, learnt: Learnt, bias: float | Tensor | None, reduction: Reduction,
+    terms: Callable[[Tensor], Terms], *, views: bool = False, sides: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the mean over rows of the losses that ``terms`` returns, or their sum over ``sides`` directions."""
+    how = terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled()
+    with nullcontext() if devices.on_cpu(a) else matmul_rounding(a.dtype, a.device.type):
+        loss: Tensor = _SmallBatch.apply(a, b, learnt[0], bias, *learnt[1:], *how)
+    return loss
+
+
+def _learnt(temperature: float | Tensor) -> Learnt:
     """Return the parameter of the scale 1/t, the scale, and its derivative by the parameter.
 
     The scale is a number unless an accelerator holds it. The value of a LearnableTemperature carries its parameter θ,
@@ -103,36 +110,15 @@ def _read_on_cpu(x: Tensor) -> float | Tensor:
     return x.item() if devices.on_cpu(x) else x
 
 
-def _rounded_matmuls(a: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which an accelerator multiplies the values of 16-bit rows at the speed of 16 bits."""
-    return nullcontext() if devices.on_cpu(a) else matmul_rounding(a.dtype, a.device.type)
-
-
-class _Settings(NamedTuple):
-    """How a loss is computed, besides its parameters.
-
-    ``slope`` is the derivative of the scale by the parameter. The mean of the losses that ``terms`` returns is the mean
-    over rows; their sum is that of ``sides`` directions. ``learns`` says whether gradients may be needed: a leaf has
-    ``requires_grad`` under ``no_grad``, too.
-    """
-
-    terms: Callable[[Tensor], Terms]
-    scale: float | Tensor
-    slope: float | Tensor
-    views: bool
-    sides: int
-    mean: bool
-    local_slice: slice | None
-    learns: bool
-
-
 class _SmallBatch(Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, settings: _Settings
-    ) -> Tensor:
-        terms, scale, slope, views, sides, mean, local_slice, learns = settings
+        ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, scale: float | Tensor,
+        slope: float | Tensor, terms: Callable[[Tensor], Terms], views: bool, sides: int, mean: bool,
+        local_slice: slice | None, learns: bool,
+    ) -> Tensor:  # fmt: skip
+        """Compute a loss; ``slope`` is the derivative of the scale by the parameter, and a leaf may learn under no_grad."""
         rows = at_least_float32(torch.cat([a, b]))
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         # or may have: an accelerator is not read
@@ -177,7 +163,7 @@ class _SmallBatch(Function):
         if torch.is_grad_enabled():
             inputs = [x for x in inputs if x is not None]
             gradients = tuple(differentiable_once(x, *inputs) for x in gradients)
-        return *gradients, None
+        return *gradients, *[None] * 8
 
 
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:

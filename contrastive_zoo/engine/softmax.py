@@ -72,10 +72,11 @@ def self_log_sum_exp(
             partners = partners | partners.T
         r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
         return r, _diagonals(s[:, shards.local], partner_offsets)
-    known = unit_norm, isinstance(scale, Tensor), None if factors is None else (factors, factors)
     sweep = _sweep(on_kernel)(
-        shards, shards, world, *known, Partners(partner_offsets), one_tower=True, excluded=excluded
-    )
+        row_shards=shards, column_shards=shards, world=world, unit_norm=unit_norm, learnable_scale=isinstance(scale, Tensor),
+        factors=None if factors is None else (factors, factors), partners=Partners(partner_offsets), one_tower=True,
+        excluded=excluded,
+    )  # fmt: skip
     r, _, *positives = _LogSumExp.apply(sweep, z, z, _in_dtype_of(z, scale))
     return r, positives
 
@@ -111,8 +112,11 @@ def cross_log_sum_exp(
             c = _log_sum_exp_without(left_out.T, transposed, row_shards)
         r = _log_sum_exp_without(left_out, s, column_shards)
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    known, partners = (unit_norm, isinstance(scale, Tensor), factors), Partners(partner_offsets, stride)
-    sweep = _sweep(on_kernel)(row_shards, column_shards, world, *known, partners, columnwise=columnwise)
+    sweep = _sweep(on_kernel)(
+        row_shards=row_shards, column_shards=column_shards, world=world, unit_norm=unit_norm,
+        learnable_scale=isinstance(scale, Tensor), factors=factors, partners=Partners(partner_offsets, stride),
+        columnwise=columnwise,
+    )  # fmt: skip
     r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale))
     return r, c, positives
 

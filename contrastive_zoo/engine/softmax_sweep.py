@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import clear_excluded
-from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, merge_at_owners, start_exchange
-from contrastive_zoo.engine.precision import inverse_norms, multiplied
+from contrastive_zoo.engine.exchange import GatherExchange, Operand, RankBlock, Ring, Sweep, merge_at_owners
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
 from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
-from contrastive_zoo.ranks.world import Shards, World
 
 
 @dataclass(frozen=True)
@@ -68,41 +66,17 @@ class Partners:
                     tile.as_strided((last - first,), (down + self.stride * right,), start).fill_(-torch.inf)
 
 
-@dataclass(frozen=True)
-class SoftmaxSweep:
-    """Compute all tiles of this rank, in the order in which their columns arrive."""
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxSweep(Sweep):
+    """Compute all tiles of this rank."""
 
     exact_sums: ClassVar[Any] = ExactSums()  # the arithmetic of logits without a bound
 
-    row_shards: Shards
-    column_shards: Shards
-    world: World
-    unit_norm: bool  # whether rows and columns have norms of at most 1
     learnable_scale: bool  # whether the scale is a tensor; its value may then differ between ranks by rounding
-    factors: tuple[Tensor, Tensor] | None
-    """Of an input of 16 bits, what is sent and multiplied in place of rows and columns; None of others."""
     partners: Partners  # the columns that are left out of a row's sum, and whose logits are returned
-    one_tower: bool = False
     columnwise: bool = True
     excluded: Tensor | None = None
     """With one tower [n], the row of all ranks that each row's sum also leaves out, and the reverse; or the row itself."""
-    learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return None if self.factors is None else self.factors[0].dtype
-
-    def row_factors(self, rows: Tensor) -> Tensor:
-        return multiplied(rows, None if self.factors is None else self.factors[0])
-
-    def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
-        sent = None if self.factors is None else self.factors[1]
-        settings = self.column_shards, self.world, sent
-        return start_exchange(columns, *settings, rows=self.row_shards, half=self.one_tower, gathered=gathered)
-
-    def inverse_norms(self, factors: Tensor) -> Tensor | None:
-        """Return by what products of factors are multiplied to be those of unit vectors; None if they are not."""
-        return inverse_norms(factors) if self.unit_norm and self.factors is not None else None
 
     def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> float | None:
         """Return an upper bound of all ranks' logits; None where it would have to be read from an accelerator.
@@ -163,16 +137,16 @@ class SoftmaxSweep:
         scratch, total, parts = self._scratch(rows), arithmetic.empty(len(rows), rows), []
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
-            block_rows, row_total, excluded = rows[block.rows], total[block.rows], self._excluded_columns(block)
-            norms = self.inverse_norms(block_rows), self.inverse_norms(columns)
+            left, right = self.operand(rows[block.rows]), self.operand(columns)
+            row_total, excluded = total[block.rows], self._excluded_columns(block)
             column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
             for i, strip in groupby(cut, itemgetter(0)):
-                a, strip_total = block_rows[i], row_total[i]
+                strip_total = row_total[i]
                 for _, j, diagonal in strip:
                     tile = tile_of(scratch, i, j)
                     keep = cached.reserve(tile.nbytes)
                     out = torch.empty_like(tile) if keep else tile
-                    s = _logits(a, columns[j], scale, out, diagonal, _in_tile(excluded, i, j), _of_tile(norms, i, j))
+                    s = _logits(left[i], right[j], scale, out, diagonal, _in_tile(excluded, i, j))
                     if index == 0:
                         self.partners.clear(s, i, j, mirrored=diagonal)
                     arithmetic.transform(s)
@@ -211,33 +185,31 @@ class SoftmaxSweep:
             column_weights = arithmetic.coefficients(column_statistics).split(self.column_shards.sizes)
         out, cached = self._scratch(rows), iter(stored)
         for index, block, columns, cut in self._tiles(rows, exchange):
-            block_rows, block_weights, block_drows = rows[block.rows], row_weights[block.rows], drows[block.rows]
-            excluded, norms = (
-                self._excluded_columns(block),
-                (self.inverse_norms(block_rows), self.inverse_norms(columns)),
-            )
+            left, right = self.operand(rows[block.rows]), self.operand(columns)
+            block_weights, block_drows = row_weights[block.rows], drows[block.rows]
+            excluded = self._excluded_columns(block)
             by_column = None if column_weights is None else column_weights[block.ahead][block.columns]
             part = dcolumns if index == 0 or dcolumns is None else gradient_buffer(columns, block)
             for i, strip in groupby(cut, itemgetter(0)):
-                a, da, strip_weights = block_rows[i], block_drows[i], block_weights[i]
+                a, da, strip_weights = left[i], block_drows[i], block_weights[i]
                 for _, j, diagonal in strip:
-                    b, s, of_tile = columns[j], next(cached), _of_tile(norms, i, j)
+                    b, s = right[j], next(cached)
                     if s is None:
-                        s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j), of_tile)
+                        s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j))
                         if index == 0:
                             self.partners.clear(s, i, j, mirrored=diagonal)
                         arithmetic.transform(s)
                     weights = arithmetic.weights(
                         s, strip_weights, None if by_column is None else by_column[j], tile_of(out, i, j)
                     )
-                    if of_tile is not None:
-                        weights.mul_(of_tile[1])
+                    if b.inverse is not None:
+                        weights.mul_(b.inverse)
                     # the first matmul into a buffer overwrites its content
-                    da.addmm_(weights, b, beta=0 if index == j.start == 0 else 1, alpha=alpha)
+                    da.addmm_(weights, b.rows, beta=0 if index == j.start == 0 else 1, alpha=alpha)
                     if part is not None and not diagonal:
-                        if of_tile is not None:
-                            weights.mul_(of_tile[0]).div_(of_tile[1])
-                        part[j].addmm_(weights.T, a, beta=0 if i.start == 0 else 1, alpha=alpha)
+                        if a.inverse is not None:
+                            weights.mul_(a.inverse[:, None]).div_(b.inverse)
+                        part[j].addmm_(weights.T, a.rows, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part
 
@@ -256,27 +228,15 @@ def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
     return None if excluded is None else excluded[i] - j.start
 
 
-def _of_tile(norms: tuple[Tensor | None, Tensor | None], i: slice, j: slice) -> tuple[Tensor, Tensor] | None:
-    of_rows, of_columns = norms
-    return None if of_rows is None or of_columns is None else (of_rows[i, None], of_columns[j])
-
-
 def _logits(
-    rows: Tensor,
-    columns: Tensor,
-    scale: float | Tensor,
-    out: Tensor,
-    diagonal: bool,
-    excluded: Tensor | None,
-    norms: tuple[Tensor, Tensor] | None,
+    a: Operand, b: Operand, scale: float | Tensor, out: Tensor, diagonal: bool, excluded: Tensor | None
 ) -> Tensor:
     """Write scaled products into ``out``; −inf at ``excluded`` columns and, on a diagonal tile, of a row and itself."""
     if isinstance(scale, Tensor):
-        torch.mm(rows, columns.T, out=out).mul_(scale)
+        torch.mm(a.rows, b.rows.T, out=out).mul_(scale)
     else:
-        torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
-    if norms is not None:
-        out.mul_(norms[0]).mul_(norms[1])
+        torch.addmm(out, a.rows, b.rows.T, beta=0, alpha=scale, out=out)
+    a.normalize(out, b)
     if excluded is not None:
         clear_excluded(out, excluded, -torch.inf)
     return out.fill_diagonal_(-torch.inf) if diagonal else out

@@ -296,30 +296,6 @@ def no_pending_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling.CachedLogits, "_all", weakref.WeakSet())
 
 
-@pytest.mark.usefixtures("no_pending_backward")
-def test_similarities_are_kept_where_they_fit() -> None:
-    z = numbers(8, 4, seed=0).requires_grad_()
-    args = {"scale": 1.0, "shards": Shards((8,)), "world": World()}
-
-    def kept(size: int) -> int:
-        with tiling.memory_budget(size):
-            r, _ = softmax.self_log_sum_exp(z, **args)
-        return sum(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
-
-    assert kept(8 * 8 * 8) == 1
-    assert kept(8 * 8 * 8 - 1) == 0
-
-
-def test_no_similarities_are_kept_that_no_backward_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, reserve = [], tiling.CachedLogits.reserve
-    monkeypatch.setattr(tiling.CachedLogits, "reserve", lambda *of: answers.append(reserve(*of)) or answers[-1])
-    z, args = numbers(8, 4, seed=0), {"scale": 1.0, "shards": Shards((8,)), "world": World()}
-    softmax.self_log_sum_exp(z, **args)
-    with torch.no_grad():
-        softmax.self_log_sum_exp(z.requires_grad_(), **args)
-    assert answers == [False, False]
-
-
 def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before others are made in the second arithmetic, which has the same budget."""
     sums, kept, alive = SoftmaxSweep.sums, [], []
@@ -339,15 +315,25 @@ def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("no_pending_backward")
-def test_losses_that_wait_for_their_backward_passes_share_the_budget() -> None:
-    def forward() -> Tensor:
-        z = numbers(8, 4, seed=0).requires_grad_()
+def test_losses_that_wait_for_their_backward_passes_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose similarities no backward pass reads take none of it."""
+    answers, reserve = [], tiling.CachedLogits.reserve
+    monkeypatch.setattr(tiling.CachedLogits, "reserve", lambda *of: answers.append(reserve(*of)) or answers[-1])
+
+    def forward(*, learns: bool = True) -> Tensor:
+        z = numbers(8, 4, seed=0).requires_grad_(learns)
         return softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((8,)), world=World())[0]
 
     def keeps(r: Tensor) -> bool:
         return any(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
 
+    with tiling.memory_budget(8 * 8 * 8 - 1):
+        assert not keeps(forward())
     with tiling.memory_budget(8 * 8 * 8):
+        forward(learns=False)
+        with torch.no_grad():
+            forward()
+        assert answers[-2:] == [False, False]
         first, second = forward(), forward()
         assert (keeps(first), keeps(second)) == (True, False)
         first.sum().backward()

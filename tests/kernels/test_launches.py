@@ -59,7 +59,10 @@ def softmax_step(shards: Shards, *, one_tower: bool) -> None:
     rows, scale = torch.zeros(shards.size, WIDTH), torch.tensor(10.0)
     offset = shards.size // 2 if one_tower else 0
     factors = rows.bfloat16(), rows.bfloat16()
-    sweep = softmax.KernelSweep(shards, shards, World(), True, True, factors, Partners((offset,)), one_tower=one_tower)
+    sweep = softmax.KernelSweep(
+        row_shards=shards, column_shards=shards, world=World(), unit_norm=True, learnable_scale=True, factors=factors,
+        partners=Partners((offset,)), one_tower=one_tower,
+    )  # fmt: skip
     arithmetic, exchange = sweep.exact_sums, exchange_of(shards, rows, half=one_tower)
     r, c, _ = sweep.sums(arithmetic, rows, exchange, scale, None)
     of_rows, of_columns = (arithmetic.statistics(x, x[:, 0]) for x in (r, r if c is None else c))

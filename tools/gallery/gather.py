@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import reduce_anchors
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce, replicated
@@ -123,7 +123,7 @@ class ShardedAnchors(nn.Module):
         positive = torch.arange(len(a)) + sum(shard_sizes(a)[: world.rank])
         to_b = F.cross_entropy(scale * a @ self.gather(b).T, positive, reduction="none")
         to_a = F.cross_entropy(scale * b @ self.gather(a).T, positive, reduction="none")
-        return reduce_anchors((to_a + to_b) / 2, world=world)
+        return Batch({}, {}, world=world).reduce((to_a + to_b) / 2)
 
 
 class _Local(nn.Module):

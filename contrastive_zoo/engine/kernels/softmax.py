@@ -192,7 +192,7 @@ class ExponentSums(Sums):
         return torch.stack([(exponent + more).masked_fill(empty, EMPTY), factor])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelSweep(SoftmaxSweep):
     """Compute the blocks of this rank by kernels. Rows have one partner at most."""
 
@@ -205,7 +205,7 @@ class KernelSweep(SoftmaxSweep):
         self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """Return sums of local rows, and of local columns, over all others but partners; no tiles."""
-        a, factor = self._operand(rows), as_scalar(scale, rows)
+        a, factor = self.operand(rows), as_scalar(scale, rows)
         total, parts = arithmetic.empty(len(rows), rows), []
         for blocks_here, columns in exchange.windows(self._narrow):
             column_total = arithmetic.empty(len(columns), rows)
@@ -248,7 +248,7 @@ class KernelSweep(SoftmaxSweep):
         by_rank = column_weights.split(self.column_shards.sizes if symmetric else [0] * self.world.size, 1)
         restored, total = unit if isinstance(scale, Tensor) else unit * scale, torch.zeros_like(products)
         # a ring adds other ranks' gradients of the local rows to ``drows`` in the meantime
-        a, of_rows = self._operand(rows), torch.zeros_like(rows) if dcolumns is drows else drows.zero_()
+        a, of_rows = self.operand(rows), torch.zeros_like(rows) if dcolumns is drows else drows.zero_()
         for blocks_here, columns in exchange.windows(self._narrow):
             pairs, parts = self._pairs(a, columns, blocks_here, factor, symmetric), lengths(blocks_here)
             of_window = torch.cat([by_rank[x.ahead][:, x.columns] for x in blocks_here], 1)
@@ -284,7 +284,7 @@ class KernelSweep(SoftmaxSweep):
         one_tower = self.one_tower and has_local
         start = len(columns) - lengths(blocks_here)[-1]
         return SoftmaxPairs(
-            a, self._operand(columns), scale, symmetric, one_tower, side=int(one_tower),
+            a, self.operand(columns), scale, symmetric, one_tower, side=int(one_tower),
             partner=self.partners.offsets[0] if has_local and self.partners.offsets else NO_PARTNER,
             local=self.column_shards.size if has_local else 0,
             corner=(last.rows.stop, start) if last.rows.stop < len(a) else (NO_PARTNER, NO_PARTNER),
@@ -316,5 +316,5 @@ class KernelSweep(SoftmaxSweep):
     def _narrow(self, rows: Tensor) -> Tensor:
         return rows.to(self.dtype or rows.dtype)
 
-    def _operand(self, rows: Tensor) -> Operand:
-        return Operand.of(self._narrow(rows), unit_norm=self.unit_norm and self.factors is not None)
+    def operand(self, rows: Tensor) -> Operand:
+        return Operand.of(self._narrow(rows), unit_norm=self.normalizes)
