@@ -93,9 +93,7 @@ def _unit(tokens: Operand) -> Tensor:
     return tokens.rows if tokens.inverse is None else tokens.rows * tokens.inverse[:, None]
 
 
-def best_tokens(
-    queries: Operand, tokens: Operand, index: Tensor, *, select: bool
-) -> tuple[Float[Tensor, "t b"], Int[Tensor, "t b"] | None]:
+def best_tokens(queries: Operand, tokens: Operand, index: Tensor, *, select: bool) -> tuple[Tensor, Tensor | None]:
     """Return the largest similarity of each query token to tokens [b, L] of documents, and which of these has it."""
     rows, candidates = queries.rows, tokens.rows[index.flatten()].T
     best = rows.new_empty(len(rows), len(index))

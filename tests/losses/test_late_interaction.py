@@ -115,9 +115,9 @@ def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
     sent = []
     for dtype in (torch.float32, torch.bfloat16):
         tokens = numbers(2, 3, WIDTH, seed=1).to(dtype)
-        with patch("contrastive_zoo.engine.max_sim_sweep.start_exchange", wraps=start_exchange) as exchange:
+        with patch("contrastive_zoo.engine.exchange.start_exchange", wraps=start_exchange) as exchange:
             cz.MaxSim()(tokens, tokens)
-        sent.append(exchange.call_args.args[3])
+        sent.append(exchange.call_args.args[4])
     assert sent[0] is None
     assert sent[1].dtype == torch.bfloat16
 
