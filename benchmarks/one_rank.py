@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_leaves
 import contrastive_zoo as cz
 from contrastive_zoo.ranks import handshake
 from contrastive_zoo.ranks.doubling import Doubling
-from contrastive_zoo.ranks.world import FIELDS, SIZES, World, exchange_headers
+from contrastive_zoo.ranks.world import FIELDS, NUMBERS, World, exchange_headers
 from contrastive_zoo.wrapper.step import splitting
 from tools.pages import table
 
 WIDTH, MACHINE, FLOAT = 64, 4, 4
-HEADER = 8 * (len(FIELDS) + SIZES)
+HEADER = 8 * (len(FIELDS) + NUMBERS)
 TRANSFER = "a transfer to the next rank of the ring"
 SMALL = 2**10  # rows of a small batch on all ranks, at most
 PATHS = ("gathered", "ring", "two-level ring", "small batch", "GradCache", "third-party loss")
@@ -127,11 +127,9 @@ class OneRank(TorchDispatchMode):
         return [self._of_rank(rank, header) for rank, header in enumerate(headers)], payload
 
     def _of_rank(self, rank: int, header: Sequence[int]) -> tuple[int, ...]:
-        """Return a header with that rank's sizes, which are multiples of its number of samples."""
-        fields, sizes = header[: len(FIELDS)], header[len(FIELDS) :]
-        differ = [name.startswith("argument") for name in FIELDS]
-        fields = tuple(x + rank if x and of_rows else x for x, of_rows in zip(fields, differ, strict=True))
-        return (*fields, *(x * self.sizes[rank] // self.sizes[self.rank] for x in sizes))
+        """Return a header with that rank's sizes, which are multiples of its number of samples, and with other digests."""
+        fields, numbers = header[: len(FIELDS)], header[len(FIELDS) :]
+        return (*fields, *(x * self.sizes[rank] // self.sizes[self.rank] for x in numbers))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))

@@ -29,7 +29,7 @@ from contrastive_zoo.ranks.differences import (
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.row_checks import tolerance
-from contrastive_zoo.ranks.world import ARGUMENTS, FIELDS, SIZES, Shards, World, exchange_headers, refuse_out_of_step
+from contrastive_zoo.ranks.world import FIELDS, NUMBERS, Shards, World, exchange_headers, refuse_out_of_step
 
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
@@ -107,7 +107,9 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     reserved, number = state.reserved, begun_handshake(world)
     state.rows += sum(statement.sizes[:1])
     state.conversation = (number, backward_pass())
-    header = [0, number, *_header(statement, lines)]
+    numbers = [*statement.sizes, *statement.digests]
+    unused = [0] * (NUMBERS - len(numbers))
+    header = [0, number, *_fields(statement, lines), *numbers[:NUMBERS], *unused]
     headers, payload = exchange_headers(header, statement.payload or (), reserved, world)
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
     if any(received["problem"]):
@@ -123,22 +125,21 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
     identity = _identity(statement, number, received, world)
-    sizes = [header[len(FIELDS) :][: len(statement.sizes)] for header in headers]
-    digests = [header[len(FIELDS) - ARGUMENTS : len(FIELDS)][: len(statement.digests)] for header in headers]
-    if further := [*statement.sizes[SIZES:], *statement.digests[ARGUMENTS:]]:
-        rest, count = world.exchange(further), len(statement.sizes[SIZES:])
-        sizes = [(*first, *more[:count]) for first, more in zip(sizes, rest, strict=True)]
-        digests = [(*first, *more[count:]) for first, more in zip(digests, rest, strict=True)]
+    by_rank = [header[len(FIELDS) :][: len(numbers)] for header in headers]
+    if further := numbers[NUMBERS:]:
+        by_rank = [(*first, *more) for first, more in zip(by_rank, world.exchange(further), strict=True)]
     _refuse_differences(statement, received, world)
-    shards = [Shards(of, world.rank) for of in zip(*sizes, strict=True)]
+    by_argument = [*zip(*by_rank, strict=True)]
+    shards = [Shards(of, world.rank) for of in by_argument[: len(statement.sizes)]]
+    digests = by_argument[len(statement.sizes) :]
     bits = _REPLICABLE, _KERNELS, _DRAWS
     replicable, kernels, draws = ([bool(x & bit) for x in received["capabilities"]] for bit in bits)
     replicate = all(replicable) and (any(draws) or statement.small(shards))
     needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
     fits = 0 < needed <= reserved
     state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
-    same, by_argument, inline = max(received["same"]), [*zip(*digests, strict=True)], payload if fits else None
-    return Agreed(shards, replicate, kernels, same, by_argument, inline, number, identity)
+    inline = payload if fits else None
+    return Agreed(shards, replicate, kernels, max(received["same"]), digests, inline, number, identity)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -161,8 +162,7 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
     return max(known, default=number)
 
 
-def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
-    sizes, digests = [*statement.sizes[:SIZES]], [*statement.digests[:ARGUMENTS]]
+def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
     payload = -1 if statement.payload is None else sum(x.nbytes for x in statement.payload)
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
@@ -175,10 +175,6 @@ def _header(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.same,
         _REPLICABLE * statement.replicable + _KERNELS * statement.kernels + _DRAWS * statement.draws,
         payload,
-        *digests,
-        *[0] * (ARGUMENTS - len(digests)),
-        *sizes,
-        *[0] * (SIZES - len(sizes)),
     ]
 
 

@@ -294,19 +294,17 @@ def alone() -> bool:
     return dist.group.WORLD is None or dist.get_world_size() == 1
 
 
-ARGUMENTS = 9  # whose digests fit into a header; those of further ones follow with further sizes
-
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
 # a rank in one meets a rank in the other, and all of them hear it.
 FIELDS = (
     "backward", "number", "problem", "asks", "wrapper", "made", "digest", "last value", "level", "projection", "same",
-    "capabilities", "bytes", *(f"argument {index}" for index in range(ARGUMENTS)),
+    "capabilities", "bytes",
 )  # fmt: skip
-"""Header fields before the sizes, one int64 each. ``number`` counts the group's handshakes: it names a step."""
+"""Header fields before numbers of arguments, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 
-SIZES = 16  # sizes that fit into a header; further ones take a message of their own
+NUMBERS = 25  # of arguments, their sizes and digests, that fit into a header; further ones take a message of their own
 
-_HEADER = struct.Struct(f"{len(FIELDS) + SIZES}q")
+_HEADER = struct.Struct(f"{len(FIELDS) + NUMBERS}q")
 
 _NO_GLOO = (
     "ranks that compute on accelerators agree through gloo, which cannot connect them. Set GLOO_SOCKET_IFNAME to a network "
@@ -351,5 +349,5 @@ def _open_backward(world: World) -> None:
     if conversation[1] == -1 or state.conversation == conversation:
         return
     state.conversation = conversation
-    numbers = [1, world.opened, *[0] * (len(FIELDS) + SIZES - 2)]
+    numbers = [1, world.opened, *[0] * (len(FIELDS) + NUMBERS - 2)]
     exchange_headers(numbers, (), state.reserved, world)
