@@ -4,7 +4,6 @@ python benchmarks/memory.py [--rows 8192 16384] [--width 128] [--docs] [name …
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -27,31 +26,26 @@ def made(entry: Entry, width: int) -> torch.nn.Module:
     return replace(entry, settings=settings).make()
 
 
-def arguments(entry: Entry, rows: int, width: int) -> Iterator[Tensor]:
-    """Return the arguments of the loss, with the given number of embeddings in total."""
-
-    def drawn(n: int, *more: int, learnt: bool = True) -> Tensor:
-        return torch.randn(n, *more, width, requires_grad=learnt)
-
-    half = rows // 2
-    if entry.name == "mil-nce":
-        yield from (drawn(rows // (1 + CAPTIONS)), drawn(rows // (1 + CAPTIONS), CAPTIONS))
-    elif entry.name in ("margin-mse", "score-distillation"):
-        n, negatives = rows // (2 + CAPTIONS), "negatives" in entry.called_with
-        yield from (drawn(n), *([drawn(n)] if negatives else []), drawn(n, CAPTIONS), torch.rand(n, CAPTIONS))
-    elif entry.name.startswith("max-sim"):
-        yield from (drawn(half // TOKENS, TOKENS), drawn(half // TOKENS, TOKENS))
-    elif entry.called_with == "embeddings":
-        yield drawn(rows)
-    elif entry.called_with.startswith("projections1"):
-        yield from (drawn(rows // 4) for _ in range(4))
-    elif entry.call == "labels":
-        yield from (drawn(rows), torch.arange(rows) % CLASSES)
-    else:
-        numbers = {"ids": torch.arange(half) // 2, "scores": torch.rand(half), "labels": torch.arange(half) % 2}
-        yield from (drawn(half), drawn(half))
-        for name in entry.called_with.split(", ")[2:] if entry.call == "other" else ():
-            yield numbers[name] if name in numbers else drawn(half, learnt=False)
+def arguments(entry: Entry, rows: int, width: int) -> list[Tensor]:
+    """Return the arguments of the loss, with so many embeddings that learn in total."""
+    fixed = {
+        name for name, kind in entry.kinds.items() if name.startswith(("teacher_", "guide_")) or kind == "negatives"
+    }
+    several = TOKENS if entry.name.startswith("max-sim") else CAPTIONS
+    counts = {"rows": 1, "several": several}
+    n = rows // sum(counts.get(kind, 0) for name, kind in entry.kinds.items() if name not in fixed)
+    shapes = {"rows": (n, width), "negatives": (n, width), "several": (n, several, width)}
+    others = {
+        "labels": torch.arange(n) % CLASSES,
+        "binary": torch.arange(n) % 2,
+        "scores": torch.rand(n),
+        "several scores": torch.rand(n, several),
+        "token mask": torch.ones(n, several, dtype=torch.bool),
+    }
+    return [
+        torch.randn(shapes[kind], requires_grad=name not in fixed) if kind in shapes else others[kind]
+        for name, kind in entry.kinds.items()
+    ]
 
 
 def measure(name: str, rows: int, width: int) -> float:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from contrastive_zoo.engine import exchange
+from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
 from tests.interpreter import torchrun
 
@@ -21,6 +22,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import accuracy
 import bench
 import checks
+import memory
 import one_rank
 import scaling
 from suite import harness, report
@@ -88,6 +90,13 @@ def test_memory_is_the_peak_minus_the_memory_before() -> None:
     held = torch.ones(2**22)
     assert harness.peak(lambda: torch.ones(2**24).sum())[0] > 60
     assert harness.peak(lambda: held.sum())[0] < 30
+
+
+def test_every_loss_is_called_with_as_many_embeddings_as_its_memory_is_measured_for() -> None:
+    for entry in {str(x.kinds): x for x in CATALOGUE.values()}.values():  # one of each call
+        inputs = memory.arguments(entry, 96, 8)
+        memory.made(entry, 8)(*inputs).backward()
+        assert 80 <= sum(x.numel() for x in inputs if x.requires_grad) / 8 <= 96, entry.name
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name not in SOFTMAX])

@@ -346,7 +346,7 @@ LOSSES = {
 SOFTMAX = {name: entry for name, entry in CATALOGUE.items() if entry.engine.startswith("softmax")}
 for _name, _entry in SOFTMAX.items():  # only their memory is measured
     LOSSES[_name] = Subject(
-        lambda case, s=_entry: list(arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width)),
+        lambda case, s=_entry: arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width),
         {"ours": lambda case, s=_entry: made(s, case.width)},
     )
 
