@@ -1,6 +1,6 @@
 """Times of the Triton kernels on this GPU, beside peers, dense formulas and the limits of the device.
 
-    python benchmarks/gpu.py [--quick] [--only LOSS …] [--peers FOLDER] [--out FILE]
+    python benchmarks/gpu.py [loss …] [--quick] [--peers FOLDER] [--out FILE]
     python benchmarks/gpu.py --model [--rates TFLOP TB T]    without a GPU: what the model predicts
     python benchmarks/gpu.py --crossover    losses by kernels and by operations on the whole matrix, from 1,024 embeddings on
 
@@ -11,6 +11,7 @@ their rate. Memory is the peak beyond inputs, gradients included. FOLDER has the
 out small batches and a million embeddings.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import triton
 from gpu_suite.implementations import COMPILED, IMPLEMENTATIONS, MODULES, NORMALISED, OURS, PUBLIC, SCALE, as_called
 from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured, median_ms, steps
-from suite.harness import command_line
+from suite.harness import program, progress
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation, small_batch
@@ -109,39 +110,33 @@ def page(device: str, found: Sequence[Measurement], ceilings: Mapping[str, Ceili
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def main() -> None:
-    parser = command_line(__doc__, quick=False, peers="", model=False, crossover=False)
-    parser.add_argument("--only", nargs="+", choices=[*IMPLEMENTATIONS], default=[*IMPLEMENTATIONS], help="losses")
-    parser.add_argument("--out", type=Path, help="a file for the tables")
-    parser.add_argument("--rates", nargs=3, type=float, default=H100, help="of that model, in 10¹² a second")
-    options = parser.parse_args()
-    if options.model or options.crossover:
-        model = predictions(Ceilings(*(1e12 * x for x in options.rates)))
-        for line in crossover() if options.crossover else model:
-            print(line, flush=True)
-        return
+def main(given: Namespace) -> dict[str, str]:
+    if given.model:
+        return {"model": "\n".join(predictions(Ceilings(*(1e12 * x for x in given.rates))))}
+    if given.crossover:
+        return {"crossover": "\n".join(crossover())}
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    peers = (
-        ", ".join(f"{name} {version}" for name, version in installed(options.peers).items()) if options.peers else ""
-    )
-    absent = ", ".join(missing(options.peers, required("gpu-peers.txt")))
+    found_peers = installed(given.peers) if given.peers else {}
+    peers = ", ".join(f"{name} {version}" for name, version in found_peers.items())
+    absent = ", ".join(missing(given.peers, required("gpu-peers.txt")))
     device = f"{versions}. Peers: {peers or 'none'}." + (f" Not installed: {absent}." if absent else "")
-    print(device, flush=True)
-    folder = str(Path(options.peers).resolve()) if options.peers else ""
+    progress(device)
+    folder = str(Path(given.peers).resolve()) if given.peers else ""
     found: list[Measurement] = []
     ceilings: dict[str, Ceilings] = {}
-    for loss in options.only:
+    for loss in given.names:
         ceilings[loss] = Ceilings.measured()
         torch.cuda.empty_cache()  # for the processes of the implementations
         for name in IMPLEMENTATIONS[loss]:
-            new = measured(loss, name, sizes_of(loss, name, options.quick), folder)
+            new = measured(loss, name, sizes_of(loss, name, given.quick), folder)
             found += new
             for x in new:
-                print(f"{loss}, {name}, {x.n:,} × {x.d}: {x.reason or f'{x.ms:.3g} ms'}", flush=True)
-            if options.out:  # what was measured is not lost with what comes later
-                options.out.write_text(page(device, found, ceilings))
-    print(page(device, found, ceilings))
+                progress(f"{loss}, {name}, {x.n:,} × {x.d}: {x.reason or f'{x.ms:.3g} ms'}")
+            if given.out:  # what was measured is not lost with what comes later
+                Path(given.out).write_text(page(device, found, ceilings))
+    return {"gpu": page(device, found, ceilings)}
 
 
 if __name__ == "__main__":
-    main()
+    of_peers = {"peers": "", "out": ""}
+    program(main, __doc__, names=IMPLEMENTATIONS, **of_peers, quick=False, model=False, crossover=False, rates=[*H100])
