@@ -1,7 +1,6 @@
 """Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities, of an index."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,16 +119,22 @@ def evaluate_queries(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
     *,
+    metrics: Sequence[str] = DEFAULT,
+    labels: Int[Tensor, " n"] | None = None,
+    gallery_labels: Int[Tensor, " m"] | None = None,
+    judgements: tuple[Tensor, Tensor, Tensor] | None = None,
+    ids: Int[Tensor, " n"] | None = None,
+    gallery_ids: Int[Tensor, " m"] | None = None,
+    ignore_label: int | None = None,
+    ties: Ties = "pessimistic",
+    normalize: bool = True,
+    index: ApproximateIndex | None = None,
     process_group: Processes = None,
-    **arguments: Any,
 ) -> dict[str, Float[Tensor, " n"]]:
     """Return the metrics of each of this rank's queries, whose means over all ranks are those of :func:`evaluate`.
 
     To compare two encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`; for a mean of each class or query length,
-    :func:`contrastive_zoo.metrics.mean_by_group`.
-
-    Args:
-        arguments: these and the others are those of :func:`evaluate`.
+    :func:`contrastive_zoo.metrics.mean_by_group`. The arguments are those of :func:`evaluate`.
 
     Returns:
         The values of each metric in float64, on the CPU; NaN for a query that does not count.
@@ -143,7 +148,11 @@ def evaluate_queries(
         {'hit_rate@1': tensor([1., 1., 1., 0.], dtype=torch.float64)}
     """
     world = World.of(process_group, "evaluate_queries")
-    kept, values = measured_queries("evaluate_queries", Evaluation(queries, gallery, **arguments), world)
+    evaluation = Evaluation(
+        queries, gallery, metrics, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label,
+        ties, normalize, index,
+    )  # fmt: skip
+    kept, values = measured_queries("evaluate_queries", evaluation, world)
     nothing = torch.full((len(queries),), torch.nan, dtype=torch.float64)
     return {name: nothing.masked_scatter(kept, torch.from_numpy(x)) for name, x in values.items()}
 
