@@ -159,7 +159,7 @@ def even(_: Case) -> list[Run]:
         ({"gather": own_rows_first}, Case("CrossBatchMemory")),
         ({}, Case("TripletMarginLoss", "UniformHistogramMiner")),
     ],
-    ids=str,
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else str(x),
 )
 def test_mutants_are_caught(mutant: dict[str, Any], case: Case, worlds: Worlds) -> None:
     assert wrong(measure(worlds, [case], even, partial(by_hand, **mutant)))
