@@ -37,7 +37,8 @@ def modules(under: str = "") -> list[str]:
 def tree(module: str) -> ast.Module:
     """Parse a module of the package."""
     path = PACKAGE.joinpath(*module.split("."))
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    file = path.with_suffix(".py")  # beside which an older checkout may have left a folder of its caches
+    return ast.parse((file if file.exists() else path / "__init__.py").read_text())
 
 
 def imported(node: ast.AST) -> Iterator[str]:
