@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from contrastive_zoo.wrapper.arguments import Arguments
+from tests.helpers import EVERY_CASE
 from tests.stateful_losses import LOSSES, Loss, can_ring
 from tests.stateful_rank import Action, play
 
@@ -179,7 +180,7 @@ def quietly(**more: Any) -> settings:
 
 
 def test_a_random_training_is_that_of_one_process(training: type[Training], capsys: pytest.CaptureFixture[str]) -> None:
-    if os.environ.get("HYPOTHESIS_PROFILE") != "long":
+    if not EVERY_CASE:
         run_state_machine_as_test(training, settings=quietly(max_examples=40, stateful_step_count=8))
         return
     while Training.steps < STEPS:
@@ -204,13 +205,16 @@ def steps(**more: Any) -> list[Action]:
 def test_steps_of_every_loss_are_those_of_one_process(number: int, name: str, worlds: Worlds) -> None:
     """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work.
 
-    The second half is within an activation checkpoint, which a loss without a memory may compute again.
+    The second half is within an activation checkpoint, which a loss without a memory may compute again. Of small batches a
+    loss takes one of the halves; a search, both.
     """
     worlds.run(2, LOSSES[name].make)
     reentrant = None if LOSSES[name].remembers else number % 4 == 0
-    program = [*steps(), ("set_option", {"grad_reduction": "sum"}), *steps(reentrant=reentrant)]
-    for thresholds in ({}, {key: values[1] for key, values in THRESHOLDS.items()}):
-        assert worlds.run(2, play, name, thresholds, program, timeout=TIMEOUT) == [[], []]
+    halves = [steps(), [("set_option", {"grad_reduction": "sum"}), *steps(reentrant=reentrant)]]
+    whole = [*halves[0], *halves[1]]
+    of_sizes = {"small": whole if EVERY_CASE else halves[number % 2], "shared": whole}
+    for size, thresholds in (("small", {}), ("shared", {key: values[1] for key, values in THRESHOLDS.items()})):
+        assert worlds.run(2, play, name, thresholds, of_sizes[size], timeout=TIMEOUT) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["wrapper", "deepcopy", "pickle", "state_dict"])

@@ -24,7 +24,7 @@ def shrink_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(loss: Known, worlds: Worlds, **settings: Any) -> Report:
-    settings |= {"call": loss.call, "name": loss.name, "max_examples": 30 if EVERY_CASE else 5}
+    settings |= {"call": loss.call, "name": loss.name, "max_examples": 30 if EVERY_CASE else 3}
     return examine(loss.make, world_sizes=(2, 3) if EVERY_CASE else (2,), worlds=worlds, **settings)
 
 
