@@ -22,7 +22,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT
 from tests.one_rank import LOSSES, SHARDS, STATEFUL, Outcome, alone, largest_error, made, trained
 
-TRIALS = int(os.environ.get("ADVERSARIAL", "5000")) if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 120
+TRIALS = int(os.environ.get("ADVERSARIAL", "5000")) if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 80
 IN_ONE_JOB = 20
 
 reference = functools.lru_cache(maxsize=None)(alone)
@@ -240,7 +240,7 @@ def test_whatever_one_rank_changes(worlds: Worlds, capsys: pytest.CaptureFixture
     lines = []
     for first in range(0, TRIALS, IN_ONE_JOB):
         lines += searched(drawn(IN_ONE_JOB, seed=first), 2 + first // IN_ONE_JOB % 2, worlds, play)
-        if TRIALS > 120 and first % 500 == 0:
+        if TRIALS > 80 and first % 500 == 0:
             with capsys.disabled():
                 print(f"\n{first} of {TRIALS}, {len(lines)} wrong", end="", flush=True)
     assert not lines, "\n".join(lines)

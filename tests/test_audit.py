@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 pytest.importorskip("sklearn")
 pytest.importorskip("pytorch_metric_learning")
@@ -149,6 +150,34 @@ def test_random_right_trainings_are_not_accused(worlds: Worlds) -> None:
     for seed in range(8 if EVERY_CASE else 4):
         drawn, report = worlds.run(2 + seed % 2, audit_random_training, seed)[0]
         assert report.ok is True, f"seed {seed}, {drawn}: {report}"
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_the_scaler_that_scaled_is_asked(used: int, worlds: Worlds) -> None:
+    """And not another one that is in memory, with half the scale: the loss seemed to be divided by W."""
+
+    def job() -> AuditReport:
+        torch.manual_seed(0)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**bits) for bits in (16, 15)]
+        loss_fn, model = cz.DistributedLoss(cz.NTXent()), nn.Linear(6, 5)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = [[*torch.randn(2, 2, 3, 6)[dist.get_rank()]] for _ in range(2)]
+
+        def train() -> None:
+            for scaler in scalers:
+                scaler.scale(torch.ones(()))
+            for views in DataLoader(batches, batch_size=None):
+                optimizer.zero_grad()
+                scalers[used].scale(loss_fn(*map(model, views))).backward()
+                cz.average_gradients(model)
+                scalers[used].step(optimizer)
+                scalers[used].update()
+
+        return audit(train, steps=2)
+
+    report = worlds.run(2, job)[0]
+    assert report.ok is True, str(report)
+    assert "a weight" not in str(report)
 
 
 def test_every_diagnosis_has_a_reason_a_fix_and_a_row_of_the_page() -> None:

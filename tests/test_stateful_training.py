@@ -181,7 +181,7 @@ def quietly(**more: Any) -> settings:
 
 def test_a_random_training_is_that_of_one_process(training: type[Training], capsys: pytest.CaptureFixture[str]) -> None:
     if not EVERY_CASE:
-        run_state_machine_as_test(training, settings=quietly(max_examples=40, stateful_step_count=8))
+        run_state_machine_as_test(training, settings=quietly(max_examples=25, stateful_step_count=8))
         return
     while Training.steps < STEPS:
         run_state_machine_as_test(training, settings=quietly(max_examples=50, stateful_step_count=20, database=None))

@@ -56,7 +56,7 @@ def worst(case: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "chosen"), [(1, ["2", "7"]), (2, ["0", "20", "mutants"]), *([(3, ["0", "1"])] if EVERY else [])]
+    ("ranks", "chosen"), [(1, ["2", "7"]), (2, ["0", "30", "mutants"]), *([(3, ["0", "1"])] if EVERY else [])]
 )
 def test_as_near_to_float64_as_the_dense_formula(ranks: int, chosen: list[str]) -> None:
     """Some cases, all with ALL_DTYPES=1, also of three ranks; and the mutants, which are not."""

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import math
 import resource
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -48,7 +48,7 @@ CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 """The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
 
 LARGEST_WEIGHT = 64.0
-"""A loss whose backward pass starts with a larger gradient is looked up in the GradScalers of the process."""
+"""A loss whose backward pass starts with a larger gradient has been scaled by the GradScaler that scaled last."""
 
 
 class Recorder:
@@ -76,6 +76,7 @@ class Recorder:
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
         self._epochs = 0
+        self._scale: float | None = None  # of the GradScaler that scaled last
         self._of_zero: list[type] = []  # classes of optimizers whose steps are watched
         self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
         self._hooks = ExitStack()
@@ -96,6 +97,8 @@ class Recorder:
             (torch.autograd, "backward", self._on_backward),
             (DataLoader, "__iter__", self._on_loader),
             (DataLoader, "__len__", self._on_length),
+            (torch.amp.GradScaler, "scale", self._on_scale),
+            (ShardedGradScaler, "scale", self._on_scale),
         )
         for home, name, function in watched:
             self._hooks.enter_context(replaced(home, name, function))
@@ -256,9 +259,13 @@ class Recorder:
     def _on_factor(self, call: LossCall, step: Step, gradient: Tensor) -> None:
         call.factor, call.backward = float(gradient), step.backwards
         if abs(call.factor) > LARGEST_WEIGHT:
-            scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler) and x.is_enabled()]
-            call.factor /= scalers[0].get_scale() if scalers else 1.0
-            step.is_scaled = bool(scalers)
+            call.factor /= self._scale or 1.0
+            step.is_scaled = self._scale is not None
+
+    def _on_scale(self, original: Any, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        self._scale = scaler.get_scale() if scaler.is_enabled() else None
+        return scaled
 
     # --- backward and optimizer ---------------------------------------------------------------------------------------
 
