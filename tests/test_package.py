@@ -104,6 +104,26 @@ def test_using_the_library_imports_no_optional_package() -> None:
     assert fresh(script) == []
 
 
+def test_importing_the_library_changes_nothing_of_torch() -> None:
+    """Its join context is watched from the first wrapper on; the default process group is another within a call only."""
+    script = (
+        "import json, torch\n"
+        "from torch.distributed.algorithms.join import Join\n"
+        "from torch.distributed.distributed_c10d import _World\n"
+        "state = lambda: [Join.__enter__, Join.__exit__, _World.default_pg]\n"
+        "before = state()\n"
+        "import contrastive_zoo as cz\n"
+        "from contrastive_zoo.ranks.compat import default_group\n"
+        "[getattr(cz, name) for name in cz.__all__]\n"
+        "imported = state() == before\n"
+        "with default_group(None): inside = state() == before\n"
+        "outside = state() == before\n"
+        "cz.DistributedLoss(cz.NTXent())\n"
+        "print(json.dumps([imported, inside, outside, state() == before]))"
+    )
+    assert fresh(script) == [True, False, True, False]
+
+
 def test_every_public_name_exists_and_has_a_docstring() -> None:
     assert dir(cz) == sorted(cz.__all__)
     assert cz._HOMES.keys() == set(cz.__all__) - {"__version__"}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -115,16 +116,24 @@ def group_of_one(of: dist.ProcessGroup) -> dist.ProcessGroup:
 _seen: ContextVar[dist.ProcessGroup | None] = ContextVar("default_group")
 _of_all = _c10d._World.default_pg
 _of_thread = _of_all.getter(lambda world: _seen.get(_of_all.fget(world)))
+_lock, _entered = Lock(), 0
 
 
 @contextmanager
 def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Within it ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
-    _c10d._World.default_pg = _of_thread  # from now on: outside of such a context it is what torch's own returns
+    global _entered
     token = _seen.set(group)
+    with _lock:
+        _entered += 1
+        _c10d._World.default_pg = _of_thread
     try:
         yield
     finally:
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                _c10d._World.default_pg = _of_all
         _seen.reset(token)
 
 

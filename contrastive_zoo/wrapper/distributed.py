@@ -20,6 +20,7 @@ from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
+from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
 from contrastive_zoo.wrapper.options import (
     GradReduction,
@@ -202,6 +203,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         batch_dim: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        watch_joins()
         flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
         flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
         refuse_bad_options(grad_reduction, mode, **flags, static_shapes=static_shapes)
@@ -307,6 +309,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     def _session(self, bare: Any) -> tuple[Session, str | None]:
         """Return the step's session, and what is wrong with the ring of this rank."""
+        watch_joins()  # a wrapper may have come by pickle
         world = World.of(self.process_group)
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
