@@ -30,13 +30,10 @@ from tools.peer_losses.packages import installed, missing, required
 LARGE, MILLION = (65_536, 768), (1_048_576, 512)
 SMALL = (256, 512, 1024, 2048)
 SIDE_BY_SIDE = [(4096, 768), (16_384, 768), LARGE]
-MAX_SIM = [(128, 1030), (512, 128), (2048, 128)]  # ColPali, ColBERT, and a large batch of it
 CROSSOVER = (1024, 2048, 4096, 8192, 16_384)
 
 
 def sizes_of(loss: str, name: str, quick: bool) -> list[Size]:
-    if loss == "MaxSim":
-        return MAX_SIM
     also_small = name in (OURS, COMPILED, PUBLIC, NORMALISED) and loss != "InfoNCE"
     small = [(n, 768) for n in SMALL] if also_small else []
     million = [MILLION] if name == OURS and loss != "InfoNCE" else []

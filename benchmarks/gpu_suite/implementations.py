@@ -48,11 +48,6 @@ def dense_nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(2 * n, device=a.device).roll(n))
 
 
-def of_scores(scores: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """Return InfoNCE of a function of tokens that gives the scores of all queries and documents; the scale is 1."""
-    return lambda a, b, scale: F.cross_entropy(wide(scores(a, b)), torch.arange(len(a), device=a.device))
-
-
 def wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -62,7 +57,6 @@ DENSE = {
     "InfoNCE": dense_info_nce,
     "SigLIP": dense_siglip,
     "NT-Xent": dense_nt_xent,
-    "MaxSim": of_scores(lambda a, b: torch.einsum("iad,jbd->ijab", a, b).max(3).values.sum(2)),
 }
 
 MODULES: dict[str, Callable[[float], nn.Module]] = {
@@ -95,18 +89,15 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "InfoNCE": cz.InfoNCE,
     "SigLIP": cz.SigLIP,
     "NT-Xent": cz.NTXent,
-    "MaxSim": cz.MaxSim,
 }
 
 
-def kernel(
-    loss: str, rows: Literal["bfloat16", "TF32", "float32"] = "bfloat16", implementation: str = "triton"
-) -> Implementation:
-    """Return this library's kernels of a loss of unit embeddings, at any size, or its torch operations."""
+def kernel(loss: str, rows: Literal["bfloat16", "TF32", "float32"] = "bfloat16") -> Implementation:
+    """Return this library's kernels of a loss of unit embeddings, at any size."""
 
     def compute(a: Tensor, b: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
         settings = {"logit_bias": bias[0]} if bias else {}
-        with cz.engine.use_implementation(implementation):
+        with cz.engine.use_implementation("triton"):
             return KINDS[loss](temperature=1 / scale, normalize=False, **settings)(a, b)
 
     note = "" if rows == "bfloat16" else f"float32 embeddings, multiplied in {rows}"
@@ -198,11 +189,6 @@ def siglip_kernel(scale: float) -> Loss:
     return lambda a, b, scale, bias: loss(a, b, scale.log(), bias)
 
 
-def scores_of(package: str, name: str) -> Construct:
-    """Return a constructor of InfoNCE of a package's scores of tokens."""
-    return lambda scale: of_scores(getattr(import_module(package), name))
-
-
 def open_clip(name: str) -> Construct:
     """Return a constructor of a dense loss of OpenCLIP, which computes logits in the dtype of the embeddings."""
 
@@ -229,21 +215,11 @@ _OF_SIGLIP = {
     "siglip-kernel": Implementation(siglip_kernel, "peer", "gradients of the text rows are added up in bfloat16"),
     "OpenCLIP": Implementation(open_clip("SigLipLoss"), "dense", _BFLOAT16),
 }
-_OF_MAX_SIM = {
-    "late-interaction-kernels": Implementation(scores_of("late_interaction_kernels", "maxsim"), "peer"),
-    "flash-maxsim": Implementation(scores_of("flash_maxsim", "flash_maxsim_batched_train"), "peer"),
-}
 
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "CLIP": all_of("CLIP", _OF_CLIP),
     "InfoNCE": all_of("InfoNCE", _OF_INFO_NCE),
     "SigLIP": all_of("SigLIP", _OF_SIGLIP),
     "NT-Xent": all_of("NT-Xent", {}),
-    "MaxSim": {
-        OURS: kernel("MaxSim"),
-        "ours, torch": kernel("MaxSim", implementation="torch"),
-        **_OF_MAX_SIM,
-        EAGER: Implementation(lambda scale: DENSE["MaxSim"], "dense"),
-    },
 }
 """By loss; the first is this library's."""

@@ -31,7 +31,6 @@ LIMIT = 2e-2
 """Largest relative error of a value or a gradient: bfloat16 has 2⁻⁹, and a wrong call changes a gradient by its own size."""
 
 SECONDS = 300.0  # for all sizes of an implementation, its compilation and tuning included
-QUERY_TOKENS, WIDTH = 32, 128  # of MaxSim
 ROTATED = 2**28  # bytes of all inputs of a step together, at least: several times the L2 cache
 MARK = "measured "  # begins a line that is a measurement; peers print others
 
@@ -42,8 +41,8 @@ Size = tuple[int, int]
 class Measurement:
     """What was found at one size: milliseconds and 10⁶ bytes beyond inputs, or the reason why they are not known.
 
-    ``n`` counts the embeddings of a tower, for NT-Xent of both views, and ``d`` features. For MaxSim they count pairs and
-    the tokens of a document. ``error`` is :func:`relative_error` of a small batch.
+    ``n`` counts the embeddings of a tower, for NT-Xent of both views, and ``d`` features. ``error`` is
+    :func:`relative_error` of a small batch.
     """
 
     loss: str
@@ -58,7 +57,6 @@ class Measurement:
 
 def numbers(loss: str, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     values = (SCALE, BIAS) if loss == "SigLIP" else (SCALE,)
-    values = (1.0,) if loss == "MaxSim" else values  # scores are sums over tokens
     return [torch.tensor(x, device=device, dtype=dtype, requires_grad=True) for x in values]
 
 
@@ -84,11 +82,8 @@ def relative_error(
     the positive.
     """
     generator = torch.Generator().manual_seed(0)
-    if loss == "MaxSim":
-        a, b = (clear_maxima(length, generator) for length in (19, 70))
-    else:
-        a, noise = (F.normalize(torch.randn(n, d, generator=generator), dim=1) for _ in range(2))
-        b = F.normalize(torch.linspace(-0.25, 0.5, n)[:, None] * a + noise, dim=1)
+    a, noise = (F.normalize(torch.randn(n, d, generator=generator), dim=1) for _ in range(2))
+    b = F.normalize(torch.linspace(-0.25, 0.5, n)[:, None] * a + noise, dim=1)
     rows = [x.to(device, dtype) for x in (a, b)]
     wide = [x.double().requires_grad_() for x in rows] + numbers(loss, device, torch.float64)
     found = value_and_gradients(function, [x.requires_grad_() for x in rows] + numbers(loss, device))
@@ -99,17 +94,9 @@ def relative_error(
     return torch.stack([(x.double() - y).norm() / y.norm() for x, y in pairs]).max().item()  # NaN if one is
 
 
-def clear_maxima(length: int, generator: torch.Generator) -> Tensor:
-    """Return tokens near those of a basis, of which a document has all: products that are rounded select the same ones."""
-    places = torch.stack([torch.randperm(70, generator=generator)[:length] for _ in range(8)])
-    return F.normalize(torch.eye(WIDTH)[places] + 0.03 * torch.randn(8, length, WIDTH, generator=generator), dim=2)
-
-
 def steps(loss: str, function: Loss, n: int, d: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     """Return a function that runs forward and backward on the next of several inputs, so that none is in the L2 cache."""
-    shapes: list[tuple[int, ...]] = [(n // 2 if loss == "NT-Xent" else n, d)] * 2
-    if loss == "MaxSim":
-        shapes = [(n, QUERY_TOKENS, WIDTH), (n, d, WIDTH)]
+    shapes = [(n // 2 if loss == "NT-Xent" else n, d)] * 2
     count = max(2, -(-ROTATED // (2 * sum(map(math.prod, shapes)))))
     constants = numbers(loss, DEVICE)
     sets: Iterator[list[Tensor]] = cycle(
@@ -250,8 +237,6 @@ class Ceilings:
         return max(self.parts_ms(name, n, d))
 
     def parts_ms(self, name: str, n: int, d: int) -> tuple[float, float, float]:
-        if name == "MaxSim":  # the scores, and the gradients of documents as a product with selected tokens
-            return 1e3 * 4 * n * n * QUERY_TOKENS * d * WIDTH / self.flop, 0.0, 0.0
         flop = PRODUCTS[name] * 2 * n * n * d / self.flop
         moved = 3 * 2 * WEIGHTS[name] * n * n / self.bytes
         return 1e3 * flop, 1e3 * moved, 1e3 * EXPONENTIALS[name] * n * n / self.exp

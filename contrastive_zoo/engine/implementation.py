@@ -77,11 +77,11 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 def use_implementation(name: Implementation | str) -> Iterator[None]:
     """Choose what computes losses: Triton kernels, torch operations, or compiled ones.
 
-    Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon, MNRL and the scores of MaxSim and MaxSimPairwise, on any number
-    of ranks: float32, bfloat16 or float16 embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0
-    or later. NTXent compares two views; InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's
-    ``reduction`` is not ``"none"``; SupCon has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no
-    ``hardness_mode``, ids, ``false_negative_margin`` or direction ``doc_to_doc``.
+    Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon and MNRL, on any number of ranks: float32, bfloat16 or float16
+    embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. NTXent compares two views;
+    InfoNCE has negatives of all queries only, and none if it is symmetric; SigLIP's ``reduction`` is not ``"none"``; SupCon
+    has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no ``hardness_mode``, ids, ``false_negative_margin`` or
+    direction ``doc_to_doc``.
 
     ``"compiled"`` passes losses that are sums over anchors, such as Circle, Triplet or your own :class:`RowLoss`, block by
     block through ``torch.compile``. The first step of a loss then takes seconds to a minute; batches of other sizes need no

@@ -78,10 +78,7 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets
     others = [_with_first_of_equals(x) for x in others]
-    compared = sum(x.token_shards.total for x in others)
-    on_kernel = batch.kernels.compute(batch.name, queries.token_shards.total, compared)
-    known: Any = {"unit_norm": normalize, "world": batch.world, "on_kernel": on_kernel}
-    parts = [max_sim_scores(queries, documents, **known) for documents in others]
+    parts = [max_sim_scores(queries, documents, unit_norm=normalize, world=batch.world) for documents in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -95,13 +92,12 @@ def _with_first_of_equals(sets: TokenSets) -> TokenSets:
 
 @without_autocast
 def max_sim_scores(
-    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World, on_kernel: bool = False
+    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World
 ) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
     Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
     ``unit_norm``: tokens have norms of at most 1; if they came in 16 bits, products are divided by the norms of these.
-    ``on_kernel`` says whether Triton kernels compute it, which all ranks have agreed on.
     """
     lengths, read = documents.all_lengths(world)
     if is_dense():
@@ -109,12 +105,7 @@ def max_sim_scores(
     factors = None
     if queries.factors is not None and documents.factors is not None:
         factors = queries.factors, documents.factors
-    kind = MaxSimSweep
-    if on_kernel:
-        from contrastive_zoo.engine.kernels.max_sim import KernelSweep  # imported here: Triton is optional
-
-        kind = KernelSweep
-    sweep = kind(
+    sweep = MaxSimSweep(
         query_lengths=queries.lengths, document_lengths=lengths, read_lengths=read, document_shards=documents.shards,
         row_shards=queries.token_shards, column_shards=documents.token_shards, world=world, factors=factors,
         unit_norm=unit_norm,

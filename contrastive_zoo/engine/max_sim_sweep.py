@@ -24,20 +24,28 @@ class MaxSimSweep(Sweep):
     read_lengths: Sequence[int]  # the same on the host
     document_shards: Shards
 
-    def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Any, Any]]:
+    def blocks(self, queries: Tensor, columns: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of a rank's documents: their columns of the scores, and which of the rank's tokens they have."""
         elements = tiling.tile_bytes(queries) // queries.dtype.itemsize
         sizes = tiling.tile_shape(queries)[1], max(1, elements // max(1, len(queries)))
         for sets, index in padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes):
             yield columns.start + sets, index
 
-    def block_scores(self, queries: Any, tokens: Any, index: Any, *, select: bool) -> tuple[Tensor, Tensor | None]:
+    def block_scores(
+        self, queries: Operand, tokens: Operand, index: Tensor, *, select: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the scores of a block, [n, b], and the position of the selected token of each document, [t, b]."""
         best, position = best_tokens(queries, tokens, index, select=select)
         return sum_by_set(best, self.query_lengths), position
 
     def add_gradients(
-        self, queries: Any, tokens: Any, index: Any, position: Tensor, dscores: Tensor, *totals: Tensor | None
+        self,
+        queries: Operand,
+        tokens: Operand,
+        index: Tensor,
+        position: Tensor,
+        dscores: Tensor,
+        *totals: Tensor | None,
     ) -> None:
         """Add what a block's gradient of the scores, [n, b], gives to queries and tokens to their totals."""
         dqueries, dtokens = totals

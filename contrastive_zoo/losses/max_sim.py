@@ -56,7 +56,7 @@ class LateInteractionLoss(Loss):
     # ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n]
     reduction: Reduction = "mean"
 
-    has_kernels = supports_ring = True
+    supports_ring = True
 
     @staticmethod
     def inputs(

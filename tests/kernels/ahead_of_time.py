@@ -20,8 +20,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from contrastive_zoo.engine.kernels.blocks import MAX_TILES, tiles
-from contrastive_zoo.engine.kernels.max_sim import token_tiles
-from contrastive_zoo.engine.kernels.max_sim_tiles import best_tokens, query_gradients, token_gradients
 from contrastive_zoo.engine.kernels.sigmoid_tiles import sigmoid_pairs
 from contrastive_zoo.engine.kernels.softmax_tiles import log_sum_exps, softmax_weights
 
@@ -40,15 +38,9 @@ KERNELS = {
 }
 """As two towers launch it, or SupCon, whose tiles all have masks."""
 
-TOKEN_KERNELS = (best_tokens, token_gradients, query_gradients)
-FEATURES = LONGEST = 128
-"""Of tokens, and tokens of a document."""
-
-NUMBERS = {"n", "m", "d", "t", "documents", "ahead", "partner", "local", "corner_row", "corner_column", "chunk"}
-NUMBERS |= {"rows_stride", "columns_stride", "stride"}
-POINTERS = {
-    "i32": ("precision_lost", "excluded", "tiles", "first_tiles", "sets"), "i64": ("starts",), "u8": ("selected",)
-}  # fmt: skip
+NUMBERS = {"n", "m", "d", "ahead", "partner", "local", "corner_row", "corner_column", "chunk"}
+NUMBERS |= {"rows_stride", "columns_stride"}
+INT32_POINTERS = ("precision_lost", "excluded")
 
 Launch = tuple[str, Any, dict[str, Any], dict[str, tuple[int, int]]]
 """A name, a kernel, its constants and options, and the tiles that it copies."""
@@ -70,30 +62,18 @@ def launches(capability: int, dtype: torch.dtype, precision: str, *, inner: bool
                 given,
                 {"a": (tile.rows, tile.depth), "b": (tile.columns, tile.depth), "weights": halves},
             )
-    rows, (plain, _) = torch.empty(0, FEATURES, dtype=dtype), tiles(dtype, precision, capability)
-    products, gradients = token_tiles(plain, rows, precision, LONGEST)
-    for kernel in TOKEN_KERNELS[:1] if inner else TOKEN_KERNELS:
-        tile = products if kernel is best_tokens else gradients
-        given = {**tile.options, "EDGE": 2, "SELECT": True, "RESIDENT": tile.depth >= FEATURES}
-        copied = {"queries": (tile.rows, tile.depth), "tokens": (tile.columns, tile.depth)}
-        if kernel is query_gradients:
-            given, copied = {**given, "BLOCK_M": 16, "num_warps": 4}, {}
-        yield kernel.__name__, kernel, given, copied
 
 
 def compiled(
     kernel: Any, given: dict[str, Any], copied: dict[str, tuple[int, int]], dtype: str, capability: int
 ) -> Any:
     constants = {x: value for x, value in given.items() if x in kernel.arg_names}
-    types = {x: f"*{of}" for of, names in POINTERS.items() for x in names} | dict.fromkeys(NUMBERS, "i32")
-    types |= {"tokens": f"*{dtype}"}
+    types = dict.fromkeys(INT32_POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32")
     types |= {x: f"tensordesc<{dtype}[{height},{width}]>" for x, (height, width) in copied.items()}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {x: types.get(x, "*fp32") for x in kernel.arg_names}
     places = {x: (kernel.arg_names.index(x),) for x in signature}
-    of_tokens = signature.items() if kernel in TOKEN_KERNELS else ()
-    aligned = {places[x]: [["tt.divisibility", 16]] for x, of in of_tokens if of[0] == "*" or x in ("d", "stride")}
-    source = ASTSource(kernel, signature, {places[x]: value for x, value in constants.items()}, aligned)
+    source = ASTSource(kernel, signature, {places[x]: value for x, value in constants.items()}, {})
     options = {x: given[x] for x in ("num_warps", "num_stages")}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

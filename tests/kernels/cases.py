@@ -4,7 +4,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.kernels import blocks, max_sim, sigmoid, softmax
+from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
 from contrastive_zoo.wrapper.step import splitting
 from tests import zoo
 from tests.helpers import learnt
@@ -280,95 +280,8 @@ SOLVED = RowCase("Clip", "bfloat16", 0.03, "nearly solved", width=6)
 EQUAL = RowCase("SigLIP", "bfloat16", 0.1, "one")
 
 
-# ---------------------------------------------------------------------------------------------------- late interaction
-
-LENGTHS = 19, 100, 5
-"""Of the longest query, document and negative: a rank's query tokens are several tiles, and so are a document's."""
-
-PAIRS = {1: [(5,), (1,)], 2: [(3, 2), (0, 4)], 3: [(2, 0, 3), (1, 4, 2)]}
-"""Of each rank at each step."""
-
-
-def all_scores(queries: Tensor, documents: Tensor, query_mask: Tensor, document_mask: Tensor) -> Tensor:
-    products = torch.einsum("iad,jbd->ijab", queries, documents)
-    best = products.masked_fill(~document_mask[:, None], -torch.inf).max(3).values
-    return torch.einsum("ija,ia->ij", best, query_mask.to(best))
-
-
-@dataclass(frozen=True)
-class TokenCase(Case):
-    dtype: str = "float32"
-    temperature: float = 20.0
-    cosine: float = 0.0  # of any two tokens, in the mean
-    normalize: bool = True
-    ring: bool = False
-    width: int = 24
-    budget: int = 2**20  # of selected tokens that the forward pass keeps
-    query_norm: float = 1.0  # a mean
-    large: int = 0
-
-    def shards(self, world: int, index: int) -> Sizes:
-        return PAIRS[world][-1:] if self.large else PAIRS[world]
-
-    def launched_as_large(self, patch: pytest.MonkeyPatch) -> None:
-        """Compute several documents by a program."""
-        patch.setattr("contrastive_zoo.engine.kernels.blocks._capability", lambda device: 90)
-        patch.setattr(max_sim, "MIN_PROGRAMS", 1)
-        patch.setattr("contrastive_zoo.engine.tiling.TILE_BYTES", 4 * 100 * 3)
-
-    def inputs(self, pairs: int, step: int) -> list[Tensor]:
-        """Return queries, documents and negatives of all ranks, and their masks."""
-        generator, rows, masks = torch.Generator().manual_seed(step), [], []
-        center = self.cosine**0.5 * F.normalize(torch.randn(self.width, generator=generator), dim=0)
-        for length in LENGTHS:
-            x = F.normalize(torch.randn(pairs, length, self.width, generator=generator), dim=2)
-            x = center + (1 - self.cosine) ** 0.5 * x
-            x *= torch.randn(pairs, length, 1, generator=generator).exp()
-            mask = torch.rand(pairs, length, generator=generator) < torch.rand(pairs, 1, generator=generator)
-            mask[:, length // 2] = True
-            x *= self.query_norm if not rows else 1.0
-            rows.append(x.masked_fill(~mask[..., None], 100.0).to(DEVICE, getattr(torch, self.dtype)))
-            masks.append(mask.to(DEVICE))
-        return [*rows, *masks]
-
-    def found(
-        self, world: int, rank: int, sizes: Sequence[int], step: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        wrapped = cz.DistributedLoss(cz.MaxSim(temperature=self.temperature, normalize=self.normalize), ring=self.ring)
-        *rows, of_queries, of_documents, of_negatives = (
-            local(x, sizes, rank).clone() for x in self.inputs(sum(sizes), step)
-        )
-        queries, documents, negatives = (x.requires_grad_() for x in rows)
-        with cz.engine.memory_budget(self.budget), cz.engine.use_implementation("triton"):
-            value = wrapped(queries, documents, of_queries, of_documents, negatives, of_negatives)
-            return value.detach(), [*torch.autograd.grad(value, rows)], []
-
-    def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
-        *rows, of_queries, of_documents, of_negatives = self.inputs(sum(sizes), step)
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in rows]
-        queries, documents, negatives = (F.normalize(x, dim=2) if self.normalize else x for x in leaves)
-        scores = [all_scores(queries, documents, of_queries, of_documents)]
-        scores.append(all_scores(queries, negatives, of_queries, of_negatives))
-        own = torch.arange(len(queries), device=DEVICE)
-        value = F.cross_entropy(torch.cat(scores, 1) / self.temperature, own)
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
-
-
-TOKEN_CASES = [
-    TokenCase(),
-    TokenCase(ring=True, budget=0),
-    TokenCase("bfloat16", 0.02, budget=0),
-    TokenCase("float16", 1.0, ring=True, width=40, normalize=False),
-    TokenCase("float16", 0.1, cosine=0.98, width=64),
-    TokenCase("bfloat16", 1.0, cosine=0.9, width=16, ring=True),
-    TokenCase("float16", 2.0**16, normalize=False, query_norm=2.0**11),  # small gradients of scores
-]
-LARGE_TOKEN_CASES = [replace(x, large=1) for x in (TOKEN_CASES[0], TOKEN_CASES[5])]
-
-
 def chosen(world: int, first: int, step: int) -> list[Case]:
     """Return the cases, or those from the first on by a step, a large one, and what bounds the errors of 16 bits."""
     if DEVICE == "cuda" or os.environ.get("ALL_DTYPES"):
-        return [*CASES, *LARGE_CASES, *ALIKE, SOLVED, EQUAL, *TOKEN_CASES, *LARGE_TOKEN_CASES]
-    some = [*CASES[first::step], LARGE_CASES[world - 1], *ALIKE[world - 1 :: 2], SOLVED, EQUAL]
-    return [*some, *TOKEN_CASES[world::2][:3], LARGE_TOKEN_CASES[world - 1]]
+        return [*CASES, *LARGE_CASES, *ALIKE, SOLVED, EQUAL]
+    return [*CASES[first::step], LARGE_CASES[world - 1], *ALIKE[world - 1 :: 2], SOLVED, EQUAL]

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastive_zoo.engine.kernels import blocks, max_sim, sigmoid, softmax
+from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
 from contrastive_zoo.engine.kernels.blocks import NO_PARTNER
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import ExponentSums, KernelSweep, SoftmaxPairs
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
-from tests.kernels.cases import ALIKE, DEVICE, EQUAL, SOLVED, TOKEN_CASES, Case, RowCase
+from tests.kernels.cases import ALIKE, DEVICE, EQUAL, SOLVED, Case, RowCase
 from tests.simulated import READS
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -48,8 +48,7 @@ def without_reads(patch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for kind, name in [(KernelSweep, "sums"), *((max_sim.KernelSweep, x) for x in ("block_scores", "add_gradients"))]:
-        patch.setattr(kind, name, checked(getattr(kind, name)))
+    patch.setattr(KernelSweep, "sums", checked(KernelSweep.sums))
     for kind, name in ((KernelSweep, "gradients"), (KernelBlock, "parts")):
         patch.setattr(kind, name, checked_parts(getattr(kind, name)))
 
@@ -162,35 +161,9 @@ def inner_logits_too_large(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, name, _Inner(getattr(module, name)))
 
 
-def _with_tiles(patch: pytest.MonkeyPatch, column: int, change: Callable[[Tensor], Tensor]) -> None:
-    tiles = max_sim.Documents.tiles
-
-    def wrong(documents: max_sim.Documents) -> tuple[Tensor, Tensor]:
-        table, first = tiles(documents)
-        table[:, column] = change(table[:, column])
-        return table, first
-
-    patch.setattr(max_sim.Documents, "tiles", wrong)
-
-
-def next_document_counts(patch: pytest.MonkeyPatch) -> None:
-    """Count a token of the next document, if there is one and the tile, of 64 tokens, has room."""
-    _with_tiles(patch, 3, lambda left: left + F.pad((left < 64).to(left.dtype)[:-1], (0, 1)))
-
-
-def tiles_apart(patch: pytest.MonkeyPatch) -> None:
-    """Take each tile for the first one of a document."""
-    _with_tiles(patch, 2, torch.zeros_like)
-
-
-def not_scaled(patch: pytest.MonkeyPatch) -> None:
-    """Store small gradients of scores in float16 as they are."""
-    patch.setattr(max_sim, "_unit", torch.ones_like)
-
-
 MUTANTS: list[tuple[Mutant, Case]] = [
     *((products_of_rounded_weights, case) for case in (*ALIKE[:2], EQUAL)),
-    *((rounded_unit_rows, case) for case in (*ALIKE[:4], *TOKEN_CASES[4:6])),
+    *((rounded_unit_rows, case) for case in ALIKE[:4]),
     (weights_in_bfloat16, SOLVED),
     *((inner_logits_too_large, RowCase(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
     (partners_on_every_rank, RowCase("Clip", ring=True)),
@@ -200,8 +173,5 @@ MUTANTS: list[tuple[Mutant, Case]] = [
     (mantissas_only, RowCase("Clip")),
     (never_recomputed, RowCase("Clip", temperature=0.01, width=8, rows="opposite")),
     (not_transposed, RowCase("SupCon", temperature=0.01, width=8, rows="opposite")),
-    (next_document_counts, TOKEN_CASES[0]),
-    (tiles_apart, TOKEN_CASES[0]),
-    (not_scaled, TOKEN_CASES[6]),
     (reading, RowCase("Clip")),  # last, as it ends in the middle of a step
 ]
