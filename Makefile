@@ -51,7 +51,7 @@ search: .venv/.installed .venv/.peers-installed
 		tests/losses/test_settings.py tests/engine/test_compiled_sweep.py tests/engine/test_softmax.py tests/engine/test_ring.py \
 		tests/engine/test_ring_16_bits.py tests/test_extremes.py tests/test_graph_ranks.py tests/test_graph_table.py tests/test_devices.py \
 		tests/test_accelerated_ranks.py tests/test_late_messages.py tests/test_host_reads.py \
-		tests/adapters/test_native.py tests/adapters/test_sharded.py tests/adapters/test_sentence_transformers.py tests/adapters/test_peer_losses.py tests/engine/test_memory.py tests/test_counted_positives.py
+		tests/adapters/test_native.py tests/adapters/test_sentence_transformers.py tests/adapters/test_peer_losses.py tests/engine/test_memory.py tests/test_counted_positives.py
 	HYPOTHESIS_PROFILE=long ALL_DTYPES=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 	HYPOTHESIS_PROFILE=long HYPOTHESIS_EXAMPLES=200 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz.py
 

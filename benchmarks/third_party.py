@@ -1,4 +1,4 @@
-"""Time, memory and errors of pytorch-metric-learning's wrapper and of DistributedLoss (replicated, sharded, native).
+"""Time, memory and errors of pytorch-metric-learning's wrapper and of DistributedLoss (replicated, native).
 
 python benchmarks/third_party.py [--repeats 5] [--docs] [name …]
 
@@ -57,7 +57,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Any, Any], nn.Module]] = {
     "their wrapper": Wrapped,
     "their wrapper, efficient": lambda loss, miner: Wrapped(loss, miner, efficient=True),
     "replicated": lambda loss, miner: cz.DistributedLoss(loss, miner=miner),
-    "sharded": lambda loss, miner: cz.DistributedLoss(loss, miner=miner, mode="sharded"),
     "native": lambda loss, miner: cz.DistributedLoss(loss, miner=miner, prefer_native=True),
 }
 
@@ -146,4 +145,4 @@ def main(given: Namespace) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    program(main, __doc__, page="native-and-sharded.md", names=SUBJECTS, repeats=5)
+    program(main, __doc__, page="pytorch-metric-learning.md", names=SUBJECTS, repeats=5)

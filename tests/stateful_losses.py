@@ -36,11 +36,6 @@ class Loss:
     remembers: bool = False  # whether it keeps embeddings from step to step
     sharded: bool = False  # whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all
 
-    @property
-    def in_shards(self) -> bool:
-        """Whether each rank evaluates its own anchors of another library's loss, which then takes no hooks."""
-        return self.wrapper().get("mode") == "sharded"
-
 
 class YieldingHard(cz.RowLoss):
     """The example of the docs."""
@@ -196,13 +191,6 @@ LOSSES = {
     ),
     "PML proxies": Loss(
         lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels", ("margin", (0.1, 0.2)), third_party=True
-    ),
-    "PML in shards": Loss(
-        lambda: pml("ContrastiveLoss", neg_margin=0.8),
-        "labels",
-        ("neg_margin", (0.8, 0.7)),
-        lambda: {"mode": "sharded"},
-        third_party=True,
     ),
 }
 

@@ -21,17 +21,13 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
-from tests.adapters.test_sharded import CASES as SHARDED
-from tests.adapters.test_sharded import OF_TWELVE
 from tests.device_entries import ENTRIES as OTHERS
-from tests.helpers import EVERY_CASE, EXACT, distance, error_message, local_shard, numbers
+from tests.helpers import EVERY_CASE, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.test_accelerator import may_read
 from tests.test_devices import LEFT_OUT
 from tests.zoo import Entry
-from tools.pml_matrix.cases import Case
-from tools.pml_matrix.grid import in_shards
 
 SPLITS = [(4, 4), (5, 3), (0, 8)]
 SHARDS = SPLITS[0]
@@ -157,42 +153,3 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
             torch.testing.assert_close(
                 y, x, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
             )
-
-
-# ------------------------------------------------------------------------------------- pytorch-metric-learning, sharded
-
-
-WHOLE = numbers(12, 4, seed=5), torch.tensor([0, 2, 1, 1, 2, 0, 2, 2, 2, 1, 0, 1])
-
-
-def in_shards_on_the_device(case: Case, shards: tuple[int, ...]) -> list[Tensor]:
-    """Compute the third step of a loss whose embeddings are on the device, and whose labels are there on rank 0."""
-    with device() as mode:
-        move, (loss, miner), (z, labels) = put_by(mode), case.construct(), (local_shard(x, shards) for x in WHOLE)
-        z, labels = move(z).requires_grad_(), labels if dist.get_rank() else move(labels)
-        loss = move(loss)
-        loss_fn = in_shards(loss, miner=miner)
-        for _ in range(3):
-            value = loss_fn(z, labels)
-        return on_cpu(
-            [value, *torch.autograd.grad(value, [z, *loss.parameters()], allow_unused=True, materialize_grads=True)]
-        )
-
-
-@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
-@pytest.mark.parametrize("sends", ["from the CPU", "from the device"])
-def test_sharded_losses_on_the_device(sends: str, worlds: Worlds, device_worlds: Worlds) -> None:
-    first, pool = (0, worlds) if sends == "from the CPU" else (1, device_worlds)
-    cases = [x for x in SHARDED if x.loss != "SelfSupervisedLoss" and x.miner not in OF_TWELVE]
-    cases = cases[first :: 1 if EVERY_CASE else 6]
-    for shards in [(5, 7), (0, 12)]:
-        by_rank = pool.run(2, lambda shards=shards: [in_shards_on_the_device(x, shards) for x in cases], timeout=60)
-        for case, first_rank, second_rank in zip(cases, *by_rank, strict=True):
-            (loss, miner), z = case.construct(), WHOLE[0].clone().requires_grad_()
-            value = loss(z, WHOLE[1], miner(z, WHOLE[1]) if miner else None)
-            wanted = [z, *loss.parameters()]
-            expected = [value, *torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)]
-            rows = torch.cat([first_rank[1], second_rank[1]]) / 2
-            for found in (first_rank, second_rank):
-                for x, y in zip([found[0], rows, *found[2:]], expected, strict=True):
-                    assert distance(x, y.detach()) <= EXACT, case

@@ -175,7 +175,6 @@ BETWEEN: dict[str, Mistake] = {
             "ring": (False, True),
             "static_shapes": (False, True),
             "grad_reduction": ("mean", "sum"),
-            "mode": ("replicated", "sharded"),
             "broadcast_parameters": (False, True),
         }.items()
     },

@@ -69,9 +69,6 @@ CASES = {
     "third-party": Case(
         lambda: cz.DistributedLoss(losses.TripletMarginLoss(), miner=miners.MultiSimilarityMiner()), True, whole=False
     ),
-    "third-party, sharded": Case(
-        lambda: cz.DistributedLoss(losses.MultiSimilarityLoss(), mode="sharded"), True, whole=False
-    ),
     "by function": Case(lambda: ByFunction(), whole=False, sums=True),
     "by hand": Case(lambda: ByHand(), True, whole=False, sums=True),
 }

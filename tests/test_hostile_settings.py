@@ -107,7 +107,6 @@ SENTENCES: dict[str, Callable[[], object]] = {
     "Triplet: compares embeddings with labels, or views; got targets as well": lambda: cz.Triplet()(Z, targets=LABELS),
     # ---- wrappers
     "'mean' or 'sum' … got 'avg' … DDP": lambda: cz.DistributedLoss(cz.NTXent(), grad_reduction="avg"),  # type: ignore[arg-type]  # why: wrong on purpose
-    "'replicated' or 'sharded' … got 'split'": lambda: cz.DistributedLoss(third_party, mode="split"),  # type: ignore[arg-type]  # why: wrong on purpose
     "check_finite is True or False, got 1": lambda: cz.DistributedLoss(third_party, check_finite=1),  # type: ignore[arg-type]  # why: wrong on purpose
     "SupCon weighs all pairs itself … Leave the miner out": lambda: cz.DistributedLoss(cz.SupCon(), miner=no_miner),
     "third_party(embeddings: 'Tensor', weights: 'Tensor') -> 'Tensor' takes no indices_tuple": (

@@ -52,7 +52,7 @@ PARTS = {
     "reduction='mean', check_finite=False)": lambda: cz.Triplet(mining="hard", check_finite=False),
     "check_finite=False": lambda: cz.ArcFace(2, 2, check_finite=False),
 }
-OPTIONS = {"grad_reduction": "sum", "mode": "sharded", "prefer_native": True, "check_finite": False, "check_equal": False,
+OPTIONS = {"grad_reduction": "sum", "prefer_native": True, "check_finite": False, "check_equal": False,
            "check_distinct": False, "broadcast_parameters": True, "static_shapes": True, "ring": True}  # fmt: skip
 
 

@@ -276,10 +276,6 @@ def test_what_a_refusal_names_is_the_fix(worlds: Worlds) -> None:
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "shared and batch_dim are for a third-party loss … SupCon knows its": (cz.SupCon(), {"shared": {"labels"}}),
-    "TripletMarginLoss is split over ranks": (
-        losses.TripletMarginLoss(),
-        {"shared": {"ref_emb"}, "mode": "sharded"},
-    ),
     "shared is the set of the arguments … got 'views'": (Views(), {"shared": "views"}),
     "such as {'prototypes'}, got {1}": (Views(), {"shared": {1}}),
     "batch_dim is the dimension … got {'views': -1}": (Views(), {"batch_dim": {"views": -1}}),

@@ -111,7 +111,7 @@ class Training(RuleBasedStateMachine):
     def set_precision(self, precision: str) -> None:
         self.then("set_precision", precision=precision)
 
-    @precondition(lambda self: not self.loss.sharded and not self.loss.in_shards)
+    @precondition(lambda self: not self.loss.sharded)
     @rule(on=st.booleans())
     def set_hook(self, on: bool) -> None:
         self.then("set_hook", on=on)

@@ -1,32 +1,28 @@
 """Print the table of native equivalents of pytorch-metric-learning's losses: ``python -m tools.pml_native_page``."""
 
-from pytorch_metric_learning import losses
-
 from contrastive_zoo.wrapper.pml.table import LOSSES
 
 
 def as_markdown() -> str:
-    """Return a table of the exports of ``pytorch_metric_learning.losses``: native equivalent and sharding, or why not.
+    """Return a table of the exports of ``pytorch_metric_learning.losses``: the loss of this library, or why there is none.
 
     Examples:
         >>> print("\\n".join(as_markdown().splitlines()[:3]))
-        | pytorch-metric-learning | native | sharded |
-        |---|---|---|
-        | `AngularLoss` | it compares unit rows with negatives that are not normalised, this library's all unit rows. | yes |
+        | pytorch-metric-learning | native |
+        |---|---|
+        | `AngularLoss` | it compares unit rows with negatives that are not normalised, this library's all unit rows. |
     """
-    composites = {
-        losses.MultipleLosses: ("`WeightedSum`", "as its losses"),
-        losses.SelfSupervisedLoss: ("`NTXent`, `InfoNCE`, or what its loss is, called with views", "as its losses"),
+    rows = {"MultipleLosses": "`WeightedSum`"}
+    rows["SelfSupervisedLoss"] = "`NTXent`, `InfoNCE`, or what its loss is, called with views"
+    rows |= {
+        kind.__name__: native if isinstance(native, str) else f"`{native.kind.__name__}`"
+        for kind, native in LOSSES.items()
     }
-    rows = composites | {
-        kind: (
-            native if isinstance(native, str) else f"`{native.__name__}`",
-            evaluate if isinstance(evaluate, str) else "yes",
-        )
-        for kind, (evaluate, native, *_) in LOSSES.items()
-    }
-    lines = ["| pytorch-metric-learning | native | sharded |", "|---|---|---|"]
-    lines += [f"| `{kind.__name__}` | {' | '.join(rows[kind])} |" for kind in sorted(rows, key=lambda x: x.__name__)]
+    lines = [
+        "| pytorch-metric-learning | native |",
+        "|---|---|",
+        *(f"| `{name}` | {rows[name]} |" for name in sorted(rows)),
+    ]
     return "\n".join(lines) + "\n"
 
 

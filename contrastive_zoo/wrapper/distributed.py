@@ -24,7 +24,6 @@ from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
 from contrastive_zoo.wrapper.options import (
     GradReduction,
-    Mode,
     compared_options,
     machines_of,
     refuse_bad_loss,
@@ -115,8 +114,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
             ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
         miner: called as ``miner(embeddings, labels)``, or with the reference embeddings too, on the gathered ones; its
             result is passed to the loss as ``indices_tuple``.
-        mode: how a third-party loss is computed: ``"replicated"``, by every rank on all embeddings, or ``"sharded"``,
-            by each rank for its own anchors, which pytorch-metric-learning's pair and triplet losses allow.
         prefer_native: whether a loss of this library replaces a third-party loss (and its miner) that is the same
             function; ``loss`` is used if there is none. The call form stays that of the third-party loss. A call with
             ``indices_tuple`` or reference embeddings is computed by the third-party loss, with the weights learnt here.
@@ -150,7 +147,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds samples, although it is equal on every rank.
 
     Raises:
-        ValueError: an unknown ``grad_reduction`` or ``mode``; ``prefer_native`` for a loss of open_clip; a loss that
+        ValueError: an unknown ``grad_reduction``; ``prefer_native`` for a loss of open_clip; a loss that
             cannot be called, is a class, or is distributed already, or contains such a loss or miner (an outermost
             pytorch-metric-learning wrapper is unwrapped, and so is a DistributedMiner passed as ``miner``); a miner for
             a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at once; a ``ring``
@@ -188,7 +185,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         loss: Callable[..., R],
         *,
         miner: Callable[..., Any] | None = None,
-        mode: Mode = "replicated",
         prefer_native: bool = False,
         process_group: Processes = None,
         grad_reduction: GradReduction = "mean",
@@ -206,7 +202,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         watch_joins()
         flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
         flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
-        refuse_bad_options(grad_reduction, mode, **flags, static_shapes=static_shapes)
+        refuse_bad_options(grad_reduction, **flags, static_shapes=static_shapes)
         loss = unwrapped("DistributedLoss", "loss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         if isinstance(without_ddp(loss), DistributedLoss):
@@ -215,9 +211,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if prefer_native:
             loss, miner, self._replaced = native_and_replaced(loss, miner)
         self.ring = machines_of(ring)
-        refuse_bad_loss(loss, miner, mode, self.ring)
+        refuse_bad_loss(loss, miner, self.ring)
         self.miner = miner
-        self.mode = mode
         self.prefer_native = prefer_native
         self.process_group = process_group
         self.grad_reduction = grad_reduction
@@ -226,7 +221,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.check_distinct = check_distinct
         self.broadcast_parameters = broadcast_parameters
         self.static_shapes = static_shapes
-        roles = roles_of(loss, mode, shared, batch_dim, pad_dims)
+        roles = roles_of(loss, shared, batch_dim, pad_dims)
         self.pad_dims = roles.pad_dims or None
         self.shared = roles.shared or None
         self.batch_dim = roles.batch_dim or None
@@ -305,7 +300,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # a miner's indices come later, also where the loss requires them
         takes = signature(bare)
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
-        return LossCall(self.loss, self.miner, bound, self._roles(), sharded=self.mode == "sharded"), compared
+        return LossCall(self.loss, self.miner, bound, self._roles()), compared
 
     def _session(self, bare: Any) -> tuple[Session, str | None]:
         """Return the step's session, and what is wrong with the ring of this rank."""

@@ -26,7 +26,6 @@ class LossCall:
     miner: Any
     bound: inspect.BoundArguments
     roles: Roles = NO_ROLES
-    sharded: bool = False  # whether each rank computes the loss for its own anchors
 
     @cached_property
     def inputs(self) -> Arguments:
@@ -49,13 +48,7 @@ class LossCall:
         paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
         if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):
             paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
-        problem = outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
-        if problem is not None or not self.sharded:
-            return problem
-        # imported here: pytorch-metric-learning is an optional dependency
-        from contrastive_zoo.wrapper.pml.sharded.sharded_loss import call_problem
-
-        return call_problem(self.loss, self.miner, self.bound.arguments)
+        return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
 
     def row_indices(self) -> list[tuple[str, Tensor, Tensor]]:
         """The arguments that are indices of this rank's rows, as :meth:`Loss.index_arguments` returns them."""
@@ -141,7 +134,7 @@ def native_and_replaced(loss: Any, miner: Any) -> tuple[Any, Any, Any]:
             f"contrastive_zoo.adapters.open_clip.{kind.__name__}(), or leave out prefer_native."
         )
     # imported here: pytorch-metric-learning is an optional dependency
-    from contrastive_zoo.wrapper.pml.native.translation import Original, to_native
+    from contrastive_zoo.wrapper.pml.translation import Original, to_native
 
     try:
         return to_native(loss, miner), None, Original(loss, miner)

@@ -14,26 +14,25 @@ from contrastive_zoo.wrapper.loss_call import accepts, signature
 from contrastive_zoo.wrapper.roles import Roles
 
 GradReduction = Literal["mean", "sum"]
-Mode = Literal["replicated", "sharded"]
 
 ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
 
 
 def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
     """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
-    names = "grad_reduction", "mode", "static_shapes", "training", "broadcast_parameters"
+    names = "grad_reduction", "static_shapes", "training", "broadcast_parameters"
     compared = {name: str(getattr(wrapper, name)) for name in names}
     compared |= {"ring": str(machines_of(wrapper.ring)), ROLES: str(roles)}
     return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
 
 
-def refuse_bad_options(grad_reduction: str, mode: str, **flags: object) -> None:
+def refuse_bad_options(grad_reduction: str, **flags: object) -> None:
     if word_problem("grad_reduction", grad_reduction, GradReduction):
         raise ValueError(
             f"DistributedLoss: grad_reduction is 'mean' or 'sum', what the trainer does with gradients, got "
             f"{grad_reduction!r}. DDP, FSDP, Lightning, Accelerate and Hugging Face average: 'mean'."
         )
-    if problem := flag_problem(**flags) or word_problem("mode", mode, Mode):
+    if problem := flag_problem(**flags):
         raise ValueError(f"DistributedLoss: {problem}")
 
 
@@ -69,8 +68,8 @@ def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines,
     return tuple(tuple(members.index(rank) for rank in ranks) for ranks in ring), None
 
 
-def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, mode: str, ring: Any) -> None:
-    """Refuse what is no loss of embeddings, and a miner, a mode or a ring that the loss does not support."""
+def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: Any) -> None:
+    """Refuse what is no loss of embeddings, and a miner or a ring that the loss does not support."""
     if not callable(loss):
         raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")
     bare = without_ddp(loss)
@@ -97,12 +96,6 @@ def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, mode: str, ring
             f"DistributedLoss: with a ring, candidates pass from rank to rank. {name} cannot be computed so: {reason}. "
             "Leave ring out."
         )
-    if mode == "sharded" and not is_own:
-        # imported here: pytorch-metric-learning is an optional dependency
-        from contrastive_zoo.wrapper.pml.sharded.sharded_loss import refusal
-
-        if (reason := refusal(loss, miner)) is not None:
-            raise ValueError(f"DistributedLoss: {name} cannot be computed in shards: {reason}")
 
 
 def shown(option: Any) -> str:

@@ -71,7 +71,6 @@ NO_ROLES = Roles()
 
 def roles_of(
     loss: Any,
-    mode: str,
     shared: Collection[str] | None,
     batch_dim: Mapping[str, int] | None,
     pad_dims: Mapping[str, int | Sequence[int]] | None,
@@ -108,12 +107,11 @@ def roles_of(
                 "and pad_dims."
             )
     bare = without_ddp(loss)
-    for options, what, of_own, fix in (
+    for options, what, reason, fix in (
         (padded, "pad_dims is", "takes sizes that differ between ranks where it can", "Leave pad_dims out."),
         (names or dims, "shared and batch_dim are", "knows its arguments", "Leave them out."),
     ):
-        if options and (isinstance(bare, Loss) or mode == "sharded"):
-            reason = of_own if isinstance(bare, Loss) else "is split over ranks"
+        if options and isinstance(bare, Loss):
             raise ValueError(
                 f"DistributedLoss: {what} for a third-party loss that every rank computes; {loss_name(bare)} {reason}. {fix}"
             )

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
@@ -270,7 +269,7 @@ class OwnStep(DistributedStep):
 
 @dataclass
 class ThirdPartyStep(DistributedStep):
-    """A call of any other loss: computed by every rank alike from the samples of all ranks, or for its own anchors."""
+    """A call of any other loss, which every rank computes from the samples of all ranks."""
 
     call: LossCall
 
@@ -308,23 +307,13 @@ class ThirdPartyStep(DistributedStep):
             call.problem(self.session),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            replicable=not call.sharded,
+            replicable=True,
             draws=True,
-            payload=None if call.sharded or call.roles.pad_dims else payload_of(self.rows, self.session),
+            payload=None if call.roles.pad_dims else payload_of(self.rows, self.session),
         )
 
     def value(self, agreed: Agreed) -> Any:
         call, session = self.call, self.session
-        if not agreed.replicate:
-            # imported here: pytorch-metric-learning is an optional dependency
-            from contrastive_zoo.wrapper.pml.sharded.sharded_loss import sharded
-
-            def scaled(x: Any) -> Any:  # a single number is a parameter, whose gradient is complete
-                return scale_gradient(x, session.size) if isinstance(x, Tensor) and x.ndim else x
-
-            shards = dict(zip(self.rows, agreed.shards, strict=True))
-            arguments = tree_map(scaled, dict(call.bound.arguments))
-            return sharded(call.loss, call.miner, arguments, shards, session)
         call.bound.arguments = call.inputs.gathered(agreed, session, call.row_indices())
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
             return self.all_or_none(functools.partial(call.mine_and_compute, session))

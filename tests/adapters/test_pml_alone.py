@@ -23,7 +23,7 @@ from tools.pml_matrix.cases import CLASSES, LABELS, SAMPLES, WIDTH, Case, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
 
-OWN = {"loss", "miner", "mode", "process_group", "grad_reduction", "check_finite", "check_equal", "forward"}
+OWN = {"loss", "miner", "process_group", "grad_reduction", "check_finite", "check_equal", "forward"}
 """Attributes of the wrapper; all others are the loss's."""
 
 

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 
 pytest.importorskip("pytorch_metric_learning")
 
 from pytorch_metric_learning import losses, miners
 
-from tests.helpers import EVERY_CASE
+from tests.helpers import EVERY_CASE, EXACT, common_error, distance, numbers, split
 from tools.comparison import Batch, Compared, Run, measure, train
-from tools.pml_matrix.cases import BASES, MODULES, SPLITS, Case, all_runs, cases, parts, some_runs
+from tools.pml_matrix.cases import BASES, MODULES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
 from tools.pml_matrix.page import Rows, page, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
@@ -109,6 +110,72 @@ def test_the_page_shows_what_was_measured() -> None:
     assert f"- ✗ {rows[0][0]}, shards [1, 2]: encoder differs by 1.0e+00" in text
     assert all(f"| {loss} | " in text for loss in parts(losses))
     assert all(f"- `{name}`: {why}." in text for name, why in BASES.items())
+
+
+# ------------------------------------------------------------------------------------------- rows that do not pair
+
+
+def of_rank(*counts: int, seed: int = 0) -> Tensor:
+    return numbers(counts[World.of().rank], WIDTH, seed=seed + World.of().rank)
+
+
+def labels_of_rank(*counts: int) -> Tensor:
+    return torch.arange(counts[World.of().rank]) % 3
+
+
+def shifted(name: str) -> Any:
+    """Call a loss where the totals over ranks are equal, but samples would be paired with others."""
+    z, labels, second_view = of_rank(3, 5), labels_of_rank(3, 5), of_rank(5, 3, seed=7)
+    references = of_rank(4, 4), labels_of_rank(5, 3)
+    if name == "reference labels":
+        return cz.DistributedLoss(losses.ContrastiveLoss())(z, labels, None, *references)
+    if name == "miner":
+        return cz.data.DistributedMiner(miners.BatchHardMiner())(z, labels, *references)
+    if name == "mask":
+        memory = losses.CrossBatchMemory(losses.ContrastiveLoss(), WIDTH, memory_size=9).double()
+        return cz.DistributedLoss(memory)(z, labels, enqueue_mask=labels_of_rank(5, 3) == 0)
+    if name == "views":
+        return cz.DistributedLoss(lambda view1, view2: (view1.sum(0) * view2.sum(0)).sum())(z, second_view)
+    if name == "VICReg":
+        return cz.DistributedLoss(losses.VICRegLoss())(z, ref_emb=second_view)
+    loss = losses.SelfSupervisedLoss(losses.NTXentLoss(), symmetric=name == "symmetric")
+    return cz.DistributedLoss(loss)(of_rank(2, 4) if name == "symmetric" else z, second_view)
+
+
+ANOTHER_VIEW = "ref_emb holds another view of each row of embeddings"
+WRONG = {
+    "reference labels": "ref_labels are one per row of ref_emb",
+    "miner": "ref_labels are one per row of ref_emb",
+    "mask": "enqueue_mask is one per row of embeddings",
+    "views": "view2 is another view of each row of view1",
+    "VICReg": ANOTHER_VIEW,
+    "symmetric": ANOTHER_VIEW,
+    "asymmetric": ANOTHER_VIEW,
+}
+
+
+def good() -> float:
+    loss_fn = cz.DistributedLoss(losses.ContrastiveLoss(), check_distinct=False)
+    return loss_fn(torch.eye(3), torch.tensor([0, 0, 1])).item()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_samples_that_do_not_pair_are_refused_on_every_rank(name: str, worlds: Worlds) -> None:
+    text, after = common_error(worlds, 2, partial(shifted, name), good)
+    assert WRONG[name] in text
+    assert after[0] == after[1]
+
+
+def test_views_without_labels_may_differ_in_number_for_dynamic_soft_margin(worlds: Worlds) -> None:
+    """The value alone: the library's own code changes its distances in place, and has no gradient here."""
+
+    def job(z: Tensor, references: Tensor) -> Tensor:
+        return cz.DistributedLoss(losses.DynamicSoftMarginLoss())(z, ref_emb=references)
+
+    z, references = numbers(12, WIDTH, seed=5), numbers(13, WIDTH, seed=6)
+    expected = losses.DynamicSoftMarginLoss()(z, ref_emb=references)
+    each = list(zip(split(z, (5, 7)), split(references, (9, 4)), strict=True))
+    assert max(distance(x, expected) for x in worlds.run(2, job, each=each)) <= EXACT
 
 
 # ------------------------------------------------------------------------------------------------------------- mutants

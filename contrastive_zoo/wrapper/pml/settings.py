@@ -1,18 +1,15 @@
-"""What settings of pytorch-metric-learning mean: numbers, distances, reducers, miners, and the losses inside of a loss."""
+"""What settings of pytorch-metric-learning mean: numbers, distances, reducers and miners."""
 
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 from pytorch_metric_learning import distances, miners, reducers
-from torch import nn
 
 from contrastive_zoo.losses.triplet import Mining
 
 Settings = dict[str, Any]  # keyword arguments of this library's constructors
 Reader = Callable[[Any], Settings]
-
-EPSILON = 1e-5  # what RankedListLoss adds to each weight of its means
 
 SOFTPLUS_THRESHOLD = 20  # above it torch's softplus is the identity (``threshold`` of ``torch.nn.functional.softplus``)
 
@@ -100,36 +97,17 @@ def of_unit_rows(read: Reader) -> Reader:
     return read_and_require
 
 
-def members(loss: Any) -> list[tuple[Any, Any, float]]:
-    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight."""
-    keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
-    own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
-    return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
+_REDUCTIONS = {reducers.DivisorReducer: "divisor", reducers.MeanReducer: "mean", reducers.SumReducer: "sum"}
 
 
-Reduction = Literal["mean", "sum", "threshold", "nonzero", "divisor", "class weights", "each anchor"]
-
-REDUCTIONS: dict[type[nn.Module], Reduction] = {
-    reducers.AvgNonZeroReducer: "threshold",
-    reducers.ClassWeightedReducer: "class weights",
-    reducers.DivisorReducer: "divisor",
-    reducers.MeanReducer: "mean",
-    reducers.PerAnchorReducer: "each anchor",
-    reducers.SumReducer: "sum",
-    reducers.ThresholdReducer: "threshold",
-}
+def _reduction_of(reducer: Any) -> str | None:
+    """Return how a reducer computes one number, or None without an option here; "nonzero" is the mean of losses above 0."""
+    if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
+        return "nonzero" if reducer.low == 0 and reducer.high is None else None
+    return _REDUCTIONS.get(type(reducer))
 
 
-def reduction_of(reducer: Any) -> Reduction | None:
-    """Return what a reducer computes: a sum over a count, which ranks can add up; None if it is not known to be one.
-
-    ``"nonzero"`` is the mean of the losses above 0, ``"threshold"`` that of losses between other bounds.
-    """
-    reduction = REDUCTIONS.get(type(reducer))
-    return "nonzero" if reduction == "threshold" and reducer.low == 0 and reducer.high is None else reduction
-
-
-def reducer_of(reducer: Any, sub_loss: str) -> Any:
+def _reducer_of(reducer: Any, sub_loss: str) -> Any:
     if type(reducer) is not reducers.MultipleReducers:
         return reducer
     return dict(reducer.reducers).get(sub_loss, reducer.default_reducer)
@@ -145,8 +123,8 @@ AVERAGES: dict[str, Settings] = {**NONZERO_OR_SUM, "mean": {"average": "all"}}
 
 def reduction(loss: Any, options: Mapping[str, Settings]) -> Settings:
     """Return the option for the loss's reducer, of ``options`` by the name of its reduction."""
-    parts = [reducer_of(loss.reducer, x) for x in loss.sub_loss_names()]
-    kinds = {reduction_of(x) for x in parts}
+    parts = [_reducer_of(loss.reducer, x) for x in loss.sub_loss_names()]
+    kinds = {_reduction_of(x) for x in parts}
     names = [type(x).__name__ for x in parts]
     require(len(kinds) == 1, f"its parts are reduced differently, by {', '.join(names)}.")
     kind = kinds.pop() or ""

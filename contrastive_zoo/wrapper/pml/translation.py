@@ -12,7 +12,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
-from contrastive_zoo.wrapper.pml.native.settings import NoExactTranslation, epsilon, members, mining, reduction, require
+from contrastive_zoo.wrapper.pml.settings import NoExactTranslation, epsilon, mining, reduction, require
 from contrastive_zoo.wrapper.pml.table import LOSSES
 
 
@@ -51,14 +51,14 @@ def _translate(loss: Any, miner: Any) -> Loss:
         return _self_supervised(loss, miner)
     if type(loss) is losses.MultipleLosses:
         return _multiple_losses(loss, miner)
-    require(type(loss) in LOSSES, "it is no loss of pytorch-metric-learning itself.")
-    _, native, readers, reductions = LOSSES[type(loss)]
+    native = LOSSES.get(type(loss), "it is no loss of pytorch-metric-learning itself.")
     if isinstance(native, str):
         raise NoExactTranslation(native)
     for name in ("embedding_regularizer", "weight_regularizer"):
         regularizer = getattr(loss, name, None)
         require(regularizer is None, f"its {name} has no option here. Add {type(regularizer).__name__} to the value.")
-    settings = {name: x for read in readers for name, x in read(loss).items()} | reduction(loss, reductions)
+    settings = {name: x for read in native.readers for name, x in read(loss).items()}
+    settings |= reduction(loss, native.reductions)
     if type(loss) is losses.TripletMarginLoss:
         if loss.smooth_loss and "average" in settings:
             settings["average"] = "all"  # no soft loss is 0
@@ -67,7 +67,7 @@ def _translate(loss: Any, miner: Any) -> Loss:
         settings |= epsilon(loss, miner)
     else:
         require(miner is None, f"{type(miner).__name__} has no option here.")
-    return _with_weights(native, settings, loss)
+    return _with_weights(native.kind, settings, loss)
 
 
 def _with_weights(native: type[Loss], settings: dict[str, Any], loss: Any) -> Loss:
@@ -109,9 +109,16 @@ def _self_supervised(loss: Any, miner: Any) -> Loss:
     return _translate(inner, miner)
 
 
+def _members(loss: Any) -> list[tuple[Any, Any, float]]:
+    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight."""
+    keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
+    own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
+    return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
+
+
 def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
     require(miner is None or not loss.miners, "it has miners of its own.")
-    result = members(loss)
+    result = _members(loss)
     return WeightedSum(
         [_translate(x, own_miner or miner) for x, own_miner, _ in result], weights=[w for *_, w in result]
     )
@@ -147,7 +154,7 @@ def _original_weights(loss: Any, native: Any, prefix: str = "") -> dict[str, Ten
     weights: dict[str, Tensor] = {}
     if isinstance(loss, losses.MultipleLosses):
         keys = loss.losses if loss.is_dict else range(len(loss.losses))
-        for key, (original, *_), member in zip(keys, members(loss), native.losses, strict=True):
+        for key, (original, *_), member in zip(keys, _members(loss), native.losses, strict=True):
             weights |= _original_weights(original, member, f"{prefix}losses.{key}.")
         return weights
     for name in ("W", "fc", "proxies"):

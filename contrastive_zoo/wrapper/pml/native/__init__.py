@@ -1,6 +1,0 @@
-"""Translations of pytorch-metric-learning's losses: this library's loss with the same value, in memory linear in the batch.
-
-A translation is exact or refused, in batches with duplicates and with few samples, too. It follows the formula where
-pytorch-metric-learning does not: a probability that underflows, a loss that rounds to 0 and is then left out of a mean, the
-derivative of arccos at 1, a batch of which it returns 0 or NaN in place of the formula.
-"""
