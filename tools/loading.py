@@ -1,4 +1,4 @@
-"""Load one file of a clone or of a package, without the packages that its loss does not need."""
+"""Load one file of a package, without the packages that its loss does not need."""
 
 import importlib
 import importlib.machinery
@@ -12,9 +12,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 HEAVY = {
     "PIL", "accelerate", "datasets", "lightly", "lightning", "pandas", "pytorch_lightning", "scipy", "sentence_transformers",
@@ -58,7 +55,7 @@ class StandIn:
 class _Package(types.ModuleType):
     """A package whose ``__init__`` does not run; a name of it is looked up in its files, and is a stand-in if none has it.
 
-    It is a folder of the clone, or a package that the loss does not need, which has no files.
+    A package that the loss does not need has no files.
     """
 
     __version__ = "0"
@@ -85,19 +82,13 @@ class _PackageLoader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the files of a clone, or of one package of a folder, first; then what is installed; all else are stand-ins."""
+    """Finds the files of one package of a folder first; then what is installed; all else are stand-ins."""
 
     def __init__(self, folder: Path, package: str) -> None:
         self.folder, self.package = folder, package
 
     def owns(self, name: str) -> bool:
-        top = name.partition(".")[0]
-        place = self.folder / top
-        is_owned = self.package in ("", top) and top not in sys.stdlib_module_names
-        return is_owned and (place.is_dir() or place.with_suffix(".py").is_file())
-
-    def is_of_clone(self, name: str) -> bool:
-        return not self.package and self.owns(name)
+        return name.partition(".")[0] == self.package
 
     def is_heavy(self, name: str) -> bool:
         return not self.owns(name) and not {name, name.partition(".")[0]}.isdisjoint(HEAVY)
@@ -120,13 +111,13 @@ def _is_installed(top: str) -> bool:
 
 @contextmanager
 def _importing_from(finder: _Finder) -> Iterator[None]:
-    """Import from the folder inside; afterwards no stand-in and no module of a clone has remained.
+    """Import from the folder inside; afterwards no stand-in has remained.
 
-    Those of a package remain, since functions may import others of them when they are called.
+    Modules of the package remain, since functions may import others of them when they are called.
     """
     before = dict(sys.modules)
     for name in before:
-        if finder.is_heavy(name) or finder.is_of_clone(name):
+        if finder.is_heavy(name):
             del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
@@ -134,37 +125,19 @@ def _importing_from(finder: _Finder) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name, module in list(sys.modules.items()):
-            if finder.is_of_clone(name) or (isinstance(module, _Package) and not finder.owns(name)):
+            if isinstance(module, _Package) and not finder.owns(name):
                 del sys.modules[name]
         sys.modules.update(before)
 
 
 @cache
-def load(folder: Path, module: str, package: str = "") -> types.ModuleType:
-    """Return a module of a folder, from which all its packages are imported, or one.
+def load(folder: Path, module: str) -> types.ModuleType:
+    """Return a module of a package in a folder.
 
     Raises:
         ModuleNotFoundError: the folder has no such file.
     """
     if not folder.joinpath(*module.split(".")).with_suffix(".py").is_file():
         raise ModuleNotFoundError(f"no {module} in {folder.name}", name=module)
-    with _importing_from(_Finder(folder, package)):
+    with _importing_from(_Finder(folder, module.partition(".")[0])):
         return importlib.import_module(module)
-
-
-_ON_GPU = {Tensor.cuda}
-_TO_FLOAT32 = {Tensor.float, Tensor.half, Tensor.bfloat16}
-
-
-class InFloat64OnCPU(TorchFunctionMode):
-    """Inside, tensors that a loss moves to a GPU stay, and those that it converts to float32 are in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ON_GPU:
-            return args[0]
-        if func in _TO_FLOAT32:
-            return args[0].double()
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device", "")):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)

@@ -65,7 +65,7 @@ def loaded(module: str) -> ModuleType:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"{package} is not in {FOLDER}", name=package)
     (root,) = spec.submodule_search_locations
-    return importlib.import_module(module) if package in WHOLE else load(Path(root).parent, module, package)
+    return importlib.import_module(module) if package in WHOLE else load(Path(root).parent, module)
 
 
 if __name__ == "__main__":
