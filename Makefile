@@ -146,7 +146,6 @@ test-gpu: .venv/.installed
 bench-gpu: .venv/.installed
 	-$(BIN)/python -m tools.peer_losses.packages .venv/gpu-peers gpu-peers.txt
 	$(BIN)/python benchmarks/gpu.py --peers .venv/gpu-peers --out gpu-times.md
-	$(BIN)/python benchmarks/row_losses.py --rows 8192 65536 >> gpu-times.md
 	count=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') && if [ $$count -gt 1 ]; then \
 		$(BIN)/torchrun --standalone --nproc-per-node=$$count benchmarks/gpu_ranks.py --out gpu-ranks.md; fi
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from scaling import write_scaling
 from suite import harness
 from suite.cases import BARE, CASES, GEMM, Case
 from suite.harness import Absent
@@ -38,8 +37,7 @@ from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import ROOT, fill
 
 QUICK, FULL = (4, 10.0), (9, 60.0)  # the least rounds and seconds of a case
-MANY = ("small", "scaling")  # groups of many cases; a case of these or of few rows gets a quarter of the time
-SMALL = 512
+SMALL = 512  # rows; a case of at most so many gets a quarter of the time
 SHORTEST = 0.02  # seconds of a reading, in which a quicker implementation is called several times
 ROWS_FOR_ERRORS = 1024
 
@@ -116,7 +114,7 @@ def memory_or_error(case: Case, implementation: str) -> float | str:
 def measure_case(case: Case, worlds: Worlds, full: bool) -> dict[str, Any]:
     implementations = (*case.implementations, *(case.full_implementations if full else ()))
     least, seconds = FULL if full else QUICK
-    limits = {"rounds": least, "seconds": seconds / 4 if case.group in MANY or case.rows <= SMALL else seconds}
+    limits = {"rounds": least, "seconds": seconds / 4 if case.rows <= SMALL else seconds}
     found: dict[str, Any] = {}
     if implementations:
         if case.shards:
@@ -155,7 +153,6 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
             RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
     if given.docs:
         draw_figures(results)
-        write_scaling(results)
         fill(ROOT / "README.md", {"speed": headline(results)})
     return page_parts(results)
 

@@ -1,12 +1,10 @@
 """A rank that raises, dies, stops, is late or runs out of batches: every other rank soon says what happened."""
 
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,11 +25,8 @@ from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
+from tests import faults
 from tests.helpers import EVERY_CASE, assert_says, error_message, numbers, refused
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-
-import faults
 
 TIMEOUT = 2.0
 

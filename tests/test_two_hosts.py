@@ -6,7 +6,6 @@ The hosts are two network namespaces with an address each, two ranks on each. Th
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from contrastive_zoo.testing.worlds import Worlds
+from tests import faults, hosts
 from tests.stateful_rank import play
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-
-import faults
-import hosts
 
 TIMEOUT = 3.0  # seconds: long enough for a rank that waits for a busy processor
 

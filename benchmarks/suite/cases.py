@@ -35,7 +35,7 @@ IN_TILES = "products of tiles"  # all matmuls of a tiled step and nothing else: 
 BARE = (GEMM, ALLOCATING, IN_TILES)
 
 Function = Callable[..., Tensor]
-Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "scaling", "memory"]
+Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "memory"]
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,8 @@ def recipe(formula: Function) -> Callable[[Case], Function]:
 
 def by_rows(make: Callable[[], Any], dense: Function, peer: Callable[[Case], Function]) -> Subject:
     """Return a loss of labelled embeddings that is computed row by row."""
-    return Subject(labelled, {"ours": ours(lambda _: make()), "dense": lambda _: dense, "pml": peer})
+    replicated = {"pml, replicated": lambda case: cz.DistributedLoss(peer(case))}
+    return Subject(labelled, {"ours": ours(lambda _: make()), "dense": lambda _: dense, "pml": peer} | replicated)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -384,8 +385,9 @@ CASES = [
     Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip",), shards=(2048,) * 2),
     Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip",), shards=(1024,) * 4),
     Case("ranks", "CLIP", 8192, 128, _RANKS, ("open_clip",), shards=(4096,) * 2, full=True),
-    Case("ranks", "CLIP", 128, 128, _WRAPPER, shards=(64,) * 2),
-    Case("ranks", "NT-Xent", 256, 128, _WRAPPER, shards=(128,) * 2),
+    *(Case("ranks", "CLIP", 64 * ranks, 128, _WRAPPER, shards=(64,) * ranks) for ranks in (1, 2)),
+    *(Case("ranks", "NT-Xent", 128 * ranks, 128, _WRAPPER, shards=(128,) * ranks) for ranks in (1, 2)),
+    Case("ranks", "Multi-similarity", 2048, 128, ("ours", "pml, replicated"), shards=(1024,) * 2),
     # inputs that are hard for rounding or for the balance of work
     Case("adversarial", "CLIP", 2048, 2048, _CLIP, temperature=0.01),
     Case("adversarial", "NT-Xent", 4096, 128, _NT_XENT, temperature=0.01, clustered=True),
@@ -394,13 +396,6 @@ CASES = [
     # more sizes
     *(Case("size", "NT-Xent", n, 128, _NT_XENT) for n in (1024, 2048)),
     Case("size", "NT-Xent", 4096, 128, _NT_XENT, memory_of=("ours, tiled", "dense", "lightly NTXentLoss")),
-    # data for the model of scaling.py: constant rows per rank
-    *(
-        Case("scaling", loss, b * ranks, d, ("ours, tiled", "ours, kept", "ours, tiled, ring"), shards=(b,) * ranks)
-        for loss in ("CLIP", "NT-Xent")
-        for b, d in ((64, 128), (1024, 128), (1024, 512))
-        for ranks in (1, 2, 4)
-    ),
     # memory alone: every softmax loss, and large batches
     *(Case("memory", name, 16384, 128, memory_of=("ours",)) for name in SOFTMAX),
     *(Case("memory", "NT-Xent", n, 128, memory_of=("ours, tiled",)) for n in (16384, 32768)),

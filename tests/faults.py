@@ -1,9 +1,4 @@
-"""Faults of one rank, and what every rank says: processes over gloo that really raise, die, stop, come late or are cut off.
-
-python benchmarks/faults.py             # the table fault × seconds × what each rank says
-python benchmarks/faults.py --world 3 --only "SIGKILL in the loss"
-python benchmarks/faults.py --docs      # the table of docs/pages/when-a-rank-fails.md; needs root, for the two hosts
-"""
+"""Faults of one rank, and what every rank says: processes over gloo that really raise, die, stop, come late or are cut off."""
 
 import contextlib
 import functools
@@ -15,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,16 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from hosts import CUT, INTERFACE, Host, two_hosts
-from suite.harness import program, progress
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.wrapper.step import splitting
-from tools.pages import table
+from tests.hosts import CUT, INTERFACE, Host, two_hosts
 
-LONGEST = 220  # characters of a text in the page's table
 TIMEOUT = 3.0  # seconds of the process group
 
 FAULTY_STEP, STEPS = 3, 5
@@ -255,42 +246,3 @@ def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> l
             else:
                 outcomes.append(Outcome(None, f"killed, exit code {process.exitcode}", "", ended))
     return outcomes
-
-
-def rows(name: str, world_size: int) -> Iterator[tuple[str, str, str, str]]:
-    """Run a fault, and yield for each rank the fault, the rank, the seconds, and what it says."""
-    for rank, x in enumerate(run_fault(name, world_size)):
-        seconds = "" if x.seconds is None else f"{x.seconds:.1f}"
-        last = x.text.strip().splitlines()[-1] if x.text.startswith("Caught") else x.text  # of a worker
-        text = " ".join(f"{x.kind}: {last}".removeprefix(": ").split())
-        yield name, f"{rank} (failing)" if rank == world_size - 1 else str(rank), seconds, text
-
-
-def shortened(text: str) -> str:
-    """Return what happened, without what usually causes it, and without the name of the usual error."""
-    text = text.removeprefix("CommunicationError: ")
-    happened, _, causes = text.partition(" Usually ")
-    long = len(happened) > LONGEST
-    return happened[:LONGEST].rpartition(" ")[0] + " …" if long else happened + (" …" if causes else "")
-
-
-def main(given: Namespace) -> dict[str, str]:
-    if given.docs and (given.world != 2 or given.only):
-        raise SystemExit("--docs is a table of all faults of two ranks: give neither --world nor --only")
-    progress(
-        f"W = {given.world}, gloo, time-out of the process group {TIMEOUT:g} s; seconds since the processes started"
-    )
-    lines = []
-    for name in (x for x in FAULTS if given.only in x):
-        by_rank = list(rows(name, given.world))
-        for row in by_rank:
-            progress(*row)
-        seconds, texts = by_rank[0][2], [shortened(text) for *_, text in by_rank]
-        lines.append([name, f"{seconds} s", *texts])
-    says = [f"rank {rank} says" for rank in range(given.world)]
-    head = [f"fault on rank {given.world - 1}", "rank 0 ends after", *says]
-    return {"faults": table(head, lines, texts=len(head))}
-
-
-if __name__ == "__main__":
-    program(main, __doc__, page="when-a-rank-fails.md", world=2, only="")

@@ -1,22 +1,15 @@
-"""Hosts on one machine: network namespaces with an address each. Virtual interfaces join two; a process that passes on
-packets later joins several.
+"""Two hosts on one machine: network namespaces with an address each, joined by virtual interfaces.
 
 A namespace has no name, and exists as long as a process is in it: nothing is left behind, however a run ends. Linux and root
 are needed, and the programs ip (iproute2), nsenter and unshare (util-linux).
 """
 
 import ctypes
-import fcntl
-import heapq
-import multiprocessing
 import os
-import select
 import signal
-import struct
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +17,7 @@ from pathlib import Path
 INTERFACE = "eth0"  # the name of the interface of each host, for ``GLOO_SOCKET_IFNAME``
 CUT = ("ip", "link", "set", INTERFACE, "down")  # the command that cuts the link, run on either host
 
-_CLONE_NEWNET, _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x1000
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -80,56 +73,6 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
             _run(*host.command("ip", "link", "set", INTERFACE, "up"))
         yield one, other
-
-
-@contextmanager
-def delayed_hosts(count: int, seconds: float) -> Iterator[list[Host]]:
-    """Make hosts between which each packet takes so many seconds: a process passes on the packets of their interfaces.
-
-    Raises:
-        OSError: namespaces or TUN devices are not permitted here, or a program is missing; the text says which.
-    """
-    with ExitStack() as stack:
-        found = [stack.enter_context(_host(f"198.51.100.{number + 1}")) for number in range(count)]
-        interfaces: list[int] = []
-        for host in found:
-            opening = threading.Thread(target=_open_interface, args=(host, interfaces))  # which enters the host
-            opening.start()
-            opening.join()
-            stack.callback(os.close, interfaces[-1])
-            _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE))
-            _run(*host.command("ip", "link", "set", INTERFACE, "mtu", "60000", "up"))
-        forwarding = multiprocessing.get_context("fork").Process(
-            target=_forward, args=(interfaces, seconds), daemon=True
-        )
-        forwarding.start()
-        stack.callback(forwarding.join)
-        stack.callback(forwarding.kill)
-        yield found
-
-
-def _open_interface(host: Host, interfaces: list[int]) -> None:
-    """Add the file of a new interface of a host, from which its packets are read."""
-    host.enter()
-    interfaces.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
-    fcntl.ioctl(interfaces[-1], _TUNSETIFF, struct.pack("16sH", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
-
-
-def _forward(interfaces: Sequence[int], seconds: float) -> None:
-    """Pass on each packet so many seconds after it was sent, to the interface that the last byte of its address numbers."""
-    poll, waiting, number = select.epoll(), list[tuple[float, int, int, bytes]](), 0
-    for file in interfaces:
-        poll.register(file, select.EPOLLIN)
-    while True:
-        for file, _ in poll.poll(max(0.0, waiting[0][0] - time.monotonic()) if waiting else -1):
-            packet = os.read(file, 2**16)
-            if packet[0] >> 4 == 4 and 0 < packet[19] <= len(interfaces):  # IPv4, to a host
-                number += 1
-                heapq.heappush(waiting, (time.monotonic() + seconds, number, interfaces[packet[19] - 1], packet))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, _, file, packet = heapq.heappop(waiting)
-            with suppress(OSError):  # a full queue drops a packet, as a network does
-                os.write(file, packet)
 
 
 @contextmanager
