@@ -1,4 +1,4 @@
-"""Faults of one rank, and what every rank says: processes over gloo that really raise, die, stop, come late or are cut off."""
+"""Faults of one rank, and what every rank says: processes over gloo that raise, die, stop, come late or are cut off."""
 
 import contextlib
 import functools

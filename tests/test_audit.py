@@ -84,7 +84,7 @@ IN_NEW_PROCESSES = {
     ("examples.lightning_mistakes", "Lightning's sampler, 125 samples"): ["repeated samples"],
     ("examples.fabric", "all_gather(z), then the whole loss"): ["detached"],
 }
-"""Trainings that initialise a trainer, list samplers or raise. ``python -m benchmarks.audit`` runs all set-ups."""
+"""Trainings that initialise a trainer, list samplers or raise."""
 
 
 PACKAGES = {"huggingface": "transformers", "accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning"}
