@@ -1,8 +1,7 @@
 """The Hugging Face Trainer on two processes computes the parameters of one process, in every configuration."""
 
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ pytest.importorskip("sklearn")  # for the digits
 from transformers import Trainer, TrainingArguments
 
 from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
-from contrastive_zoo.testing.auditing.huggingface import AuditedTrainerMixin
 from examples.digits import LEARNING_RATE, make_dataset, make_encoder
 from examples.huggingface import SETUPS, DigitsTrainer, OutputLoss, make_setup, train
 from examples.huggingface_mistakes import PlainTrainer
-from examples.setup import Deviation, Setup, Trained
+from examples.setup import Deviation, Setup
 
 
 class OwnComputeLoss(DigitsTrainer):
@@ -65,23 +63,23 @@ def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, trainers
     assert max(map(max, trainers.run(2, deviation, setup))) <= setup.bound
 
 
-def recorded(kind: Any, read: Callable[[Any], Any], **settings: Any) -> tuple[Trained, Any]:
-    """Return the parameters after ten steps, and what is read of the trainer then."""
+def evaluation_loss(kind: Any) -> float:
+    """Train ten steps, and return the loss that the trainer evaluates then."""
     set_torchrun_environment()
-    found = []
+    samples, found = [{"input": x, "labels": y} for x, y in make_dataset(32)], []
 
-    class Recorded(kind):
+    class Evaluated(kind):
         def train(self) -> None:
             super().train()
-            found.append(read(self))
+            found.append(self.evaluate(samples)["eval_loss"])
 
-    return train("loss in the model", partial(Recorded, **settings.pop("more", {})), **settings), found[0]
-
-
-def evaluation_loss(kind: Any) -> float:
-    samples = [{"input": x, "labels": y} for x, y in make_dataset(32)]
-    of_rank = {"per_device_eval_batch_size": 8 // dist.get_world_size(), "label_names": ["labels"]}
-    return recorded(kind, lambda trainer: trainer.evaluate(samples)["eval_loss"], **of_rank)[1]
+    train(
+        "loss in the model",
+        Evaluated,
+        per_device_eval_batch_size=8 // dist.get_world_size(),
+        label_names=["labels"],
+    )
+    return found[0]
 
 
 def test_the_evaluation_loss_is_that_of_one_process(trainers: Worlds) -> None:
@@ -100,24 +98,3 @@ def test_an_optimizer_without_the_parameters_of_the_loss_is_refused(tmp_path: Pa
         model, arguments, train_dataset=[*make_dataset(8)], compute_loss_func=OutputLoss(), optimizers=(optimizer, None)
     )
     assert "lacks 2 parameters of compute_loss_func" in (error_message(trainer.train) or "")
-
-
-def audited(kind: Any, every: int | None, accumulation: int) -> tuple[Trained, Any]:
-    of_audit = (AuditedTrainerMixin, kind) if every else (kind,)
-    more = {"audit_every": every} if every else {}
-    settings = {"gradient_accumulation_steps": accumulation, "average_tokens_across_devices": True, "more": more}
-    return recorded(
-        type("Audited", of_audit, {}), lambda x: x.online_audit.report.worlds[0] if every else None, **settings
-    )
-
-
-@pytest.mark.parametrize(("kind", "accumulation", "mistakes"), [(DigitsTrainer, 2, []), (PlainTrainer, 1, ["times W"])])
-def test_an_audited_training_goes_on_as_without(
-    kind: Any, accumulation: int, mistakes: list[str], trainers: Worlds
-) -> None:
-    plain = trainers.run(2, audited, kind, None, accumulation)
-    found = trainers.run(2, audited, kind, 6, accumulation)
-    for (expected, _), (actual, report) in zip(plain, found, strict=True):
-        assert all(map(torch.equal, [*expected.encoder, *expected.loss], [*actual.encoder, *actual.loss]))
-        assert [x.mistake for x in report.findings] == mistakes, str(report)
-        assert report.ok is (not mistakes), str(report)

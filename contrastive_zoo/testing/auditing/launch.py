@@ -125,7 +125,7 @@ def judged(folder: Path, world_size: int, run: Callable[[list[str]], object]) ->
     report = (
         WorldReport(world_size, problem=f"ranks {missing} did not end") if missing else assemble(records, run_again)
     )
-    if missing or not all(x.steps for x in records):
+    if missing or not all(x.steps or x.problem for x in records):
         failed = next((x.rank for x in records if x.error), missing[0] if missing else 0)
         output = _log(folder, f"rank{failed}")
         report.problem += f". Last output of rank {failed}:\n{output}"

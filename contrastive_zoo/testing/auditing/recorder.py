@@ -30,7 +30,7 @@ from contrastive_zoo.testing.auditing.records import (
     token_length,
 )
 from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.tensors import PARAMETERS, Tensors, add, held, sketch, whole
+from contrastive_zoo.testing.auditing.tensors import Tensors, add, held, sketch, whole
 from contrastive_zoo.testing.loss_calls import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -77,7 +77,6 @@ class Recorder:
         self.finished = False
         self._epochs = 0
         self._scale: float | None = None  # of the GradScaler that scaled last
-        self._of_zero: list[type] = []  # classes of optimizers whose steps are watched
         self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
         self._hooks = ExitStack()
 
@@ -138,14 +137,10 @@ class Recorder:
         if not self._has_group() or not torch.is_grad_enabled() or self.finished:
             return original(loader)
         add(self.loaders, loader)
-        return self.batches(original(loader))
-
-    def batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Record the batches of an epoch that begins; in a rerun, yield those of all ranks."""
         self._epochs += 1
         index = len(self.record.loaders)
         self.record.loaders.append([])
-        return self._recorded(source, index) if self.rerun is None else self.rerun.batches(index)
+        return self._recorded(original(loader), index) if self.rerun is None else self.rerun.batches(index)
 
     def _recorded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         for batch in batches:
@@ -199,7 +194,9 @@ class Recorder:
             if self.rerun is not None:
                 self.rerun.draws.begin_step()
         self.tensors.remember(module)
-        self._watch_zero(getattr(module, "optimizer", None))
+        if self.record.problem:
+            self._finish()
+            return original(module, *args, **kwargs)
         index = len(self.step.calls)
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
@@ -311,23 +308,12 @@ class Recorder:
             return (args[0], watched, *args[2:]), kwargs
         return args, kwargs | {"closure": watched}
 
-    def _watch_zero(self, optimizer: Any) -> None:
-        """Watch the steps of an optimizer of ZeRO, which is none of torch's and runs these on flat pieces."""
-        if type(optimizer).__name__ in PARAMETERS and add(self._of_zero, type(optimizer)):
-            self._hooks.enter_context(replaced(type(optimizer), "step", self._on_zero))
-
-    def _on_zero(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._look_at_step(optimizer)
-        result = original(optimizer, *args, **kwargs)
-        self._after_step(optimizer)
-        return result
-
     def _look_at_gradients(self, tensors: Iterable[Tensor]) -> None:
         known = self.tensors.parameters()
         for name, _, gradient in self.tensors.gradients([x for x in tensors if x in known]):
             self.step.gradients.setdefault(name, sketch(gradient))
 
-    def _look_at_step(self, optimizer: Any) -> None:
+    def _look_at_step(self, optimizer: Optimizer) -> None:
         """Record what the optimizer receives, and its state before its first step."""
         if self.finished or self._in_step or not self.step.backwards:
             return
@@ -354,7 +340,6 @@ class Recorder:
         for name, x, gradient in self.tensors.gradients(held(optimizer)):
             if name in self.step.moved:
                 self.step.moved[name] += sketch(whole(x, self.tensors.groups.get(x)), gradient)
-        self.tensors.of_zero.clear()
         self._in_step, self._stepped = False, True
 
     def _close_step(self) -> None:
@@ -366,14 +351,15 @@ class Recorder:
         self.step = Step()
         self.record.finished += 1
         if self.record.finished == self.steps:
-            self.finished = True
-            self.on_finish()
+            self._finish()
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.on_finish()
 
 
-def _state(optimizer: Any) -> Any:
+def _state(optimizer: Optimizer) -> Any:
     """Return a copy of an optimizer's state; none where it is split over ranks, as that of ZeroRedundancyOptimizer."""
-    if not isinstance(optimizer, Optimizer):
-        return {"state": {}}
     try:
         return snapshot(optimizer.state_dict())
     except RuntimeError:

@@ -286,10 +286,10 @@ def reordered(batch: Any, order: Tensor) -> Any:
     return _like(batch, [reordered(x, order) for x in _children(batch)])
 
 
-def snapshot(x: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a detached copy on a device of every tensor in a tree; other values as they are."""
+def snapshot(x: Any) -> Any:
+    """Return a detached copy on the CPU of every tensor in a tree; other values as they are."""
     if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
-        return _like(x, [snapshot(y, device) for y in x.values()])
+        return _like(x, [snapshot(y) for y in x.values()])
     if type(x) is dict:
-        return {key: snapshot(y, device) for key, y in x.items()}
-    return tree_map(lambda y: y.detach().to(device, copy=True) if isinstance(y, Tensor) else y, x)
+        return {key: snapshot(y) for key, y in x.items()}
+    return tree_map(lambda y: y.detach().to("cpu", copy=True) if isinstance(y, Tensor) else y, x)

@@ -25,7 +25,6 @@ from contrastive_zoo.testing.auditing.records import (
     tensors_of,
     token_length,
 )
-from contrastive_zoo.testing.auditing.tensors import assign, is_in_pieces
 from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.loss_calls import replaced
 
@@ -108,15 +107,12 @@ class Rerun:
         """Give a tensor of a module the value that it had on rank 0 before its first use."""
         recorded = self.first.tensors.get(name)
         target = x.to_local() if hasattr(x, "to_local") else x
-        if recorded is None or recorded.numel() != getattr(x, "ds_numel", target.numel()):
+        if recorded is None or recorded.numel() != target.numel():
             return
         value = recorded
         if self.noise is not None and isinstance(x, nn.Parameter) and x.is_floating_point():
             value = noisy(value, self.noise, self.setting.unit or torch.finfo(x.dtype).eps)
-        if is_in_pieces(x) or hasattr(x, "ds_id"):
-            assign(x, value)
-        else:
-            target.copy_(value.view_as(target))
+        target.copy_(value.view_as(target))
 
     def configure(self, step: int, index: int, optimizer: Optimizer) -> None:
         """Give the groups of an optimizer the settings that they had on rank 0; a script may scale lr with W."""
@@ -124,8 +120,6 @@ class Rerun:
         for group, settings in zip(optimizer.param_groups, of_step.get(index, ()), strict=False):
             group.update(settings)
         if step == 0 and index < len(self.first.optimizers):
-            if not isinstance(optimizer, Optimizer):
-                return  # one of ZeRO: its state begins as that of the ranks, whose pieces it has not
             if self.first.optimizers[index]["state"]:
                 optimizer.load_state_dict(copy.deepcopy(self.first.optimizers[index]))  # it takes tensors as they are
             else:

@@ -18,6 +18,11 @@ ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
 """Names under which wrappers hold their module; one process may do without the wrapper."""
 
+OF_DEEPSPEED = (
+    "DeepSpeed keeps gradients in buffers that the audit does not read. Audit the same training with "
+    "DistributedDataParallel instead"
+)
+
 
 class Tensors:
     """Name and record tensors at the first call of their module; in a rerun, ``restore`` gives them rank 0's values."""
@@ -30,16 +35,16 @@ class Tensors:
         self.optimizers: list[Optimizer] = []
         self.names: dict[Tensor, str] = {}  # of parameters
         self.groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
-        self.of_zero: dict[Tensor, Tensor] = {}  # gradients in pieces of ZeRO, which are gone after the step
 
     def remember(self, module: nn.Module) -> None:
         if not add(self.modules, module):
             return
+        if any(_is_a(x, {"DeepSpeedEngine"}) for x in module.modules()):
+            self.record.problem = OF_DEEPSPEED
+            return
         for part in module.modules():
             if type(part).__name__ == "FullyShardedDataParallel":
                 self.groups |= dict.fromkeys(part.parameters(), part.process_group)
-        if is_engine(module):
-            self.record.problem = self.record.problem or unreadable(module.optimizer)
         index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
         is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
         inside = [y for x in module.modules() if self.is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
@@ -88,20 +93,22 @@ class Tensors:
         return self.names
 
     def have_gradients(self) -> bool:
-        return any(x.grad is not None or is_in_pieces(x) for x in self.parameters())
+        return any(x.grad is not None for x in self.parameters())
 
     def gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
         for x in tensors:
             gradient = x.new_zeros(0) if x.grad is None and x in self.groups else x.grad
-            if is_in_pieces(x):
-                gradient = self.of_zero[x] if x in self.of_zero else whole_gradient(x)
-                self.of_zero[x] = gradient
-            elif gradient is not None:
+            if gradient is not None:
                 gradient = whole(gradient, self.groups.get(x))
             if gradient is not None and gradient.numel():
                 self.record.groups.setdefault(self.names[x], "encoder")  # of a parameter that was frozen at first
                 yield self.names[x], x, gradient
+
+
+def held(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [x for group in optimizer.param_groups for x in group["params"]]
 
 
 def add(items: list[Any], x: Any) -> bool:
@@ -150,12 +157,10 @@ def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return all of a tensor of which every rank holds a part: a DTensor, a piece of FSDP1 in its group, or one of ZeRO.
+    """Return all of a tensor of which every rank holds a part: a DTensor, or a piece of FSDP1 in its group.
 
     Every rank of the group must call it.
     """
-    if hasattr(x, "ds_id"):
-        return whole_parameter(x)
     x = x.detach()
     if hasattr(x, "full_tensor"):
         gathered: Any = x.full_tensor()
@@ -169,62 +174,3 @@ def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     pieces = [x.new_zeros(longest) for _ in sizes]
     dist.all_gather(pieces, torch.nn.functional.pad(x.reshape(-1), (0, longest - x.numel())), group=group)
     return torch.cat([piece[: int(n)] for piece, n in zip(pieces, sizes, strict=True)])
-
-
-# --- ZeRO -------------------------------------------------------------------------------------------------------------
-
-PARAMETERS = {"DeepSpeedZeroOptimizer": "bit16_groups", "DeepSpeedZeroOptimizer_Stage3": "fp16_groups"}
-"""By the class of an optimizer, of stages 1 and 2 and of stage 3, the attribute with its groups of parameters."""
-
-
-def is_engine(module: nn.Module) -> bool:
-    """Return whether a module is DeepSpeed's engine, which need not be installed."""
-    return any(cls.__name__ == "DeepSpeedEngine" for cls in type(module).__mro__)
-
-
-def unreadable(optimizer: Any) -> str:
-    """Return why the gradients of an engine's optimizer cannot be compared; empty if they can."""
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return ""
-    if type(optimizer).__name__ not in PARAMETERS:
-        return f"DeepSpeed's {type(optimizer).__name__} holds gradients in buffers that the audit does not read"
-    return "" if optimizer.loss_scale == 1 else "DeepSpeed scales the loss, and the gradients in its buffers with it"
-
-
-def held(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer; of one of ZeRO, those of the model, and not its flat pieces."""
-    attribute = PARAMETERS.get(type(optimizer).__name__)
-    groups = getattr(optimizer, attribute) if attribute else [group["params"] for group in optimizer.param_groups]
-    return [x for group in groups for x in group]
-
-
-def is_in_pieces(x: Tensor) -> bool:
-    """Return whether a ZeRO optimizer holds the gradient of a parameter."""
-    return hasattr(x, "_hp_mapping") or hasattr(x, "_z3_optimizer")
-
-
-def whole_gradient(x: Tensor) -> Tensor:
-    """Return all of a gradient that is in pieces. Every rank must call it, before the optimizer's step."""
-    from deepspeed.utils import safe_get_full_grad
-
-    gradient = safe_get_full_grad(x)
-    return x.new_zeros(0) if gradient is None else gradient.detach().clone()
-
-
-def whole_parameter(x: Any) -> Tensor:
-    """Return all of a parameter of stage 3. Every rank must call it."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters([x]):
-        result: Tensor = x.detach().clone()
-    return result
-
-
-def assign(x: Any, value: Tensor) -> None:
-    """Give a parameter of one process a value, and the optimizer's copy of it, too."""
-    from deepspeed.runtime.zero import GatheredParameters
-    from deepspeed.utils import safe_set_full_fp32_param
-
-    with GatheredParameters([x], modifier_rank=0, enabled=hasattr(x, "ds_id")):
-        x.copy_(value.view_as(x))
-    safe_set_full_fp32_param(x, value.float())
