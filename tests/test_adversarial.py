@@ -109,7 +109,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
             yield Change(f"{path}.{name} is frozen", functools.partial(parameter.requires_grad_, False))
             other = nn.Parameter(parameter.detach().float())
             yield Change(f"{path}.{name} in float32", functools.partial(setattr, module, name, other))
-    own = {name: x for name, x in vars(module).items() if name not in vars(nn.Module()) and name != "_is_wrapped"}
+    own = {name: x for name, x in vars(module).items() if name not in vars(nn.Module())}
     for name, value in own.items():
         yield from _of_value(f"{path}.{name}", value, functools.partial(setattr, module, name))
     yield Change(f"{path} in evaluation", module.eval)

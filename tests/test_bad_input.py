@@ -264,6 +264,55 @@ def test_one_process_takes_indices_that_were_mined_by_hand() -> None:
     assert cz.DistributedLoss(lenient)(z(), y(), indices_tuple=()).item() == pytest.approx(z().square().sum().item())
 
 
+class HoldsALoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = cz.NTXent()
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        return self.loss(view1, view2)
+
+
+class OverridesForward(cz.NTXent):
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return 1.0 * super().forward(*args, **named)
+
+
+def hooked() -> cz.NTXent:
+    loss = cz.NTXent()
+    loss.register_forward_hook(lambda module, args, value: value + 0 * torch.rand(()))
+    return loss
+
+
+CALLS_A_LOSS: dict[str, Callable[[], Any]] = {
+    "a loss": cz.NTXent,
+    "a module that holds one": HoldsALoss,
+    "a function that calls one": lambda: lambda view1, view2: cz.NTXent()(view1, view2),
+    "a forward of its own": OverridesForward,
+    "a hook": hooked,
+    "a member with a forward of its own": lambda: cz.WeightedSum([cz.NTXent(), OverridesForward()], weights=[0.5, 0.5]),
+    "a member with a hook": lambda: cz.WeightedSum([cz.NTXent(), hooked()], weights=[0.5, 0.5]),
+    "prefixes of a loss with a hook": lambda: cz.Matryoshka(hooked(), dims=(3,)),
+}
+"""Losses that are NTXent; each calls one of this library."""
+
+
+@pytest.mark.parametrize("name", CALLS_A_LOSS)
+def test_a_wrapped_loss_is_that_of_all_rows_and_does_not_warn(name: str, worlds: Worlds) -> None:
+    def job() -> tuple[Tensor, bool]:
+        Loss._warned_about_local_negatives = False
+        rows, loss = z(4 + dist.get_rank()), CALLS_A_LOSS[name]()
+        before = [{*vars(x)} for x in loss.modules()] if isinstance(loss, nn.Module) else []
+        value = cz.DistributedLoss(loss)(rows, rows + 1)
+        after = [{*vars(x)} for x in loss.modules()] if isinstance(loss, nn.Module) else []
+        return value, Loss._warned_about_local_negatives or before != after
+
+    rows = torch.cat([z(4 + rank, of_rank=rank) for rank in range(2)])
+    for value, is_touched in worlds.run(2, job):
+        close(value, cz.NTXent()(rows, rows + 1), 1e-6)
+        assert not is_touched
+
+
 def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
     def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
         Loss._warned_about_local_negatives = False

@@ -133,7 +133,6 @@ class Loss(Settings, GraphModule):
 
     check_finite: bool = True
 
-    _is_wrapped = False  # whether this loss is part of a ``DistributedLoss``
     _warned_about_local_negatives: ClassVar[bool] = False
     has_kernels = False  # whether Triton kernels may compute it; ranks then compare whether they can
     supports_ring: ClassVar[bool] = False  # whether candidates can be exchanged in a ring, one shard at a time
@@ -255,11 +254,12 @@ class Loss(Settings, GraphModule):
         return f"{type(self).__name__}.compute is no method of this library, and may return anything."
 
     def local(self) -> World:
-        """Return a world of this process alone; warn once if other processes run, which this loss ignores."""
+        """Return a world of this process alone; warn once if other processes run, which this loss ignores.
+
+        Code of a user that DistributedLoss calls on the embeddings of all ranks sees one process, so it causes no warning.
+        """
         world = World.of()
-        if world.size == 1 or self._is_wrapped:  # a wrapper has gathered the embeddings of all ranks
-            return World()
-        if not Loss._warned_about_local_negatives:
+        if world.size > 1 and not Loss._warned_about_local_negatives:
             Loss._warned_about_local_negatives = True
             warnings.warn(
                 f"{type(self).__name__} compares this process's own rows only, though {world.size} processes run: "

@@ -27,7 +27,7 @@ _NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text 
 _OF_RANKS = frozenset({"rank", "local_rank", "global_rank", "is_main", "is_main_process", "device", "world"})
 """Names under which code keeps what tells ranks apart on purpose."""
 
-_OF_MODULES = frozenset({*vars(nn.Module()), "_is_wrapped"}) - {"training"}
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 _CHUNK = 2**20
 """Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
@@ -83,11 +83,11 @@ class LossModules:
 
     @functools.cached_property
     def runs_third_party_code(self) -> bool:
-        """Whether any module is defined outside of this library: it may draw random numbers or keep a state."""
+        """Whether a module has hooks or is defined outside of this library: it may draw random numbers or keep a state."""
         for module in self.by_path.values():
             function = vars(module).get("loss")  # of a wrapper or a memory; modules are in the table
             kinds: Any = (type(module), type(function))
-            if is_third_party(kinds[0]) or (function is not None and is_third_party(kinds[1])):
+            if has_user_code(module) or is_third_party(kinds[0]) or (function is not None and is_third_party(kinds[1])):
                 return True
         return False
 

@@ -228,9 +228,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self._history = CallHistory()
         self._observer: Any = None
         self.loss = loss
-        for module in self.modules():
-            if isinstance(module, Loss):
-                module._is_wrapped = True
 
     def graph_problem(self) -> str | None:
         if self._replaced is not None or not isinstance(self.loss, Loss):
