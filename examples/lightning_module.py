@@ -49,13 +49,13 @@ class Digits(lightning.LightningDataModule):
         return validation_loader(self.trainer.global_rank, self.trainer.world_size)
 
 
-def train(data: Any = Digits, module: Any = Embedder, sampler: bool = False, **settings: Any) -> Trained:
+def train(data: Any = Digits, sampler: bool = False, **settings: Any) -> Trained:
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", precision="64-true", max_epochs=EPOCHS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=sampler, **settings,  # Lightning's sampler repeats samples in the last batch
     )  # fmt: skip
-    model = module()
+    model = Embedder()
     trainer.fit(model, datamodule=data())
     if logged := trainer.callback_metrics:
         losses = [model.loss_fn.loss(model.encoder(images), labels) for images, labels in validation_loader()]
