@@ -145,10 +145,10 @@ def step_of(loss: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -
     return step
 
 
-def seconds_of(rounds: Sequence[Round], quantile: float = 0.5) -> dict[str, float]:
-    """Return the quantile of the seconds of each implementation, of the rounds that measured it."""
+def seconds_of(rounds: Sequence[Round]) -> dict[str, float]:
+    """Return the median of the seconds of each implementation, of the rounds that measured it."""
     names = dict.fromkeys(name for x in rounds for name in x)
-    return {name: float(np.quantile([x[name] for x in rounds if name in x], quantile)) for name in names}
+    return {name: statistics.median(x[name] for x in rounds if name in x) for name in names}
 
 
 def ratio(rounds: list[Round], name: str, to: str) -> list[float]:
