@@ -252,7 +252,7 @@ def by_hand() -> dict[str, Target]:
     """Callables that are no losses, and how they are used."""
     rows = {"queries": Z, "gallery": None, "labels": LABELS, "gallery_labels": None}
     linear, data, metrics = nn.Linear(3, 2), cz.data, cz.metrics
-    options = dict.fromkeys(("ring", "prefer_native", "static_shapes"), False)
+    options = dict.fromkeys(("ring", "prefer_native"), False)
     return {
         "CrossBatchMemory": labelled(cz.CrossBatchMemory, loss=cz.SupCon(), size=8, embedding_size=3),
         "DistributedLoss": labelled(

@@ -61,7 +61,7 @@ class Steps:
 
 def steps(index: int, *rows: Tensor, check: bool, splits: bool = True) -> tuple[list[Any], list[str], list[int]]:
     checks = {"check_finite": check, "check_equal": check, "check_distinct": check}
-    done = Steps(ENTRIES[index], list(rows), splits=splits, static_shapes=True, **checks)
+    done = Steps(ENTRIES[index], list(rows), splits=splits, **checks)
     return done.found, [*done.reads, *done.copies], done.host_messages
 
 
@@ -117,7 +117,7 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
         with device() as mode:
             scale, rows = torch.ones(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
             off = {"check_finite": False, "check_equal": False, "check_distinct": False}
-            loss = cz.DistributedLoss(cz.NTXent(), static_shapes=True, **off)
+            loss = cz.DistributedLoss(cz.NTXent(), **off)
             loss(*(mode.put(rows + i) * scale.to(mode.place) for i in range(2)))
             World.of().start_gather(torch.ones(1000), from_host=True)()
             return (

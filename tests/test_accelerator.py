@@ -51,7 +51,7 @@ def reading(names: Iterable[str]) -> set[str]:
 def reads_of(make: Callable[[], Any], rows: list[torch.Tensor]) -> list[str]:
     with device() as mode:
         put = put_by(mode)
-        loss = put(cz.DistributedLoss(make(), static_shapes=True, check_finite=True).double())
+        loss = put(cz.DistributedLoss(make(), check_finite=True).double())
         moved = [put(x.double() if x.is_floating_point() else x) for x in rows]
         mode.reads.clear()
         for _ in range(2):

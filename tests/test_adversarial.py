@@ -93,7 +93,7 @@ def _default_dtype() -> Iterator[None]:
 
 
 def _of_wrapper(wrapper: cz.DistributedLoss) -> Iterator[Change]:
-    options: dict[str, Any] = {"grad_reduction": "sum", "static_shapes": True, "ring": True}
+    options: dict[str, Any] = {"grad_reduction": "sum", "ring": True}
     options |= dict.fromkeys(["check_finite", "check_equal", "check_distinct"], False)
     for option, value in options.items():
         yield Change(f"{option}={value}", functools.partial(setattr, wrapper, option, value))

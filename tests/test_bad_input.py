@@ -173,7 +173,6 @@ BETWEEN: dict[str, Mistake] = {
         )
         for option, values in {
             "ring": (False, True),
-            "static_shapes": (False, True),
             "grad_reduction": ("mean", "sum"),
             "broadcast_parameters": (False, True),
         }.items()

@@ -124,7 +124,7 @@ def test_ranks_read_the_number_of_their_own_anchors(device_worlds: Worlds) -> No
         for make in LISTING.values():
             with device() as mode, splitting(always=True):
                 put = put_by(mode)
-                loss = cz.DistributedLoss(make(), static_shapes=True, check_finite=False, check_equal=False)
+                loss = cz.DistributedLoss(make(), check_finite=False, check_equal=False)
                 values = on_cpu(value_and_gradients(loss, [put(x) for x in rows]))
                 found.append((values, mode.reads.count("read_later")))
         return found

@@ -223,18 +223,6 @@ def test_a_monitor_refuses_before_the_loss_moves(world_size: int, worlds: Worlds
         assert (calls, state) == (0.0, {"calls": 0})
 
 
-def test_a_refused_first_batch_does_not_fix_the_shapes(worlds: Worlds) -> None:
-    def job() -> None:
-        loss_fn = cz.DistributedLoss(cz.SupCon(), static_shapes=True, check_distinct=False)
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            loss_fn(torch.full((2, 3), torch.nan), torch.arange(2))
-        loss_fn(torch.eye(3), torch.arange(3) % 2)
-        with pytest.raises(ValueError, match=r"brought \[2, 2\] rows of embeddings, labels after \[3, 3\]"):
-            loss_fn(torch.ones(2, 3), torch.arange(2))
-
-    worlds.run(2, job)
-
-
 def test_judgements_are_collected_together_or_not_at_all() -> None:
     """Complex grades are no numbers: their conversion warns, and a warning may be an error."""
     metrics = cz.metrics.RetrievalMetrics("ndcg@2")

@@ -27,7 +27,7 @@ def of_rank(names: list[str]) -> dict[str, Reads]:
     for entry in (entry for entry in ENTRIES if str(entry) in names):
         rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3, labels="mixed", seed=5))
         local = [x.split(SHARDS)[dist.get_rank()] for x in rows]
-        unchecked = Steps(entry, local, static_shapes=True, check_finite=False, check_equal=False, check_distinct=False)
+        unchecked = Steps(entry, local, check_finite=False, check_equal=False, check_distinct=False)
         off, on = (f"{len(x.reads)} / {len(x.copies)}" for x in (unchecked, Steps(entry, local)))
         found[str(entry)] = (off, on)
     return found

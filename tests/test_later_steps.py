@@ -129,7 +129,7 @@ def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:
     def job() -> list[Tensor]:
         with groups((0, 1), (2,)) as own:
             memory = cz.CrossBatchMemory(cz.InfoNCE(), 20, D, dtype=torch.float64)
-            whole = cz.DistributedLoss(memory, static_shapes=True)
+            whole = cz.DistributedLoss(memory)
             part = cz.DistributedLoss(cz.NTXent(), process_group=own)
             found = []
             for step in range(4):

@@ -182,7 +182,6 @@ def within(budget: int, loss: Function) -> Function:
 def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Function]]:
     return {
         "ours": ours(make),
-        "ours, static shapes": ours(make, static_shapes=True),
         "ours, tiled": ours(make, budget=0),
         "ours, kept": ours(make, budget=AMPLE),
         "ours, tiled, ring": ours(make, budget=0, ring=True),
@@ -357,7 +356,7 @@ _CLIP = (*_TILED_OR_NOT, "dense", "open_clip")
 _NT_XENT = (*_TILED_OR_NOT, "dense", "lightly NTXentLoss")
 _OPEN_CLIP = ("open_clip, local_loss + gather_with_grad", "open_clip, gather_with_grad")
 _RANKS = (*_TILED_OR_NOT, "ours, tiled, ring", *_OPEN_CLIP)
-_WRAPPER = ("ours", "ours, static shapes", "by hand")
+_WRAPPER = ("ours", "by hand")
 _COMPILED, _PML = ("dense, compiled",), "pml SupConLoss"
 _SUP_CON = (*_TILED_OR_NOT, _PML)
 _ROWS = ("ours", "dense", "pml")
@@ -444,9 +443,5 @@ TARGETS = [
     Target("NT-Xent, 131,072 × 128", "ours, tiled", "GB", 24, "memory"),
     *(Target(f"CLIP, {n} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
     *(Target(f"NT-Xent, {2 * n:,} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
-    *(
-        Target(f"{case}, W = 2", implementation, "by hand", 1.3)
-        for case in ("CLIP, 128 × 128", "NT-Xent, 256 × 128")
-        for implementation in ("ours", "ours, static shapes")
-    ),
+    *(Target(f"{case}, W = 2", "ours", "by hand", 1.3) for case in ("CLIP, 128 × 128", "NT-Xent, 256 × 128")),
 ]

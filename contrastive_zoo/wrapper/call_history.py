@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,6 @@ class CallHistory:
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self.has_broadcast = False
-        self.sizes: list[int] | None = None
-        """The numbers of samples of the last call, by argument; None before the first."""
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
         self._some: tuple[dict[str, torch.Size], Callable[[], list[float]]] | None = None
@@ -97,14 +95,6 @@ class CallHistory:
             if reason := next(filter(None, result), None):
                 return f"at the previous call (on accelerators values are looked at without waiting): {reason}"
         return None
-
-    def shapes_problem(self, sizes: list[int], names: Iterable[str]) -> str | None:
-        if self.sizes is None or sizes == self.sizes:
-            return None
-        return (
-            f"static_shapes=True, but this rank brought {sizes} rows of {', '.join(names)} after "
-            f"{self.sizes}. Drop the last incomplete batch, or leave static_shapes out."
-        )
 
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:

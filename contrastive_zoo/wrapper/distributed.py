@@ -131,7 +131,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
             waits for them.
         broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
             model at construction.
-        static_shapes: whether each rank passes equally many samples at every call; other numbers are refused on every rank.
         ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
             grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
             the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
@@ -192,7 +191,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_equal: bool = True,
         check_distinct: bool = True,
         broadcast_parameters: bool = False,
-        static_shapes: bool = False,
         ring: "bool | DeviceMesh" = False,
         pad_dims: Mapping[str, int | Sequence[int]] | None = None,
         shared: Collection[str] | None = None,
@@ -202,7 +200,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         watch_joins()
         flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
         flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
-        refuse_bad_options(grad_reduction, **flags, static_shapes=static_shapes)
+        refuse_bad_options(grad_reduction, **flags)
         loss = unwrapped("DistributedLoss", "loss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         if isinstance(without_ddp(loss), DistributedLoss):
@@ -220,7 +218,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.check_equal = check_equal
         self.check_distinct = check_distinct
         self.broadcast_parameters = broadcast_parameters
-        self.static_shapes = static_shapes
         roles = roles_of(loss, shared, batch_dim, pad_dims)
         self.pad_dims = roles.pad_dims or None
         self.shared = roles.shared or None

@@ -147,7 +147,6 @@ class DistributedStep:
         history.draws |= session.findings.draws
         history.keeps_state = self.modules.buffers_changed(before)
         history.calls += 1
-        history.sizes = [*statement.sizes[: len(self.rows)]]
         if self.observer is not None:
             self.observer.observe(self.modules.loss, self.rows, agreed.shards, session)
         return value
@@ -196,8 +195,6 @@ class DistributedStep:
         problem = problem or statement.problem
         if problem is None and self.session.check_finite:
             problem = first_non_finite(self.rows)
-        if self.options.static_shapes:
-            problem = problem or history.shapes_problem([*statement.sizes[: len(self.rows)]], self.rows)
         if self.observer is not None:
             problem = problem or self.observer.problem(self.rows)
         return problem or join_problem()

@@ -27,7 +27,7 @@ def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], l
     with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "TILE_BYTES", 400)  # several blocks of documents
         put = put_by(mode)
-        loss = cz.DistributedLoss(make(), static_shapes=True, check_finite=False, check_equal=False)
+        loss = cz.DistributedLoss(make(), check_finite=False, check_equal=False)
         moved = [put(rows[name]) for name in ORDER if name in rows]
         for _ in range(3):
             mode.reads.clear()
