@@ -90,9 +90,10 @@ def approximate(given: argparse.Namespace, probes: int) -> list[str]:
     queries, gallery = data(given)
     index = cz.metrics.ApproximateIndex("IVF1024,Flat", f"nprobe={probes}")
     start = time.perf_counter()
-    cz.metrics.top_k(queries, gallery, k=given.k, index=index)
+    found = cz.metrics.top_k(queries, gallery, k=given.k, index=index).indices[:500]
     seconds = time.perf_counter() - start
-    recall = cz.metrics.index_recall(queries[:500], gallery, k=given.k, index=index)
+    exact = cz.metrics.top_k(queries[:500], gallery, k=given.k).indices
+    recall = (exact[:, :, None] == found[:, None]).any(2).float().mean().item()
     title = f"`top_k`, {index.factory}, {index.parameters}, with training"
     return [title, "1", f"{seconds:.1f}", "", "", f"recall {recall:.3f}"]
 

@@ -162,7 +162,7 @@ def _(x: Any) -> None:
     x.loss_fn = DistributedDataParallel(make_loss())
 
 
-@mistake("loss parameters seeded per rank", fix="`DistributedLoss(loss, broadcast_parameters=True)`, or one seed")
+@mistake("loss parameters seeded per rank", fix="`torch.manual_seed(0)` before the loss, or DDP")
 def _(x: Any) -> None:
     """Loss parameters start from other values on each process; no message makes them equal."""
     for parameter in x.loss_fn.parameters():

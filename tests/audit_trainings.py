@@ -128,7 +128,7 @@ def _(x: Any) -> None:
 def _(x: Any) -> None:
     import pytorch_metric_learning.losses as pml
 
-    x.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double(), broadcast_parameters=True)
+    x.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double())
 
 
 # --- set-ups whose steps the script itself computes, in plain torch ------------------------------------------------------

@@ -29,7 +29,7 @@ def searched(put: Put) -> Any:
         metrics.evaluate(a, labels=put(labels)),
         metrics.recall_at_k(a, b, k=2),
         metrics.cross_modal_recall(a, b, k=[1, 2]),
-        metrics.index_recall(a, b, k=2, index=metrics.ApproximateIndex("IVF2,Flat")),
+        tuple(metrics.top_k(a, b, k=2, index=metrics.ApproximateIndex("IVF2,Flat"))),
     ]
 
 
@@ -150,7 +150,7 @@ def functions(put: Put) -> Any:
 def third_party(put: Put) -> Any:
     torch.manual_seed(0)
     x, labels = samples()
-    proxies = cz.DistributedLoss(put(losses.ProxyAnchorLoss(3, 4)), broadcast_parameters=True)
+    proxies = cz.DistributedLoss(put(losses.ProxyAnchorLoss(3, 4)))
     native = cz.DistributedLoss(losses.NTXentLoss(), prefer_native=True, grad_reduction="sum")
     return [value_and_gradients(f, [put(x), labels]) for f in (proxies, proxies, native)]
 
@@ -218,11 +218,10 @@ def sampled(put: Put) -> Any:
     return [[list(map(int, batch)) for batch in of] for of in (sampler, classes)]
 
 
-def by_group(put: Put) -> Any:
+def compared(put: Put) -> Any:
     x, labels = samples()
     values = cz.metrics.evaluate_queries(put(x), labels=put(labels), metrics=["map"])["map"].float()
-    means = cz.metrics.mean_by_group(put(values), put(labels))
-    return values, means, cz.metrics.paired_bootstrap(put(values), values / 2, resamples=20)
+    return values, cz.metrics.paired_bootstrap(put(values), values / 2, resamples=20)
 
 
 def by_torchmetrics(put: Put) -> Any:
@@ -268,7 +267,7 @@ def sentences(put: Put) -> Any:
 ENTRIES: dict[str, Callable[[Put], Any]] = {
     entry.__name__: entry
     for entry in (
-        searched, by_group, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
+        searched, compared, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
         cached, cached_module, messages, messages_of_one_rank, in_a_ring, functions, third_party, labelled_on_rank_0, padded,
         remembered_by_losses, refreshed, sampled, by_torchmetrics, sentences,
     )

@@ -305,7 +305,6 @@ def by_hand() -> dict[str, Target]:
         "cross_modal_recall": of_function(
             metrics.cross_modal_recall, {"first": Z, "second": Z, "k": [1], "labels": None}
         ),
-        "mean_by_group": of_function(metrics.mean_by_group, {"values": SHARES, "groups": LABELS}),
         "paired_bootstrap": of_function(
             metrics.paired_bootstrap,
             {"first": SHARES, "second": SHARES, "confidence": 0.9, "resamples": 9, "seed": 0},
@@ -325,7 +324,7 @@ def _names() -> dict[str, Callable[[], Target]]:
     hand = by_hand()
     left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "Difference",
                 "RefreshedNegatives", "RowLoss", "use_implementation",
-                "__version__", "plain_formulas", "index_recall", "evaluate_queries", "memory_budget"}  # fmt: skip
+                "__version__", "plain_formulas", "evaluate_queries", "memory_budget"}  # fmt: skip
     rooms = (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
     public = {name: getattr(room, name) for room in rooms for name in room.__all__}
     for name, x in public.items():

@@ -279,24 +279,6 @@ def test_a_rank_that_raises_and_goes_on_closes_the_group(name: str, splits: bool
 # --------------------------------------------------------------------------------------------------------- smaller
 
 
-def test_parameters_are_broadcast_to_a_wrapper_that_one_rank_makes_anew(worlds: Worlds) -> None:
-    def job() -> list[float]:
-        rank, found = dist.get_rank(), []
-        loss_fn = cz.DistributedLoss(
-            cz.Clip(temperature=cz.LearnableTemperature(0.1 + rank)), broadcast_parameters=True
-        )
-        for step in range(3):
-            if step == 1 and rank == 1:
-                other = cz.Clip(temperature=cz.LearnableTemperature(0.7))
-                loss_fn = cz.DistributedLoss(other, broadcast_parameters=True)
-            found += [loss_fn(rows_of(step).float(), rows_of(step + 5).float()).item(), loss_fn.temperature().item()]
-        return found
-
-    first, second = worlds.run(2, job)
-    assert first == second
-    assert first[1::2] == [pytest.approx(0.1)] * 3
-
-
 def test_the_order_of_names_does_not_matter(worlds: Worlds) -> None:
     def of_names(towers: dict[str, Tensor], **others: Any) -> Tensor:
         weight = others.pop("weight")

@@ -174,7 +174,7 @@ BETWEEN: dict[str, Mistake] = {
         for option, values in {
             "ring": (False, True),
             "grad_reduction": ("mean", "sum"),
-            "broadcast_parameters": (False, True),
+            "mode": ("replicated", "sharded"),
         }.items()
     },
     "ranks disagree on margin … 0.5 … 1.5": (

@@ -110,7 +110,7 @@ ONE, TWO = ({"w": torch.full((1,), x)} for x in (1.0, 2.0))
 BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"last_value": 1.0}, {"last_value": 1.01}, "rank 0 found 1, rank 1 found 1.01"),
     ({**SUMS, "numbers": ONE}, {**SUMS, "level": 2.0, "numbers": TWO}, "w has norm 1 on rank 0 and 2 on rank 1"),
-    (SUMS, {**SUMS, "projection": -0.5}, "the loss's parameters, buffers or settings differ between ranks. Build"),
+    (SUMS, {**SUMS, "projection": -0.5}, "the loss's parameters, buffers or settings differ between ranks. Call"),
     ({"last_value": 1.0}, {"last_value": 1.0 + 1e-7}, None),
     ({"last_value": 1.0}, {}, None),
     ({"last_value": torch.nan}, {"last_value": torch.nan}, None),

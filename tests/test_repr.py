@@ -53,7 +53,7 @@ PARTS = {
     "check_finite=False": lambda: cz.ArcFace(2, 2, check_finite=False),
 }
 OPTIONS = {"grad_reduction": "sum", "prefer_native": True, "check_finite": False, "check_equal": False,
-           "check_distinct": False, "broadcast_parameters": True, "ring": True}  # fmt: skip
+           "check_distinct": False, "ring": True}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WHOLE)

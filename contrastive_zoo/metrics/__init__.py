@@ -1,12 +1,11 @@
 """How good embeddings are, the same bits for every split over the ranks: search, retrieval metrics, pictures, a monitor."""
 
-from contrastive_zoo.metrics.comparison import Difference, mean_by_group, paired_bootstrap
+from contrastive_zoo.metrics.comparison import Difference, paired_bootstrap
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import (
     cross_modal_recall,
     evaluate,
     evaluate_queries,
-    index_recall,
     recall_at_k,
 )
 from contrastive_zoo.metrics.retrieval import RetrievalMetrics
@@ -20,8 +19,6 @@ __all__ = [
     "cross_modal_recall",
     "evaluate",
     "evaluate_queries",
-    "index_recall",
-    "mean_by_group",
     "paired_bootstrap",
     "recall_at_k",
     "top_k",

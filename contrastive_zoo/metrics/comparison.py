@@ -1,51 +1,17 @@
-"""Means of groups of queries, and how far two encoders differ beyond the choice of queries."""
+"""How far two encoders differ beyond the choice of queries."""
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.metrics.exact import means_over_ranks
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, World
-
-
-@uncompiled
-def mean_by_group(
-    values: Float[Tensor, " n"], groups: Int[Tensor, " n"], *, process_group: Processes = None
-) -> dict[int, float]:
-    """Return the mean over all ranks' queries of each group, the same bits for every split and every order of them.
-
-    Args:
-        values: of this rank's queries, from 0 to 1, as of :func:`contrastive_zoo.metrics.evaluate_queries`; NaN does not
-            count.
-        groups: one integer per query, such as its class, or its length in steps: ``torch.bucketize(length, bounds)``.
-        process_group: who holds queries.
-
-    Returns:
-        The means of all groups of all ranks, in ascending order of groups; NaN if no query counts.
-
-    Raises:
-        ValueError: on every rank alike: values outside of 0 … 1, or groups that are not one integer per value.
-
-    Examples:
-        >>> mean_by_group(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([5, 5, 2]))
-        {2: 1.0, 5: 0.5}
-    """
-    world = Session.of(World.of(process_group, "mean_by_group"), check_finite=False)
-    problem = _values_problem("values", values) or labels_problem("groups", groups, len(values))
-    agree_on_shards("mean_by_group", {"values": values, "groups": groups}, world=world, problem=problem)
-    groups, order = groups.cpu().long().sort()
-    names, sizes = groups.unique_consecutive(return_counts=True)
-    parts = values.detach().cpu().double()[order].split(sizes.tolist())
-    of_rank = {name: x.numpy() for name, x in zip(names.tolist(), parts, strict=True)}
-    everywhere = gather_rows(names, world.shards(names), world).unique().tolist()
-    return means_over_ranks({name: of_rank.get(name, np.empty(0)) for name in everywhere}, world)
 
 
 class Difference(NamedTuple):

@@ -65,7 +65,7 @@ class ApproximateIndex:
     """An index that finds most of the nearest neighbours, faster than an exact search.
 
     Every rank builds one of its own part of the gallery, so what it misses depends on how the gallery is split over ranks.
-    The scores of what it finds are exact. :func:`contrastive_zoo.metrics.index_recall` measures what it misses.
+    The scores of what it finds are exact. To measure what it misses, compare with an exact search.
 
     Args:
         factory: faiss' description, such as ``"IVF1024,Flat"`` or ``"HNSW32"``

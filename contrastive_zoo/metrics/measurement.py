@@ -1,4 +1,4 @@
-"""Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities, of an index."""
+"""Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.comparison import mean_by_group
 from contrastive_zoo.metrics.exact import means_over_ranks, prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery
 from contrastive_zoo.metrics.passes import nearest_ranking, whole_ranking
 from contrastive_zoo.metrics.ranking import Floats, Ties
 from contrastive_zoo.metrics.rounds import rounds
-from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.metrics.task import DEFAULT, Evaluation, agreed_task
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.messages import reported
@@ -133,8 +131,8 @@ def evaluate_queries(
 ) -> dict[str, Float[Tensor, " n"]]:
     """Return the metrics of each of this rank's queries, whose means over all ranks are those of :func:`evaluate`.
 
-    To compare two encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`; for a mean of each class or query length,
-    :func:`contrastive_zoo.metrics.mean_by_group`. The arguments are those of :func:`evaluate`.
+    To compare two encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`. The arguments are those of
+    :func:`evaluate`.
 
     Returns:
         The values of each metric in float64, on the CPU; NaN for a query that does not count.
@@ -279,44 +277,3 @@ def cross_modal_recall(
         values = measured("evaluate", Evaluation(*sides, ties=ties, normalize=normalize), world)
         result |= {f"{direction}@{number}": values[name] for number, name in zip(k, names, strict=True)}
     return result
-
-
-@uncompiled
-def index_recall(
-    queries: Float[Tensor, "n d"],
-    gallery: Float[Tensor, "m d"],
-    *,
-    k: int,
-    index: ApproximateIndex,
-    groups: Int[Tensor, " n"] | None = None,
-    normalize: bool = True,
-    process_group: Processes = None,
-) -> float | dict[int, float]:
-    """Return the share of the k exact nearest neighbours that an approximate index finds; with groups, that of each group.
-
-    Args:
-        queries: this rank's queries; a sample of them is enough.
-        gallery: this rank's embeddings to search in.
-        k: number of neighbours.
-        index: the index.
-        groups: one integer per query, such as its class or its length, in steps; an index may miss much of a rare class.
-            The other arguments are those of :func:`top_k`.
-
-    Raises:
-        ValueError: as :func:`top_k` and :func:`mean_by_group`.
-
-    Examples:
-        >>> rows = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
-        >>> index_recall(rows, rows, k=3, index=ApproximateIndex("HNSW32")) > 0.9
-        True
-    """
-    world = World.of(process_group, "index_recall")
-    exact, result = (
-        top_k(queries, gallery, k=k, normalize=normalize, index=how, process_group=world).indices
-        for how in (None, index)
-    )
-    of_queries = [torch.isin(x, y).double().mean() for x, y in zip(exact, result, strict=True)]
-    shares = torch.tensor(of_queries, dtype=torch.float64)
-    if groups is not None:
-        return mean_by_group(shares, groups, process_group=world)
-    return means_over_ranks({"recall": shares.numpy()}, world)["recall"]

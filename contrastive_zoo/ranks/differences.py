@@ -44,9 +44,9 @@ def numbers_difference(norms: Sequence[str]) -> str:
             )
         where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
     return (
-        f"{where}. Build the loss under the same seed on every rank, pass broadcast_parameters=True to start from rank "
-        "0's, or wrap the loss in DDP. A module that is a setting must return the same number on every rank: draw it from "
-        "a generator that is seeded alike. check_equal=False turns this check off."
+        f"{where}. Call torch.manual_seed(0) on every rank before you construct the loss, or wrap the loss in DDP: "
+        "DistributedLoss(DistributedDataParallel(loss)). A module that is a setting must return the same number on every "
+        "rank: draw it from a generator that is seeded alike. check_equal=False turns this check off."
     )
 
 

@@ -34,8 +34,6 @@ from contrastive_zoo.ranks.world import FIELDS, NUMBERS, Shards, World, exchange
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
 
-ASKS = 2  # what a rank states that asks for rank 0's parameters
-
 _REPLICABLE, _KERNELS, _DRAWS = 1, 2, 4  # bits of a rank's capabilities
 
 _IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
@@ -65,7 +63,6 @@ class Statement:
     payload: Sequence[Tensor] | None = None  # rows that may follow the header, as bytes; None where they cannot
     wrapper: int = -1  # the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper
     made: int = 0  # how many wrappers this process has made until this one
-    asks: int = 0  # whether this rank asks for rank 0's parameters: 0 where nobody may, 1 for no, 2 for yes
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,6 @@ class Agreed:
     number: int = field(default=0, repr=False)  # of this handshake among the group's
     # the number of the handshake of the wrapper's first call; −1 without a wrapper
     wrapper: int = field(default=-1, repr=False)
-    # whether some ranks, but not all, ask for rank 0's parameters: nothing else is agreed on then
-    asked: bool = field(default=False, repr=False)
 
 
 def shake_hands(statement: Statement, world: World) -> Agreed:
@@ -119,8 +114,6 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
     if -1 in received["wrapper"] and max(received["wrapper"]) > -1:  # another function than the loss of a wrapper
         refuse_out_of_step(world.caller, world)
-    if max(received["asks"]) == ASKS > min(received["asks"]) > 0:
-        return Agreed([], number=number, asked=True)
     if len(set(received["digest"])) > 1:  # only then the texts themselves are exchanged
         callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
@@ -167,7 +160,6 @@ def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
         statement.problem is not None,
-        statement.asks,
         statement.wrapper,
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),

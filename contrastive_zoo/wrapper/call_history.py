@@ -34,7 +34,6 @@ class CallHistory:
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
         self.keeps_state = False  # whether the last call changed the loss's buffers
-        self.has_broadcast = False
         self._value: Callable[[], list[float]] | None = None
         self._sums: Callable[[], StateSums] | None = None
         self._some: tuple[dict[str, torch.Size], Callable[[], list[float]]] | None = None

@@ -10,13 +10,10 @@ from typing_extensions import TypeVar
 
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import Loss, Stated
-from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, without_ddp
+from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
-from contrastive_zoo.ranks.collectives import broadcast
 from contrastive_zoo.ranks.compiling import traced_as
-from contrastive_zoo.ranks.handshake import ASKS, Statement, shake_hands
-from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
@@ -32,23 +29,11 @@ from contrastive_zoo.wrapper.options import (
     shown,
 )
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
-from contrastive_zoo.wrapper.step import ASKED, OwnStep, ThirdPartyStep
+from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep
 from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def broadcast_from_rank_0(modules: LossModules, world: World, wrapper: int = 0) -> None:
-    """Set parameters and buffers of a loss to rank 0's; ``wrapper`` is the number that ranks know it by, 0 at first."""
-    state = dict(modules.shared_state())
-    compared = {"the loss": loss_name(modules.loss), "broadcast_parameters": "True"}
-    compared |= {name: described(x) for name, x in state.items()}
-    statement = Statement(loss_name(modules.loss), compared, asks=ASKS, wrapper=wrapper)
-    while shake_hands(statement, world).asked:
-        pass  # ranks that have broadcast before are in a call, which they begin again by asking, too
-    for x in state.values():
-        x.data.copy_(broadcast(x.detach(), process_group=world))
 
 
 R = TypeVar("R", default=Any)  # what the loss returns
@@ -129,8 +114,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused, and single
             arguments of a third-party loss that are; those on an accelerator at the next call, and at the first one, which
             waits for them.
-        broadcast_parameters: whether the first call sets the loss's parameters and buffers to rank 0's, as DDP does for a
-            model at construction.
         ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
             grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
             the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
@@ -190,7 +173,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_finite: bool = True,
         check_equal: bool = True,
         check_distinct: bool = True,
-        broadcast_parameters: bool = False,
         ring: "bool | DeviceMesh" = False,
         pad_dims: Mapping[str, int | Sequence[int]] | None = None,
         shared: Collection[str] | None = None,
@@ -198,9 +180,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
     ) -> None:
         super().__init__()
         watch_joins()
-        flags = {"prefer_native": prefer_native, "check_finite": check_finite, "check_equal": check_equal}
-        flags |= {"check_distinct": check_distinct, "broadcast_parameters": broadcast_parameters}
-        refuse_bad_options(grad_reduction, **flags)
+        checks = {"check_finite": check_finite, "check_equal": check_equal, "check_distinct": check_distinct}
+        refuse_bad_options(grad_reduction, prefer_native=prefer_native, **checks)
         loss = unwrapped("DistributedLoss", "loss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         if isinstance(without_ddp(loss), DistributedLoss):
@@ -217,7 +198,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self.check_finite = check_finite
         self.check_equal = check_equal
         self.check_distinct = check_distinct
-        self.broadcast_parameters = broadcast_parameters
         roles = roles_of(loss, shared, batch_dim, pad_dims)
         self.pad_dims = roles.pad_dims or None
         self.shared = roles.shared or None
@@ -241,10 +221,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
         session, problem = self._session(bare)
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
-        if self.broadcast_parameters and not self._history.has_broadcast and session.size > 1:
-            # before a module that is a setting returns its value
-            broadcast_from_rank_0(LossModules(bare), session, self._history.wrapper)
-            self._history.has_broadcast = True
         try:
             call, compared = self._call(bare, rows, named_rows)
         except Exception as error:
@@ -267,9 +243,6 @@ class DistributedLoss(LossAttributes, Generic[R]):
             value = OwnStep(call.name, call, *step, bare, compute).compute()
         else:
             value = ThirdPartyStep(loss_name(bare), call, *step).compute()
-        if value is ASKED:
-            self._history.has_broadcast = False
-            return self(*rows, **named_rows)
         if self.grad_reduction == "sum":
             value = tree_map(lambda x: scale_gradient(x, 1 / session.size), value)
         return value

@@ -20,7 +20,7 @@ ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_di
 
 def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
     """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
-    names = "grad_reduction", "training", "broadcast_parameters"
+    names = "grad_reduction", "training"
     compared = {name: str(getattr(wrapper, name)) for name in names}
     compared |= {"ring": str(machines_of(wrapper.ring)), ROLES: str(roles)}
     return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared

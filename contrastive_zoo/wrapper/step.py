@@ -46,8 +46,6 @@ from contrastive_zoo.wrapper.roles import Counts, no_rows, stacked_views
 
 T = TypeVar("T")
 
-ASKED = object()  # in place of a value: this call begins again, after parameters and buffers have been set to rank 0's
-
 
 @dataclass
 class DistributedStep:
@@ -119,7 +117,7 @@ class DistributedStep:
         self.refuse_shape(counts)
 
     def compute(self) -> Any:
-        """What the loss returns; :data:`ASKED` if some ranks ask for rank 0's parameters first."""
+        """Return what the loss returns."""
         history, session = self.history, self.session
         try:
             statement = self._completed(self.statement())
@@ -127,8 +125,6 @@ class DistributedStep:
             refuse(self.name, f"{type(error).__name__}: {error}", world=session)
         before = self.modules.buffer_versions()
         agreed = shake_hands(statement, session)
-        if agreed.asked:
-            return ASKED
         history.wrapper = agreed.wrapper
         state_of(session.process_group).alive[agreed.wrapper] = history
         self.session = session = replace(session, opened=agreed.number)
@@ -164,7 +160,7 @@ class DistributedStep:
         if self.observer is not None:
             compared["the monitor"] = self.observer.compared()
         # errors name the first difference: another loss, then other arguments, then other options
-        first = {name: compared[name] for name in ("the loss", "broadcast_parameters", ROLES)}
+        first = {name: compared[name] for name in ("the loss", ROLES)}
         arguments = {**first, **statement.compared}
         for name in arguments.keys() & compared.keys() - first.keys():
             compared[f"the loss's {name}"] = compared.pop(name)
@@ -172,7 +168,6 @@ class DistributedStep:
         statement.problem = self._problem(statement)
         statement.last_value = history.last_value()
         statement.wrapper, statement.made = history.wrapper, history.made
-        statement.asks = int(options.broadcast_parameters)
         if options.check_equal:
             numbers = _with_names_apart(dict(self.modules.numbers()), self.computed)
             if (sums := history.state_sums(numbers)) is not None:
