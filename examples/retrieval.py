@@ -71,7 +71,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.encoder.parameters(), weight_decay=1e-4)
         self.loss_fn = cz.DistributedLoss(cz.InfoNCE(temperature=0.07))
         self.sampler = neighbour_sampler(pairs, settings.batch_size)
-        self.negatives = make_negatives(self.encoder, pairs, settings.mine_every)
+        self.negatives = torch.full((len(pairs.left), NEGATIVES), -1)
         data = TensorDataset(torch.arange(len(pairs.left)), pairs.left, pairs.right)
         self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=cz.data.CollateEmptyBatches(data[0]))
         self.position = self.sampler.state_dict(step=0)
@@ -88,7 +88,8 @@ class Training:
     def train_batch(self, index: Tensor, left: Tensor, right: Tensor) -> None:
         inputs = [self.encode(left), self.encode(right)]
         if self.step >= self.settings.mine_from:
-            self.negatives.update(self.step)
+            if (self.step - self.settings.mine_from) % self.settings.mine_every == 0:
+                self.mine()
             hard = self.pairs.right[self.negatives[index].flatten()]
             inputs.append(self.encode(hard).view(len(index), NEGATIVES, WIDTH))
         loss = self.loss_fn(*inputs)
@@ -101,21 +102,35 @@ class Training:
         self.optimizer.step()
         self.step += 1
 
+    def mine(self) -> None:
+        """Mine negatives of distant points with the current encoder; each rank encodes and searches for its part."""
+        points = torch.from_numpy(self.pairs.points)
+
+        def closeness(query: Tensor, candidate: Tensor) -> Tensor:
+            return -(points[query] - points[candidate]).norm(dim=1)
+
+        mined = cz.data.mine_hard_negatives(
+            encoded(self.encoder, self.pairs.left), encoded(self.encoder, self.pairs.right),
+            own_part(torch.arange(len(points))), num_negatives=NEGATIVES, range_max=50, sampling="random", seed=self.step,
+            guide=closeness, guide_margin=APART, output="n-tuple",
+        )  # fmt: skip
+        query, negatives = (cz.collectives.all_gather(torch.from_numpy(mined[x])) for x in ("query", "negative"))
+        self.negatives[query] = negatives
+
     def encode(self, patches: Tensor) -> Tensor:
         """Return embeddings of patches in the orientation of this step: one scene gives eight kinds of batches."""
         return self.encoder(reoriented(patches, self.step))
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state, the same on every rank."""
-        parts = {"encoder": self.encoder, "optimizer": self.optimizer, "negatives": self.negatives}
-        states = {name: x.state_dict() for name, x in parts.items()}
-        return states | {"sampler": self.position, "step": self.step}
+        states = {"encoder": self.encoder.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return states | {"negatives": self.negatives, "sampler": self.position, "step": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint of any number of processes."""
-        for name in ("encoder", "optimizer", "negatives", "sampler"):
+        for name in ("encoder", "optimizer", "sampler"):
             getattr(self, name).load_state_dict(state[name])
-        self.position, self.step = state["sampler"], state["step"]
+        self.negatives, self.position, self.step = state["negatives"], state["sampler"], state["step"]
 
 
 def neighbour_sampler(pairs: Pairs, batch_size: int) -> cz.data.HardNegativeBatchSampler:
@@ -137,20 +152,6 @@ def nearby(pairs: Pairs) -> Tensor:
     return nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1)
 
 
-def make_negatives(encoder: nn.Module, pairs: Pairs, every: int) -> cz.data.RefreshedNegatives:
-    """Return negatives of distant points, mined with the current encoder."""
-    points = torch.from_numpy(pairs.points)
-
-    def closeness(query: Tensor, candidate: Tensor) -> Tensor:
-        return -(points[query] - points[candidate]).norm(dim=1)
-
-    return cz.data.RefreshedNegatives(
-        lambda i: encoder(pairs.left[i]), lambda i: encoder(pairs.right[i]), torch.arange(len(points)),
-        corpus_size=len(points), every=every, num_negatives=NEGATIVES, range_max=50, sampling="random",
-        guide=closeness, guide_margin=APART,
-    )  # fmt: skip
-
-
 def train(start: dict[str, Any] | None = None, stop: int | None = None, settings: Settings = FULL) -> Result:
     """Train from a checkpoint and up to a step, and evaluate on all ranks; called on every rank."""
     stereo = stereo_pairs(settings.points)
@@ -170,9 +171,14 @@ def own_part(rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def encoded(encoder: nn.Module, patches: Tensor) -> Tensor:
+    """Return the embeddings of this rank's part of the patches, in chunks that fit into memory."""
+    return torch.cat([encoder(x) for x in own_part(patches).split(256)])
+
+
 def recall(encoder: nn.Module, pairs: Pairs) -> float:
     """Return the share of left patches whose nearest right patch is the right one; each rank encodes a part."""
-    return cz.metrics.recall_at_k(encoder(own_part(pairs.left)), encoder(own_part(pairs.right)))
+    return cz.metrics.recall_at_k(encoded(encoder, pairs.left), encoded(encoder, pairs.right))
 
 
 def print_table(stereo: Stereo, runs: dict[str, list[Result]]) -> None:

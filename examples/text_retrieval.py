@@ -77,15 +77,23 @@ class Training:
             lengths, chunk_tokens=settings.chunk_tokens, chunks_per_batch=settings.chunks
         )
         self.steps = sum(len(self.sampler.global_batches(epoch)) for epoch in range(settings.epochs))
-        self.negatives = cz.data.RefreshedNegatives(
-            lambda i: embed(self.encoder, self.queries[i]), lambda i: embed(self.encoder, self.documents[i]),
-            self.document_of, corpus_size=len(self.documents), every=settings.mine_every, num_negatives=1,
-            range_max=20, sampling="random", relative_margin=0.05,
+        self.negatives = torch.full((len(self.queries),), -1)
+
+    @torch.no_grad()
+    def mine(self) -> None:
+        """Mine a negative of each query with the current encoder, −1 for none; each rank searches for its part."""
+        queries, documents, positives = map(own_part, (self.queries, self.documents, self.document_of))
+        mined = cz.data.mine_hard_negatives(
+            embed(self.encoder, queries), embed(self.encoder, documents), positives, num_negatives=1, range_max=20,
+            sampling="random", seed=self.step, relative_margin=0.05,
         )  # fmt: skip
+        query, negative = (cz.collectives.all_gather(torch.from_numpy(mined[x])) for x in ("query", "negative"))
+        self.negatives.fill_(-1)[query] = negative
 
     def train_batch(self, pairs: Tensor, loss_fn: Any) -> float:
-        self.negatives.update(self.step)
-        documents, mined = self.document_of[pairs], self.negatives[pairs].flatten()
+        if self.step % self.settings.mine_every == 0:
+            self.mine()
+        documents, mined = self.document_of[pairs], self.negatives[pairs]
         owners = torch.arange(len(pairs))[mined >= 0]
         mined = mined[mined >= 0]
         rows = torch.cat([self.queries[pairs], self.documents[documents], self.documents[mined]])
@@ -99,6 +107,12 @@ class Training:
         self.optimizer.step()
         self.step += 1
         return loss.item()
+
+
+def own_part(rows: Tensor) -> Tensor:
+    """Return this rank's part of what every rank holds."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return rows.tensor_split(size)[rank]
 
 
 def embed(encoder: nn.Module, ids: Tensor) -> Tensor:
@@ -131,9 +145,8 @@ def train(data: Texts, settings: Settings = FULL, *, local: bool = False) -> Res
 @torch.no_grad()
 def evaluate(encoder: nn.Module, test: Texts) -> dict[str, float]:
     """Return the metrics of summaries that search documents; each rank encodes a part of both."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    labels = test.document_of.tensor_split(size)[rank], torch.arange(len(test.documents)).tensor_split(size)[rank]
-    queries, documents = (tokens(x).tensor_split(size)[rank] for x in (test.queries, test.documents))
+    labels = own_part(test.document_of), own_part(torch.arange(len(test.documents)))
+    queries, documents = (own_part(tokens(x)) for x in (test.queries, test.documents))
     found = embed(encoder, queries), embed(encoder, documents)
     return cz.metrics.evaluate(*found, labels=labels[0], gallery_labels=labels[1], metrics=METRICS)
 

@@ -196,19 +196,6 @@ def cached_module(put: Put) -> Any:
     return value, encoder.weight.grad, [p.grad for p in loss.parameters()]
 
 
-def table(n: int = 12) -> Tensor:
-    return torch.randn(n, 4, generator=torch.Generator().manual_seed(3))
-
-
-def refreshed(put: Put) -> Any:
-    rows = put(table())
-    negatives = cz.data.RefreshedNegatives(
-        lambda indices: rows[indices], lambda indices: rows[indices] + 0.1, torch.arange(12), corpus_size=12,
-        every=2, num_negatives=2,
-    )  # fmt: skip
-    return [negatives.update(step) for step in range(3)], negatives[torch.arange(12)]
-
-
 def sampled(put: Put) -> Any:
     x = put(samples()[0])
     wrong = put(torch.zeros(len(x), 1, dtype=torch.int64))
@@ -269,7 +256,7 @@ ENTRIES: dict[str, Callable[[Put], Any]] = {
     for entry in (
         searched, compared, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
         cached, cached_module, messages, messages_of_one_rank, in_a_ring, functions, third_party, labelled_on_rank_0, padded,
-        remembered_by_losses, refreshed, sampled, by_torchmetrics, sentences,
+        remembered_by_losses, sampled, by_torchmetrics, sentences,
     )
 }  # fmt: skip
 """What it returns is the same on a CPU and on a device, on one process and on several ranks."""

@@ -88,24 +88,6 @@ def test_the_positions_of_samplers_are_plain_numbers() -> None:
     assert sampler.step == 1
 
 
-LISTS = torch.zeros(4, 2, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [None, {}]
-    + [{"mined_at": 1, "negatives": x} for x in (LISTS[1:], LISTS + 4, LISTS.float(), LISTS.double().numpy())]
-    + [{"mined_at": -1, "negatives": LISTS}],
-    ids=range(7),
-)
-def test_wrong_negatives_are_not_loaded(state: Any) -> None:
-    mined = cz.data.RefreshedNegatives(rows, rows, torch.arange(4), corpus_size=4, every=2, num_negatives=2)
-    with pytest.raises(ValueError, match="RefreshedNegatives: "):
-        mined.load_state_dict(state)
-    assert mined.mined_at is None
-    assert mined.negatives.eq(-1).all()
-
-
 def queue_that_differs_on_one_rank() -> str | None:
     queue = cz.MemoryQueue(4, 3)
     queue.enqueue(rows(dist.get_rank())[: 2 - dist.get_rank()])

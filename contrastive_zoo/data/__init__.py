@@ -5,7 +5,6 @@ from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplic
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
 from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler, mine_hard_negatives
 from contrastive_zoo.data.miner import DistributedMiner
-from contrastive_zoo.data.refreshed import RefreshedNegatives
 from contrastive_zoo.wrapper.token_chunks import token_chunks
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "MPerClassBatchSampler",
     "NoDuplicatesBatchSampler",
     "OneDatasetBatchSampler",
-    "RefreshedNegatives",
     "TokenBatchSampler",
     "mine_hard_negatives",
     "token_chunks",

@@ -103,11 +103,6 @@ def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
 ROWS, IDS = torch.eye(4), torch.arange(4)
 
 
-def refreshed(group):
-    settings = {"corpus_size": 4, "every": 1, "num_negatives": 1, "sampling": "random", "process_group": group}
-    return cz.data.RefreshedNegatives(ROWS.__getitem__, ROWS.__getitem__, IDS, **settings).update(0)
-
-
 FAULTS = {
     "evaluate": (
         "metrics.measurement.nearest_ranking",
@@ -118,7 +113,6 @@ FAULTS = {
         "data.mining.similarities",
         lambda group: cz.data.mine_hard_negatives(ROWS, ROWS, IDS, num_negatives=1, process_group=group),
     ),
-    "RefreshedNegatives": ("data.refreshed.random_keys", refreshed),
 }
 
 
