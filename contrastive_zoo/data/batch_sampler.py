@@ -20,7 +20,6 @@ from torch.utils.data import Sampler, default_collate
 from typing_extensions import Unpack
 
 from contrastive_zoo.loss_base.state import of_size
-from contrastive_zoo.ranks.group_state import GroupState, state_of
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_problem, in_one_line, is_integer
@@ -63,13 +62,6 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
     return None
 
 
-def took_one_in_w(batches: int, losses: int, ahead: int, rows: int, samples: int, world_size: int) -> bool:
-    """Return whether losses received one in W batches of an epoch, up to those that were read ahead, and not all samples."""
-    # a loss that is called once with the embeddings of W batches gets all rows
-    is_part = 2 * world_size * rows <= (world_size + 1) * samples
-    return losses > 0 and is_part and abs(batches / world_size - losses) <= ahead < batches - losses
-
-
 class BaseBatchSampler(Sampler[list[int]], ABC):
     """Base class of batch samplers whose global batches do not depend on the world size.
 
@@ -81,7 +73,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     Iteration does not change the position, since a DataLoader reads ahead of the training. The position is set by
     :meth:`set_epoch` and :meth:`load_state_dict`. :meth:`state_dict` takes the number of batches trained.
 
-    If a trainer takes one of W batches only, the first loss after the epoch has been read raises a ValueError on every rank.
+    Every rank trains all batches that it gets. A trainer that asks for ``drop_last`` would split them over the ranks again,
+    and gets a ValueError.
 
     Construct it on every rank of the process group: ranks compare their data and settings. A
     :class:`contrastive_zoo.World` as ``process_group`` is that world's view, without messages.
@@ -155,21 +148,9 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         if (problem := weights_problem(self.rank_weights, world.size)) is not None:
             raise ValueError(f"{type(self).__name__}: {problem}")
         weights = tuple(self.rank_weights or [1.0] * world.size)
-        batches = self._of_epoch()[self.step :]
-        is_view = world.size == 1 or isinstance(self.process_group, World)
-        state = GroupState() if is_view else state_of(world.process_group)
-        before, rows_before, samples = state.handshakes, state.rows, 0
-        ahead = 0  # batches that the trainer reads before the first loss: it never has more unused
-        for batch in batches:
-            ahead += state.handshakes == before
+        for batch in self._of_epoch()[self.step :]:
             bounds = self.bounds(batch, weights)
-            part = batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
-            samples += len(part)
-            yield part
-        losses, rows = state.handshakes - before, state.rows - rows_before
-        if took_one_in_w(len(batches), losses, ahead, rows, samples, world.size):
-            reason = f"a trainer that has called losses {losses} times while it has read all {len(batches)} batches"
-            state.problem = type(self).__name__, _split_again(reason)
+            yield batch[bounds[world.rank] : bounds[world.rank + 1]].tolist()
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch, wherever iteration begins."""
@@ -246,7 +227,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """
         if World.of(self.process_group).size == 1:
             raise AttributeError(f"{type(self).__name__} has no drop_last: the last batch may be smaller.")
-        raise ValueError(f"{type(self).__name__}: {_split_again('a trainer that asks for drop_last to do so')}")
+        raise ValueError(f"{type(self).__name__}: {_SPLIT_AGAIN}")
 
     @property
     def sampler(self) -> "BaseBatchSampler":
@@ -259,14 +240,11 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         return self
 
 
-def _split_again(evidence: str) -> str:
-    return (
-        f"each rank has its part of every batch, which must not be split over the ranks again, got {evidence}. Accelerate, "
-        "Hugging Face: do not prepare the loader, or pass it through accelerate.data_loader.prepare_data_loader(loader, "
-        "accelerator.device, num_processes=1, process_index=0, put_on_device=True). Lightning: "
-        "use_distributed_sampler=False. Other trainers: let every rank train all batches of its loader; "
-        "process_group=World(rank, world_size) turns this check off."
-    )
+_SPLIT_AGAIN = (
+    "the trainer asks for drop_last, to split this sampler's batches over the ranks. They are split already. Accelerate, "
+    "Hugging Face: do not prepare the loader, or pass it through accelerate.data_loader.prepare_data_loader(loader, "
+    "accelerator.device, num_processes=1, process_index=0, put_on_device=True). Lightning: use_distributed_sampler=False."
+)
 
 
 def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:

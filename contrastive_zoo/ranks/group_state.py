@@ -13,10 +13,7 @@ class GroupState:
 
     has_sent: bool = False  # whether a message of this library has been sent
     handshakes: int = 0  # how many have been begun; equal on all ranks, since a handshake involves all of them
-    rows: int = 0  # of this rank, those of the first argument of all calls
     gathers: int = 0  # how many gathers in log₂ W rounds have been begun; equal on all ranks
-    # what this rank found between two calls, and who found it: the next handshake states it
-    problem: tuple[str, str] | None = None
     failed_at: int = -1  # the number of handshakes at which this rank itself failed last
     lost: str | None = None  # why the group cannot be used any more
     # the handshake that opened the step whose messages are sent, and the backward pass that sends them

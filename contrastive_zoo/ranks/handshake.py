@@ -96,11 +96,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
     state = state_of(world.process_group)
-    if state.problem is not None and statement.problem is None:
-        statement = replace(statement, caller=state.problem[0], problem=state.problem[1])
-        state.problem = None
     reserved, number = state.reserved, begun_handshake(world)
-    state.rows += sum(statement.sizes[:1])
     state.conversation = (number, backward_pass())
     numbers = [*statement.sizes, *statement.digests]
     unused = [0] * (NUMBERS - len(numbers))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,9 +14,8 @@ from torch.utils.data import DataLoader
 
 import contrastive_zoo as cz
 from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
-from contrastive_zoo.data.batch_sampler import took_one_in_w
 from contrastive_zoo.testing.auditing.records import listed
-from contrastive_zoo.testing.worlds import RankError, Worlds
+from contrastive_zoo.testing.worlds import Worlds
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
 """The last batch of an epoch has one sample, so rank 1 of 2 has none."""
@@ -160,88 +157,11 @@ def split_again(rank: int) -> list[int]:
 def test_a_trainer_that_would_split_each_part_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     for rank in range(2):
-        with pytest.raises(ValueError, match=r"GlobalBatchSampler: each rank has its part .* num_processes=1"):
+        with pytest.raises(ValueError, match=r"GlobalBatchSampler: the trainer asks for drop_last, .* num_processes=1"):
             split_again(rank)
     assert not hasattr(GlobalBatchSampler(24, batch_size=6, process_group=cz.World()), "drop_last")
     monkeypatch.setattr(BaseBatchSampler, "drop_last", False)
     assert len(split_again(0) + split_again(1)) < 24
-
-
-def trained(way: str) -> int:
-    """Return how many steps this rank takes in two epochs, by a trainer that gets its batches in some way."""
-    torchrun_variables()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sampler = GlobalBatchSampler(48, batch_size=6, process_group=cz.World(rank, size) if "unchecked" in way else None)
-    loader: Any = DataLoader(torch.arange(48.0), batch_sampler=sampler)  # type: ignore[arg-type]  # as above
-    if way == "dispatch":
-        from accelerate import Accelerator
-        from accelerate.utils import DataLoaderConfiguration
-
-        loader = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(loader)
-    of_epoch: dict[str, Callable[[], Iterable[Tensor]]] = {
-        "every second batch": lambda: itertools.islice(loader, rank, None, size),
-        "every second batch, unchecked": lambda: itertools.islice(loader, rank, None, size),
-        "reads all, trains half": lambda: list(loader)[:4],
-        "a loss of every two batches": lambda: (torch.cat(pair) for pair in zip(*[iter(loader)] * 2, strict=True)),
-    }
-    loss, steps = cz.DistributedLoss(cz.NTXent()), 0
-    for _ in range(2):
-        for batch in of_epoch.get(way, lambda: loader)():
-            z = torch.stack([batch.cos(), batch.sin()], 1).requires_grad_()
-            loss(z, z + 1).backward()
-            steps += 1
-    return steps
-
-
-def test_an_epoch_of_which_losses_received_one_batch_in_w_is_refused_on_every_rank(own: Worlds) -> None:
-    pytest.importorskip("accelerate")
-    for way in ("every second batch", "dispatch"):  # of the second only rank 0 reads its loader
-        with pytest.raises(
-            RankError, match=r"each rank has its part .* called losses \d times while it has read all 8"
-        ):
-            own.run(2, quietly, trained, way)
-
-
-def test_an_epoch_that_is_trained_or_left_early_is_accepted(own: Worlds) -> None:
-    steps = {
-        "all": 16,
-        "reads all, trains half": 8,
-        "every second batch, unchecked": 8,
-        "a loss of every two batches": 8,
-    }
-    assert {way: own.run(2, trained, way) for way in steps} == {way: [count] * 2 for way, count in steps.items()}
-
-
-EPOCHS_READ = [
-    # batches, losses, read ahead, rows, samples, W
-    ((8, 4, 2, 24, 48, 2), True),  # every second batch, on rank 1
-    ((9, 4, 2, 24, 54, 2), True),  # the last one is the other rank's
-    ((8, 8, 1, 48, 48, 2), False),  # all of them
-    ((8, 4, 8, 24, 48, 2), False),  # all are read first, and half of them trained
-    ((8, 4, 2, 48, 48, 2), False),  # a loss of every two batches
-    ((8, 6, 1, 36, 48, 2), False),  # neither: the others were skipped
-    ((8, 0, 8, 0, 48, 2), False),  # an epoch without a loss
-]
-
-
-def test_what_losses_received_is_told_by_counts_and_each_part_of_the_condition_matters() -> None:
-    def tells(condition: Any) -> bool:
-        return all(condition(*counts) == refused for counts, refused in EPOCHS_READ)
-
-    def without(**fixed: int) -> Any:
-        names = ("batches", "losses", "ahead", "rows", "samples", "world_size")
-        return lambda *counts: took_one_in_w(**{**dict(zip(names, counts, strict=True)), **fixed})
-
-    assert tells(took_one_in_w)
-    for mistake in (
-        without(ahead=0),  # nothing is read ahead
-        without(rows=0),  # rows are not counted
-        lambda batches, losses, ahead, rows, *of: took_one_in_w(
-            batches, losses, min(ahead, 3), rows, *of
-        ),  # a constant
-        lambda batches, losses, ahead, rows, samples, size: 0 < losses < batches - ahead and 2 * rows < 2 * samples,
-    ):
-        assert not tells(mistake)
 
 
 def test_lightning(own: Worlds) -> None:
