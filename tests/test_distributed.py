@@ -242,7 +242,7 @@ def test_a_value_that_differs_between_ranks_is_noticed(name: str, world_size: in
         loss(z(), y())
         loss(z(), y())
 
-    refused(worlds, world_size, bad, f"{words} … same seed … DDP … check_equal=False")
+    refused(worlds, world_size, bad, f"{words} … torch.manual_seed(0) … DDP … check_equal=False")
 
 
 def test_it_can_be_turned_off_and_equal_values_are_no_alarm(worlds: Worlds) -> None:

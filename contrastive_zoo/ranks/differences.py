@@ -14,10 +14,10 @@ def values_difference(values: Sequence[float], tolerance: float) -> str | None:
         if not both_nan and not math.isclose(value, values[0], rel_tol=tolerance**0.5, abs_tol=tolerance):
             return (
                 f"its last value came out differently on two ranks that computed it from the same rows: rank 0 found "
-                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, build it under the same seed "
-                "on every rank or wrap it in DDP. If it draws from a generator of its own, seed that alike (torch's, "
-                "NumPy's and Python's global ones are shared already). If its operations are not deterministic, call "
-                "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
+                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, call torch.manual_seed(0) "
+                "on every rank before you construct it, or wrap it in DDP. If it draws from a generator of its own, seed "
+                "that alike (torch's, NumPy's and Python's global ones are shared already). If its operations are not "
+                "deterministic, call torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
             )
     return None
 
