@@ -174,7 +174,6 @@ BETWEEN: dict[str, Mistake] = {
         for option, values in {
             "ring": (False, True),
             "grad_reduction": ("mean", "sum"),
-            "mode": ("replicated", "sharded"),
         }.items()
     },
     "ranks disagree on margin … 0.5 … 1.5": (
