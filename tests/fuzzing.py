@@ -256,7 +256,7 @@ def by_hand() -> dict[str, Target]:
     return {
         "CrossBatchMemory": labelled(cz.CrossBatchMemory, loss=cz.SupCon(), size=8, embedding_size=3),
         "DistributedLoss": labelled(
-            cz.DistributedLoss, loss=cz.SupCon(), miner=None, mode="replicated", grad_reduction="mean", **options
+            cz.DistributedLoss, loss=cz.SupCon(), miner=None, grad_reduction="mean", **options
         ),
         "DistributedMiner": labelled(data.DistributedMiner, miner=lambda rows, labels: (labels, labels, labels)),
         "WeightedSum": labelled(cz.WeightedSum, losses=[cz.SupCon(), cz.Triplet()], weights=None),
