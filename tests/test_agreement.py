@@ -118,23 +118,23 @@ def test_what_tells_ranks_apart_by_its_name_is_no_difference(worlds: Worlds) -> 
 class Powered(nn.Module):
     """A loss whose attribute has the name of an option, and whose parameter has that of an argument."""
 
-    def __init__(self, static_shapes: str, scale: float) -> None:
+    def __init__(self, grad_reduction: str, scale: float) -> None:
         super().__init__()
-        self.static_shapes, self.scale = static_shapes, nn.Parameter(torch.tensor(scale, dtype=torch.float64))
+        self.grad_reduction, self.scale = grad_reduction, nn.Parameter(torch.tensor(scale, dtype=torch.float64))
 
     def forward(self, embeddings: Tensor, scale: Tensor) -> Tensor:
         return (scale * self.scale * embeddings).square().sum()
 
 
 @pytest.mark.parametrize(
-    ("difference", "words"), [({"static_shapes": "b"}, "the loss's static_shapes"), ({"scale": 3.0}, "parameters")]
+    ("difference", "words"), [({"grad_reduction": "b"}, "the loss's grad_reduction"), ({"scale": 3.0}, "parameters")]
 )
 def test_a_name_that_an_option_or_an_argument_has_hides_nothing(
     difference: dict[str, Any], words: str, worlds: Worlds
 ) -> None:
     def bad() -> None:
         rank = dist.get_rank()
-        loss = Powered(**{"static_shapes": "a", "scale": 2.0, **(difference if rank else {})})
+        loss = Powered(**{"grad_reduction": "a", "scale": 2.0, **(difference if rank else {})})
         cz.DistributedLoss(loss)(numbers(3, 2, seed=rank), torch.tensor(0.5))
 
     refused(worlds, 2, bad, words)
