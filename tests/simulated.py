@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from contrastive_zoo.engine import anchor_block
-from contrastive_zoo.loss_base import loss_modules
-from contrastive_zoo.ranks import devices
+from contrastive_zoo.ranks import devices, fingerprint
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper import call_history
 
@@ -187,7 +186,7 @@ def device(name: str = "ipu:0", *, float64: bool = True) -> Iterator[Simulated]:
     mode = Simulated(name, float64=float64)
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(sys.modules[__name__], "_modes", [*_modes, mode])
-        for module in (call_history, loss_modules):  # there is no event of this device
+        for module in (call_history, fingerprint):  # there is no event of this device
             patch.setattr(module, "read_later", mode.read_later)
         patch.setattr(anchor_block, "read_later", functools.partial(mode.read_later, waits=True))
         kind, generator = name.split(":")[0], SimpleNamespace(get_rng_state=lambda _=None: torch.get_rng_state())

@@ -12,6 +12,7 @@ from torch import Tensor
 from contrastive_zoo.engine.implementation import is_dense, is_small_batch
 from contrastive_zoo.engine.tiling import tile_bytes
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
+from contrastive_zoo.ranks.devices import has_float64
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,13 +147,6 @@ def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = rows[0]
     height = max(1, tile_bytes(first) // 4 // max(1, first[:1].nbytes))
     return zip(*(x.split(height) for x in rows), strict=True)
-
-
-def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64: MPS does not, and some XPUs do not."""
-    if device.type == "xpu" and torch.xpu.is_available():
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

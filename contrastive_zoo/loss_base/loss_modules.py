@@ -2,24 +2,19 @@
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
-from operator import itemgetter
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
-from contrastive_zoo.engine.precision import has_float64, sum_dtype
 from contrastive_zoo.loss_base.loss import Loss, has_user_code
-from contrastive_zoo.ranks.devices import read_later
 from contrastive_zoo.ranks.row_checks import in_one_line
 
 _NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text is one line
@@ -28,9 +23,6 @@ _OF_RANKS = frozenset({"rank", "local_rank", "global_rank", "is_main", "is_main_
 """Names under which code keeps what tells ranks apart on purpose."""
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-
-_CHUNK = 2**20
-"""Numbers that are projected at a time: a fixed direction as long as a million classes' weights is never held."""
 
 
 class LossModules:
@@ -134,69 +126,6 @@ def is_third_party(kind: Any) -> bool:
 @functools.cache
 def _extends_this_library(kind: type) -> bool:
     return any(base.__module__.startswith("contrastive_zoo.") for base in kind.__mro__)
-
-
-@dataclass(frozen=True)
-class StateSums:
-    """Any number of tensors as one number or two, for ranks to compare."""
-
-    # Σ log(0.001 + size) over the tensors, in the order of their names, with weights between 1 and 2. The size of a
-    # tensor x is 1.5 · |x| + x·v for a fixed unit vector v, so that a sign counts, too; of a large tensor, x·v is
-    # that of some of its numbers. A tensor that grows by a share changes the level by about that share.
-    level: float = 0.0
-    # Σ x·w with a fixed vector w for all numbers, as a share of the sizes, at calls that look closely
-    projection: float | None = None
-
-    @classmethod
-    def of(cls, numbers: Mapping[str, Tensor], *, closely: bool) -> "Callable[[], StateSums]":
-        """Start to sum up; the result returns the sums."""
-        tensors = [x.detach() for _, x in sorted(numbers.items(), key=itemgetter(0)) if x.numel()]
-        if all(x.is_cpu for x in tensors) and not closely:
-            sizes = [1.5 * abs(x.item()) + x.item() if x.numel() == 1 else _size(x).item() for x in tensors]
-            return lambda: cls(_level(sizes))
-        device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
-        dtype = torch.float64 if has_float64(device) else torch.float32
-        sums = [f(x).to(device, dtype) for f in (_size, _projection)[: 1 + closely] for x in tensors]
-        read = read_later(torch.stack(sums)) if sums else list
-
-        def finished() -> "StateSums":
-            numbers = read()
-            sizes, projections = numbers[: len(tensors)], numbers[len(tensors) :]
-            return cls(_level(sizes), sum(projections) / math.hypot(_LEAST, *sizes) if closely else None)
-
-        return finished
-
-
-_LEAST = 1e-3  # differences of sizes below it count as they are, not as a share
-
-_SAMPLE = 2**14  # numbers of a tensor whose signs and order count at every call
-
-
-def _level(sizes: Sequence[float]) -> float:
-    return sum((1 + index / len(sizes)) * math.log(_LEAST + size) for index, size in enumerate(sizes))
-
-
-def _size(x: Tensor) -> Tensor:
-    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    sample = x.flatten()[:: x.numel() // _SAMPLE + 1]
-    # not `@`, which rounds in autocast
-    return 1.5 * vector_norm(x) + (sample * _unit_vector(len(sample), x.dtype, x.device)).sum()
-
-
-@functools.lru_cache(maxsize=64)
-def _unit_vector(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    vector = torch.arange(1, count + 1, device=device, dtype=dtype).sin_()
-    return vector / vector_norm(vector)
-
-
-def _projection(x: Tensor) -> Tensor:
-    """On a direction that any rank can make again, a piece at a time."""
-    flat, dtype = x.flatten(), sum_dtype(x)
-    total = torch.zeros((), dtype=dtype, device=x.device)
-    for start, part in zip(range(0, len(flat), _CHUNK), flat.split(_CHUNK), strict=True):
-        direction = torch.arange(start, start + len(part), dtype=dtype, device=x.device).add_(1).sin_()
-        total += (direction * part).sum()
-    return total
 
 
 def _is_count(x: Tensor) -> bool:

@@ -31,6 +31,13 @@ def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[An
     return tuple(map(moved, args)), {name: moved(x) for name, x in named.items()}
 
 
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: MPS does not, and some XPUs do not."""
+    if device.type == "xpu" and torch.xpu.is_available():
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
 def float32_matmuls() -> str:
     """Return how a GPU multiplies float32, ``"tf32"`` or ``"ieee"``, by torch's older setting or the newer."""
     matmuls: Any = torch.backends.cuda.matmul

@@ -22,34 +22,6 @@ def values_difference(values: Sequence[float], tolerance: float) -> str | None:
     return None
 
 
-def numbers_differ(sums: Sequence[float], bound: float) -> bool:
-    """Whether what some rank's loss computes with differs from rank 0's, given a sum of it and how far sums may differ."""
-    return math.isfinite(sum(sums)) and any(abs(x - sums[0]) > bound for x in sums)
-
-
-def numbers_difference(norms: Sequence[str]) -> str:
-    """Which parameter, buffer or setting differs, given each rank's lines of name and norm."""
-    by_rank = [dict(line.split("|", 1) for line in text.splitlines()) for text in norms]
-    pairs = [(rank, name) for name in by_rank[0] for rank in range(1, len(by_rank))]
-    differ = [(rank, name) for rank, name in pairs if by_rank[rank].get(name) != by_rank[0][name]]
-    where = "the loss's parameters, buffers or settings differ between ranks"
-    if differ:
-        rank, name = differ[0]
-        if name.startswith("the shared "):
-            return (
-                f"{name} differs between ranks: its numbers have norm {by_rank[0][name]} on rank 0 and "
-                f"{by_rank[rank].get(name)} on rank {rank}. Every rank computes with its own: pass the same tensor on every "
-                "rank, such as a queue of gathered embeddings, or leave it out of shared if it holds each rank's own rows. "
-                "check_equal=False turns this check off."
-            )
-        where += f": {name} has norm {by_rank[0][name]} on rank 0 and {by_rank[rank].get(name)} on rank {rank}"
-    return (
-        f"{where}. Call torch.manual_seed(0) on every rank before you construct the loss, or wrap the loss in DDP: "
-        "DistributedLoss(DistributedDataParallel(loss)). A module that is a setting must return the same number on every "
-        "rank: draw it from a generator that is seeded alike. check_equal=False turns this check off."
-    )
-
-
 SAME_TENSOR_DIFFERS = (
     "ranks disagree on which arguments are one tensor: some rank passed the same tensor twice where another passed two. "
     "A loss may compare a tensor with itself in another way than with a copy: pass the arguments alike on every rank."

@@ -21,11 +21,10 @@ from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.differences import (
     SAME_TENSOR_DIFFERS,
     combined,
-    numbers_differ,
-    numbers_difference,
     statements_difference,
     values_difference,
 )
+from contrastive_zoo.ranks.fingerprint import levels_differ, state_difference, state_lines
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.row_checks import tolerance
@@ -48,10 +47,9 @@ class Statement:
     sizes: Sequence[int] = ()  # numbers of samples; ranks with equal ``compared`` state equally many
     problem: str | None = None  # an error in this rank's input; None if there is none
     last_value: float | None = None  # the value of an earlier step, if it must be equal on every rank
-    level: float | None = None  # a number of everything numeric that the loss computes with; None if it is not compared
-    projection: float | None = None  # of the same on a fixed direction, at calls that look closely
-    numbers: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that these were made of, for the error
-    digests: Sequence[int] = ()  # of some numbers of each argument; 0 where they are not compared
+    level: float | None = None  # of everything numeric that the loss computes with; None if it is not compared
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that the level was made of, for the error
+    digests: Sequence[int] = ()  # of each argument; 0 where they are not compared
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
@@ -73,7 +71,7 @@ class Agreed:
     replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
     kernels: Sequence[bool] = (False,)  # by rank, whether Triton kernels can compute the loss there
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
-    digests: Sequence[tuple[int, ...]] = ()  # of some numbers of each argument, by rank
+    digests: Sequence[tuple[int, ...]] = ()  # of each argument, by rank
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
     number: int = field(default=0, repr=False)  # of this handshake among the group's
     # the number of the handshake of the wrapper's first call; −1 without a wrapper
@@ -159,7 +157,7 @@ def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
         statement.wrapper,
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
-        *map(_to_bits, (statement.last_value, statement.level, statement.projection)),
+        *map(_to_bits, (statement.last_value, statement.level)),
         statement.same,
         _REPLICABLE * statement.replicable + _KERNELS * statement.kernels + _DRAWS * statement.draws,
         payload,
@@ -185,16 +183,12 @@ def _differ(bits: Sequence[int]) -> bool:
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if values, parameters or identical arguments differ between ranks."""
-    values, levels, projections = (received[name] for name in ("last value", "level", "projection"))
+    values, levels = received["last value"], received["level"]
     if _differ(values) and (difference := values_difference(_from_bits(values), statement.tolerance)):
         raise ValueError(f"{statement.caller}: {difference}")
-    most = max(statement.tolerance, tolerance(statement.numbers.values())) ** 0.5
-    of_level = most * max(1, len(statement.numbers)) ** 0.5
-    bounded = (levels, of_level), (projections, most)
-    if any(_differ(bits) and numbers_differ(_from_bits(bits), bound) for bits, bound in bounded):
-        norms = {name: float(x.detach().double().norm()) for name, x in statement.numbers.items()}
-        texts = world.exchange_text("\n".join(f"{name}|{x:.9g}" for name, x in norms.items()))
-        raise ValueError(f"{statement.caller}: {numbers_difference(texts)}")
+    most, state = max(statement.tolerance, tolerance(statement.state.values())), statement.state
+    if _differ(levels) and levels_differ(_from_bits(levels), len(state), most):
+        raise ValueError(f"{statement.caller}: {state_difference(world.exchange_text(state_lines(state)))}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
 

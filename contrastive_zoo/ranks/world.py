@@ -297,12 +297,12 @@ def alone() -> bool:
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
 # a rank in one meets a rank in the other, and all of them hear it.
 FIELDS = (
-    "backward", "number", "problem", "wrapper", "made", "digest", "last value", "level", "projection", "same",
+    "backward", "number", "problem", "wrapper", "made", "digest", "last value", "level", "same",
     "capabilities", "bytes",
 )  # fmt: skip
 """Header fields before numbers of arguments, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 
-NUMBERS = 25  # of arguments, their sizes and digests, that fit into a header; further ones take a message of their own
+NUMBERS = 26  # of arguments, their sizes and digests, that fit into a header; further ones take a message of their own
 
 _HEADER = struct.Struct(f"{len(FIELDS) + NUMBERS}q")
 

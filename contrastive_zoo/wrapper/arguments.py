@@ -1,6 +1,5 @@
 """The arguments of one call: which of them are rows, how they are compared between ranks, and how they are gathered."""
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -159,42 +158,6 @@ def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
 
 
 _COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits as an int64 has for them
-
-_ROWS, _COLUMNS = 16, 64  # of a tensor, how many a fingerprint of some numbers looks at
-
-
-def as_matrix(rows: Tensor) -> Tensor:
-    return rows.detach().reshape(len(rows), -1)
-
-
-def some_numbers(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Evenly spaced rows and columns of the floating-point rows, by name."""
-    floating = {name: as_matrix(x) for name, x in rows.items() if x.is_floating_point() and x.numel()}
-    return {name: x[:: max(1, len(x) // _ROWS)][:, :: max(1, x.shape[1] // _COLUMNS)] for name, x in floating.items()}
-
-
-ROWS_DIFFER, NO_MASK, NO_WEIGHTS = 1, 2, 4
-"""Bits of a fingerprint. One row, and rows that are all the same, as of a collapsed encoder, may well be equal on all ranks,
-and so may masks of 0 and 1. Numbers that repeat no more often than those of embeddings do are no weights or targets."""
-
-
-def fingerprint(x: Tensor) -> int:
-    """A digest of one argument's numbers, [n, d] on the host, with the bits of what they look like."""
-    some = x.flatten()[:_COLUMNS].tolist()
-    different = set(some)
-    bits = ROWS_DIFFER * (len(x) > 1 and not torch.equal(x[:1].expand_as(x), x))
-    bits |= NO_MASK * (not different <= {0.0, 1.0}) | NO_WEIGHTS * (x.shape[1] > 1 and 2 * len(different) > len(some))
-    return int.from_bytes(hashlib.blake2b(flat_bytes(x).numpy().tobytes(), digest_size=7).digest(), "big") << 3 | bits
-
-
-_SHARED_NUMBERS = 1024
-"""Of a shared tensor, how many ranks compare at least; they are as many of a queue that each rank fills by itself."""
-
-
-def some_of_shared(x: Tensor) -> Tensor:
-    """Evenly spaced numbers; an odd stride, as an even one might look at a single column."""
-    largest = x.numel() // _SHARED_NUMBERS
-    return x.detach().reshape(-1)[:: max(1, largest - 1) | 1]
 
 
 def _kind(x: Tensor) -> str:

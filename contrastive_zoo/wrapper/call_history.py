@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.engine.precision import sum_dtype
-from contrastive_zoo.loss_base.loss_modules import StateSums
-from contrastive_zoo.ranks.devices import ValueCheck, read_later
+from contrastive_zoo.ranks.devices import ValueCheck, on_cpu, read_later
+from contrastive_zoo.ranks.fingerprint import Fingerprint, fingerprint
 from contrastive_zoo.ranks.session import Session
-from contrastive_zoo.wrapper.arguments import some_numbers
-
-EVERY_NTH_CALL = 64
-"""Numbers of the loss are compared by their norms at every call, and by their projections, too, at every 64th."""
 
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
@@ -35,13 +31,12 @@ class CallHistory:
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._value: Callable[[], list[float]] | None = None
-        self._sums: Callable[[], StateSums] | None = None
-        self._some: tuple[dict[str, torch.Size], Callable[[], list[float]]] | None = None
+        self._fingerprint: Callable[[], Fingerprint] | None = None
         self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        pending: dict[str, Any] = {"_value": None, "_sums": None, "_some": None, "_checks": []}
+        pending: dict[str, Any] = {"_value": None, "_fingerprint": None, "_checks": []}
         return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
 
     def remember_value(self, value: Any) -> None:
@@ -57,26 +52,15 @@ class CallHistory:
         value, self._value = self._value, None
         return None if value is None else sum(value())
 
-    def state_sums(self, numbers: Mapping[str, Tensor]) -> StateSums | None:
-        """The sums of everything numeric; those of the previous call if some of it is on an accelerator."""
-        due, self._sums = self._sums, StateSums.of(numbers, closely=self.calls % EVERY_NTH_CALL == 0)
-        if all(x.is_cpu for x in numbers.values()):
-            due, self._sums = self._sums, None
-        return None if due is None else due()
-
-    def some_numbers(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Some numbers of the rows, on the host; where some are on an accelerator, those of the last call."""
-        numbers = some_numbers(rows)
-        if all(x.is_cpu for x in numbers.values()):
-            return numbers
-        due, device = self._some, next(x.device for x in numbers.values() if not x.is_cpu)
-        shapes = {name: x.shape for name, x in numbers.items()}
-        self._some = shapes, read_later(torch.cat([x.to(device).float().flatten() for x in numbers.values()]))
-        if due is None and self.calls:
-            return {}
-        shapes, read = due or self._some  # the first call waits
-        parts = torch.tensor(read()).split([shape.numel() for shape in shapes.values()])
-        return {name: x.view(shape) for x, (name, shape) in zip(parts, shapes.items(), strict=True)}
+    def fingerprint(self, state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Fingerprint:
+        """The fingerprint of this call; that of the previous one if some numbers are on an accelerator."""
+        now = fingerprint(state, rows)
+        if all(map(on_cpu, [*rows.values(), *(state or {}).values()])):
+            return now()
+        due, self._fingerprint = self._fingerprint, now
+        if due is None:  # the first call waits
+            due = Fingerprint if self.calls else now
+        return due()
 
     def look_later(self, checks: Sequence[ValueCheck]) -> None:
         """Start to copy the numbers of this call's checks, all in one copy from a device, for the next call."""

@@ -109,8 +109,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_finite: whether embeddings with NaN or infinite values are refused. On an accelerator they are looked for
             without waiting, and refused at the next call, and so are other wrong values, such as labels that are no
             classes. False leaves out all checks of values on an accelerator.
-        check_equal: whether ranks compare the loss's parameters and buffers at the first call and at every 64th, and the
-            value of a loss that every rank computes at the first 8 calls and at every 64th. It costs no extra message.
+        check_equal: whether ranks compare, at every call, the loss's parameters and buffers, and the last value of a loss
+            that every rank computes. It costs no extra message.
         check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused, and single
             arguments of a third-party loss that are; those on an accelerator at the next call, and at the first one, which
             waits for them.
@@ -142,8 +142,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             on one rank's embeddings, or passed although there is a miner; a previous value that differs between ranks;
             ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
             that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that
-            are equal on every rank while other arguments differ, equal weights that count otherwise than all other
-            arguments, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
+            are equal on every rank while other arguments differ, equal weights whose number is that of no other
+            argument, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
             group that it holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 

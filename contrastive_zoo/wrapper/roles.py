@@ -125,18 +125,10 @@ def _covers(name: str, path: str) -> bool:
 Counts = Mapping[str, Sequence[int]]  # the number of samples on each rank, by argument
 
 
-def no_rows(counts: Counts, equal: Mapping[str, bool]) -> list[str]:
-    """Which of the arguments that are equal on every rank are no rows, given whether each looks like embeddings.
-
-    Embeddings differ between ranks. Weights and targets may well be equal: only those that count otherwise than any other
-    argument, such as weights of classes, are no rows.
-    """
-    result = []
-    for path, looks_like_embeddings in equal.items():
-        others = [sizes for other, sizes in counts.items() if other != path]
-        if looks_like_embeddings or (others and not any(_counts_alike(counts[path], sizes) for sizes in others)):
-            result.append(path)
-    return result
+def has_own_count(path: str, counts: Counts) -> bool:
+    """Return whether an argument pairs with no other one: neither has k rows for each row of the other."""
+    others = [sizes for other, sizes in counts.items() if other != path]
+    return bool(others) and not any(_counts_alike(counts[path], sizes) for sizes in others)
 
 
 def _counts_alike(sizes: Sequence[int], others: Sequence[int]) -> bool:

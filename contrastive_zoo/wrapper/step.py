@@ -19,6 +19,7 @@ from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.compiling import gradients_are_computed
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
 from contrastive_zoo.ranks.differences import GATHERED_BEFORE, failing_together
+from contrastive_zoo.ranks.fingerprint import DISTINCT, REPEATED, equal_arguments
 from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
 from contrastive_zoo.ranks.messages import report
@@ -28,21 +29,15 @@ from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.arguments import (
-    NO_MASK,
-    NO_WEIGHTS,
-    ROWS_DIFFER,
-    as_matrix,
     device_of,
-    fingerprint,
     gathered_rows,
     payload_of,
-    some_of_shared,
 )
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.options import ROLES
-from contrastive_zoo.wrapper.roles import Counts, no_rows, stacked_views
+from contrastive_zoo.wrapper.roles import Counts, has_own_count, stacked_views
 
 T = TypeVar("T")
 
@@ -97,23 +92,13 @@ class DistributedStep:
     def refuse(self, agreed: Agreed) -> None:
         """Refuse, before the loss is computed, what is equal on all ranks and is no samples of each."""
         counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
-        digests = dict(zip(self.rows, agreed.digests, strict=True))
-        equal = {path: of[0] for path, of in digests.items() if of[0] and len({*of}) == 1}
-        are_all = len(equal) == sum(map(any, agreed.digests)) and any(x & ROWS_DIFFER for x in equal.values())
-        unclear = [
-            path for path in self.without_role & equal.keys() if equal[path] & ROWS_DIFFER and equal[path] & NO_MASK
-        ]
-        suspects = no_rows(counts, {path: bool(equal[path] & NO_WEIGHTS) for path in equal if path in unclear})
-        if are_all or suspects:
-            # some numbers of these are equal on all ranks; only then all are compared
-            whole = [fingerprint(as_matrix(x)) if on_cpu(x) else 0 for x in map(self.rows.__getitem__, equal)]
-            of_ranks = zip(*self.session.exchange(whole), strict=True)
-            same = [path for path, of_path in zip(equal, of_ranks, strict=True) if len({*of_path}) == 1]
-            if are_all and len(same) == len(equal):
-                raise ValueError(f"{self.name}: {GATHERED_BEFORE}")
-            for path in suspects:
-                if path in same:
-                    raise ValueError(f"{self.name}: {_EQUAL.format(path=path, quoted=repr(path))}")
+        equal, are_all = equal_arguments([*self.rows], agreed.digests)
+        if are_all:
+            raise ValueError(f"{self.name}: {GATHERED_BEFORE}")
+        for path, numbers in equal.items():
+            is_shared = numbers == DISTINCT or (numbers == REPEATED and has_own_count(path, counts))
+            if is_shared and path in self.without_role:
+                raise ValueError(f"{self.name}: {_EQUAL.format(path=path, quoted=repr(path))}")
         self.refuse_shape(counts)
 
     def compute(self) -> Any:
@@ -168,18 +153,13 @@ class DistributedStep:
         statement.problem = self._problem(statement)
         statement.last_value = history.last_value()
         statement.wrapper, statement.made = history.wrapper, history.made
-        if options.check_equal:
-            numbers = _with_names_apart(dict(self.modules.numbers()), self.computed)
-            if (sums := history.state_sums(numbers)) is not None:
-                statement.level, statement.projection = sums.level, sums.projection
-                statement.numbers = numbers
-        some: Mapping[str, Tensor] = {}
-        if options.check_distinct and statement.problem is None:
-            # sharded class weights differ between ranks in any case
-            some = history.some_numbers(
-                {name: x for name, x in self.rows.items() if not name.startswith("class weights")}
-            )
-        statement.digests = [fingerprint(some[name]) if name in some else 0 for name in self.rows]
+        state = _with_names_apart(dict(self.modules.numbers()), self.computed) if options.check_equal else None
+        compares_rows = options.check_distinct and statement.problem is None
+        # sharded class weights differ between ranks in any case
+        rows = {name: x for name, x in self.rows.items() if compares_rows and not name.startswith("class weights")}
+        now = history.fingerprint(state, rows)
+        statement.level, statement.state = now.level, state or {}
+        statement.digests = [now.digests.get(name, 0) for name in self.rows]
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
@@ -268,7 +248,7 @@ class ThirdPartyStep(DistributedStep):
     @property
     def computed(self) -> Mapping[str, Tensor]:
         leaves = self.call.inputs.leaves.items()
-        shared = {f"the shared {path}": some_of_shared(x) for path, x in self.call.inputs.shared.items()}
+        shared = {f"the shared {path}": x for path, x in self.call.inputs.shared.items()}
         return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim == 0} | shared
 
     @property
@@ -281,9 +261,9 @@ class ThirdPartyStep(DistributedStep):
         shapes = {path: x.shape for path, x in self.rows.items()}
         if (views := stacked_views(shapes, counts, self.without_role)) is not None:
             raise ValueError(
-                f"{self.name}: {views} {[*shapes[views]]} counts otherwise than the other arguments, as a stack of views "
-                f"does: its dimension 1 has their {shapes[views][1]} samples. Pass DistributedLoss(loss, batch_dim="
-                f"{{{views!r}: 1}}). batch_dim={{{views!r}: 0}} says that dimension 0 counts samples."
+                f"{self.name}: {views} {[*shapes[views]]} has another number of samples than the other arguments. Is it a "
+                f"stack of views? Its dimension 1 has their {shapes[views][1]} samples. Pass DistributedLoss(loss, "
+                f"batch_dim={{{views!r}: 1}}). batch_dim={{{views!r}: 0}} says that dimension 0 counts samples."
             )
 
     def statement(self) -> Statement:
@@ -316,8 +296,8 @@ class ThirdPartyStep(DistributedStep):
 _EQUAL = (
     "{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is one "
     "tensor for all ranks, such as prototypes or a queue, pass DistributedLoss(loss, shared={{{quoted}}}), with its labels "
-    "or weights. If it was gathered before, pass this rank's own rows. batch_dim={{{quoted}: 0}} says that its rows are "
-    "equal by chance."
+    "or weights. If it was gathered before, pass this rank's own samples. batch_dim={{{quoted}: 0}} says that its samples "
+    "are equal by chance."
 )
 
 _COMPUTED_AGAIN = (

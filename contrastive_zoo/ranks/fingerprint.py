@@ -1,0 +1,152 @@
+"""The fingerprint of a call, which ranks compare in the handshake.
+
+What a loss computes with, such as parameters, must be equal on all ranks: they compare a norm and a sketch of each tensor,
+added up to one number. Embeddings must not be equal on all ranks: they compare a digest of some numbers of each.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from contrastive_zoo.ranks.devices import has_float64, read_later
+
+ONE_ROW, REPEATED, DISTINCT = range(3)
+"""What the numbers of an argument are, in the last two bits of its digest: rows that are all the same, as of a collapsed
+encoder; numbers that repeat, as masks, targets and weights do, or single numbers; or numbers like those of embeddings."""
+
+_KIND = 3
+
+
+class Fingerprint(NamedTuple):
+    level: float | None = None  # of the numbers that must be equal; None if they are not compared
+    digests: Mapping[str, int] = {}  # by argument
+
+
+def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
+    """Start to read the numbers of a loss and of its arguments; the result waits for them."""
+    tensors = [x for _, x in sorted((state or {}).items(), key=itemgetter(0)) if x.numel()]
+    samples = {name: _sample(x) for name, x in rows.items() if x.is_floating_point() and x.numel()}
+    parts = [*samples.values(), *map(norm_and_sketch, tensors)]
+    device = next((x.device for x in parts if not x.is_cpu), torch.device("cpu"))
+    dtype = torch.float64 if has_float64(device) else torch.float32
+    read = read_later(torch.cat([x.flatten().to(device, dtype) for x in parts])) if parts else list
+    shapes = {name: x.shape for name, x in samples.items()}
+
+    def finished() -> Fingerprint:
+        numbers, start, digests = read(), 0, {}
+        for name, shape in shapes.items():
+            digests[name] = _digest(numbers[start : start + shape.numel()], shape[1])
+            start += shape.numel()
+        return Fingerprint(None if state is None else _level(numbers[start:]), digests)
+
+    return finished
+
+
+_NUMBERS, _COLUMNS = 256, 32  # of an argument, how many a digest is made of at least, and of how many features
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Return evenly spaced rows and columns."""
+    x = x.detach().reshape(len(x), -1)
+    x = x[:, :: max(1, x.shape[1] // _COLUMNS)]
+    return x[:: max(1, x.numel() // _NUMBERS)]
+
+
+def _digest(numbers: list[float], width: int) -> int:
+    # embeddings of bfloat16 repeat some numbers, and those after a ReLU have many zeros
+    is_repeated = width == 1 or len({*numbers}) <= max(3, len(numbers) // 4)
+    is_one_row = numbers == numbers[:width] * (len(numbers) // width)
+    return hash(tuple(numbers)) & ~_KIND | (ONE_ROW if is_one_row else REPEATED if is_repeated else DISTINCT)
+
+
+def equal_arguments(names: Sequence[str], digests: Sequence[Sequence[int]]) -> tuple[dict[str, int], bool]:
+    """Return which arguments are equal on all ranks, with what their numbers are, and whether all embeddings are."""
+    equal = {name: of[0] & _KIND for name, of in zip(names, digests, strict=True) if of[0] and len({*of}) == 1}
+    return equal, len(equal) == sum(map(any, digests)) and any(equal.values())
+
+
+_LEAST = 1e-3  # differences of norms below it count as they are, not as a share
+
+_WIDTH = 2**14
+
+
+def norm_and_sketch(x: Tensor) -> Tensor:
+    """Return [2]: the norm of a tensor, and the product of all of its numbers with a fixed direction."""
+    flat = x.detach().flatten()
+    flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    return torch.stack([vector_norm(flat), _sketch(flat)])
+
+
+def _sketch(x: Tensor) -> Tensor:
+    direction = _direction(x.dtype, x.device)
+    if len(x) <= _WIDTH:
+        return torch.dot(x, direction[: len(x)])
+    whole = len(x) // _WIDTH * _WIDTH
+    with torch.autocast(x.device.type, enabled=False):
+        products = x[:whole].view(-1, _WIDTH) @ direction
+    return _sketch(torch.cat([products, x[whole:]]))
+
+
+@functools.lru_cache(maxsize=8)
+def _direction(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(1, _WIDTH + 1, device=device, dtype=dtype).sin_()
+
+
+def _level(pairs: Sequence[float]) -> float:
+    """Return one number of norms and sketches: a tensor that changes by a share of its norm changes it by about that share.
+
+    Each tensor has another weight, so that two tensors that change places change it, too.
+    """
+    count = len(pairs) // 2
+    return sum((1 + index / count) * _height(*pairs[2 * index : 2 * index + 2]) for index in range(count))
+
+
+def _height(norm: float, sketch: float) -> float:
+    return math.log(_LEAST + norm) + sketch / (_LEAST + norm)
+
+
+def levels_differ(levels: Sequence[float], count: int, tolerance: float) -> bool:
+    """Return whether the loss of some rank computes with other numbers than rank 0's, of so many tensors."""
+    bound = (tolerance * max(1, count)) ** 0.5
+    return math.isfinite(sum(levels)) and any(abs(x - levels[0]) > bound for x in levels)
+
+
+def state_lines(state: Mapping[str, Tensor]) -> str:
+    """Return the norms and sketches by name, from which :func:`state_difference` makes an error."""
+    by_name = {name: norm_and_sketch(x).tolist() for name, x in state.items()}
+    return "\n".join(f"{name}|{norm!r}|{sketch!r}" for name, (norm, sketch) in by_name.items())
+
+
+def state_difference(texts: Sequence[str]) -> str:
+    """Return which parameter, buffer or setting differs most, given each rank's :func:`state_lines`."""
+    lines = ([line.rsplit("|", 2) for line in text.splitlines()] for text in texts)
+    first, *others = ({name: (float(norm), float(sketch)) for name, norm, sketch in of_rank} for of_rank in lines)
+    differences = [
+        (abs(_height(*pair) - _height(*first[name])), rank, name)
+        for rank, of_rank in enumerate(others, 1)
+        for name, pair in of_rank.items()
+        if name in first
+    ]
+    where = "the loss's parameters, buffers or settings differ between ranks"
+    if differences:
+        _, rank, name = max(differences)
+        here, there = first[name][0], others[rank - 1][name][0]
+        norms = f"has norm {here:.9g} on rank 0 and {there:.9g} on rank {rank}"
+        if name.startswith("the shared "):
+            return (
+                f"{name} differs between ranks: it {norms}. Every rank computes with its own: pass the same tensor on "
+                "every rank, such as a queue of gathered embeddings, or leave it out of shared if it holds each rank's own "
+                "rows. check_equal=False turns this check off."
+            )
+        where += f": {name} {norms}{'' if here != there else ', but other numbers'}"
+    return (
+        f"{where}. Call torch.manual_seed(0) on every rank before you construct the loss, or wrap the loss in DDP: "
+        "DistributedLoss(DistributedDataParallel(loss)). A module that is a setting must return the same number on every "
+        "rank: draw it from a generator that is seeded alike. check_equal=False turns this check off."
+    )
