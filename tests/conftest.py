@@ -66,10 +66,9 @@ def threads() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def forkserver() -> None:
     """Start the process that all ranks are forked from, so that they import nothing; whichever test has ranks first."""
-    import contrastive_zoo as cz
     from contrastive_zoo.testing._rank import prepared_forkserver
 
-    with prepared_forkserver([*sorted(set(cz._HOMES.values()) - {"contrastive_zoo"}), *IMPORTED_ON_RANKS]):
+    with prepared_forkserver(["contrastive_zoo.public", *IMPORTED_ON_RANKS]):
         multiprocessing.forkserver.ensure_running()
 
 

@@ -199,7 +199,7 @@ def call_parameters(cls: type[Loss]) -> list[inspect.Parameter]:
 
 def of_loss(cls: type[Loss]) -> Target:
     """A loss's constructor and one call."""
-    defaults = {name: x.value() for name, x in cls.fields.items() if x.init and name not in SKIPPED}
+    defaults = {name: x.default for name, x in cls.fields.items() if x.init and name not in SKIPPED}
     settings = {name: MADE.get(name, x) for name, x in defaults.items()}
     called = call_parameters(cls)
     arguments, dimensions = filled(called, {})

@@ -47,7 +47,7 @@ def test_every_loss_of_the_package_is_public() -> None:
         module = importlib.import_module(f"contrastive_zoo.losses.{file.stem}")
         defined = {name for name, x in vars(module).items() if isinstance(x, type) and issubclass(x, Loss)}
         own = {name for name in defined if getattr(module, name).__module__ == module.__name__ and name[0] != "_"}
-        assert own - BASES <= set(cz.__all__), f"add {own} to contrastive_zoo/__init__.pyi"
+        assert own - BASES <= set(cz.__all__), f"add {own} to contrastive_zoo/losses/__init__.py"
 
 
 @pytest.mark.parametrize("cls", {entry.loss: None for entry in CATALOGUE.values()}, ids=lambda cls: cls.__name__)

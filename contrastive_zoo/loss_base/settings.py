@@ -5,7 +5,6 @@ import inspect
 import math
 import typing
 from collections.abc import Callable
-from functools import cache
 from itertools import starmap
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -18,6 +17,7 @@ from typing_extensions import dataclass_transform
 from contrastive_zoo.loss_base.state import WholeState, real
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
+from contrastive_zoo.ranks.suggestions import did_you_mean
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _FLOAT32 = f"within the range of float32, {_SMALLEST:.2g} … {_LARGEST:.2g}"
@@ -147,22 +147,30 @@ _MISSING: Any = inspect.Parameter.empty
 
 
 class Field(NamedTuple):
-    """How a setting reaches the constructor."""
+    """A setting. As a class attribute it gives the default; a loss has a value, a parameter or a submodule of that name."""
 
     default: Any = _MISSING  # its value if it is not passed; missing for a required one
     factory: Callable[[], Any] | None = None  # returns the default, if each loss needs its own
     init: bool = True  # whether the constructor takes it; otherwise ``__post_init__`` makes it
     kw_only: bool = True  # whether it is passed by name only
+    annotation: Any = _MISSING
 
-    def value(self) -> Any:
-        return self.default if self.factory is None else self.factory()
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is not None:
+            raise AttributeError  # Python then asks nn.Module.__getattr__, which finds parameters and submodules
+        return self.default
+
+    def as_parameter(self, name: str) -> inspect.Parameter:
+        """Return it as the constructor shows it: the type without its bounds."""
+        kind = inspect.Parameter.KEYWORD_ONLY if self.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Parameter(name, kind, default=self.default, annotation=_without_bounds(self.annotation))
 
 
 def field(
     *, default: Any = _MISSING, factory: Callable[[], Any] | None = None, init: bool = True, kw_only: bool = True
 ) -> Any:
     """Declare a setting that is required, positional, made by the constructor, or has a default of its own for each loss."""
-    return Field(default, factory, init, kw_only)
+    return Field(default if factory is None else factory(), factory, init, kw_only)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
@@ -186,62 +194,64 @@ class Settings(WholeState):
 
     fields: ClassVar[dict[str, Field]] = {}
     _own_fields: ClassVar[dict[str, Field]] = {}  # those that the class itself declares
+    _taken: ClassVar[inspect.Signature] = inspect.Signature()  # those that the constructor takes
+    _checks: ClassVar[dict[str, "Check"]] = {}  # of those whose annotation says what a value may be
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        held, inherited = vars(cls), dict[str, Field]()
+        held, hints, inherited = vars(cls), _annotations(cls), dict[str, Field]()
         for base in cls.__mro__[1:]:  # each one's own: the second of two bases may redefine what both inherit
             inherited = {**inherited, **vars(base).get("_own_fields", {}), **inherited}
-        declared = [name for name, hint in inspect.get_annotations(cls).items() if name in held and not _of_class(hint)]
+        declared = [name for name, hint in hints.items() if name in held and not _of_class(hint)]
         redefined = [name for name in inherited if name in held and name not in declared]
-        class_fields = {name: x if isinstance(x := held[name], Field) else Field(x) for name in (*declared, *redefined)}
-        cls._own_fields = class_fields
-        new = {name: x for name, x in class_fields.items() if name not in inherited}
-        old = {name: class_fields.get(name, x) for name, x in inherited.items()}
+        cls._own_fields = {}
+        for name in (*declared, *redefined):
+            value = held[name]
+            hint = hints[name] if name in declared else inherited[name].annotation
+            of_field = (value if isinstance(value, Field) else Field(value))._replace(annotation=hint)
+            cls._own_fields[name] = of_field
+            if of_field.default is _MISSING:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, of_field)
+        new = {name: x for name, x in cls._own_fields.items() if name not in inherited}
+        old = {name: cls._own_fields.get(name, x) for name, x in inherited.items()}
         cls.fields = dict(sorted({**new, **old}.items(), key=lambda entry: entry[1].kw_only))
-        for name in class_fields:
-            # nn.Module finds parameters and submodules only where the class has no such attribute
-            delattr(cls, name)
+        checks = ((name, _check_of(x.annotation)) for name, x in cls.fields.items())
+        cls._checks = {name: x for name, x in checks if x is not None}
+        cls._taken = inspect.Signature([x.as_parameter(name) for name, x in cls.fields.items() if x.init])
+        if getattr(cls.__init__, "__module__", None) == __name__:  # not one of the class's own
+            _show_settings(cls)
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__()
-        settings = self._by_name(args, settings)
-        for name, of_field in self.fields.items():
-            if name in settings or of_field.init:
-                value = settings[name] if name in settings else of_field.value()
-                setattr(self, name, value.item() if isinstance(value, np.generic) else value)
-        checks = _checks(type(self))  # type: ignore[arg-type]  # mypy takes a class for its instance
-        modules = {name: x for name, x in self._modules.items() if name in checks and x is not None}
+        kind, taken = type(self).__name__, self._taken
+        has = f"It has: {', '.join(taken.parameters)}."
+        if unknown := settings.keys() - taken.parameters.keys():
+            name = min(unknown)
+            raise TypeError(f"{kind} has no setting {name!r}.{did_you_mean(name, taken.parameters)} {has}")
+        try:
+            passed = taken.bind(*args, **settings)
+        except TypeError as error:
+            raise TypeError(f"{kind}: {error}. {has}") from None
+        passed.apply_defaults()
+        for name, value in passed.arguments.items():
+            of_field = self.fields[name]
+            if value is of_field.default and of_field.factory is not None:
+                value = of_field.factory()
+            setattr(self, name, value.item() if isinstance(value, np.generic) else value)
+        modules = {name: x for name, x in self._modules.items() if name in self._checks and x is not None}
         problem = self.settings_problem() or next(filter(None, starmap(_module_problem, modules.items())), None)
         if problem is not None:
-            raise ValueError(f"{type(self).__name__}: {problem}")
+            raise ValueError(f"{kind}: {problem}")
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """Make what follows from the settings: parameters, buffers, submodules."""
 
-    def _by_name(self, args: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
-        kind = type(self).__name__
-        taken = {name: x for name, x in self.fields.items() if x.init}
-        positional = [name for name, x in taken.items() if not x.kw_only]
-        if len(args) > len(positional):
-            raise TypeError(f"{kind} takes {len(positional)} positional arguments, got {len(args)}.")
-        if unknown := settings.keys() - taken.keys():
-            raise TypeError(f"{kind} has no setting {min(unknown)!r}. It has: {', '.join(taken)}.")
-        named = dict(zip(positional, args, strict=False))
-        if twice := named.keys() & settings.keys():
-            raise TypeError(f"{kind} got two values of {min(twice)!r}.")
-        settings = {**named, **settings}
-        missing = [
-            name for name, x in taken.items() if x.default is _MISSING and x.factory is None and name not in settings
-        ]
-        if missing:
-            raise TypeError(f"{kind} needs a value of {missing[0]!r}.")
-        return settings
-
     def settings_problem(self) -> str | None:
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
-        for name, check in _checks(type(self)).items():  # type: ignore[arg-type]  # mypy takes a class for its instance
+        for name, check in self._checks.items():
             value = getattr(self, name, None) if name not in self.__dict__ else self.__dict__[name]
             if isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
                 problem = None  # its value is checked at the call
@@ -257,7 +267,7 @@ class Settings(WholeState):
         A tensor [1] becomes a number []: it would change the shape of what it is multiplied with. 1 becomes 1.0, and a
         setting of NumPy becomes Python's.
         """
-        values, problem, checks = SimpleNamespace(), None, _checks(type(self))  # type: ignore[arg-type]  # mypy takes a class for its instance
+        values, problem, checks = SimpleNamespace(), None, self._checks
         computed: dict[str, Any] = {}
         present, now = self.__dict__, values.__dict__
         for name in self.fields:
@@ -296,15 +306,33 @@ class Check(NamedTuple):
         return word_problem(name, value, self.kind)
 
 
-@cache
-def _checks(kind: Any) -> dict[str, Check]:
-    """Return the checks of a class's fields by name; a field of any other type has none."""
+def _show_settings(cls: Any) -> None:
+    """Give a class a constructor whose signature has its settings: ``help()``, notebooks, Hydra and LightningCLI read it."""
+
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:  # noqa: N807  # as dataclasses do
+        Settings.__init__(self, *args, **settings)
+
+    of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = cls._taken.parameters
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__annotations__ = {name: x.annotation for name, x in parameters.items()} | {"return": None}
+    __init__.__signature__ = inspect.Signature([of_self, *parameters.values()])  # type: ignore[attr-defined]
+    cls.__init__ = __init__
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    """Return the annotations of a class, evaluated; a text that names what only a function knows stays a text."""
     try:
-        hints = typing.get_type_hints(kind, include_extras=True)
-    except NameError:  # a user's annotation, as text, names what only its own function knows
-        return {}
-    result = {name: _check_of(hints[name]) for name in kind.fields if name in hints}
-    return {name: x for name, x in result.items() if x is not None}
+        return inspect.get_annotations(cls, eval_str=True)
+    except NameError:
+        return inspect.get_annotations(cls)
+
+
+def _without_bounds(hint: Any) -> Any:
+    try:
+        return typing.get_type_hints(SimpleNamespace(__annotations__={"": hint}))[""]
+    except NameError:
+        return hint
 
 
 def _check_of(hint: Any) -> Check | None:

@@ -226,7 +226,7 @@ class DynamicSoftMargin(Loss):
     momentum: Momentum = 0.01
     reduction: Reduction = "mean"
 
-    histogram: Tensor
+    histogram: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_bins = int(self.num_bins)

@@ -84,11 +84,8 @@ class Entry:
     @property
     def parameters(self) -> str:
         """Return the constructor's parameters with their default values."""
-        taken = {name: x for name, x in self.loss.fields.items() if x.init and name != "check_finite"}
-        defaults = {name: x.value() for name, x in taken.items()}
-        return ", ".join(
-            name if x is inspect.Parameter.empty else f"{name}={default_text(x)}" for name, x in defaults.items()
-        )
+        taken = [x for x in inspect.signature(self.loss).parameters.values() if x.name != "check_finite"]
+        return ", ".join(x.name if x.default is x.empty else f"{x.name}={default_text(x.default)}" for x in taken)
 
     @property
     def formula(self) -> str:

@@ -2,13 +2,12 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from contrastive_zoo.loss_base.settings import Settings
+from contrastive_zoo.ranks.suggestions import did_you_mean
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -41,13 +40,6 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
         return DistributedLoss(loss) if wrap or entry is not None else loss
 
     return make, f"DistributedLoss({name})" if wrap and entry is None else name, None if entry is None else entry.call
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question with the closest name, or nothing."""
-    by_letters = {x.lower().replace("-", "").replace("_", ""): x for x in names}
-    closest = get_close_matches(name.lower().replace("-", "").replace("_", ""), by_letters, n=1)
-    return f" Did you mean {by_letters[closest[0]]}?" if closest else ""
 
 
 def _factory(target: str) -> Any:
@@ -88,18 +80,16 @@ def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> Non
         raise TargetError(
             f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a loss class."
         )
-    is_ours = isinstance(factory, type) and issubclass(factory, Settings)
     try:
-        if is_ours:
-            factory(**settings)
-        else:
-            inspect.signature(factory).bind(**settings)
+        known = inspect.signature(factory)
+        known.bind(**settings)
     except TypeError as error:
-        hint = "If it is a loss, pass a function that returns it."
-        hint = "Give them with --set name=value." if isinstance(factory, type) else hint
-        unknown = next((x for x in settings if repr(x) in str(error)), "")
-        names: Any = factory.fields if is_ours else inspect.signature(factory).parameters
-        hint = did_you_mean(unknown, [x for x, y in names.items() if getattr(y, "init", True)]).strip() or hint
-        raise TargetError(f"{target}: {str(error).removesuffix('.')}. {hint}") from None
-    except ValueError:  # a built-in without a signature, or a value that the loss refuses where it is checked
+        unknown = next((name for name in settings if name not in known.parameters), "")
+        hint = did_you_mean(unknown, known.parameters).strip() or (
+            "Give them with --set name=value."
+            if isinstance(factory, type)
+            else "If it is a loss, pass a function that returns it."
+        )
+        raise TargetError(f"{target}: {error}. {hint}") from None
+    except ValueError:  # a built-in without a signature
         return

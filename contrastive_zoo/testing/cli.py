@@ -3,11 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
+
+from contrastive_zoo.ranks.suggestions import did_you_mean
 
 try:
     import typer
@@ -119,7 +120,7 @@ def check(
                 on_example=advance,
             )
     except Exception as error:  # exit status 1 is for a verdict
-        hint = _did_you_mean(call, ("auto", "labels", "views"))
+        hint = did_you_mean(call, ("auto", "labels", "views"))
         typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}{hint}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(_shown(report, json_file))
@@ -182,7 +183,7 @@ def list_losses(
     entries = [x for x in CATALOGUE.values() if all(word.lower() in x.text.lower() for word in words or ())]
     if not entries:
         asked = " ".join(words or ())
-        raise typer.BadParameter(f"no loss contains {asked!r}.{_did_you_mean(asked, CATALOGUE)}")
+        raise typer.BadParameter(f"no loss contains {asked!r}.{did_you_mean(asked, CATALOGUE)}")
     if json_file is None:
         console.show_catalogue(entries)
     else:
@@ -215,12 +216,6 @@ def _write(result: dict[str, Any], file: Path) -> None:
         print(json.dumps(result, indent=2), file=stream)
 
 
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    from contrastive_zoo.testing.check_target import did_you_mean
-
-    return "" if name in names else did_you_mean(name, names)
-
-
 def _setting(text: str) -> tuple[str, Any]:
     """Parse ``name=value``; the value is JSON, or else a string."""
     name, separator, value = text.partition("=")
@@ -239,7 +234,7 @@ def _explain(name: str) -> None:
     invariants = {invariant.name: invariant for invariant in INVARIANTS}
     if name not in invariants:
         raise typer.BadParameter(
-            f"no invariant {name!r}.{_did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
+            f"no invariant {name!r}.{did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
         )
     typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
     raise typer.Exit(0)

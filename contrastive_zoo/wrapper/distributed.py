@@ -15,6 +15,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compiling import traced_as
 from contrastive_zoo.ranks.session import Findings, Session, refuse
+from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
 from contrastive_zoo.wrapper.joins import watch_joins
@@ -162,6 +163,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     __call__: Callable[..., R]
 
+    @suggests_names
     def __init__(
         self,
         loss: Callable[..., R],

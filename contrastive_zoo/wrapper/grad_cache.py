@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
+from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, World
 from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, LastReduction, encode_all, has_samples
 from contrastive_zoo.wrapper.token_chunks import mask_parts, mask_problem
@@ -158,6 +159,7 @@ class GradCache(nn.Module):
     Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
 
+    @suggests_names
     def __init__(
         self,
         model: nn.Module,

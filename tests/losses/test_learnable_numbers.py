@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.settings import Bounds, _checks, is_number
+from contrastive_zoo.loss_base.settings import Bounds, is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, split
 from tests.losses.test_settings import CASES, SUBJECTS, kind_of, said_by
@@ -45,7 +45,7 @@ FORMS: dict[str, Callable[[float], Any]] = {
 
 
 def bounds_of(name: str, setting: str) -> Bounds | None:
-    check = _checks(type(SUBJECTS[name]())).get(setting)
+    check = SUBJECTS[name]()._checks.get(setting)
     return None if check is None or check.bounds is None or check.bounds.whole else check.bounds
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.loss_base.settings import _checks, is_number
+from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, common_error, numbers
@@ -106,7 +106,7 @@ def of_entry(entry: Entry) -> Subject:
     kinds = [x for x in entry.kinds.values() if x in KINDS_OF_ROWS]
     given = {name: SIZES.get(name, x) for name, x in entry.settings.items()}
     given |= {"num_slices": 8} if "num_slices" in entry.loss.fields else {}
-    of_losses = {name: x.value() for name, x in entry.loss.fields.items() if x.init and name not in given}
+    of_losses = {name: x.default for name, x in entry.loss.fields.items() if x.init and name not in given}
     finite = {name: COLD if name == "temperature" else ANY for name, x in of_losses.items() if is_number(x)}
     refused = finite | {key.partition(".")[2]: x for key, x in REFUSED.items() if key.startswith(f"{entry.cls}.")}
     refused.pop("sub_centers", None)
@@ -148,7 +148,7 @@ def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) ->
         said = said_by(lambda setting=setting, value=value: subject(**{setting: value}))  # type: ignore[misc]  # defaults
         assert said.startswith(of_name), said
         assert "got" in said, said
-        check = _checks(type(subject())).get(setting)
+        check = subject()._checks.get(setting)
         is_number = check is not None and check.bounds is not None and name != "Triplet, semi-hard"
         assert not is_number or (check.bounds.rule or setting) in said, said
         loss = subject().double()

@@ -28,9 +28,12 @@ cz.DistributedLoss(cz.NTXent(), rings=True)  # error
 cz.DistributedLoss(cz.NTXent)(z, z).backward_()  # error
 cz.NTXnet()  # error
 cz.nt_xent(z, z, temperature=0.1)  # error
+cz.losses.NTXnet()  # error
 from contrastive_zoo import NTXnet  # error
 
 cz.NTXent(temperature=0.1, normalize=False, reduction="none", check_finite=False)
+cz.losses.NTXent(temperature=0.1)
+cz.losses.NTXent(tau=0.1)  # error
 cz.NTXent(temperature=torch.tensor(0.1))
 cz.NTXent(temperature=cz.LearnableTemperature(0.07))
 cz.SupCon(variant="in", reduction="sum")
@@ -66,6 +69,7 @@ assert_type(cz.NTXent(temperature=0.1)(z, z), Tensor)
 
 # attributes
 assert_type(cz.NTXent().normalize, bool)
+assert_type(cz.NTXent.normalize, bool)
 assert_type(cz.DINO(4).teacher_temperature, float)
 assert_type(cz.Clip().logit_scale, nn.Parameter)
 cz.SupCon().variant = "both"  # error

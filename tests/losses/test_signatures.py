@@ -1,0 +1,201 @@
+"""A loss's settings are those of its class and its constructor, for people, ``help()`` and programs that build losses."""
+
+import copy
+import inspect
+import io
+import pickle
+import pydoc
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.settings import Settings, field
+from contrastive_zoo.ranks.suggestions import FOREIGN
+
+Z = torch.eye(3)
+LOSSES = [x for name in cz.__all__ if isinstance(x := getattr(cz, name), type) and issubclass(x, Settings) and x.fields]
+
+
+class Scaled(cz.RowLoss):
+    """A loss of a user, with settings of several kinds."""
+
+    factor: float = field()
+    made: Tensor  # no setting: torch's modules declare parameters so
+    size: int = field(kw_only=False)
+    kind: Literal["hard", "soft"] = "hard"
+    start: nn.Module = field(factory=lambda: nn.Linear(1, 1))
+    temperature: float | Tensor | nn.Module = 0.5
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return similarity.amax(1) / self.temperature, negative.any(1)
+
+
+class Colder(Scaled):
+    temperature = 0.1
+
+
+class OwnConstructor(cz.NTXent):
+    def __init__(self, scale: float) -> None:
+        super().__init__(temperature=1 / scale)
+
+
+def test_settings_of_a_known_loss() -> None:
+    assert str(inspect.signature(cz.NTXent)) == (
+        "(*, temperature: float | torch.Tensor | torch.nn.modules.module.Module = 0.1, normalize: bool = True, "
+        "reduction: Literal['mean', 'sum', 'none'] = 'mean', check_finite: bool = True)"
+    )
+    assert [cz.NTXent.temperature, cz.DINO.centre_momentum, Colder.temperature, Scaled.temperature] == [
+        0.1,
+        0.9,
+        0.1,
+        0.5,
+    ]
+    assert list(inspect.signature(Colder).parameters)[:3] == ["size", "factor", "kind"]
+    assert str(inspect.signature(OwnConstructor)) == "(scale: float) -> None"
+    assert "NTXent(*, temperature: float" in pydoc.plain(pydoc.render_doc(cz.NTXent))
+
+
+@pytest.mark.parametrize("cls", [*LOSSES, Scaled, Colder], ids=lambda x: x.__name__)
+def test_the_signature_has_the_fields_with_types_and_defaults(cls: type[Settings]) -> None:
+    parameters = inspect.signature(cls).parameters
+    if cls.__init__.__module__ != Settings.__module__:  # a composition, whose arguments are its own
+        assert not {x.kind for x in parameters.values()} & {inspect.Parameter.VAR_KEYWORD}
+        return
+    types = typing.get_type_hints(cls)
+    assert list(parameters) == [name for name, x in cls.fields.items() if x.init]
+    for name, parameter in parameters.items():
+        of_field = cls.fields[name]
+        assert parameter.annotation == types[name]
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == of_field.kw_only
+        assert parameter.default is of_field.default is getattr(cls, name, parameter.empty)
+    assert {name: x for name, x in typing.get_type_hints(cls.__init__).items() if name != "return"} == {
+        name: x.annotation for name, x in parameters.items()
+    }
+    assert cls.__name__ in pydoc.plain(pydoc.render_doc(cls))
+
+
+# ------------------------------------------------------------------------------------------------ a loss has its own value
+
+
+LEARNABLE: dict[str, Any] = {
+    "number": 0.25,
+    "tensor": torch.tensor(0.25),
+    "parameter": nn.Parameter(torch.tensor([0.25])),
+    "module": cz.LearnableTemperature(0.25),
+}
+
+
+def temperature_of(loss: Any) -> float:
+    held = loss.temperature
+    return torch.as_tensor(held() if isinstance(held, nn.Module) else held).item()
+
+
+@pytest.mark.parametrize("kind", LEARNABLE)
+def test_a_value_of_the_loss_hides_the_default_of_its_class(kind: str) -> None:
+    loss = cz.NTXent(temperature=copy.deepcopy(LEARNABLE[kind]))
+    saved = io.BytesIO()
+    torch.save(loss, saved)
+    saved.seek(0)
+    unpickled = pickle.loads(pickle.dumps(loss))
+    for x in (loss, copy.copy(loss), copy.deepcopy(loss), unpickled, torch.load(saved, weights_only=False)):
+        assert temperature_of(x) == pytest.approx(0.25)
+        assert repr(x) == repr(loss)
+        assert x.state_dict().keys() == loss.state_dict().keys()
+        assert x(Z, Z).item() == pytest.approx(cz.NTXent(temperature=0.25)(Z, Z).item())
+    loss = cz.NTXent()
+    loss.temperature = copy.deepcopy(LEARNABLE[kind])  # as a schedule does, or somebody who makes it learnable later
+    assert temperature_of(loss) == pytest.approx(0.25)
+    assert cz.NTXent.temperature == 0.1
+
+
+def test_parameters_of_a_loss_are_found_under_their_names() -> None:
+    assert dict(cz.NTXent(temperature=LEARNABLE["parameter"]).named_parameters()).keys() == {"temperature"}
+    assert dict(cz.Clip().named_parameters()).keys() == {"temperature.log_scale"}
+    assert dict(cz.Clip().named_children()).keys() == {"temperature"}
+
+
+def test_each_loss_has_a_module_of_its_own_where_the_default_is_one() -> None:
+    losses = [cz.Clip(), cz.Clip(), cz.Clip(temperature=cz.Clip.temperature), Scaled(1, factor=1.0)]
+    held = [*(x.temperature for x in losses[:3]), cz.Clip.temperature, losses[3].start, Scaled.start]
+    assert len({id(x) for x in held}) == 6
+    assert inspect.signature(cz.Clip).parameters["temperature"].default is cz.Clip.temperature
+
+
+def test_a_loss_without_its_value_has_none() -> None:
+    loss = cz.NTXent()
+    del loss.temperature
+    with pytest.raises(AttributeError, match="'NTXent' object has no attribute 'temperature'"):
+        _ = loss.temperature
+
+
+# ----------------------------------------------------------------------------------------- programs that build losses
+
+
+def built(cls: type, tmp_path: Path, settings: str) -> Any:
+    """Return what a program builds from a file, as LightningCLI does."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    file = tmp_path / "settings.yaml"
+    file.write_text(settings)
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(cls, "loss")
+    return parser.instantiate(parser.parse_args(["--config", str(file)])).loss
+
+
+def test_a_loss_is_built_from_a_file(tmp_path: Path) -> None:
+    assert built(cz.NTXent, tmp_path, "loss: {temperature: 0.2}").temperature == 0.2
+    assert built(cz.SupCon, tmp_path, "loss: {variant: in, reduction: sum}").variant == "in"
+    assert built(cz.Clip, tmp_path, "loss: {}").temperature is not cz.Clip.temperature
+    learnt = "{class_path: contrastive_zoo.LearnableTemperature, init_args: {initial: 0.2}}"
+    assert temperature_of(built(cz.NTXent, tmp_path, f"loss: {{temperature: {learnt}}}")) == pytest.approx(0.2)
+    assert built(Scaled, tmp_path, "loss: {size: 3, factor: 2, kind: soft}").kind == "soft"
+
+
+@pytest.mark.parametrize("settings", ["{temprature: 0.2}", "{temperature: cold}", "{reduction: average}"])
+def test_a_wrong_setting_in_a_file_is_refused(settings: str, tmp_path: Path) -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    with pytest.raises(jsonargparse.ArgumentError):
+        built(cz.NTXent, tmp_path, f"loss: {settings}")
+
+
+# ------------------------------------------------------------------------------------------------------- wrong names
+
+
+@pytest.mark.parametrize(
+    ("make", "suggested"),
+    [
+        (lambda: cz.NTXent(temprature=0.1), "temperature"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.NTXent(temp=0.1), "temperature"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.NTXent(tau=0.1), "temperature"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.SoftTriple(3, 3, centers_per_class=2), "sub_centers"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.ArcFace(3, embedding_dim=3), "embedding_size"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.DistributedLoss(cz.NTXent(), group=None), "process_group"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.DistributedLoss(cz.NTXent(), static_shape=True), "static_shapes"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.GradCache(nn.Linear(1, 1), mini_batch_size=2), "chunk_size"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.NTXentLoss, "NTXent"),
+        (lambda: cz.CLIPLoss, "Clip"),
+        (lambda: cz.TripletMarginLoss, "Triplet"),
+        (lambda: cz.MultipleNegativesRankingLoss, "MNRL"),
+    ],
+)
+def test_a_wrong_name_gets_a_suggestion(make: Any, suggested: str) -> None:
+    with pytest.raises((AttributeError, TypeError), match=rf"'\w+'\. Did you mean {suggested}\?"):
+        make()
+
+
+def test_a_name_that_is_like_none_gets_no_suggestion() -> None:
+    with pytest.raises(TypeError, match=r"NTXent has no setting 'zzz'\. It has: temperature, normalize, reduction"):
+        cz.NTXent(zzz=0.1)  # type: ignore[call-arg]  # why: wrong on purpose
+    with pytest.raises(AttributeError, match=r"has no attribute 'zzz'$"):
+        _ = cz.zzz
+
+
+def test_names_of_other_libraries_lead_to_names_that_exist() -> None:
+    settings = {name for cls in LOSSES for name in cls.fields}
+    options = {name for cls in (cz.DistributedLoss, cz.GradCache) for name in inspect.signature(cls).parameters}
+    assert set(FOREIGN.values()) <= {*cz.__all__, *settings, *options}
