@@ -17,7 +17,7 @@ else:
         """Import the public names when one is asked for: pytest loads the plugin without torch, in a third of the time."""
         public = vars(importlib.import_module(f"{__name__}.public"))
         if name == "__all__":
-            return [*(x for x in public if not x.startswith("_")), "__version__"]
+            return [*(x for x in public if x[0].isalpha()), "__version__"]
         if name in public:
             return public[name]
         from contrastive_zoo.ranks.suggestions import did_you_mean
