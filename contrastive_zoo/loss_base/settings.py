@@ -316,7 +316,7 @@ def _show_settings(cls: Any) -> None:
     parameters = cls._taken.parameters
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     __init__.__annotations__ = {name: x.annotation for name, x in parameters.items()} | {"return": None}
-    __init__.__signature__ = inspect.Signature([of_self, *parameters.values()])  # type: ignore[attr-defined]
+    __init__.__signature__ = inspect.Signature([of_self, *parameters.values()])  # type: ignore[attr-defined]  # mypy does not know it
     cls.__init__ = __init__
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., None])
 
-FOREIGN = {
+NAMES_ELSEWHERE = {
     "byol": "NegativeCosine",
     "cachedmultiplenegativesranking": "GradCache",
     "centersperclass": "sub_centers",
@@ -38,7 +38,7 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return a question with the name that was probably meant, after a space; nothing if the name is right, or like none."""
     by_letters = {_letters(x): x for x in names}
     word = _letters(name)
-    closest = [_letters(FOREIGN.get(word, word)), *get_close_matches(word, by_letters, n=1)]
+    closest = [_letters(NAMES_ELSEWHERE.get(word, word)), *get_close_matches(word, by_letters, n=1)]
     return next((f" Did you mean {by_letters[x]}?" for x in closest if x in by_letters and name not in names), "")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import Settings, field
-from contrastive_zoo.ranks.suggestions import FOREIGN
+from contrastive_zoo.ranks.suggestions import NAMES_ELSEWHERE
 
 Z = torch.eye(3)
 LOSSES = [x for name in cz.__all__ if isinstance(x := getattr(cz, name), type) and issubclass(x, Settings) and x.fields]
@@ -175,7 +175,7 @@ def test_a_wrong_setting_in_a_file_is_refused(settings: str, tmp_path: Path) -> 
         (lambda: cz.SoftTriple(3, 3, centers_per_class=2), "sub_centers"),  # type: ignore[call-arg]  # why: wrong on purpose
         (lambda: cz.ArcFace(3, embedding_dim=3), "embedding_size"),  # type: ignore[call-arg]  # why: wrong on purpose
         (lambda: cz.DistributedLoss(cz.NTXent(), group=None), "process_group"),  # type: ignore[call-arg]  # why: wrong on purpose
-        (lambda: cz.DistributedLoss(cz.NTXent(), static_shape=True), "static_shapes"),  # type: ignore[call-arg]  # why: wrong on purpose
+        (lambda: cz.DistributedLoss(cz.NTXent(), check_finit=True), "check_finite"),  # type: ignore[call-arg]  # why: wrong on purpose
         (lambda: cz.GradCache(nn.Linear(1, 1), mini_batch_size=2), "chunk_size"),  # type: ignore[call-arg]  # why: wrong on purpose
         (lambda: cz.NTXentLoss, "NTXent"),
         (lambda: cz.CLIPLoss, "Clip"),
@@ -198,4 +198,4 @@ def test_a_name_that_is_like_none_gets_no_suggestion() -> None:
 def test_names_of_other_libraries_lead_to_names_that_exist() -> None:
     settings = {name for cls in LOSSES for name in cls.fields}
     options = {name for cls in (cz.DistributedLoss, cz.GradCache) for name in inspect.signature(cls).parameters}
-    assert set(FOREIGN.values()) <= {*cz.__all__, *settings, *options}
+    assert set(NAMES_ELSEWHERE.values()) <= {*cz.__all__, *settings, *options}
