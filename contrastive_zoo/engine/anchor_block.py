@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine import tiling
+from contrastive_zoo.engine.batch import unchanged
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.row_statistics import Rows, complete
@@ -18,7 +19,6 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import inner_graph
 from contrastive_zoo.ranks.devices import read_later
-from contrastive_zoo.ranks.session import unchanged
 from contrastive_zoo.ranks.transport import reduce_scatter_rows
 from contrastive_zoo.ranks.world import Shards, World
 

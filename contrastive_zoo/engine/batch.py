@@ -1,9 +1,10 @@
 """The batch that a loss is computed from: its embeddings by name, their split over ranks, and the step's settings."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -20,7 +21,7 @@ from contrastive_zoo.engine.precision import (
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.session import Session
-from contrastive_zoo.ranks.transport import derived, gather_rows, reduced_everywhere
+from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
 Reduction = Literal["mean", "sum", "none"]
@@ -45,14 +46,21 @@ class Part:
     name: str = ""
 
 
+class SharedRows(NamedTuple):
+    """Local rows that several losses of a sum compare, and a function that gathers them once for all of these."""
+
+    local: Tensor
+    gathered: Callable[[], Tensor]
+
+
 @dataclass(frozen=True)
 class Batch:
     """What all ranks have agreed to compute a loss from; its methods are all that a formula needs of other ranks.
 
     ``rows`` are the local tensors by name, or those of all ranks where every process computes all of the loss. Then
     ``local_slice`` says which are this rank's; the others need no gradient. ``shards`` are the split of each of them over
-    ``world``, ``parts`` the views of the members of a sum of losses, ``host`` what the host has read of the tensors, and
-    ``name`` that of the loss, the first word of its errors.
+    ``world``, ``parts`` the views of the members of a sum of losses, ``host`` what the host has read of the tensors,
+    ``name`` that of the loss, the first word of its errors, and ``shared_rows`` what the members of a sum gather once.
     """
 
     rows: Mapping[str, Tensor]
@@ -64,6 +72,7 @@ class Batch:
     parts: Sequence[Part] = ()
     host: Mapping[str, Any] = field(default_factory=dict)
     name: str = "Loss"
+    shared_rows: Mapping[str, SharedRows] = field(default_factory=dict)
 
     @property
     def first(self) -> Tensor:
@@ -82,12 +91,40 @@ class Batch:
     def member(self, index: int) -> "Batch":
         part = self.parts[index]
         rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
+        shared = {name: self.shared_rows[merged] for name, merged in part.names.items() if merged in self.shared_rows}
         of_member: Any = {"rows": rows, "shards": shards, "parts": part.parts, "host": part.host, "name": part.name}
+        of_member["shared_rows"] = shared
         return replace(self, settings=self.settings.members[index], **of_member)
+
+    def with_shared_rows(self) -> "Batch":
+        """Return the batch of a sum of losses, which gathers each tensor once; a ring gathers none."""
+        world = self.world
+        if self.shared_rows or world.size == 1 or (isinstance(world, Session) and world.ring):
+            return self
+        shared = {}
+        for name, x in self.rows.items():
+            fetch = functools.partial(gather_rows, x.detach(), self.shards[name], world)
+            shared[name] = SharedRows(x, functools.cache(fetch))
+        return replace(self, shared_rows=shared)
 
     def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
         """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
-        return derived(_unit_rows if normalize else at_least_float32, rows, world=self.world)
+        return _unit_rows(rows) if normalize else at_least_float32(rows)
+
+    def candidates(self, *names: str, normalize: bool) -> "Candidates":
+        """Return the prepared embeddings of these names, concatenated, [n, d]; ranks may send them as they came."""
+        return Candidates(
+            _joined(normalize, *(self.rows[name] for name in names)).flatten(0, -2), self, names, normalize
+        )
+
+    def gather_shared(self, *names: str, normalize: bool | None) -> Tensor | None:
+        """Return what :meth:`candidates` makes of all ranks' rows, or these as they came, if losses of a sum share them."""
+        shared = [self.shared_rows.get(name) for name in names]
+        if any(x is None or x.local is not self.rows[name] for name, x in zip(names, shared, strict=True)):
+            return None
+        parts = [x.gathered().split(self.shards[name].sizes) for name, x in zip(names, shared, strict=True) if x]
+        with torch.no_grad():
+            return torch.cat([_joined(normalize, *of_rank) for of_rank in zip(*parts, strict=True)]).flatten(0, -2)
 
     def factors(self, rows: Sequence[Tensor]) -> list[Tensor] | None:
         """Return embeddings of 16 bits, which matmuls take and ranks send as they came; None of others.
@@ -96,20 +133,26 @@ class Batch:
         """
         return None if is_dense() or not is_16_bit(rows[0].dtype) else [*rows]
 
+    @without_autocast
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
-        return derived(without_autocast(lambda *x: torch.cat(x)), *rows, world=self.world)
+        return torch.cat([*rows])
 
     def prefix(self, width: int) -> "Batch":
         """Return the batch with the first features of each embedding only."""
+        rows = {name: x[..., :width] if is_embedding(x) else x for name, x in self.rows.items()}
 
-        def prefix(x: Tensor) -> Tensor:
-            return derived(lambda whole: whole[..., :width], x, world=self.world) if is_embedding(x) else x
+        def gathered(whole: SharedRows) -> Tensor:
+            return whole.gathered()[..., :width]
 
-        return replace(self, rows={name: prefix(x) for name, x in self.rows.items()})
+        shared = {
+            name: SharedRows(rows[name], functools.partial(gathered, x)) if is_embedding(x.local) else x
+            for name, x in self.shared_rows.items()
+        }
+        return replace(self, rows=rows, shared_rows=shared)
 
     def int64(self, labels: Tensor) -> Tensor:
         """Return labels as int64: bool cannot be sorted, and indexing treats uint8 as a mask."""
-        return labels if labels.dtype == torch.int64 else derived(lambda x: x.long(), labels, world=self.world)
+        return labels.long()
 
     def indices(self, name: str | None = None, *, times: int = 1) -> Tensor:
         """Return the indices of the local samples among those of all ranks, ``times`` one after the other."""
@@ -117,7 +160,10 @@ class Batch:
         return torch.arange(shards.start, shards.start + shards.size, device=self.first.device).repeat(times)
 
     def gathered(self, rows: Tensor, shards: Shards | None = None) -> Tensor:
-        """Return the embeddings of all ranks, without gradient; do not write to them."""
+        """Return the rows of all ranks, without gradient; do not write to them, as losses of a sum may share them."""
+        for x in self.shared_rows.values():
+            if x.local is rows:
+                return x.gathered()
         return gather_rows(rows, self.samples if shards is None else shards, self.world)
 
     def all_rows(self, rows: Tensor) -> Tensor:
@@ -181,6 +227,42 @@ class Batch:
 
 def _unit_rows(rows: Tensor) -> Tensor:
     return unit_rows(at_least_float32(rows))
+
+
+@without_autocast
+def _joined(normalize: bool | None, *rows: Tensor) -> Tensor:
+    """Return rows of equal length, prepared unless ``normalize`` is None, and concatenated."""
+    function = {None: unchanged, True: _unit_rows, False: at_least_float32}[normalize]
+    return function(rows[0]) if len(rows) == 1 else torch.cat([function(x) for x in rows])
+
+
+def unchanged(rows: Tensor) -> Tensor:
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Prepared embeddings of this rank, and the names of the batch's rows that they are made of."""
+
+    local: Tensor
+    batch: Batch
+    names: Sequence[str]
+    normalize: bool
+
+    def gathered(self) -> Tensor | None:
+        """Return those of all ranks if losses of a sum share them."""
+        return self.batch.gather_shared(*self.names, normalize=self.normalize)
+
+    def to_wire_dtype(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return what a ring sends, embeddings of 16 bits as they came, and the function that prepares what arrives."""
+        rows = [self.batch.rows[name].flatten(0, -2) for name in self.names]
+        if not all(is_16_bit(x.dtype) for x in rows):
+            return self.local, unchanged
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)), functools.partial(_received, self.normalize, len(rows))
+
+
+def _received(normalize: bool, count: int, rows: Tensor) -> Tensor:
+    return _joined(normalize, *rows.tensor_split(count))
 
 
 def is_embedding(x: Tensor) -> bool:

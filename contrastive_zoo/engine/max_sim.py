@@ -52,6 +52,7 @@ class TokenSets:
     token_shards: Shards
     read: Sequence[int]
     factors: Tensor | None = None  # of an input of 16 bits, what is sent and multiplied in place of tokens
+    gathered: Tensor | None = None  # what is sent, of all ranks, if losses of a sum share it
 
     def all_lengths(self, world: World) -> tuple[Tensor, Sequence[int]]:
         """Return the numbers of tokens of the sets of all ranks, and the same on the host, which waits for no device."""
@@ -74,7 +75,8 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
     for name, read in batch.host.items():
         tokens, shards = batch.rows[f"tokens of {name}"], batch.shards[f"tokens of {name}"]
         prepared, factors = batch.prepared(tokens, normalize=normalize), batch.factors([tokens])
-        of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0]
+        gathered = batch.gather_shared(f"tokens of {name}", normalize=normalize if factors is None else None)
+        of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0], gathered
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets
     others = [_with_first_of_equals(x) for x in others]
@@ -87,7 +89,8 @@ def _with_first_of_equals(sets: TokenSets) -> TokenSets:
     first = first_of_equals(torch.cat([sets.tokens.detach(), of_token[:, None]], 1))
     if first is None:
         return sets
-    return replace(sets, tokens=sets.tokens[first], factors=None if sets.factors is None else sets.factors[first])
+    factors = None if sets.factors is None else sets.factors[first]
+    return replace(sets, tokens=sets.tokens[first], factors=factors, gathered=None)
 
 
 @without_autocast
@@ -110,7 +113,7 @@ def max_sim_scores(
         row_shards=queries.token_shards, column_shards=documents.token_shards, world=world, factors=factors,
         unit_norm=unit_norm,
     )  # fmt: skip
-    scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens)
+    scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens, documents.gathered)
     return scores
 
 
@@ -124,9 +127,9 @@ def _dense_scores(queries: TokenSets, documents: TokenSets, lengths: Sequence[in
 class _MaxSim(Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, sweep: MaxSimSweep, queries: Tensor, documents: Tensor) -> Tensor:
+    def forward(ctx: Any, sweep: MaxSimSweep, queries: Tensor, documents: Tensor, gathered: Tensor | None) -> Tensor:
         keep_freed_memory(queries)
-        ctx.sweep, exchange = sweep, sweep.exchange(documents)
+        ctx.sweep, exchange = sweep, sweep.exchange(documents, gathered)
         ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
         with matmul_rounding(sweep.dtype, queries.device.type):
             scores, positions = sweep.scores(sweep.row_factors(queries), exchange, ctx.cached)
@@ -141,7 +144,7 @@ class _MaxSim(Function):
         with torch.no_grad(), matmul_rounding(sweep.dtype, queries.device.type):
             dqueries, ddocuments = (
                 x.new_zeros(x.shape) if needed else None
-                for x, needed in zip((queries, documents), ctx.needs_input_grad[1:], strict=True)
+                for x, needed in zip((queries, documents), ctx.needs_input_grad[1:3], strict=True)
             )
             exchange = sweep.exchange(documents, gathered)
             parts = sweep.gradients(
@@ -153,7 +156,7 @@ class _MaxSim(Function):
             else:
                 exchange.return_gradients(ddocuments, parts)
             ctx.cached.release()
-        return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments))
+        return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments)), None
 
 
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
-from contrastive_zoo.engine.batch import Batch, Reduction, is_embedding
+from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, is_embedding
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
@@ -51,6 +51,12 @@ class _Pairs:
         """1 / t, with the gradient of all ranks."""
         return self.batch.scale(self.temperature)
 
+    def _gather_shared(self, *indices: int) -> Tensor | None:
+        """The embeddings of all ranks as ranks send them, of these indices, if losses of a sum share them."""
+        names = [name for name, x in self.batch.rows.items() if is_embedding(x)]
+        normalize = self.normalize if self.factors is None else None
+        return self.batch.gather_shared(*(names[i] for i in indices), normalize=normalize)
+
     def _settings(self, on_kernel: bool) -> dict[str, Any]:
         return {
             "scale": self.scale,
@@ -84,7 +90,7 @@ class ViewPairs(_Pairs):
         others, logits = self_log_sum_exp(
             self.batch.concatenated(self.rows), partner_offsets=[n * step for step in range(1, count)],
             factors=None if self.factors is None else self.batch.concatenated(self.factors),
-            shards=self.batch.samples.times(count), **self._settings(on_kernel),
+            shards=self.batch.samples.times(count), gathered=self._gather_shared(*range(count)), **self._settings(on_kernel),
         )  # fmt: skip
         # each pair counts for both of its views; logits[step - 1] are those of a view and the one ``step`` later
         by_step = [x.unflatten(0, (count - step, -1)) for step, x in enumerate(logits, 1)]
@@ -132,7 +138,8 @@ class TowerPairs(_Pairs):
         count = k.shape[1] if k.ndim == 3 else 1
         return cross_log_sum_exp(
             q, k.flatten(0, -2), factors=self._factors(0, 1), row_shards=samples, column_shards=samples.times(count),
-            columnwise=symmetric, partner_offsets=range(count), stride=count, **self._settings(on_kernel),
+            columnwise=symmetric, partner_offsets=range(count), stride=count, gathered=self._gather_shared(1),
+            **self._settings(on_kernel),
         )  # fmt: skip
 
     def sums_by_direction(
@@ -159,7 +166,11 @@ class TowerPairs(_Pairs):
             if direction in directions:
                 factors = None if self.factors is None else self.factors[tower]
                 sums[direction], _ = self_log_sum_exp(
-                    self.rows[tower], factors=factors, shards=batch.samples, **self._settings(on_kernel)
+                    self.rows[tower],
+                    factors=factors,
+                    shards=batch.samples,
+                    gathered=self._gather_shared(tower),
+                    **self._settings(on_kernel),
                 )
         return sums, positive
 
@@ -167,7 +178,8 @@ class TowerPairs(_Pairs):
         """Return the queries' log-sum-exps over further candidates of all ranks, [m, d], the embeddings of this index."""
         return cross_log_sum_exp(
             self.rows[0], self.rows[index], factors=self._factors(0, index), row_shards=self.batch.samples,
-            column_shards=self.negative_shards[index - 2], columnwise=False, **self._settings(on_kernel),
+            column_shards=self.negative_shards[index - 2], columnwise=False, gathered=self._gather_shared(index),
+            **self._settings(on_kernel),
         )[0]  # fmt: skip
 
     def _factors(self, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
@@ -189,6 +201,7 @@ class TowerPairs(_Pairs):
         return sum_over_sigmoid_pairs(
             x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
             shards=batch.samples, reduction=reduction, world=batch.world, on_kernel=on_kernel,
+            gathered=self._gather_shared(1),
         )  # fmt: skip
 
     def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
@@ -262,10 +275,13 @@ class LabelledPairs(_Pairs):
         return self.samples if self.labels is None else self.batch.int64(self.labels).repeat_interleave(self.views)
 
     @cached_property
+    def candidates(self) -> Candidates:
+        """The anchors, sample by sample, which are candidates, too."""
+        return self.batch.candidates(next(iter(self.batch.rows)), normalize=self.normalize)
+
+    @property
     def embeddings(self) -> Float[Tensor, "a d"]:
-        """The local anchors, sample by sample."""
-        prepared = self.batch.prepared(self.batch.first, normalize=self.normalize)
-        return prepared.flatten(0, 1) if prepared.ndim == 3 else prepared
+        return self.candidates.local
 
     @property
     def _anchor_factors(self) -> Tensor | None:
@@ -285,7 +301,7 @@ class LabelledPairs(_Pairs):
         on_kernel = batch.kernels.compute(batch.name, shards.total, shards.total)
         others, _ = self_log_sum_exp(
             z, factors=self._anchor_factors, shards=shards, excluded=None if only is None else only[shards.local],
-            **self._settings(on_kernel),
+            gathered=self._gather_shared(0), **self._settings(on_kernel),
         )  # fmt: skip
         losses = others - mean
         if only is not None:
@@ -310,11 +326,13 @@ class LabelledPairs(_Pairs):
         z, views, samples = self.embeddings, self.views, self.batch.samples
         companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), self.samples)]
         if anchors == "all":
-            return reduce_rows(self.batch, loss, z, self.ids, times=views, companions=companions, reduction=reduction)
+            return reduce_rows(
+                self.batch, loss, self.candidates, self.ids, times=views, companions=companions, reduction=reduction
+            )
         first = slice(None, None, views)
         positions = torch.arange(samples.start * views, samples.start * views + len(z), device=z.device)[first]
         return reduce_rows(
-            self.batch, loss, z[first], self.ids[first], candidates=z, candidate_ids=self.ids,
+            self.batch, loss, z[first], self.ids[first], candidates=self.candidates, candidate_ids=self.ids,
             candidate_shards=samples.times(views), own_candidates=positions,
             companions=[(of_anchors[first], x) for of_anchors, x in companions], reduction=reduction,
         )  # fmt: skip
@@ -326,5 +344,5 @@ class LabelledPairs(_Pairs):
             return reduce_rows(batch, sigmoid_block_loss(self.temperature, bias), z, self.ids, reduction=reduction)
         return sum_over_sigmoid_pairs(
             z, None, self.ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
-            shards=batch.samples, reduction=reduction, world=batch.world,
+            shards=batch.samples, reduction=reduction, world=batch.world, gathered=self._gather_shared(0),
         )  # fmt: skip

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, RowwiseSweep, start_count
-from contrastive_zoo.engine.batch import Batch, Reduction, mean_divisor
+from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor, unchanged
 from contrastive_zoo.engine.compiled_sweep import CompiledSweep
 from contrastive_zoo.engine.implementation import compiles_blocks, is_dense
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
@@ -31,8 +31,8 @@ from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.randomness import StateWatch, one_stream
-from contrastive_zoo.ranks.session import Session, unchanged
-from contrastive_zoo.ranks.transport import gather_rows, narrowest
+from contrastive_zoo.ranks.session import Session
+from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
 __all__ = ["AnchorBlock", "BlockFunction", "reduce_rows"]
@@ -41,12 +41,12 @@ __all__ = ["AnchorBlock", "BlockFunction", "reduce_rows"]
 def reduce_rows(
     batch: Batch,
     loss: nn.Module,
-    anchors: Float[Tensor, "n d"],
+    anchors: Float[Tensor, "n d"] | Candidates,
     ids: Int[Tensor, " n"],
     *,
     times: int = 1,
     shards: Shards | None = None,
-    candidates: Float[Tensor, "m d"] | None = None,
+    candidates: Float[Tensor, "m d"] | Candidates | None = None,
     candidate_ids: Int[Tensor, " m"] | None = None,
     candidate_shards: Shards | None = None,
     own_candidates: Int[Tensor, " n"] | None = None,
@@ -60,7 +60,8 @@ def reduce_rows(
 
     The method ``on_block`` is a :data:`BlockFunction` of ``loss.terms`` terms, 1 by default. The loss's parameters get
     their complete gradient on every rank. With ``loss.lists_positives()`` blocks know how many positives an anchor has
-    at most. Candidates None are the anchors; candidates with the id of an anchor are its positives, but for the one
+    at most. Candidates None are the anchors; those of the batch are shared by the losses of a sum, and pass through a ring
+    as they came. Candidates with the id of an anchor are its positives, but for the one
     that is the anchor itself: ``own_candidates`` are the indices of these copies among the candidates of all ranks, −1
     for none. ``shards`` None are ``times`` anchors for each sample of the batch. Companions are pairs of [n, …] for the
     local anchors and [m, …] for the local candidates, without gradient.
@@ -70,15 +71,21 @@ def reduce_rows(
     ``reduction="none"``.
     """
     world, shards = batch.world, batch.samples.times(times) if shards is None else shards
+    of_batch = anchors if candidates is None else candidates
+    anchors = anchors.local if isinstance(anchors, Candidates) else anchors
+    candidates = candidates.local if isinstance(candidates, Candidates) else candidates
     watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
     where, asks_for_ring = candidate_shards or shards, isinstance(world, Session) and bool(world.ring)
     # candidates pass from rank to rank if the loss yields statistics that merge
     ring = asks_for_ring and world.size > 1 and not is_dense() and bool(getattr(loss, "can_ring", bool)())
     columns, is_alone = anchors if candidates is None else candidates, world.size == 1
-    sent, restore = (columns, unchanged) if is_alone else narrowest(columns, world)
+    sent: Tensor | None = columns if ring else None
+    restore: Callable[[Tensor], Tensor] = unchanged
+    if ring and isinstance(of_batch, Candidates):
+        sent, restore = of_batch.to_wire_dtype()
 
     def visible(rows: Tensor) -> Tensor:
-        return rows if ring or is_alone else gather_rows(rows, where, world)
+        return rows if ring or is_alone else batch.gathered(rows, where)
 
     all_ids, is_one_tower = visible(ids if candidate_ids is None else candidate_ids), candidates is None
     # before candidates are sent: the host waits for the number, not for them
@@ -92,7 +99,9 @@ def reduce_rows(
         return _dense(batch, loss, anchors, columns, layout, parameters, reduction)
     kind = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
     call = _Call(kind, loss.on_block, getattr(loss, "terms", 1), layout, reduction)
-    value = _SumOverAnchors.apply(call, watch, sent if ring else None, anchors, candidates, *parameters.values())
+    if not ring and isinstance(of_batch, Candidates):
+        sent = of_batch.gathered()
+    value = _SumOverAnchors.apply(call, watch, sent, anchors, candidates, *parameters.values())
     if watch is None or not watch.found_on_any_rank:
         return value
     watch.undo()
@@ -164,7 +173,7 @@ class _SumOverAnchors(Function):
         """Compute the loss, and its gradients where the weight of every anchor is already known.
 
         The others are candidates and parameters. ``watch`` learns whether the loss has drawn random numbers on any rank;
-        ``sent`` are the rows that a ring sends.
+        ``sent`` are the rows that a ring sends, or the candidates of all ranks, if they are here already.
         """
         layout, (candidates, *parameters) = call.layout, others
         columns = anchors if candidates is None else candidates

@@ -45,6 +45,7 @@ def sum_over_sigmoid_pairs(
     shards: Shards,
     world: World,
     on_kernel: bool = False,
+    gathered: Tensor | None = None,
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
@@ -52,6 +53,7 @@ def sum_over_sigmoid_pairs(
     id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. ``unit_norm`` and
     ``factors``, of anchors and candidates, are those of :func:`contrastive_zoo.engine.softmax.cross_log_sum_exp`.
     ``on_kernel`` says whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
+    ``gathered`` are the candidates of all ranks, as they are sent, if they are here already.
     """
     all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
     of_both = None if factors is None else (factors[0], factors[-1])
@@ -60,18 +62,24 @@ def sum_over_sigmoid_pairs(
         on_kernel=on_kernel, reduction=reduction,
     )  # fmt: skip
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
-    return _SigmoidPairs.apply(sweep, anchors, candidates, *numbers)
+    return _SigmoidPairs.apply(sweep, gathered, anchors, candidates, *numbers)
 
 
 class _SigmoidPairs(Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, sweep: "_Sweep", anchors: Tensor, candidates: Tensor | None, scale: Tensor, bias: Tensor
+        ctx: Any,
+        sweep: "_Sweep",
+        gathered: Tensor | None,
+        anchors: Tensor,
+        candidates: Tensor | None,
+        scale: Tensor,
+        bias: Tensor,
     ) -> Tensor:
         keep_freed_memory(anchors)
         learns = sweep.learns and any(ctx.needs_input_grad) and sweep.reduction != "none"
-        losses, gradients = sweep(anchors, candidates, scale, bias, learns=learns)
+        losses, gradients = sweep(anchors, candidates, scale, bias, learns=learns, gathered=gathered)
         ctx.sweep = sweep
         ctx.save_for_backward(anchors, candidates, scale, bias, *gradients)
         if sweep.reduction == "none":
@@ -93,7 +101,7 @@ class _SigmoidPairs(Function):
         danchors, dcandidates, dscale, dbias = gradients
         by_input = [danchors + dcandidates, None] if candidates is None else [danchors, dcandidates]
         inputs = [x for x in (anchors, candidates, scale, bias) if x is not None]
-        return None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
+        return None, None, *(differentiable_once(x, *inputs) for x in (*by_input, dscale, dbias))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +113,18 @@ class _Sweep(Sweep):
     reduction: Reduction
 
     def __call__(
-        self, anchors: Tensor, candidates: Tensor | None, *numbers: Tensor, learns: bool, weights: Tensor | None = None
+        self,
+        anchors: Tensor,
+        candidates: Tensor | None,
+        *numbers: Tensor,
+        learns: bool,
+        weights: Tensor | None = None,
+        gathered: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return losses, and the gradients by anchors, candidates, scale and bias of their weighted sum if asked."""
         columns, (scale, bias) = anchors if candidates is None else candidates, numbers
         dcandidates = torch.zeros_like(columns) if learns else columns[:0]
-        left, exchange = self.row_factors(anchors), self.exchange(columns)
+        left, exchange = self.row_factors(anchors), self.exchange(columns, gathered)
         with matmul_rounding(self.dtype, anchors.device.type):
             block: Any
             if self.on_kernel:

@@ -52,6 +52,7 @@ def self_log_sum_exp(
     shards: Shards,
     world: World,
     on_kernel: bool = False,
+    gathered: Tensor | None = None,
 ) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
     """Return log-sum-exps R of local rows over all rows but themselves and their partners, and partners' logits.
 
@@ -64,6 +65,7 @@ def self_log_sum_exp(
     at most 1. If the input has 16 bits, it is given as ``factors``, which matmuls take in place of z; with
     ``unit_norm`` the products are divided by their norms.
     ``on_kernel``: Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
+    ``gathered``: the columns of all ranks, as they are sent, if they are here already.
     """
     if _by_plain_formula(len(z) ** 2, world, on_kernel):
         s = scale * z @ _of_all_ranks(z, shards, world).T
@@ -77,7 +79,7 @@ def self_log_sum_exp(
         factors=None if factors is None else (factors, factors), partners=Partners(partner_offsets), one_tower=True,
         excluded=excluded,
     )  # fmt: skip
-    r, _, *positives = _LogSumExp.apply(sweep, z, z, _in_dtype_of(z, scale))
+    r, _, *positives = _LogSumExp.apply(sweep, z, z, _in_dtype_of(z, scale), gathered)
     return r, positives
 
 
@@ -96,6 +98,7 @@ def cross_log_sum_exp(
     stride: int = 1,
     world: World,
     on_kernel: bool = False,
+    gathered: Tensor | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
     """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
 
@@ -117,7 +120,7 @@ def cross_log_sum_exp(
         learnable_scale=isinstance(scale, Tensor), factors=factors, partners=Partners(partner_offsets, stride),
         columnwise=columnwise,
     )  # fmt: skip
-    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale))
+    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale), gathered)
     return r, c, positives
 
 
@@ -167,13 +170,13 @@ class _LogSumExp(Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale
+        ctx: Any, sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale, gathered: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         keep_freed_memory(rows)
         ctx.sweep, inputs = sweep, (rows, columns)
         # a number is a factor of the matmul; reading it from an accelerator would wait for all that is queued there
         ctx.scale = scale.item() if isinstance(scale, Tensor) and devices.on_cpu(scale) else scale
-        exchange = sweep.exchange(columns)
+        exchange = sweep.exchange(columns, gathered)
         largest = sweep.largest_logit(rows, columns, ctx.scale)
         rows = sweep.row_factors(rows)
         # neither a logit up to the largest nor a sum of many overflows
@@ -231,4 +234,4 @@ class _LogSumExp(Function):
                     dcolumns *= scale
         gradients = (drows, None if sweep.one_tower else dcolumns, dscale)
         inputs = [x for x in (rows, columns, scale) if x is not None]
-        return None, *(differentiable_once(x, *inputs) for x in gradients)
+        return None, *(differentiable_once(x, *inputs) for x in gradients), None

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
-from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.batch import Batch, Candidates
 from contrastive_zoo.engine.implementation import has_plain_formulas, is_dense
 from contrastive_zoo.engine.pairwise import row_sums
 from contrastive_zoo.engine.precision import matmul, without_autocast
@@ -165,10 +165,10 @@ def _points_at_once(x: Tensor) -> int:
     return max(1, tile_bytes(x) // max(1, x.nbytes))
 
 
-def log_potentials(batch: Batch, views: Sequence[Float[Tensor, "n d"]], scale: float | Tensor) -> Float[Tensor, " v"]:
+def log_potentials(batch: Batch, views: Sequence[Candidates], scale: float | Tensor) -> Float[Tensor, " v"]:
     """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' embeddings, two or more."""
-    shards, world = batch.samples, batch.world
-    sums = [self_log_sum_exp(z, scale=scale, unit_norm=True, shards=shards, world=world)[0].logsumexp(0) for z in views]
+    settings: Any = {"scale": scale, "unit_norm": True, "shards": batch.samples, "world": batch.world}
+    sums = [self_log_sum_exp(z.local, gathered=z.gathered(), **settings)[0].logsumexp(0) for z in views]
     return batch.log_sum_exp(torch.stack(sums), gradient="complete")
 
 

@@ -1,7 +1,6 @@
 """Add losses: a weight for each term, and one statement and one gather of the embeddings for all terms."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,7 +15,6 @@ from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, instance_problem
-from contrastive_zoo.ranks.session import Session
 
 
 class Composition(Loss):
@@ -71,12 +69,8 @@ class Composition(Loss):
         return merged(name, [_member_stated(loss, args, named, known) for loss in self.members()])
 
     def compute(self, batch: Batch) -> Float[Tensor, "..."]:
-        outer = batch.world
-        world = outer.with_cache() if isinstance(outer, Session) else outer
         with state_kept_on_error(self):  # a term may raise after an earlier one has moved its state
-            values = self.terms(replace(batch, world=world))
-        if world is not outer and isinstance(world, Session) and world.derivations.gathered is not None:
-            world.derivations.gathered.clear()  # a graph that waits for its backward pass may hold it
+            values = self.terms(batch.with_shared_rows())
         return torch.stack([w * value for w, value in zip(self.weights, values, strict=True)]).sum(0)
 
     def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:

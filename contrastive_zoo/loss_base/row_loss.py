@@ -36,11 +36,9 @@ class AnchorLoss(LabelledLoss):
         return bool(self.__dict__.get("normalize", True))
 
     def compute(self, batch: Batch) -> Tensor:
-        views = [batch.prepared(x, normalize=self.normalizes) for name, x in batch.rows.items() if name != "labels"]
-        if "labels" in batch.rows:
-            z, ids = views[0], batch.int64(batch.rows["labels"])
-        else:
-            z, ids = batch.concatenated(views), batch.indices(times=len(views))
+        views = [name for name in batch.rows if name != "labels"]
+        z, has_labels = batch.candidates(*views, normalize=self.normalizes), "labels" in batch.rows
+        ids = batch.int64(batch.rows["labels"]) if has_labels else batch.indices(times=len(views))
         may_draw = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
         loss = self.block_loss(batch)
         return reduce_rows(batch, loss, z, ids, times=len(views), reduction=self.reduction, may_draw=may_draw)

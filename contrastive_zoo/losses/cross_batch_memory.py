@@ -252,13 +252,14 @@ class CrossBatchMemory(Loss):
         loss: Any = self.loss
         rows, labels = batch.rows.values()
         share = self.memory.shards(batch.world)
-        stored = self._stored(rows, share.local)
+        known = {"rows": rows, "stored": self._stored(rows, share.local)}
+        compared = replace(batch, rows=known, shards={"rows": batch.samples, "stored": share})
         return reduce_rows(
             batch,
             loss.block_loss(self._of_loss(batch)),
-            batch.prepared(rows, normalize=loss.normalizes),
+            compared.candidates("rows", normalize=loss.normalizes),
             labels,
-            candidates=batch.prepared(stored, normalize=loss.normalizes),
+            candidates=compared.candidates("stored", normalize=loss.normalizes),
             candidate_ids=self.memory.labels.to(labels)[share.local],
             candidate_shards=share,
             own_candidates=slots[batch.samples.local].to(rows.device),  # candidates stand in the order of slots

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.batch import Batch, Candidates
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
@@ -63,13 +63,13 @@ class ClipDistillation(Loss):
         )
 
     def compute(self, batch: Batch) -> Tensor:
-        images, texts, *teachers = batch.rows.values()
-        arguments = (images, texts, *(x.detach() for x in teachers))
-        x, y, u, v = (batch.prepared(rows, normalize=self.normalize) for rows in arguments)
+        _, _, *teachers = batch.rows.values()
+        x, y = (batch.candidates(name, normalize=self.normalize) for name in ("images", "texts"))
+        u, v = (batch.prepared(rows.detach(), normalize=self.normalize) for rows in teachers)
         settings = {name: getattr(batch.settings, name) for name in ("temperature", "teacher_temperature", "weight")}
         pairs, loss = batch.indices(), BlockLoss(_distilled, **settings)
 
-        def direction(anchors: Tensor, candidates: Tensor, teachers: tuple[Tensor, Tensor]) -> Tensor:
+        def direction(anchors: Candidates, candidates: Candidates, teachers: tuple[Tensor, Tensor]) -> Tensor:
             return reduce_rows(
                 batch, loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teachers],
                 reduction=self.reduction,

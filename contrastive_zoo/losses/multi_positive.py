@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.batch import Batch, Candidates
 from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
@@ -83,17 +83,21 @@ class MultiPositive(Loss):
         return Inputs.of(rows, problem, values=[] if weights is None else [_weights_rule(weights)])
 
     def compute(self, batch: Batch) -> Tensor:
-        q, k = (batch.prepared(batch.rows[name], normalize=self.normalize) for name in ("queries", "keys"))
+        q, k = (batch.candidates(name, normalize=self.normalize) for name in ("queries", "keys"))
         ids, weights = batch.rows["ids"], batch.rows.get("weights")
         ids_of_keys = batch.rows.get("key_ids", ids)
         targets = ids[:, None] if ids.ndim == 1 else ids
-        weights = q.new_ones(targets.shape) if weights is None else weights.detach().to(q.dtype).view(targets.shape)
+        weights = (
+            q.local.new_ones(targets.shape)
+            if weights is None
+            else weights.detach().to(q.local.dtype).view(targets.shape)
+        )
         loss = BlockLoss(
             _block_losses, temperature=batch.settings.temperature, paired="key_ids" not in batch.rows,
             duplicates=self.duplicates,
         )  # fmt: skip
 
-        def direction(anchors: Tensor, candidates: Tensor) -> Tensor:
+        def direction(anchors: Candidates, candidates: Candidates) -> Tensor:
             return reduce_rows(
                 batch, loss, anchors, batch.indices(), candidates=candidates, candidate_ids=batch.indices("keys"),
                 candidate_shards=batch.shards["keys"], reduction=self.reduction,

@@ -81,7 +81,8 @@ class DCL(TwoViewLoss):
     supports_ring = True
 
     def compute(self, batch: Batch) -> Tensor:
-        a, b = (batch.prepared(x, normalize=self.normalize) for x in batch.rows.values())
+        z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)
+        a, b = z.local.tensor_split(2)
         weight, sigma = a.new_ones(len(a)), batch.settings.sigma
         if sigma is not None:
             logits = batch.gathered((a * b).sum(-1).detach() / sigma)
@@ -89,7 +90,6 @@ class DCL(TwoViewLoss):
         view = torch.arange(2, device=a.device).repeat_interleave(len(a))
         loss = BlockLoss(_decoupled, temperature=batch.settings.temperature, denominators=self.denominators)
         companions = [(view, view), (weight.repeat(2), view)]
-        z, ids = batch.concatenated([a, b]), batch.indices(times=2)
         return reduce_rows(batch, loss, z, ids, times=2, companions=companions, reduction=self.reduction)
 
 
@@ -154,14 +154,12 @@ class HCL(TwoViewLoss):
     supports_ring = True
 
     def compute(self, batch: Batch) -> Tensor:
-        settings, z = batch.settings, [batch.prepared(x, normalize=True) for x in batch.rows.values()]
+        settings, z = batch.settings, batch.candidates(*batch.rows, normalize=True)
         loss = BlockLoss(
             _estimated_negatives_loss, temperature=settings.temperature, tau_plus=settings.tau_plus, beta=settings.beta,
             log_negatives=math.log(max(1, 2 * batch.total - 2)),
         )  # fmt: skip
-        return reduce_rows(
-            batch, loss, batch.concatenated(z), batch.indices(times=2), times=2, reduction=self.reduction
-        )
+        return reduce_rows(batch, loss, z, batch.indices(times=2), times=2, reduction=self.reduction)
 
 
 class Debiased(HCL):

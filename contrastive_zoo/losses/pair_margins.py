@@ -162,9 +162,9 @@ class IntraPairVariance(LabelledLoss):
     reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
-        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalize)
+        z = batch.candidates("embeddings", normalize=self.normalize)
         ids, settings = batch.int64(batch.rows["labels"]), batch.settings
-        positive, negative = _mean_similarities(batch, z, ids)
+        positive, negative = _mean_similarities(batch, z.local, ids)
         loss = BlockLoss(
             _squared_hinges, lowest=(1 - settings.pos_eps) * positive, highest=(1 + settings.neg_eps) * negative
         )

@@ -124,11 +124,11 @@ class LiftedStructure(LabelledLoss):
     supports_ring = True
 
     def compute(self, batch: Batch) -> Tensor:
-        z = batch.prepared(batch.rows["embeddings"], normalize=self.normalize)
+        z = batch.candidates("embeddings", normalize=self.normalize)
         ids, settings = batch.int64(batch.rows["labels"]), batch.settings
         crowding = reduce_rows(batch, BlockLoss(_negative_sums, margin=settings.neg_margin), z, ids, reduction="none")
-        z, loss = torch.cat([z, crowding[:, None]], 1), BlockLoss(_pairs, margin=settings.pos_margin)
-        return reduce_rows(batch, loss, z, ids, reduction=self.reduction)
+        loss = BlockLoss(_pairs, margin=settings.pos_margin)
+        return reduce_rows(batch, loss, torch.cat([z.local, crowding[:, None]], 1), ids, reduction=self.reduction)
 
 
 def _negative_sums(block: AnchorBlock, margin: float) -> Rows:

@@ -178,7 +178,7 @@ class MegaBatchMargin(Loss):
         return Inputs({"view 0": queries, "view 1": keys})
 
     def compute(self, batch: Batch) -> Tensor:
-        q, k = (batch.prepared(x, normalize=self.normalize) for x in batch.rows.values())
+        q, k = (batch.candidates(name, normalize=self.normalize) for name in batch.rows)
         pairs, settings = batch.indices(), batch.settings
         loss = BlockLoss(
             _margin_hinges, positive_margin=settings.positive_margin, negative_margin=settings.negative_margin
@@ -255,13 +255,14 @@ class DynamicSoftMargin(Loss):
 
 def _differences(batch: Batch) -> Tensor:
     """Return δ of the local pairs; a gradient is shared by equal minima, and 0 where a distance is 0."""
-    a, p = (batch.prepared(x, normalize=True) for x in batch.rows.values())
+    towers = [batch.candidates(name, normalize=True) for name in batch.rows]
+    a, p = (x.local for x in towers)
     squares = (a - p).square().sum(1)
     distances = squares.where(squares > 0, 1).sqrt().where(squares > 0, 0)
     pairs = batch.indices()
     of_anchor, of_positive = (
         reduce_rows(batch, BlockLoss(_nearest), x, pairs, candidates=y, candidate_ids=pairs, reduction="none")
-        for x, y in ((a, p), (p, a))
+        for x, y in (towers, reversed(towers))
     )
     # of repeated embeddings the two differ by rounding only
     equal = (of_anchor.square() - of_positive.square()).abs() <= _ROUNDING_UNITS * torch.finfo(a.dtype).eps

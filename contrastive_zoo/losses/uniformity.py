@@ -57,8 +57,8 @@ class AlignUniform(TwoViewLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         t, n = batch.settings.t, batch.total
-        a, b = (batch.prepared(x, normalize=True) for x in batch.rows.values())
-        loss = batch.reduce(vector_norm(a - b, dim=1) ** batch.settings.alpha)
+        a, b = (batch.candidates(name, normalize=True) for name in batch.rows)
+        loss = batch.reduce(vector_norm(a.local - b.local, dim=1) ** batch.settings.alpha)
         if n == 1:  # no pair
             return loss
         totals = log_potentials(batch, (a, b), 2 * t)
@@ -179,7 +179,7 @@ class KoLeo(EmbeddingLoss):
     reduction: Reduction = "mean"
 
     def compute(self, batch: Batch) -> Tensor:
-        z = batch.prepared(batch.first, normalize=self.normalize)
+        z = batch.candidates(next(iter(batch.rows)), normalize=self.normalize)
         loss = BlockLoss(_log_distances, eps=batch.settings.eps)
         return reduce_rows(batch, loss, z, batch.indices(), reduction=self.reduction)
 

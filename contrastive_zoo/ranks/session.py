@@ -1,85 +1,17 @@
-"""The session of one step: what all ranks have agreed on and gathered, passed from the wrapper to the engines."""
+"""The session of one step: what all ranks have agreed on, passed from the wrapper to the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from contrastive_zoo.ranks.devices import ValueCheck
 from contrastive_zoo.ranks.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
 from contrastive_zoo.ranks.world import Machines, Shards, World
-
-Function = Callable[..., Tensor]
-"""Computes rows from one or several tensors of rows of equal length, row by row, or concatenates them."""
-
-
-Fetch = Callable[[Tensor, Shards], Tensor]
-"""Gathers: from this rank's rows and their shard sizes to the rows of all ranks."""
-
-
-@dataclass
-class Derivations:
-    """From what tensors were derived, as long as they exist; a cache also holds the rows that were gathered.
-
-    Its keys are the ids of this rank's tensors: equal tensors are not the same entry, and a comparison would cost a pass
-    over them. Each entry holds its tensor, so that no other tensor gets its id.
-    """
-
-    sources: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    gathered: dict[int, tuple[Tensor, Tensor]] | None = None  # None where no rows are gathered twice
-
-    def derive(self, function: Function, *rows: Tensor) -> Tensor:
-        """Return ``function(*rows)``, and record it unless it is one of ``rows``."""
-        result = function(*rows)
-        if all(result is not x for x in rows):
-            self.sources[result] = function, rows
-        return result
-
-    def narrowest(self, rows: Tensor) -> tuple[Tensor, Function]:
-        """Return the rows of 16 bits that ``rows`` were derived from, and the function; ``rows`` if there are none.
-
-        Sources that were concatenated are concatenated here, too. The function holds no tensor.
-        """
-        if rows not in self.sources:
-            return rows, unchanged
-        function, sources = self.sources[rows]
-        narrow, functions = zip(*map(self.narrowest, sources), strict=True)
-        if any(x.dtype.itemsize != 2 for x in narrow):
-            return rows, unchanged
-
-        def restore(received: Tensor) -> Tensor:
-            count = len(received) // len(functions)
-            parts = (received[i * count : (i + 1) * count] for i in range(len(functions)))
-            return function(*(of_source(x) for of_source, x in zip(functions, parts, strict=True)))
-
-        return (narrow[0] if len(narrow) == 1 else torch.cat(narrow)), restore
-
-    def gather(self, rows: Tensor, shards: Shards, fetch: Fetch) -> Tensor:
-        """Return the rows of all ranks: stored, derived from stored rows, or fetched. Do not write to them."""
-        if self.gathered is None:
-            return fetch(rows, shards)
-        if id(rows) not in self.gathered:
-            if rows in self.sources:
-                function, sources = self.sources[rows]
-                of_source = Shards(tuple(size // len(sources) for size in shards.sizes), shards.rank)
-                parts = (self.gather(x, of_source, fetch).split(list(of_source.sizes)) for x in sources)
-                with torch.no_grad():
-                    result = torch.cat([function(*of_rank) for of_rank in zip(*parts, strict=True)])
-            else:
-                result = fetch(rows, shards)
-            self.gathered[id(rows)] = rows, result
-        return self.gathered[id(rows)][1]
-
-
-def unchanged(rows: Tensor) -> Tensor:
-    """Return ``rows``, which were derived from no others."""
-    return rows
 
 
 @dataclass
@@ -103,7 +35,6 @@ class Session(World):
     ring: bool | Machines = False
     # the factor of the gradient of sharded parameters, of which each rank holds another part
     sharded_factor: float = 1.0
-    derivations: Derivations = field(default_factory=Derivations, repr=False)
     findings: Findings = field(default_factory=Findings, repr=False)
 
     @classmethod
@@ -112,12 +43,6 @@ class Session(World):
         if isinstance(world, Session):
             return world
         return cls(world.rank, world.size, world.group, caller=world.caller, **options)
-
-    def with_cache(self) -> Session:
-        """The same session with a cache: rows that several losses compare are gathered once."""
-        if self.derivations.gathered is not None or self.size == 1:
-            return self
-        return replace(self, derivations=Derivations(self.derivations.sources, {}))
 
 
 def agree(

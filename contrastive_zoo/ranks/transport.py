@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import reduce_scatter_single
-from contrastive_zoo.ranks.session import Session, unchanged
 from contrastive_zoo.ranks.world import Shards, World
 
 Reduction = Literal["sum", "mean", "max", "min"]
@@ -46,7 +45,7 @@ def sendable(x: Tensor, world: World) -> Tensor:
 
 
 def gather_rows(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """Return the rows of all ranks in rank order; do not write to them, as the session's cache may hold them."""
+    """Return the rows of all ranks in rank order."""
     return start_gather(rows, shards, world)()
 
 
@@ -54,13 +53,6 @@ def start_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Ten
     """Start to gather the rows of all ranks; the returned function waits for them."""
     if world.size == 1:
         return lambda: rows
-    if isinstance(world, Session) and world.derivations.gathered is not None:
-        derivations = world.derivations
-        return lambda: derivations.gather(rows, shards, lambda x, of: _start_uncached_gather(x, of, world)())
-    return _start_uncached_gather(rows, shards, world)
-
-
-def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callable[[], Tensor]:
     local = as_bytes(sendable(rows, world))
     largest = max(shards.sizes)
     if len(local) < largest:
@@ -75,22 +67,6 @@ def _start_uncached_gather(rows: Tensor, shards: Shards, world: World) -> Callab
         return from_bytes(joined, rows).to(rows.device)
 
     return finish
-
-
-def derived(function: Callable[..., Tensor], *rows: Tensor, world: World) -> Tensor:
-    """Return ``function(*rows)``, and record that in a session which may send ``rows`` in place of the result.
-
-    A cache that has gathered ``rows``, and a ring that sends ``rows`` of 16 bits, apply the function to the other ranks'
-    rows. All of ``rows`` have the same length, and the result is as long as all of them together.
-    """
-    if isinstance(world, Session) and (world.derivations.gathered is not None or world.ring):
-        return world.derivations.derive(function, *rows)
-    return function(*rows)
-
-
-def narrowest(rows: Tensor, world: World) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return rows of 16 bits from which ``rows`` were :func:`derived`, and the function, or ``rows`` if there are none."""
-    return world.derivations.narrowest(rows) if isinstance(world, Session) else (rows, unchanged)
 
 
 def scatters_sums(shards: Shards, world: World) -> bool:

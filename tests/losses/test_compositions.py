@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from contrastive_zoo.losses.uniformity import AlignUniform
-from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
@@ -137,7 +137,7 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
     rows = numbers(6, 5, seed=0), torch.arange(6) % 2
 
     def job(*mine: Tensor) -> int:
-        with patch.object(Session, "with_cache", lambda session: session), splitting(always=True):
+        with patch.object(Batch, "with_shared_rows", lambda batch: batch), splitting(always=True):
             return len(sent_rows(lambda: cz.DistributedLoss(nested_classes().double())(*mine))[0])
 
     each = list(zip(*(x.split([3, 3]) for x in rows), strict=True))
