@@ -243,13 +243,13 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}": (
         lambda: prototypes_of(shared=rank_0({"prototypes"}, None), check_distinct=False)
     ),
-    "shared names prototype, which this call has not. Its arguments are anchors, targets, prototypes.": (
+    "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.": (
         lambda: prototypes_of(shared={"prototype"})
     ),
-    "rank 0: batch_dim names view, which this call has not": (
+    "rank 0: batch_dim names view, which is no argument of this call": (
         lambda: views_of(batch_dim=rank_0({"view": 1}, {"views": 1}))
     ),
-    "batch_dim['views'] is 3, a dimension that [2, 3, 4] has not": lambda: views_of(batch_dim={"views": 3}),
+    "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]": lambda: views_of(batch_dim={"views": 3}),
     "labels are one per row, got 3 for 2 rows": (
         lambda: called(lambda embeddings, labels: 0, of_rank(2)[None], torch.arange(3), batch_dim={"embeddings": 1})
     ),

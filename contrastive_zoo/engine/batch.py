@@ -113,9 +113,8 @@ class Batch:
 
     def candidates(self, *names: str, normalize: bool) -> "Candidates":
         """Return the prepared embeddings of these names, concatenated, [n, d]; ranks may send them as they came."""
-        return Candidates(
-            _joined(normalize, *(self.rows[name] for name in names)).flatten(0, -2), self, names, normalize
-        )
+        local = _joined(normalize, *(self.rows[name] for name in names)).flatten(0, -2)
+        return Candidates(local, self, names, normalize)
 
     def gather_shared(self, *names: str, normalize: bool | None) -> Tensor | None:
         """Return what :meth:`candidates` makes of all ranks' rows, or these as they came, if losses of a sum share them."""

@@ -182,7 +182,7 @@ def gather_together(
 ) -> list[Tensor]:
     """Gather several tensors at once, each as :func:`all_gather` with ``gradient="complete"`` does.
 
-    Tensors with equal shard sizes share a message. If the bytes of rows were the handshake's payload, there is none.
+    Tensors with equal shard sizes share a message. With a payload, nothing is sent.
     """
     if world.size == 1:
         return list(rows)

@@ -80,4 +80,4 @@ def agree_on_shards(caller: str, rows: Mapping[str, Tensor], *, world: World, **
 def refuse(caller: str, problem: str, *, world: World) -> NoReturn:
     """Take part in the other ranks' :func:`agree_on_shards` with a problem, so that every rank raises it."""
     agree_on_shards(caller, {}, world=world, problem=problem)
-    raise AssertionError("a problem was met without an error")
+    raise AssertionError("unreachable")

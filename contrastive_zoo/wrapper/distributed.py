@@ -141,7 +141,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             ranks than the process group's; arguments that the loss does not take; labels that are not one per
             embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on all ranks; indices mined
             on one rank's embeddings, or passed although there is a miner; a previous value that differs between ranks;
-            ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that the call has not; shared arguments
+            ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that are not in the call; shared arguments
             that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that
             are equal on every rank while other arguments differ, equal weights whose number is that of no other
             argument, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
@@ -300,7 +300,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self._observer = observer
 
     def _alone(self, bare: Any, call: Stated | LossCall, session: Session) -> Any:
-        """One process: a loss of this library as it is anywhere, any other with its arguments as they are."""
+        """Compute alone; a third-party loss gets its arguments unchanged."""
         observer = self._observer if self.training else None
         problem = None if isinstance(call, Stated) else call.indices_problem(session)
         problem = problem or self._history.values_problem()

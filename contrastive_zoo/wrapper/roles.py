@@ -54,7 +54,8 @@ class Roles:
         for option in ("pad_dims", "shared", "batch_dim"):
             for name in getattr(self, option):
                 if name not in leaves and (option == "pad_dims" or not any(_covers(name, path) for path in leaves)):
-                    return f"{option} names {name}, which this call has not. Its arguments are {', '.join(leaves)}."
+                    passed = ", ".join(leaves)
+                    return f"{option} names {name}, which is no argument of this call. Its arguments are {passed}."
         dims = [("pad_dims", path, of_path) for path, of_path in self.pad_dims.items()]
         dims += [("batch_dim", path, (dim,)) for path in leaves if (dim := self.dim(path)) is not None]
         for option, path, of_path in dims:
@@ -62,7 +63,7 @@ class Roles:
             if x is not None and not (isinstance(x, Tensor) and max(of_path) < x.ndim):
                 stated = of_path if len(of_path) > 1 else of_path[0]
                 shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                return f"{option}[{path!r}] is {stated}, a dimension that {shape} has not."
+                return f"{option}[{path!r}] is {stated}, which is no dimension of {shape}."
         return None
 
 

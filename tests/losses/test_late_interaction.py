@@ -331,8 +331,11 @@ def test_without_padding_the_error_names_it(worlds: Worlds) -> None:
 
     for bad, said in [
         (called(), "pad_dims={'tokens': 1}"),
-        (called(pad_dims={"words": 1}), "pad_dims names words, which this call has not. Its arguments are tokens."),
-        (called(pad_dims={"tokens": 3}), "pad_dims['tokens'] is 3, a dimension that"),
+        (
+            called(pad_dims={"words": 1}),
+            "pad_dims names words, which is no argument of this call. Its arguments are tokens.",
+        ),
+        (called(pad_dims={"tokens": 3}), "pad_dims['tokens'] is 3, which is no dimension of"),
         (disagreeing, "ranks"),
     ]:
         text, after = common_error(worlds, 2, bad, lambda: called(pad_dims={"tokens": 1})().item())
