@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS
-from contrastive_zoo.loss_base.loss import Inputs, Loss, Stated
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
@@ -60,11 +60,11 @@ class Composition(Loss):
 
     def stated(
         self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
-    ) -> Stated:
+    ) -> CallInputs:
         known = {} if known is None else known
         name = type(self).__name__
         if problem := self.settings_problem():
-            return Stated(name, Inputs({}), problem=problem)
+            return CallInputs(name, Inputs({}), problem=problem)
         args, named = _distinct(*devices.beside_rows(args, named))
         return merged(name, [_member_stated(loss, args, named, known) for loss in self.members()])
 
@@ -98,7 +98,7 @@ def _distinct(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Sequence[A
     return arguments[: len(args)], dict(zip(named, arguments[len(args) :], strict=True))
 
 
-def merged(name: str, members: Sequence[Stated]) -> Stated:
+def merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
     """Return the statement of a sum of losses: each tensor once, and how each member finds its own."""
     rows: dict[str, Tensor] = {}
     parts: list[Part] = []
@@ -122,12 +122,12 @@ def merged(name: str, members: Sequence[Stated]) -> Stated:
     settings = SimpleNamespace(members=[x.settings for x in members])
     problem = None if bad is None else bad.problem
     kernels = next((x.kernels for x in members if x.kernels is not NO_KERNELS), NO_KERNELS)
-    return Stated(name if bad is None else bad.name, inputs, settings, compared, problem, kernels)
+    return CallInputs(name if bad is None else bad.name, inputs, settings, compared, problem, kernels)
 
 
 def _member_stated(
     loss: Loss, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs]
-) -> Stated:
+) -> CallInputs:
     """Return a member's statement; one whose ``forward`` is its own, or that has hooks, states its arguments as they are."""
     if loss.is_plain:
         return loss.stated(args, named, known)
@@ -136,7 +136,7 @@ def _member_stated(
     others = {name: x for name, x in arguments.items() if name not in rows}
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
     indices = bool(loss.index_arguments(args, named))
-    return Stated(type(loss).__name__, Inputs(rows, local=indices, whole=True, host=host))
+    return CallInputs(type(loss).__name__, Inputs(rows, local=indices, whole=True, host=host))
 
 
 def member_value(loss: Loss, batch: Batch) -> Tensor:

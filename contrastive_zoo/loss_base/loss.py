@@ -52,7 +52,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Stated:
+class CallInputs:
     """What one rank states of a call of a loss."""
 
     name: str  # of the loss, the first word of its errors
@@ -63,7 +63,7 @@ class Stated:
     problem: str | None = None  # what is wrong with any of these on this rank, in words; None if nothing is
     kernels: Kernels = NO_KERNELS  # whether Triton kernels can compute the loss on this rank
 
-    def on_ranks(self, agreed: Agreed) -> "Stated":
+    def on_ranks(self, agreed: Agreed) -> "CallInputs":
         """Return the statement with the kernels that all ranks use."""
         return replace(self, kernels=self.kernels.on_ranks(agreed.kernels))
 
@@ -183,14 +183,14 @@ class Loss(Settings, GraphModule):
 
     def stated(
         self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
-    ) -> Stated:
+    ) -> CallInputs:
         """Return what this rank states of a call; losses with one static :meth:`inputs` share it by ``known``."""
         name = type(self).__name__
         problem = _arguments_problem(type(self), args, named) or self.settings_problem()
         if problem is None and (self._modules or self._parameters or self._buffers):
             problem = devices.values_problem(self)
         if problem is not None:
-            return Stated(name, Inputs({}), problem=problem)
+            return CallInputs(name, Inputs({}), problem=problem)
         one_device = len({x.device for x in (*args, *named.values()) if x is not None}) < 2  # the usual case
         if not one_device:
             args, named = devices.beside_rows(args, named)
@@ -202,9 +202,9 @@ class Loss(Settings, GraphModule):
         problem = inputs.problem or problem or (None if one_device else devices.device_problem(inputs.rows))
         compared = {**computed, **inputs.compared}
         kernels = choose_kernels(inputs.rows.values()) if self.has_kernels else NO_KERNELS
-        return Stated(name, inputs, settings, compared, problem, kernels)
+        return CallInputs(name, inputs, settings, compared, problem, kernels)
 
-    def agreed(self, stated: Stated, session: Session, *, waits: bool = True) -> Batch:
+    def agreed(self, stated: CallInputs, session: Session, *, waits: bool = True) -> Batch:
         """Return the batch of a call without ``DistributedLoss``, after a handshake if there are several ranks."""
         name, rows = stated.name, stated.inputs.rows
         problem = stated.problem or values_problem(stated.inputs.values, session.findings.later, waits=waits)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, is_embedding
 from contrastive_zoo.loss_base.composition import Composition, member_value
-from contrastive_zoo.loss_base.loss import Inputs, Loss, Stated
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.ranks.row_checks import described
 
@@ -89,7 +89,7 @@ class Matryoshka(Composition):
 
     def stated(
         self, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs] | None = None
-    ) -> Stated:
+    ) -> CallInputs:
         stated = super().stated(args, named, known)
         if stated.problem is None and (problem := self._prefix_problem(args, named)) is not None:
             return replace(stated, name=type(self).__name__, problem=problem)

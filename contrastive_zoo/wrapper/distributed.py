@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
 from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
-from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
@@ -240,7 +240,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
         step = self, compared_options(self, self._roles()) | compared, session
-        if isinstance(call, Stated):
+        if isinstance(call, CallInputs):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
             value = OwnStep(call.name, call, *step, bare, compute).compute()
         else:
@@ -251,7 +251,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     def _call(
         self, bare: Any, rows: tuple[Any, ...], named_rows: dict[str, Any]
-    ) -> tuple[Stated | LossCall, dict[str, str]]:
+    ) -> tuple[CallInputs | LossCall, dict[str, str]]:
         """What this rank states of a call; what ranks compare: the same of a loss and the one that it replaces."""
         compared: dict[str, str] = {}
         if self._replaced is not None:
@@ -299,16 +299,16 @@ class DistributedLoss(LossAttributes, Generic[R]):
             raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
         self._observer = observer
 
-    def _alone(self, bare: Any, call: Stated | LossCall, session: Session) -> Any:
+    def _alone(self, bare: Any, call: CallInputs | LossCall, session: Session) -> Any:
         """Compute alone; a third-party loss gets its arguments unchanged."""
         observer = self._observer if self.training else None
-        problem = None if isinstance(call, Stated) else call.indices_problem(session)
+        problem = None if isinstance(call, CallInputs) else call.indices_problem(session)
         problem = problem or self._history.values_problem()
         if observer is not None:
             problem = problem or observer.problem(call.inputs.rows)
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
-        if isinstance(call, Stated):
+        if isinstance(call, CallInputs):
             batch = bare.agreed(call, looking_later(session, call.inputs.rows), waits=False)
             loss: Any = self.loss
             value = bare.compute(batch) if loss is bare else loss(batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
-from contrastive_zoo.loss_base.loss import Loss, Stated
+from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks.adjoints import scale_gradient
@@ -190,7 +190,7 @@ def _with_names_apart(of_loss: Mapping[str, T], others: Mapping[str, T]) -> dict
 
 @dataclass
 class OwnStep(DistributedStep):
-    call: Stated
+    call: CallInputs
     loss: Loss
     compute_batch: Callable[[Batch], Any]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation, small_batch
 from contrastive_zoo.engine.precision import MIN_NORM
-from contrastive_zoo.loss_base.loss import Stated
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, numbers
 from tests.test_operators import dense_siglip, dense_softmaxes
@@ -148,10 +148,10 @@ def test_other_precisions_are_as_near_to_float64_as_the_dense_formula(name: str,
 @pytest.mark.parametrize("where", ["CPU", "accelerator"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, where: str, monkeypatch) -> None:
-    own, rows, batch = slice(5, 11), rows_of("gaussian", 24), Stated.batch
+    own, rows, batch = slice(5, 11), rows_of("gaussian", 24), CallInputs.batch
     with path(where):
         expected = outcome(LOSSES[name], rows, 0.07)
-        monkeypatch.setattr(Stated, "batch", lambda *x: replace(batch(*x), local_slice=own))
+        monkeypatch.setattr(CallInputs, "batch", lambda *x: replace(batch(*x), local_slice=own))
         value, *gradients = outcome(LOSSES[name], rows, 0.07)
     close(value, expected[0])
     for x, y in zip(gradients[:2], expected[1:3], strict=True):
