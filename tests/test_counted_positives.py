@@ -1,7 +1,6 @@
 """Losses of positives on an accelerator: the host reads the largest number of positives once a step, or never."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.anchor_block import FEWEST_MATRICES
-from contrastive_zoo.ranks import devices
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.step import splitting
-from tests.engine.test_compiled_sweep import compiling
-from tests.helpers import EVERY_CASE
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
 LISTING: dict[str, Callable[..., nn.Module]] = {
@@ -80,24 +75,6 @@ def assert_equal_to_formula(found: list[Any], loss: nn.Module, rows: list[Tensor
     torch.testing.assert_close(found, value_and_gradients(loss, rows), rtol=1e-10, atol=1e-10)
     with cz.engine.plain_formulas():
         torch.testing.assert_close(found, value_and_gradients(loss, rows), rtol=1e-10, atol=1e-10)
-
-
-def sorts_in_a_graph(on_cpu: bool) -> bool:
-    """Return whether compiled code counts triplets, after a comparison of values."""
-    backend, loss, rows = CompileCounterWithBackend("eager"), MINED["semi-hard, nonzero, 1.0"](), with_ties(13)
-    with compiling(backend), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        warnings.filterwarnings("error", message="torch.compile cannot")
-        patch.setattr(devices, "on_cpu", lambda x: on_cpu)
-        found = value_and_gradients(loss, rows)
-    assert_equal_to_formula(found, loss, rows)
-    return any(node.target == "sort" for graph in backend.graphs for node in graph.graph.nodes)
-
-
-@pytest.mark.skipif(not EVERY_CASE, reason="compiles for seconds; the search runs it")
-def test_counted_triplets_are_compiled_on_an_accelerator(worlds: Worlds) -> None:
-    assert worlds.run(1, sorts_in_a_graph, False) == [True]
-    assert worlds.run(1, sorts_in_a_graph, True) == [False], "a CPU lists positives, whose number is read"
 
 
 @pytest.mark.parametrize(("name", "reduction"), [*zip(LISTING, ["mean", "none"] * 3, strict=True)])

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_metric_learning import losses
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
-from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.messages import Messages
@@ -47,23 +45,6 @@ def third_party(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -
     """Every row's square, more for later rows; or those of the indices."""
     chosen = torch.arange(len(embeddings)) if indices_tuple is None else indices_tuple[0]
     return (embeddings[chosen].square().sum(1) * (1 + chosen) * (1 + labels[chosen])).mean()
-
-
-class Overriding(cz.Clip):
-    """A user's loss that computes something else."""
-
-    def forward(self, *rows: Any, **named_rows: Any) -> Tensor:
-        return super().forward(*rows, **named_rows) + 1
-
-
-def test_what_is_no_operator_of_a_compiled_graph() -> None:
-    assert cz.DistributedLoss(cz.Clip()).graph_problem() is None
-    for loss, words in (
-        (third_party, THIRD_PARTY),
-        (losses.SupConLoss(), THIRD_PARTY),
-        (Overriding(), "Overriding.forward may return anything."),
-    ):
-        assert cz.DistributedLoss(loss).graph_problem() == words
 
 
 # ----------------------------------------------------------------------------------------------- what a loss may return

@@ -15,7 +15,6 @@ from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where,
 from contrastive_zoo.data.mining import Guide, Mined, Mining, Output, Sampling, Selection
 from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.search import top_k
-from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.transport import gather_rows
@@ -24,7 +23,6 @@ from contrastive_zoo.ranks.world import Processes, World
 Rows: TypeAlias = Tensor | NDArray[np.generic]
 
 
-@uncompiled
 def mine_hard_negatives(
     queries: Rows,
     corpus: Rows,

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from contrastive_zoo.engine.implementation import is_dense, plain_formulas
-from contrastive_zoo.engine.masked import READS_COUNTS, masked_indices
+from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.compiling import traced_as
 
 
 def hinge_sums(
@@ -46,7 +45,6 @@ def soft_sums(
     return of
 
 
-@traced_as(lambda *args, **named: READS_COUNTS)
 def _of_listed_positives(
     distance: Tensor, positive: Tensor, negative: Tensor, margin: float | Tensor, semi_hard: bool
 ) -> tuple[Tensor, Tensor]:
@@ -87,7 +85,6 @@ def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor])
 _SEARCH_THRESHOLDS = 128  # from so many on a binary search is faster than comparing with one after another
 
 
-@traced_as(lambda *args, **named: READS_COUNTS)
 def sum_over_positives(
     term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None = None
 ) -> Float[Tensor, " c"]:

@@ -1,4 +1,4 @@
-"""Choose what computes losses: plain autograd, engines of torch operations, Triton kernels, or compiled block functions."""
+"""Choose what computes losses: plain autograd, engines of torch operations, or Triton kernels."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,21 +50,12 @@ def is_dense() -> bool:
     return _dense.get()
 
 
-def has_plain_formulas() -> bool:
-    """Return whether functions of matrices are their plain formulas, with gradients by autograd.
-
-    That is so under :func:`plain_formulas`, and in code that is being compiled: the compiler derives gradients, and
-    fuses passes that autograd would make.
-    """
-    return torch.compiler.is_compiling() or is_dense()
-
-
 def is_small_batch(elements: int, times: int = 1) -> bool:
     """Return whether a matrix of so many elements has at most so many times :data:`SMALL_BATCH_ELEMENTS`."""
     return elements <= SMALL_BATCH_ELEMENTS * times
 
 
-Implementation = Literal["auto", "torch", "triton", "compiled"]
+Implementation = Literal["auto", "torch", "triton"]
 
 # what kernels support
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,7 +66,7 @@ _implementation: ContextVar[Implementation] = ContextVar("implementation", defau
 
 @contextmanager
 def use_implementation(name: Implementation | str) -> Iterator[None]:
-    """Choose what computes losses: Triton kernels, torch operations, or compiled ones.
+    """Choose what computes losses: Triton kernels or torch operations.
 
     Kernels compute NTXent, InfoNCE, Clip, SigLIP, SupCon and MNRL, on any number of ranks: float32, bfloat16 or float16
     embeddings with at most 4,096 features, on NVIDIA GPUs of compute capability 8.0 or later. NTXent compares two views;
@@ -83,16 +74,10 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
     has ``variant="out"``, ``contrast_mode="all"`` and no mask; MNRL no ``hardness_mode``, ids, ``false_negative_margin`` or
     direction ``doc_to_doc``.
 
-    ``"compiled"`` passes losses that are sums over anchors, such as Circle, Triplet or your own :class:`RowLoss`, block by
-    block through ``torch.compile``. The first step of a loss then takes seconds to a minute; batches of other sizes need no
-    further compilation. Values and gradients agree up to rounding, and messages between ranks are the same. A rank that
-    cannot compile a loss warns once and computes it as without. A ring and :func:`plain_formulas` compile nothing.
-
     Args:
         name: ``"auto"``, the default, uses a kernel wherever there is one that is quicker, by measured times: above about
             3,700 × 3,700 similarities. ``"torch"`` uses none; ``"triton"`` refuses to compute these losses otherwise. With
-            ``TRITON_INTERPRET=1`` it also takes embeddings on the CPU, slowly, for tests. ``"compiled"`` is ``"auto"`` for
-            these losses.
+            ``TRITON_INTERPRET=1`` it also takes embeddings on the CPU, slowly, for tests.
 
     Raises:
         ValueError: another name. At the call of a loss, on every rank, if ``"triton"`` cannot compute it, or if not all
@@ -105,16 +90,12 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
         tensor(0.5514)
     """
     if name not in get_args(Implementation):
-        raise ValueError(f"implementation: 'auto', 'torch', 'triton' or 'compiled', got {name!r}.")
+        raise ValueError(f"implementation: 'auto', 'torch' or 'triton', got {name!r}.")
     token = _implementation.set(cast("Implementation", name))
     try:
         yield
     finally:
         _implementation.reset(token)
-
-
-def compiles_blocks() -> bool:
-    return _implementation.get() == "compiled"
 
 
 class Kernels(NamedTuple):

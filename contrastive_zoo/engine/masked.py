@@ -12,17 +12,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastive_zoo.engine.implementation import has_plain_formulas
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.pairwise import takes_sparse_gradient
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.compiling import Function, traced_as
+from contrastive_zoo.ranks.compiling import Function
 
 
 def masked_log_sum_exp(
     x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, empty: float = -torch.inf
 ) -> Float[Tensor, " c"]:
     """Return log Σ exp of each row's selected, finite entries; ``empty``, without gradient, for a row without any."""
-    if not has_plain_formulas() and x.shape[1]:  # a maximum of no columns is an error
+    if not is_dense() and x.shape[1]:  # a maximum of no columns is an error
         return _MaskedLogSumExp.apply(x, mask, empty)
     some = mask.any(1)
     return x.masked_fill(~mask & some[:, None], -torch.inf).logsumexp(1).where(some, empty)
@@ -76,7 +76,7 @@ def masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
     """Return the minimum (sign 1) or the maximum (sign −1)."""
     if not x.shape[1]:  # torch has no extreme of nothing
         return x.sum(1) + sign * torch.inf
-    if not has_plain_formulas():
+    if not is_dense():
         return _MaskedExtreme.apply(x, mask, sign, first, takes_sparse_gradient(x))
     some, empty = mask.any(1), sign * torch.inf
     selected = x.where(mask | ~some[:, None], empty)
@@ -149,15 +149,11 @@ def _fill_value(x: Tensor) -> float:
     return torch.finfo(x.dtype).max / 4
 
 
-READS_COUNTS = "it reads from the device how many positives an anchor has, and runs as without compilation."
-
-
 def any_in_row(mask: Bool[Tensor, "c N"]) -> Bool[Tensor, " c"]:
     """Return ``mask.any(1)``, faster on a CPU."""
     return mask.view(torch.uint8).amax(1).bool() if mask.shape[1] else mask.any(1)
 
 
-@traced_as(lambda *args, **named: READS_COUNTS)
 def masked_indices(
     mask: Bool[Tensor, "c N"], most: int | None = None
 ) -> tuple[Int[Tensor, "c k"], Bool[Tensor, "c k"]]:

@@ -5,8 +5,8 @@ Values and gradients are computed by hand, as in :mod:`contrastive_zoo.engine.ma
 A matmul may round the same product differently at other places of its result and in blocks of other shapes. Candidates
 that are equal would then be more and less similar to an anchor, and which of them is the hardest would depend on the split
 over ranks. Here they get equal results: those of the first of them. The rows themselves are compared, so that candidates
-which are merely near each other keep their order. On accelerators, and in compiled blocks, rows are not compared: a kernel
-rounds all columns of its result alike.
+which are merely near each other keep their order. On accelerators rows are not compared: a kernel rounds all columns of its
+result alike.
 
 A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. Two attributes mark
 tensors of this module for that case; a third says which candidates are equal. They are attributes, and not arguments,
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastive_zoo.engine.implementation import has_plain_formulas
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import Function
@@ -45,7 +45,7 @@ def share_across_blocks(candidates: Tensor) -> Tensor:
 @torch.no_grad()
 def first_of_equals(rows: Float[Tensor, "N d"]) -> Int[Tensor, " N"] | None:
     """Return for each row the index of the first row that equals it; None if no two are equal, or on an accelerator."""
-    if not devices.on_cpu(rows) or torch.compiler.is_compiling() or not rows.numel():
+    if not devices.on_cpu(rows) or not rows.numel():
         return None
     # rows that differ usually differ in their first element already; others are compared whole
     _, group, counts = rows[:, 0].unique(return_inverse=True, return_counts=True)
@@ -81,7 +81,7 @@ def takes_sparse_gradient(matrix: Tensor) -> bool:
 
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient."""
-    if has_plain_formulas():
+    if is_dense():
         return _with_equal_columns(anchors @ candidates.T, candidates)
     return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
 
@@ -116,7 +116,7 @@ def distances(
     anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"], *, squared: bool = False
 ) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖ of every anchor and candidate, or its square; 0, without gradient, below a matmul's rounding."""
-    if not has_plain_formulas():
+    if not is_dense():
         return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
     norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)
     distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
@@ -130,7 +130,7 @@ def _difference_near(distance: Tensor, norms: Tensor, anchors: Tensor, candidate
 
     The square root of a small number magnifies that rounding, which differs between splits over ranks, beyond 1e-10.
     """
-    if distance.dtype != torch.float64 or not devices.on_cpu(distance) or torch.compiler.is_compiling():
+    if distance.dtype != torch.float64 or not devices.on_cpu(distance):
         return
     for pairs in (distance < _NEAR * norms).nonzero().split(_PAIRS_AT_ONCE):
         i, j = pairs.unbind(1)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, RowwiseSweep, start_count
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor, unchanged
-from contrastive_zoo.engine.compiled_sweep import CompiledSweep
-from contrastive_zoo.engine.implementation import compiles_blocks, is_dense
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
 from contrastive_zoo.engine.ring_sweep import RingSweep
 from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum, complete
@@ -97,7 +96,7 @@ def reduce_rows(
     parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
     if is_dense():
         return _dense(batch, loss, anchors, columns, layout, parameters, reduction)
-    kind = RingSweep if ring else CompiledSweep if compiles_blocks() else RowwiseSweep
+    kind = RingSweep if ring else RowwiseSweep
     call = _Call(kind, loss.on_block, getattr(loss, "terms", 1), layout, reduction)
     if not ring and isinstance(of_batch, Candidates):
         sent = of_batch.gathered()
@@ -250,7 +249,6 @@ class BlockLoss(nn.Module):
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
         super().__init__()
         self.learnable = [name for name, x in settings.items() if isinstance(x, Tensor)]
-        self.graph_kind = getattr(function, "__code__", type(function))
         self.yields = inspect.isgeneratorfunction(function)
         self.function = functools.partial(function, **{k: x for k, x in settings.items() if k not in self.learnable})
         for name in self.learnable:

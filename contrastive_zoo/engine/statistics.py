@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout
 from contrastive_zoo.engine.batch import Batch, Candidates
-from contrastive_zoo.engine.implementation import has_plain_formulas, is_dense
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.pairwise import row_sums
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
@@ -130,7 +130,7 @@ def balanced_assignment(
 
 def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
     """Return Σ_i cos(t x_i) and Σ_i sin(t x_i) of the local rows."""
-    return _wave_sums(t, x) if has_plain_formulas() else _Waves.apply(x, t)
+    return _wave_sums(t, x) if is_dense() else _Waves.apply(x, t)
 
 
 def _wave_sums(t: Tensor, x: Tensor) -> Tensor:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels
-from contrastive_zoo.loss_base.graph_operator import NOT_REDUCED, GraphModule
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import Shapes, shapes_of, shapes_problem
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.compiling import traced_as
+from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.handshake import Agreed, refuse_empty
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
 from contrastive_zoo.ranks.session import Session, agree
@@ -87,7 +86,7 @@ class _Takes(Protocol[P]):
     def inputs(self, *args: P.args, **named: P.kwargs) -> Inputs: ...
 
 
-class Loss(Settings, GraphModule):
+class Loss(Settings, nn.Module):
     """A loss: annotated class attributes are its settings, :meth:`inputs` states a call, :meth:`compute` is the formula.
 
     A subclass says nothing of ranks: ``DistributedLoss`` agrees with the other ranks on what :meth:`inputs` returns, and
@@ -173,7 +172,7 @@ class Loss(Settings, GraphModule):
 
         def __call__(self, *args: Any, **named: Any) -> Tensor: ...
 
-    @traced_as(GraphModule.traced_forward)
+    @uncompiled
     def forward(self, *args: Any, world: World | None = None, **named: Any) -> Tensor:
         """Return the loss; ``world`` are the ranks that share the batch, whose gradients are then plain derivatives."""
         if args and isinstance(args[0], Batch):
@@ -245,13 +244,6 @@ class Loss(Settings, GraphModule):
 
     def can_ring(self) -> bool:
         return self.ring_problem() is None
-
-    def graph_problem(self) -> str | None:
-        if self.__dict__.get("reduction") == "none":
-            return NOT_REDUCED
-        if type(self).compute.__module__.startswith("contrastive_zoo."):
-            return None
-        return f"{type(self).__name__}.compute is no method of this library, and may return anything."
 
     def local(self) -> World:
         """Return a world of this process alone; warn once if other processes run, which this loss ignores.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.rowwise import reduce_rows
-from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY
 from contrastive_zoo.loss_base.loss import Inputs, Loss, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
@@ -193,9 +192,6 @@ class CrossBatchMemory(Loss):
 
     def replicable(self) -> bool:
         return all(getattr(x, "reduction", None) != "none" for x in self.modules())
-
-    def graph_problem(self) -> str | None:
-        return None if isinstance(self.loss, Loss) else THIRD_PARTY
 
     def _way(self) -> MemoryInput:
         """Return how the loss takes the memory in this call: hooks of a loss of this library run only if it is called."""

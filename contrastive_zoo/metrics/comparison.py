@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.transport import gather_rows
@@ -29,7 +28,6 @@ class Difference(NamedTuple):
     """What the mean is between in the stated share of the resamples."""
 
 
-@uncompiled
 def paired_bootstrap(
     first: Float[Tensor, " n"],
     second: Float[Tensor, " n"],

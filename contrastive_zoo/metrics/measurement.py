@@ -13,7 +13,6 @@ from contrastive_zoo.metrics.passes import nearest_ranking, whole_ranking
 from contrastive_zoo.metrics.ranking import Floats, Ties
 from contrastive_zoo.metrics.rounds import rounds
 from contrastive_zoo.metrics.task import DEFAULT, Evaluation, agreed_task
-from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.session import refuse
@@ -24,7 +23,6 @@ _QUERIES = 1024  # largest number of queries of a round that counts all position
 _PAIRS = 2**20  # largest number of relevant pairs of such a round, unless one query has more
 
 
-@uncompiled
 def evaluate(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
@@ -112,7 +110,6 @@ def evaluate(
     return measured("evaluate", evaluation, World.of(process_group, "evaluate"))
 
 
-@uncompiled
 def evaluate_queries(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
@@ -188,7 +185,6 @@ def measured_queries(caller: str, evaluation: Evaluation, world: World) -> tuple
     return task.kept, values
 
 
-@uncompiled
 def recall_at_k(
     queries: Float[Tensor, "n d"],
     gallery: Float[Tensor, "m d"] | None = None,
@@ -232,7 +228,6 @@ def recall_at_k(
     return measured("recall_at_k", evaluation, world)[name]
 
 
-@uncompiled
 def cross_modal_recall(
     first: Float[Tensor, "n d"],
     second: Float[Tensor, "m d"],

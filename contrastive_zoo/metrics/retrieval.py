@@ -11,7 +11,6 @@ from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import measured
 from contrastive_zoo.metrics.ranking import Ties, names_problem
 from contrastive_zoo.metrics.task import DEFAULT, JUDGED, NUMBERS, ROWS, Evaluation
-from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, World
 
@@ -108,7 +107,6 @@ class RetrievalMetrics(nn.Module):
         batch = inputs.tensors().items()
         self._store({name: [x.to("cpu", dtypes.get(name, torch.int64), copy=True)] for name, x in batch})
 
-    @uncompiled
     def forward(self, queries: Tensor, labels: Tensor | None = None, **more: Any) -> None:
         """Call :meth:`update`."""
         self.update(queries, labels, **more)

@@ -9,7 +9,6 @@ from torch import Tensor
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery, faiss_problem, ordered
 from contrastive_zoo.metrics.rounds import local_positions, rounds
-from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -32,7 +31,6 @@ class Neighbors(NamedTuple):
     """Indices into the gallery of all ranks, in rank order; −1 where there is none."""
 
 
-@uncompiled
 @torch.no_grad()
 def top_k(
     queries: Float[Tensor, "n d"],

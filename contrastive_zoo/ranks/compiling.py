@@ -3,69 +3,32 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.ranks.compat import graph_break
 from contrastive_zoo.ranks.messages import report
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-BETWEEN_RANKS = "it sends messages between ranks, or searches all embeddings, and runs as without compilation."
-"""Why the graph breaks at a function of this library, unless there is a better reason."""
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which ``torch.compile`` does not compile: the graph breaks at its call.
 
-
-def uncompiled(function: Callable[P, R], *, traced: Callable[..., Any] | None = None) -> Callable[P, R]:
-    """``function``, at which a graph that is being compiled breaks off, unless ``traced`` returns a result and no reason.
-
-    Tracing it would wait for other ranks, and fix their numbers of rows. ``torch.compiler.disable`` says the same, but
-    loads the compiler, for more than a second, also for those who never compile.
+    A trace would wait for other ranks, and fix the sizes of their shards. ``torch.compiler.disable`` as the decorator
+    would load the compiler at import, for more than a second.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            result: Any = BETWEEN_RANKS if traced is None else traced(*args, **kwargs)
-            if not isinstance(result, str):
-                return result
-            graph_break(f"{function.__qualname__}: {result}")
+            torch._dynamo.graph_break()  # so that an error of fullgraph=True shows this line: compile the encoder alone
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    run.traced = traced  # type: ignore[attr-defined]  # functions have attributes, which mypy does not know
     return run
-
-
-def traced_as(traced: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator by which compiled code calls ``traced`` in place of a function, as :func:`uncompiled` says."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return uncompiled(function, traced=traced)
-
-    return decorate
-
-
-_in_forward: ContextVar[bool] = ContextVar("in_forward", default=False)
-
-
-@contextmanager
-def gradients_in_forward(are: bool) -> Iterator[None]:
-    """Within it a loss computes its gradients, and sends their messages, in the forward pass, if ``are``."""
-    token = _in_forward.set(are)
-    try:
-        yield
-    finally:
-        _in_forward.reset(token)
-
-
-def gradients_are_computed() -> str:
-    """Return when a loss computes its gradients, in words that ranks compare: their messages must come in one order."""
-    return "in the forward pass, by a compiled graph" if _in_forward.get() else "in the backward pass"
 
 
 class Function(torch.autograd.Function):

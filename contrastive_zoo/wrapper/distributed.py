@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
-from contrastive_zoo.loss_base.graph_operator import THIRD_PARTY, GraphModule
 from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
-from contrastive_zoo.ranks.compiling import traced_as
+from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, Shards, World
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", default=Any)  # what the loss returns
 
 
-class LossAttributes(GraphModule):
+class LossAttributes(nn.Module):
     """A wrapper of ``loss``, whose public attributes are read and set through it where it has none of that name."""
 
     def extra_repr(self) -> str:
@@ -208,14 +207,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self._observer: Any = None
         self.loss = loss
 
-    def graph_problem(self) -> str | None:
-        if self._replaced is not None or not isinstance(self.loss, Loss):
-            return THIRD_PARTY
-        if not all(x.is_plain for x in self.loss.modules() if isinstance(x, Loss)):
-            return f"{type(self.loss).__name__}.forward may return anything."
-        return None if self.miner is None else "a miner searches values."
-
-    @traced_as(GraphModule.traced_forward)
+    @uncompiled
     def forward(self, *rows: Any, **named_rows: Any) -> Any:
         """The loss of all ranks' samples, from this rank's, which are passed as the loss takes them."""
         loss: Any = self._modules.get("loss")

@@ -16,7 +16,6 @@ from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.ranks.compiling import gradients_are_computed
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
 from contrastive_zoo.ranks.differences import GATHERED_BEFORE, failing_together
 from contrastive_zoo.ranks.fingerprint import DISTINCT, REPEATED, equal_arguments
@@ -139,7 +138,6 @@ class DistributedStep:
         compared = _with_names_apart(settings, self.compared)
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
-        compared["gradients are computed"] = gradients_are_computed()
         if not all(map(on_cpu, self.rows.values())):
             compared["float32 matmuls"] = float32_matmuls()
         if self.observer is not None:

@@ -64,10 +64,6 @@ def test_auto_uses_kernels_where_they_apply() -> None:
         assert not used(rows)
     with cz.engine.use_implementation("torch"):
         assert not used(rows)
-    with cz.engine.use_implementation("compiled"):
-        assert used(rows)
-        assert not used(on_a_gpu(n=512))
-        assert not used(on_a_gpu(dtype=torch.float64))
 
 
 def test_a_table_of_times_decides_where_kernels_start() -> None:
@@ -180,7 +176,7 @@ def test_auto_is_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_names_are_refused() -> None:
     with (
-        pytest.raises(ValueError, match="'auto', 'torch', 'triton' or 'compiled', got 'cuda'"),
+        pytest.raises(ValueError, match="'auto', 'torch' or 'triton', got 'cuda'"),
         cz.engine.use_implementation("cuda"),
     ):
         pass
