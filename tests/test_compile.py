@@ -42,19 +42,28 @@ class ThirdParty(nn.Module):
         return (self.scale * a @ b.T).logsumexp(1).mean()
 
 
+class Collect(logging.Handler):
+    """Collects the warnings of loggers."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @contextmanager
 def silence() -> Iterator[None]:
     """Context manager: fail if Python or torch's compiler warns."""
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
-    caught = list[str]()
-    logging.getLogger("torch").addHandler(handler)
+    logged = Collect()
+    logging.getLogger("torch").addHandler(logged)
     # not simplefilter("error"): the compiler hides warnings of its own at their display
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         yield
-    logging.getLogger("torch").removeHandler(handler)
-    assert not [*caught, *(str(x.message) for x in recorded)]
+    logging.getLogger("torch").removeHandler(logged)
+    assert not [*logged.messages, *(str(x.message) for x in recorded)]
 
 
 def trained(name: str, compiled: str, wrapped: bool) -> list[Tensor]:
