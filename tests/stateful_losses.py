@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import row_statistics
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from tests.zoo import BatchHard
@@ -35,17 +34,6 @@ class Loss:
     third_party: bool = False  # from another library
     remembers: bool = False  # whether it keeps embeddings from step to step
     sharded: bool = False  # whether each rank keeps its part of the class weights; ``make(whole=True)`` keeps all
-
-
-class YieldingHard(cz.RowLoss):
-    """The example of the docs."""
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> row_statistics.Rows:
-        farthest, nearest = yield (
-            row_statistics.Minimum(similarity, positive),
-            row_statistics.Maximum(similarity, negative),
-        )
-        return (nearest - farthest + 0.5).relu(), farthest.isfinite() & nearest.isfinite()
 
 
 class MaskedMNRL(cz.MNRL):
@@ -106,7 +94,6 @@ def mined() -> dict[str, Any]:
 MARGIN, ARC, NORMALIZE = ("margin", (0.2, 0.3)), ("margin", (0.5, 0.3)), ("normalize", (True, False))
 LOSSES = {
     "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum"), setting=NORMALIZE),
-    "the user's own": Loss(YieldingHard, "labels", NORMALIZE),
     "Triplet, soft": Loss(
         lambda: cz.Triplet(mining="hard", metric="similarity", soft=True), "labels", ("margin", (0.05, 0.3))
     ),
@@ -198,7 +185,9 @@ LOSSES = {
 @functools.cache
 def can_ring(name: str) -> bool:
     """Whether candidates may pass from rank to rank in a ring."""
-    return not LOSSES[name].third_party and getattr(LOSSES[name].make(), "can_ring", bool)()
+    if LOSSES[name].third_party or name in ("SupCon, mask", "MNRL", "WeightedSum of MNRL"):  # of their arguments
+        return False
+    return getattr(LOSSES[name].make(), "can_ring", bool)()
 
 
 def _others() -> dict[str, Loss]:

@@ -125,11 +125,10 @@ class Training(RuleBasedStateMachine):
         self.then("set_option", grad_reduction=reduction)
 
     @precondition(lambda self: can_ring(self.name))
-    @rule(ring=st.sampled_from([True, False, "machines"]))
-    def set_ring(self, ring: bool | str) -> None:
-        """Gather candidates, or pass them on in one ring, or in two rings of machines with one rank each."""
-        machines = tuple((rank,) for rank in range(self.world_size))
-        self.then("set_option", ring=machines if ring == "machines" else ring)
+    @rule(ring=st.booleans())
+    def set_ring(self, ring: bool) -> None:
+        """Gather candidates, or pass them on in a ring."""
+        self.then("set_option", ring=ring)
 
     @rule(on=st.sampled_from(["all", "one"]), how=st.sampled_from(["wrapper", "deepcopy", "pickle", "state_dict"]))
     def make_again(self, on: str, how: str) -> None:

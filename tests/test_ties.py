@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import masked, max_sim, pairwise, row_statistics
+from contrastive_zoo.engine import masked, max_sim, pairwise
 from contrastive_zoo.losses import max_sim as max_sim_loss
 from contrastive_zoo.losses import mnrl
 from contrastive_zoo.testing.loss_calls import allow_repeated_samples
@@ -63,7 +63,7 @@ def results(
         if rounds:
             for module in (pairwise, max_sim):
                 patch.setattr(module, "first_of_equals", lambda rows: None)
-            for module in (masked, mnrl, max_sim_loss, row_statistics):
+            for module in (masked, mnrl, max_sim_loss):
                 patch.setattr(module, "tie_width", lambda x: 0.0)
         for name, *batch in cases:
             entry = BY_NAME[name]
@@ -145,10 +145,3 @@ def test_the_first_of_equal_tokens_stands_in_for_the_others_of_its_document() ->
     ).tokens.sum().backward()
     assert tokens.grad is not None
     assert tokens.grad[:, 0].tolist() == [2, 0, 1, 1]
-
-
-@pytest.mark.parametrize("rounds", [False, True])
-def test_a_ring_shares_between_the_equal_rows_of_all_ranks(rounds, worlds: Worlds) -> None:
-    hard = [x for x in ENTRIES if x.name in ("Triplet, hard", "Triplet, hard and soft")]
-    found = differing(worlds, cases_of(hard, 33, 128, 4), (3, 20, 10), rounds=rounds, ring=True)
-    assert bool(found) == rounds

@@ -1,19 +1,17 @@
 """Blocks of local anchors: what a row-wise loss sees of the global batch, and the sweep over all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.batch import unchanged
 from contrastive_zoo.engine.pairwise import share_across_blocks
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.row_statistics import Rows, complete
 from contrastive_zoo.engine.tiling import budget, keep_freed_memory
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
@@ -83,15 +81,37 @@ class AnchorBlock:
         return None if self.largest_count is None else self.largest_count()
 
 
-BlockFunction = Callable[[AnchorBlock], "tuple[Tensor, Tensor] | Rows"]
-"""A function that returns for the anchors of a block (loss [c], whether or how many times the anchor counts [c]).
+class BlockLoss:
+    """The loss of a block of anchors, ``function(block, **settings)``.
 
-It may yield statistics of the rows first (:mod:`contrastive_zoo.engine.row_statistics`), to see candidates in parts.
+    The function returns the losses of the block's anchors, [c], and whether or how many times each of them counts, [c]. Row
+    i of the result depends on anchor i only. A loss whose mean is taken over pairs or triplets returns its anchors' sums and
+    their numbers of pairs. A loss that adds several means returns them as ``terms`` columns, [c, terms] both.
 
-Row i of the result depends on anchor i only. A loss whose mean is taken over pairs or triplets returns its anchors' sums
-and their numbers of pairs. A loss that adds several means returns them as columns, [c, k] both, and declares k in the
-attribute ``terms``.
-"""
+    A setting that is a tensor is learnable: it gets the gradient of all ranks' anchors, even if it is no leaf, such as the
+    value of a :class:`LearnableTemperature`. ``lists_positives`` says whether the function reads ``block.most_positives``;
+    ``module`` is the user's module that the function calls, if there is one.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[Tensor, Tensor]],
+        *,
+        terms: int = 1,
+        lists_positives: bool = False,
+        module: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        self.function, self.settings = function, settings
+        self.terms, self.lists_positives, self.module = terms, lists_positives, module
+
+    @property
+    def learnable(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.settings.items() if isinstance(x, Tensor) and x.requires_grad}
+
+    def on_block(self, block: AnchorBlock, learnable: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return losses and counts, [c] or [c, terms], with these tensors in place of the learnable settings."""
+        return self.function(block, **{**self.settings, **learnable})
 
 
 def start_count(
@@ -119,8 +139,6 @@ class BatchLayout:
     world: World
     own_candidates: Tensor | None
     """The candidate that is each local anchor or a copy of it, another number for none; None if no anchor has one."""
-    restore: Callable[[Tensor], Tensor] = unchanged
-    """Computes candidates from the rows that a ring sends in their place."""
     largest_count: Callable[[], int] | None = None  # what start_count returns, for losses that list positives
 
     @cached_property
@@ -141,10 +159,8 @@ class BatchLayout:
         negative, ids = ~positive, (self.ids[rows], self.candidate_ids)
         if self.own_candidates is not None:
             clear_excluded(positive, self.own_candidates[rows], False)
-        return AnchorBlock(anchors, candidates, positive, negative, *ids, self.companions_of(rows), self.largest_count)
-
-    def companions_of(self, rows: slice) -> tuple[tuple[Tensor, Tensor], ...]:
-        return tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
+        companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
+        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, self.largest_count)
 
 
 # matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss
@@ -165,23 +181,25 @@ def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
 
 
 class RowwiseSweep:
-    """Call a block function, which adds so many means, on all local anchors, block by block."""
+    """Compute a loss of all local anchors, block by block, and its gradients."""
 
-    stages: Any = None  # what a sweep of several passes computes in the first of them
-
-    def __init__(self, on_block: BlockFunction, terms: int, layout: BatchLayout, *tensors: Any) -> None:
-        self.on_block, self.terms, self.layout = on_block, terms, layout
-        anchors, candidates, self.parameters = tensors
+    def __init__(
+        self, loss: BlockLoss, layout: BatchLayout, anchors: Tensor, candidates: Tensor, learnable: Sequence[Tensor]
+    ) -> None:
+        self.loss, self.layout = loss, layout
         self.anchors, self.candidates = anchors.detach(), candidates.detach()
+        # leaves of the graph of each block, which ends at them
+        self.learnable = {name: x.detach().requires_grad_() for name, x in zip(loss.learnable, learnable, strict=True)}
 
     def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero."""
-        block = self.layout.block(rows, anchors, candidates)
-        losses, counts = (x.reshape(-1, self.terms) for x in complete(self.on_block(block)))
+        result = self.loss.on_block(self.layout.block(rows, anchors, candidates), self.learnable)
+        losses, counts = (x.reshape(-1, self.loss.terms) for x in result)
         return losses.where(counts > 0, 0), counts
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.terms)
+        """Return losses and counts of the local anchors."""
+        losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
         with torch.no_grad():
             candidates = share_across_blocks(self.candidates)
             for rows in anchor_slices(self.anchors, len(self.candidates)):
@@ -190,19 +208,12 @@ class RowwiseSweep:
 
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
-        """Return losses, counts, and complete gradients of the weighted sum by anchors, candidates and parameters."""
-        losses, counts, danchors, dcandidates, *dparameters = self.local_gradients(weights)
-        dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
-        dparameters = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dparameters]
-        return [losses, counts, danchors, dcandidates, *dparameters]
-
-    def local_gradients(self, weights: Tensor | None) -> list[Tensor]:
-        """Return the same, with the gradients of the local anchors' losses by the candidates of all ranks."""
+        """Return losses, counts, and the weighted sum's complete gradients by anchors, candidates, learnable settings."""
         keep_freed_memory(self.anchors)
         danchors, dcandidates = torch.zeros_like(self.anchors), torch.zeros_like(self.candidates)
-        dparameters = [torch.zeros_like(parameter) for parameter in self.parameters]
+        dlearnable = [torch.zeros_like(x) for x in self.learnable.values()]
         # allocated once, so that no small tensor stays allocated between blocks
-        losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.terms)
+        losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
         candidates = share_across_blocks(self.candidates)
         for rows in anchor_slices(self.anchors, len(self.candidates)):
             with inner_graph():
@@ -212,13 +223,16 @@ class RowwiseSweep:
             if not block_losses.requires_grad:
                 continue
             weight = torch.ones_like(block_losses) if weights is None else weights[rows].to(block_losses.dtype)
-            danchors[rows], by_candidates, *by_parameters = torch.autograd.grad(
-                block_losses, (anchors, candidates, *self.parameters), weight, allow_unused=True, materialize_grads=True
+            inputs = anchors, candidates, *self.learnable.values()
+            danchors[rows], by_candidates, *by_learnable = torch.autograd.grad(
+                block_losses, inputs, weight, allow_unused=True, materialize_grads=True
             )
             add_gradient(dcandidates, by_candidates)
-            for total, part in zip(dparameters, by_parameters, strict=True):
+            for total, part in zip(dlearnable, by_learnable, strict=True):
                 total += part
-        return [losses, counts, danchors, dcandidates, *dparameters]
+        dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
+        dlearnable = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dlearnable]
+        return [losses, counts, danchors, dcandidates, *dlearnable]
 
 
 def add_gradient(total: Tensor, part: Tensor) -> None:

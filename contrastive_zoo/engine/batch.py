@@ -88,6 +88,12 @@ class Batch:
         """The number of samples of all ranks: rows of the first of the tensors."""
         return self.samples.total
 
+    def refuse_kernels_and_ring(self, unsupported: str | None) -> None:
+        """Refuse a loss of rows where Triton kernels, or a ring, were asked for, which compute its sums of pairs only."""
+        self.kernels.compute(self.name, 0, 0, unsupported=unsupported)
+        if isinstance(self.world, Session) and self.world.ring and unsupported is not None:
+            raise ValueError(f"{self.name}: a ring {unsupported}. Leave ring out.")
+
     def member(self, index: int) -> "Batch":
         part = self.parts[index]
         rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
@@ -112,7 +118,7 @@ class Batch:
         return _unit_rows(rows) if normalize else at_least_float32(rows)
 
     def candidates(self, *names: str, normalize: bool) -> "Candidates":
-        """Return the prepared embeddings of these names, concatenated, [n, d]; ranks may send them as they came."""
+        """Return the prepared embeddings of these names, concatenated, [n, d]."""
         local = _joined(normalize, *(self.rows[name] for name in names)).flatten(0, -2)
         return Candidates(local, self, names, normalize)
 
@@ -251,17 +257,6 @@ class Candidates:
     def gathered(self) -> Tensor | None:
         """Return those of all ranks if losses of a sum share them."""
         return self.batch.gather_shared(*self.names, normalize=self.normalize)
-
-    def to_wire_dtype(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return what a ring sends, embeddings of 16 bits as they came, and the function that prepares what arrives."""
-        rows = [self.batch.rows[name].flatten(0, -2) for name in self.names]
-        if not all(is_16_bit(x.dtype) for x in rows):
-            return self.local, unchanged
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)), functools.partial(_received, self.normalize, len(rows))
-
-
-def _received(normalize: bool, count: int, rows: Tensor) -> Tensor:
-    return _joined(normalize, *rows.tensor_split(count))
 
 
 def is_embedding(x: Tensor) -> bool:

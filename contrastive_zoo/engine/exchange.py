@@ -7,14 +7,7 @@ the ⌊W/2⌋ ranks ahead of it, a half ring. With an even W the opposite rank i
 Columns are gathered, or pass from rank to rank in a ring. The local block comes first, so that the transfer of the other
 ranks' columns overlaps its computation.
 
-With M machines of L ranks there are two rings: inside a machine, and between machines. Rank l of machine m first compares
-its rows with the columns of its own machine. Meanwhile it receives the columns of rank l of machine m + 1, and then passes
-them on inside its machine, and so on. So each column is sent to a machine once, and not once for each of its ranks. The
-gradients of a visiting machine's columns are added up inside the machine, and then sent to their owners, once for each
-machine. With one tower, one of the two machines of a pair compares its rows with the columns of the other, half of the
-machines being ahead of it. One machine of W ranks is a plain ring.
-
-A rank holds four shards of columns at a time: its own, the one that it passes on, and those that arrive by either link.
+With a ring a rank holds three shards of columns at a time: its own, the one that it compares, and the one that arrives.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +23,7 @@ from torch import Tensor
 from contrastive_zoo.engine.precision import inverse_norms
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.transport import exchange_rows, reduce_scatter_rows, scatters_sums, start_gather
-from contrastive_zoo.ranks.world import Machines, Shards, World
+from contrastive_zoo.ranks.world import Shards, World
 
 
 @dataclass(frozen=True)
@@ -44,38 +37,25 @@ class RankBlock:
     sent: slice
 
 
-def schedule(rows: Shards, columns: Shards, layout: Machines, *, half: bool) -> list[list[RankBlock]]:
-    """Return the blocks that this rank computes by the machine whose columns they have, its own machine and block first.
+def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
+    """Return the blocks that this rank computes, its own first.
 
-    ``layout`` are the ranks of each machine. ``half`` says whether rows and columns are the same, so that one rank of a
-    pair computes their block.
+    ``half`` says whether rows and columns are the same, so that one rank of a pair computes their block.
     """
-    machine, place = position(rows.rank, layout)
+    size, rank = len(rows.sizes), rows.rank
 
-    def relative(j: int, i: int) -> int:
-        """Return the rank j machines and i places ahead."""
-        ranks = layout[(machine + j) % len(layout)]
-        return ranks[(place + i) % len(ranks)]
-
-    def block(j: int, i: int) -> RankBlock:
-        ahead, behind = relative(j, i), relative(-j, -i)
+    def block(step: int) -> RankBlock:
+        ahead, behind = (rank + step) % size, (rank - step) % size
         local_rows, visiting = slice(0, rows.size), slice(0, columns.sizes[ahead])
         sent = slice(0, columns.size)
-        index, ring_size, steps = (machine, len(layout), j) if j else (place, len(layout[0]), i)
-        if half and 2 * steps == ring_size:  # each is ahead of the other: they share the rows of the first one
-            if 2 * index < ring_size:
+        if half and 2 * step == size:  # each is ahead of the other: they share the rows of the first one
+            if 2 * rank < size:
                 local_rows, sent = slice(0, rows.size // 2), slice(rows.size // 2, columns.size)
             else:
                 visiting = slice(rows.sizes[ahead] // 2, visiting.stop)
         return RankBlock(ahead, local_rows, visiting, behind, sent)
 
-    machines, places = (len(x) // 2 + 1 if half else len(x) for x in (layout, layout[0]))
-    return [[block(j, i) for i in range(len(layout[0]) if j else places)] for j in range(machines)]
-
-
-def position(rank: int, layout: Machines) -> tuple[int, int]:
-    """Return the machine of a rank, and its place there."""
-    return next((m, ranks.index(rank)) for m, ranks in enumerate(layout) if rank in ranks)
+    return [block(step) for step in range(size // 2 + 1 if half else size)]
 
 
 class GatherExchange:
@@ -180,69 +160,37 @@ class Ring:
 
     gathered = None
 
-    def __init__(
-        self,
-        columns: Tensor,
-        by_machine: Sequence[Sequence[RankBlock]],
-        layout: Machines,
-        world: World,
-        sent: Tensor | None = None,
-    ) -> None:
-        self.columns, self.by_machine, self.world = columns, by_machine, world
-        self.blocks = [block for blocks in by_machine for block in blocks]
+    def __init__(self, columns: Tensor, blocks: Sequence[RankBlock], world: World, sent: Tensor | None = None) -> None:
+        self.columns, self.blocks, self.world = columns, blocks, world
         self.message = columns if sent is None else sent
-        machine, place = position(world.rank, layout)
-        ranks = layout[machine]
-        self.neighbours = [(ranks[(place + i) % len(ranks)], ranks[place - i]) for i in range(len(ranks))]
-        """For each step inside the machine, the rank so many places ahead, and the one as far behind."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        relayed = self.message
-        for j, blocks in enumerate(self.by_machine):
-            from_machine = None
-            if j + 1 < len(self.by_machine):
-                from_machine = self._fetch(self.message, self.by_machine[j + 1][0])
-            visiting = relayed
-            for i in range(len(blocks)):
-                arriving = None
-                if i + 1 < len(blocks) and j == 0:
-                    arriving = self._fetch(self.message, blocks[i + 1])
-                elif i + 1 < len(blocks):
-                    ahead, behind = self.neighbours[i + 1]
-                    arriving = SendReceive(relayed, behind, _length(blocks[i + 1].columns), ahead, self.world)
-                yield self.columns if i == j == 0 else visiting.to(self.columns.dtype)
-                visiting = visiting if arriving is None else arriving.wait()
-            relayed = relayed if from_machine is None else from_machine.wait()
+        visiting = self.columns
+        for block in self.blocks[1:]:
+            arriving = self._fetch(block)
+            yield visiting
+            visiting = arriving.wait().to(self.columns.dtype)
+        yield visiting
 
     def windows(self, prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
         """Yield each block, and what ``prepare`` makes of its columns."""
         for block, columns in zip(self.blocks, self, strict=True):
             yield [block], prepare(columns)
 
-    def _fetch(self, rows: Tensor, block: RankBlock) -> SendReceive:
+    def _fetch(self, block: RankBlock) -> SendReceive:
         """Start to receive the columns of a block from their owner, and to send the local ones to the rank behind."""
-        return SendReceive(rows[block.sent], block.behind, _length(block.columns), block.ahead, self.world)
+        rows = self.message[block.sent]
+        return SendReceive(rows, block.behind, _length(block.columns), block.ahead, self.world)
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
-        by_block = iter(parts)
-        leaving: _Arriving | None = None
-        for j, blocks in enumerate(self.by_machine):
-            merged = total if j == 0 else next(by_block)
-            arriving: _Arriving | None = None
-            for i, block in enumerate(blocks[1:], 1):
-                target, (ahead, behind) = merged[block.sent] if j == 0 else merged, self.neighbours[i]
-                transfer = SendReceive(next(by_block), ahead, len(target), behind, self.world)
-                _add(arriving)  # which arrived while this part was computed
-                arriving = target, transfer
-            _add(arriving)
-            _add(leaving)
-            if j > 0:
-                target = total[blocks[0].sent]
-                leaving = target, SendReceive(merged, blocks[0].ahead, len(target), blocks[0].behind, self.world)
-        _add(leaving)
-        for _ in by_block:  # a generator that computes the local block only
-            raise AssertionError("more blocks than ranks")
+        arriving: _Arriving | None = None
+        for block, part in zip(self.blocks[1:], parts, strict=True):
+            target = total[block.sent]
+            transfer = SendReceive(part, block.ahead, len(target), block.behind, self.world)
+            _add(arriving)  # which arrived while this part was computed
+            arriving = target, transfer
+        _add(arriving)
         return total
 
 
@@ -328,11 +276,8 @@ def start_exchange(
     gathered: Tensor | None = None,
 ) -> GatherExchange | Ring:
     """Start to bring other ranks' columns, or what is ``sent`` in place of them, here: in the session's ring, or at once."""
-    ring = world.ring if isinstance(world, Session) and world.size > 1 else ()
-    one_machine = (tuple(range(len(shards.sizes))),)
-    layout = one_machine if ring is True else ring or ()
-    by_machine = schedule(row_shards, shards, layout or one_machine, half=half)
+    blocks = schedule(row_shards, shards, half=half)
     columns = columns if sent is None else sent.detach().to(columns.dtype)
-    if layout:
-        return Ring(columns, by_machine, layout, world, sent)
-    return GatherExchange(columns, by_machine[0], shards, world, sent, gathered)
+    if isinstance(world, Session) and world.ring and world.size > 1:
+        return Ring(columns, blocks, world, sent)
+    return GatherExchange(columns, blocks, shards, world, sent, gathered)

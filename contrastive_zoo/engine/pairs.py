@@ -12,7 +12,6 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, is_embedding
 from contrastive_zoo.engine.implementation import is_dense
-from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.small_batch import (
@@ -240,13 +239,12 @@ def sigmoid_block_loss(temperature: float | Tensor, bias: float | Tensor) -> Blo
     return BlockLoss(_sigmoid, temperature=temperature, bias=bias)
 
 
-def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tensor) -> Rows:
+def _sigmoid(block: AnchorBlock, temperature: float | Tensor, bias: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return −Σ log σ(± logit) over the pairs of each anchor: + for positives, − for negatives."""
     logits = block.anchors @ block.candidates.T / temperature + bias
     signed = logits.where(block.positive, -logits)
     pairs = -torch.nn.functional.logsigmoid(signed).where(block.positive | block.negative, 0)
-    (losses,) = yield (Sum(pairs.sum(1)),)
-    return losses, torch.ones_like(block.ids, dtype=torch.bool)
+    return pairs.sum(1), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 ContrastMode = Literal["all", "one"]
@@ -320,9 +318,9 @@ class LabelledPairs(_Pairs):
         """Reduce a loss of blocks, whose positives may be given by a mask, and whose anchors may be the first views only.
 
         The mask [n, N] says whether a sample is a positive of a local one; its rows and the candidates' samples are the
-        loss's companions. ``unsupported`` says why Triton kernels cannot compute it, for who has chosen them.
+        loss's companions. ``unsupported`` says why Triton kernels cannot compute it, and why no ring can.
         """
-        self.batch.kernels.compute(self.batch.name, 0, 0, unsupported=unsupported)
+        self.batch.refuse_kernels_and_ring(unsupported)
         z, views, samples = self.embeddings, self.views, self.batch.samples
         companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), self.samples)]
         if anchors == "all":

@@ -9,9 +9,7 @@ dq is complete; dZ, the gradient of the local anchors' losses with respect to al
 candidates' owners; dφ is summed over ranks.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -20,12 +18,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockFunction, RowwiseSweep, start_count
-from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor, unchanged
+from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockLoss, RowwiseSweep, start_count
+from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor
 from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
-from contrastive_zoo.engine.ring_sweep import RingSweep
-from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum, complete
 from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -34,12 +31,12 @@ from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
-__all__ = ["AnchorBlock", "BlockFunction", "reduce_rows"]
+__all__ = ["AnchorBlock", "BlockLoss", "reduce_rows"]
 
 
 def reduce_rows(
     batch: Batch,
-    loss: nn.Module,
+    loss: BlockLoss,
     anchors: Float[Tensor, "n d"] | Candidates,
     ids: Int[Tensor, " n"],
     *,
@@ -57,13 +54,12 @@ def reduce_rows(
 
     Equal to ``reduce(*loss.on_block(AnchorBlock(Z, candidates, …)))`` with the anchors of all ranks in one block.
 
-    The method ``on_block`` is a :data:`BlockFunction` of ``loss.terms`` terms, 1 by default. The loss's parameters get
-    their complete gradient on every rank. With ``loss.lists_positives()`` blocks know how many positives an anchor has
-    at most. Candidates None are the anchors; those of the batch are shared by the losses of a sum, and pass through a ring
-    as they came. Candidates with the id of an anchor are its positives, but for the one
-    that is the anchor itself: ``own_candidates`` are the indices of these copies among the candidates of all ranks, −1
-    for none. ``shards`` None are ``times`` anchors for each sample of the batch. Companions are pairs of [n, …] for the
-    local anchors and [m, …] for the local candidates, without gradient.
+    The loss's learnable settings get their complete gradient on every rank. With ``loss.lists_positives`` blocks know how
+    many positives an anchor has at most. Candidates None are the anchors; those of the batch are shared by the losses of a
+    sum. Candidates with the id of an anchor are its positives, but for the one that is the anchor itself:
+    ``own_candidates`` are the indices of these copies among the candidates of all ranks, −1 for none. ``shards`` None are
+    ``times`` anchors for each sample of the batch. Companions are pairs of [n, …] for the local anchors and [m, …] for the
+    local candidates, without gradient.
 
     ``may_draw``: whether the loss may draw random numbers or change a buffer, which a rank that sees a part of the anchors
     does differently. If it has, every rank computes it from all anchors instead, and raises ValueError alike with
@@ -73,34 +69,22 @@ def reduce_rows(
     of_batch = anchors if candidates is None else candidates
     anchors = anchors.local if isinstance(anchors, Candidates) else anchors
     candidates = candidates.local if isinstance(candidates, Candidates) else candidates
-    watch = StateWatch(loss, anchors.device) if may_draw and world.size > 1 else None
-    where, asks_for_ring = candidate_shards or shards, isinstance(world, Session) and bool(world.ring)
-    # candidates pass from rank to rank if the loss yields statistics that merge
-    ring = asks_for_ring and world.size > 1 and not is_dense() and bool(getattr(loss, "can_ring", bool)())
-    columns, is_alone = anchors if candidates is None else candidates, world.size == 1
-    sent: Tensor | None = columns if ring else None
-    restore: Callable[[Tensor], Tensor] = unchanged
-    if ring and isinstance(of_batch, Candidates):
-        sent, restore = of_batch.to_wire_dtype()
+    watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and world.size > 1 else None
+    where, is_one_tower, is_alone = candidate_shards or shards, candidates is None, world.size == 1
 
     def visible(rows: Tensor) -> Tensor:
-        return rows if ring or is_alone else batch.gathered(rows, where)
+        return rows if is_alone else batch.gathered(rows, where)
 
-    all_ids, is_one_tower = visible(ids if candidate_ids is None else candidate_ids), candidates is None
+    all_ids = visible(ids if candidate_ids is None else candidate_ids)
     # before candidates are sent: the host waits for the number, not for them
-    lists = getattr(loss, "lists_positives", bool)()
-    largest_count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if lists else None
+    count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else None
     pairs = tuple((x, visible(y)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
-    layout = BatchLayout(ids, all_ids, pairs, where, world, copies, restore, largest_count)
-    parameters = {f"loss.{name}": x for name, x in loss.named_parameters() if x.requires_grad}
+    layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)
     if is_dense():
-        return _dense(batch, loss, anchors, columns, layout, parameters, reduction)
-    kind = RingSweep if ring else RowwiseSweep
-    call = _Call(kind, loss.on_block, getattr(loss, "terms", 1), layout, reduction)
-    if not ring and isinstance(of_batch, Candidates):
-        sent = of_batch.gathered()
-    value = _SumOverAnchors.apply(call, watch, sent, anchors, candidates, *parameters.values())
+        return _dense(batch, loss, anchors, anchors if candidates is None else candidates, layout, reduction)
+    call, shared = _Call(loss, layout, reduction), of_batch.gathered() if isinstance(of_batch, Candidates) else None
+    value = _SumOverAnchors.apply(call, watch, shared, anchors, candidates, *loss.learnable.values())
     if watch is None or not watch.found_on_any_rank:
         return value
     watch.undo()
@@ -122,77 +106,53 @@ def reduce_rows(
 
 @without_autocast
 def _dense(
-    batch: Batch,
-    loss: Any,
-    anchors: Tensor,
-    candidates: Tensor,
-    layout: BatchLayout,
-    parameters: dict[str, Any],
-    reduction: Reduction,
+    batch: Batch, loss: BlockLoss, anchors: Tensor, candidates: Tensor, layout: BatchLayout, reduction: Reduction
 ) -> Tensor:
     """Compute the definition: all local anchors in one block, with plain autograd."""
     gathered = all_gather(candidates, shards=layout.candidate_shards, process_group=layout.world)
     block = layout.block(slice(0, len(anchors)), anchors, gathered)
-    shared = {name: replicated(x, process_group=layout.world) for name, x in parameters.items()}
-    call = AsForward(loss, lambda loss, block: complete(loss.on_block(block)))
-    losses, valid = torch.func.functional_call(call, shared, (block,))
+    shared = {name: replicated(x, process_group=layout.world) for name, x in loss.learnable.items()}
+    losses, valid = loss.on_block(block, shared)
     return batch.reduce(losses, valid, reduction=reduction)
-
-
-class AsForward(nn.Module):
-    """Call a function of a loss as a forward: functional_call replaces parameters only while it calls a module's forward."""
-
-    def __init__(self, loss: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.loss, self.function = loss, function
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.function(self.loss, *arguments)
 
 
 @dataclass(frozen=True)
 class _Call:
-    kind: type[RowwiseSweep]
-    on_block: Any
-    terms: int
+    loss: BlockLoss
     layout: BatchLayout
     reduction: Reduction
     learns: bool = field(default_factory=torch.is_grad_enabled)  # a leaf has requires_grad under no_grad, too
-
-    def sweep(self, *tensors: Any) -> RowwiseSweep:
-        return self.kind(self.on_block, self.terms, self.layout, *tensors)
 
 
 class _SumOverAnchors(Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, call: _Call, watch: StateWatch | None, sent: Tensor | None, anchors: Tensor, *others: Tensor | None
+        ctx: Any, call: _Call, watch: StateWatch | None, shared: Tensor | None, anchors: Tensor, *others: Any
     ) -> Tensor:
         """Compute the loss, and its gradients where the weight of every anchor is already known.
 
-        The others are candidates and parameters. ``watch`` learns whether the loss has drawn random numbers on any rank;
-        ``sent`` are the rows that a ring sends, or the candidates of all ranks, if they are here already.
+        The others are candidates and learnable settings. ``watch`` learns whether the loss has drawn random numbers on any
+        rank; ``shared`` are the candidates of all ranks, if they are here already.
         """
-        layout, (candidates, *parameters) = call.layout, others
+        loss, layout, (candidates, *learnable) = call.loss, call.layout, others
         columns = anchors if candidates is None else candidates
-        visible = gather_rows(columns, layout.candidate_shards, layout.world) if sent is None else sent
-        sweep = call.sweep(anchors, visible, parameters)
+        gathered = gather_rows(columns, layout.candidate_shards, layout.world) if shared is None else shared
+        sweep = RowwiseSweep(loss, layout, anchors, gathered, learnable)
         ctx.call, ctx.one_tower = call, candidates is None
-        inputs = [anchors, *([] if candidates is None else [candidates]), *parameters]
+        inputs = [anchors, *([] if candidates is None else [candidates]), *learnable]
         ctx.count_inputs, ctx.has_gradients = len(inputs), False
         # autograd computes gradients of an accelerator in a thread of its own, which has the default
         ctx.budget = budget()
-        ctx.save_for_backward(*inputs, visible)  # saved tensors, unlike attributes, are freed with the graph
+        ctx.save_for_backward(*inputs, gathered)  # saved tensors, unlike attributes, are freed with the graph
         if call.reduction == "none":  # each anchor's weight is known in the backward pass only
             losses = sweep.losses()[0].sum(1)
-            ctx.stages = sweep.stages
             if watch is not None:
                 changed = torch.tensor(float(watch.has_changed()))
                 if sum_over_ranks(changed, gradient="complete", world=layout.world) > 0:
                     raise ValueError(_STATEFUL_WITHOUT_REDUCTION)
             return losses
-        if call.learns and any(ctx.needs_input_grad) and (call.terms == 1 or call.reduction == "sum"):
+        if call.learns and any(ctx.needs_input_grad) and (loss.terms == 1 or call.reduction == "sum"):
             losses, counts, *gradients = sweep.gradients()
             ctx.has_gradients = True
             ctx.save_for_backward(*inputs, *gradients)
@@ -205,26 +165,24 @@ class _SumOverAnchors(Function):
         total, count, *changes = totals.unbind()
         if watch is not None:  # all ranks see the same sum
             watch.found_on_any_rank = any(bool(x.any()) for x in changes)
-        ctx.stages = sweep.stages
         ctx.count = mean_divisor(count) if call.reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(anchors.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: a checkpoint recomputes them at the first access and refuses a second
-        inputs, rest = saved[: ctx.count_inputs], saved[ctx.count_inputs :]
+        call, inputs, rest = ctx.call, saved[: ctx.count_inputs], saved[ctx.count_inputs :]
         if not ctx.has_gradients:
-            sweep = ctx.call.sweep(inputs[0], rest[0], inputs[1 if ctx.one_tower else 2 :])
-            sweep.stages = ctx.stages
-            weights = grad_output[:, None] if ctx.call.reduction == "none" else grad_output / ctx.count
+            sweep = RowwiseSweep(call.loss, call.layout, inputs[0], rest[0], inputs[1 if ctx.one_tower else 2 :])
+            weights = grad_output[:, None] if call.reduction == "none" else grad_output / ctx.count
             with torch.no_grad(), memory_budget(ctx.budget):
-                gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), ctx.call.terms))[2:]
+                gradients = sweep.gradients(weights=weights.expand(len(inputs[0]), call.loss.terms))[2:]
         else:
             weight = (grad_output / ctx.count[0]).to(grad_output.dtype)
             gradients = [weight * gradient for gradient in rest]
-        danchors, dcandidates, *dparameters = gradients
+        danchors, dcandidates, *dlearnable = gradients
         by_rows = [danchors + dcandidates, None] if ctx.one_tower else [danchors, dcandidates]
-        by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dparameters])
+        by_input = (differentiable_once(gradient, *inputs) for gradient in [*by_rows, *dlearnable])
         return None, None, None, *by_input
 
 
@@ -237,46 +195,18 @@ _STATEFUL_WITHOUT_REDUCTION = (
 Average = Literal["anchors", "pairs"]  # what a mean is taken over
 
 
-class BlockLoss(nn.Module):
-    """Call ``function(block, **settings)`` in the form that the row-wise engine takes, ``on_block(block)``.
-
-    A setting that is a tensor is learnable: it gets the gradient of all ranks' anchors, even if it is no leaf, such as
-    the value of a :class:`LearnableTemperature`.
-    """
-
-    terms: int = 1  # the number of columns that the function returns, each a mean of its own
-
-    def __init__(self, function: Callable[..., tuple[Tensor, Tensor] | Rows], **settings: Any) -> None:
-        super().__init__()
-        self.learnable = [name for name, x in settings.items() if isinstance(x, Tensor)]
-        self.yields = inspect.isgeneratorfunction(function)
-        self.function = functools.partial(function, **{k: x for k, x in settings.items() if k not in self.learnable})
-        for name in self.learnable:
-            setattr(self, name, settings[name])
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return ((name, getattr(self, name)) for name in self.learnable)
-
-    def can_ring(self) -> bool:
-        """Return whether the function yields statistics, so that it can see the candidates in parts."""
-        return self.yields
-
-    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor] | Rows:
-        return self.function(block, **{name: getattr(self, name) for name in self.learnable})
-
-
 def info_nce_per_positive(
     logits: Tensor, block: AnchorBlock, average: Average, positive_logits: Tensor | None = None
-) -> Rows:
+) -> tuple[Tensor, Tensor]:
     """Return of each anchor log(1 + Σ_n exp(logits_n − logits_p)) over its positives p.
 
     For ``"anchors"`` this is the mean over positives and whether there are any; for ``"pairs"`` the sum and the number
     of positives. ``positive_logits`` are the logits of positives, if they differ from ``logits``.
     """
-    (negatives,) = yield (LogSumExp(logits, block.negative),)
+    negatives = masked_log_sum_exp(logits, block.negative)
     positives = logits if positive_logits is None else positive_logits
     of_pairs = -F.logsigmoid(positives - negatives[:, None]).where(block.positive, 0)
-    losses, pairs = yield Sum(of_pairs.sum(1)), Sum(block.positive.sum(1))
+    losses, pairs = of_pairs.sum(1), block.positive.sum(1)
     return (losses, pairs) if average == "pairs" else (losses / pairs.clamp(min=1), pairs > 0)
 
 
@@ -313,9 +243,9 @@ def reduce_pairs(
     first companion says which candidates are single; those after it are of the guides, then of the ids. The ids of
     candidates have two columns, the id and whether there is one. ``owners`` are the pairs of this rank that single
     embeddings are also positives of, or −1 for none; None is −1. ``unsupported`` says why Triton kernels cannot compute
-    it, for who has chosen them.
+    it, and why no ring can.
     """
-    batch.kernels.compute(batch.name, 0, 0, unsupported=unsupported)
+    batch.refuse_kernels_and_ring(unsupported)
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)
     index, samples = batch.indices(), batch.samples

@@ -182,8 +182,7 @@ def histogram_overlap(batch: Batch, z: Tensor, ids: Tensor, num_bins: int) -> Fl
         return value
     # the loss is linear in either histogram: its gradient is that of the means of two fixed functions of similarity
     above = negatives.flip(0).cumsum(0).flip(0)
-    loss = BlockLoss(_interpolated, of_negatives=below, of_positives=above)
-    loss.terms = 2
+    loss = BlockLoss(_interpolated, terms=2, of_negatives=below, of_positives=above)
     linear = reduce_rows(batch, loss, z, ids)
     return value + (linear - linear.detach())
 

@@ -1,17 +1,16 @@
 """Write your own loss in five lines: the losses of anchors from their similarities to all candidates."""
 
 import copy
-import inspect
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
-from contrastive_zoo.engine.row_statistics import Rows
-from contrastive_zoo.engine.rowwise import AnchorBlock, reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party
@@ -26,7 +25,7 @@ class AnchorLoss(LabelledLoss):
 
     reduction: Reduction = "mean"
 
-    def block_loss(self, batch: Batch) -> nn.Module:
+    def block_loss(self, batch: Batch) -> BlockLoss:
         """Return the loss of a block of anchors, with the settings of this step."""
         raise NotImplementedError(f"{type(self).__name__} must define block_loss(batch).")
 
@@ -76,7 +75,7 @@ class RowLoss(AnchorLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    ring_refusal = "its rows() needs whole rows: it yields no statistics that merge"
+    terms = 1  # the number of means that the loss adds: rows() returns [c, terms] if there are several
 
     def similarity(self, anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
         """Return the dot products of anchors and candidates. A loss on distances overrides this with its distance."""
@@ -84,13 +83,11 @@ class RowLoss(AnchorLoss):
 
     def rows(
         self, similarity: Float[Tensor, "c N"], positive: Bool[Tensor, "c N"], negative: Bool[Tensor, "c N"]
-    ) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]] | Rows:
+    ) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
         """Return the losses of c anchors, and whether each anchor counts.
 
         Write plain torch, row by row: row i of the results may depend only on row i of the arguments and on parameters.
-        A candidate that is neither positive nor negative is the anchor itself. With ``yield`` of statistics
-        (:mod:`contrastive_zoo.engine.row_statistics`) the loss can also be computed from candidates in parts, which
-        ``DistributedLoss(loss, ring=True)`` needs.
+        A candidate that is neither positive nor negative is the anchor itself.
 
         Args:
             similarity: similarities of the anchors to the candidates of all ranks.
@@ -106,32 +103,34 @@ class RowLoss(AnchorLoss):
         """Return whether :meth:`rows` takes ``most_positives``: it computes one positive of each anchor after the other."""
         return False
 
-    def ring_problem(self) -> str | None:
-        """Return that neither :meth:`rows` nor :meth:`on_block` yields statistics that merge, in words, or None."""
-        kind = type(self)
-        function = kind.rows if kind.on_block is RowLoss.on_block else kind.on_block
-        return None if inspect.isgeneratorfunction(function) else self.ring_refusal
-
-    def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]] | Rows:
+    def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
         similarity = self.similarity(block.anchors, block.candidates)
         # last, because an accelerator computes similarities while the host waits for the number
         settings = {"most_positives": block.most_positives} if self.lists_positives() else {}
         return self.rows(similarity, block.positive, block.negative, **settings)
 
-    def block_loss(self, batch: Batch) -> nn.Module:
-        """Return this loss; where settings have other values in this step than as attributes, a shallow copy with these."""
+    def block_loss(self, batch: Batch) -> BlockLoss:
+        """Return this loss of a block, with the settings of this step: a copy if these are others than its attributes."""
         attributes, now = vars(self), vars(batch.settings)
-        if all(name in attributes and x is attributes[name] and not isinstance(x, Tensor) for name, x in now.items()):
-            return self
-        loss = copy.copy(self)
-        tensors = {name: x for name, x in now.items() if isinstance(x, Tensor)}
-        vars(loss).update({name: x for name, x in now.items() if name not in tensors})
-        for name in tensors.keys() & attributes.keys():
-            del vars(loss)[name]
-        loss._modules = {name: x for name, x in self._modules.items() if name not in now}
-        loss._parameters = {**self._parameters, **tensors}  # type: ignore[dict-item]  # they need not be leaves
-        return loss
+        # names with a dot: those of no argument
+        values = {f"settings.{name}": x for name, x in now.items() if isinstance(x, Tensor)}
+        others = ((name, x) for name, x in self.named_parameters() if name.partition(".")[0] not in now)
+        parameters = {f"module.{name}": x for name, x in others if x.requires_grad}
+        loss = self
+        if values or any(name not in attributes or x is not attributes[name] for name, x in now.items()):
+            loss = copy.copy(self)
+            vars(loss).update(now)  # an attribute hides the parameter or the module whose value it is
+
+        def on_block(block: AnchorBlock, **learnable: Tensor) -> tuple[Tensor, Tensor]:
+            vars(loss).update({name.removeprefix("settings."): learnable[name] for name in values})
+            if not parameters:
+                return loss.on_block(block)
+            replaced = {name: learnable[name] for name in parameters}
+            return torch.func.functional_call(_OnBlock(loss), replaced, (block,))
+
+        lists = self.lists_positives()
+        return BlockLoss(on_block, terms=self.terms, lists_positives=lists, module=loss, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
         """State labelled embeddings, or views."""
@@ -146,6 +145,17 @@ class RowLoss(AnchorLoss):
             return Inputs({}, "embeddings are missing: call loss(embeddings, labels).")
         stated = super().inputs(arguments["embeddings"], arguments.get("labels"))
         return replace(stated, problem=shapes_problem(arguments, call_form(LabelledLoss).shapes) or stated.problem)
+
+
+class _OnBlock(nn.Module):
+    """Call ``on_block`` as a forward: functional_call replaces parameters only while it calls a module's forward."""
+
+    def __init__(self, module: RowLoss) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        return self.module.on_block(block)
 
 
 class DissimilarityLoss(RowLoss):

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_zoo.engine.batch import Batch, Candidates
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.row_statistics import LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Temperature
@@ -49,8 +49,6 @@ class ClipDistillation(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    supports_ring = True
-
     def inputs(
         self,
         images: Float[Tensor, "n d"],
@@ -79,16 +77,18 @@ class ClipDistillation(Loss):
         return (image_to_text + direction(y, x, (v, u))) / 2 if self.symmetric else image_to_text
 
 
-def _distilled(block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float) -> Rows:
+def _distilled(
+    block: AnchorBlock, temperature: Tensor, teacher_temperature: float, weight: float
+) -> tuple[Tensor, Tensor]:
     ((teacher_anchors, teacher_candidates),) = block.companions
     logits = block.anchors @ block.candidates.T / temperature
     of_teacher = teacher_anchors @ teacher_candidates.T / teacher_temperature
     every = torch.ones_like(block.positive)
-    total, of_teachers = yield LogSumExp(logits, every), LogSumExp(of_teacher, every)
+    of_teachers = masked_log_sum_exp(of_teacher, every)
     shares = (of_teacher - of_teachers[:, None]).exp().to(logits.dtype)
     targets = weight * shares + (1 - weight) * block.positive.to(logits.dtype)
-    (expected,) = yield (Sum((targets * logits).sum(1)),)
-    return total - expected, torch.ones_like(block.ids, dtype=torch.bool)
+    losses = masked_log_sum_exp(logits, every) - (targets * logits).sum(1)
+    return losses, torch.ones_like(block.ids, dtype=torch.bool)
 
 
 class MarginMSE(Loss):

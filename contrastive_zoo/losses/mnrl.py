@@ -10,9 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.masked import tie_width
+from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
-from contrastive_zoo.engine.row_statistics import LogSumExp, Rows
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import Inputs, Loss
@@ -121,6 +120,10 @@ class MNRL(Loss):
             return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
         return None
 
+    def ring_problem(self) -> str | None:
+        by_rows = self.hardness_mode is not None or self.false_negative_margin is not None
+        return f"a ring {_UNSUPPORTED}" if by_rows else super().ring_problem()
+
     def inputs(
         self,
         queries: Float[Tensor, "n d"],
@@ -214,12 +217,12 @@ def _pair_losses(
     hardness_mode: Hardness | None = None,
     hardness_strength: float = 0.0,
     has_guide: bool = False,  # then negatives are candidates of queries alone
-) -> Rows:
+) -> tuple[Tensor, Tensor]:
     x, is_own = split_pairs(block.anchors, block.candidates, block.companions[0][1]), block.positive
     distinct = _distinct(block, 2 if has_guide else 1)
     guide = split_pairs(*block.companions[1], block.companions[0][1]) if has_guide else x
     threshold = None if margin[0] is None else _threshold(guide, margin[0], margin[1])
-    others: list[LogSumExp] = []
+    others: dict[Direction, Tensor] = {}
     for direction in directions:
         similarity = x.similarity(direction)
         logits, allowed = similarity / temperature, distinct & ~is_own
@@ -232,11 +235,9 @@ def _pair_losses(
         if threshold is not None and direction in compared:
             of_guide = similarity if guide is x else guide.similarity(direction)
             allowed = allowed & (of_guide.detach() <= threshold)
-        others.append(LogSumExp(logits, allowed))
-    sums = yield others
+        others[direction] = masked_log_sum_exp(logits, allowed)
     positive = (x.first * x.second).sum(1) / temperature
-    losses = _losses(dict(zip(directions, sums, strict=True)), positive, partition_mode)
-    return losses, torch.ones_like(block.ids, dtype=torch.bool)
+    return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
 def _hard(hardness_mode: Hardness | None, is_own: Tensor, is_pair: Tensor) -> Tensor | None:
@@ -306,8 +307,6 @@ class GIST(Loss):
     contrast_anchors: bool = True
     contrast_positives: bool = True
     reduction: Reduction = "mean"
-
-    supports_ring = True
 
     def inputs(
         self,

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Candidates
-from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import LabelledLoss
@@ -63,8 +63,6 @@ class MultiPositive(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    supports_ring = True
-
     def inputs(
         self,
         queries: Float[Tensor, "n d"],
@@ -107,7 +105,9 @@ class MultiPositive(Loss):
         return (direction(q, k) + direction(k, q)) / 2 if self.symmetric else direction(q, k)
 
 
-def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplicates: Duplicates) -> Rows:
+def _block_losses(
+    block: AnchorBlock, temperature: Tensor, paired: bool, duplicates: Duplicates
+) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
     (target_ids, ids_of_keys), (weights, _) = block.companions
     targets = torch.zeros_like(logits)
@@ -119,17 +119,13 @@ def _block_losses(block: AnchorBlock, temperature: Tensor, paired: bool, duplica
             candidates = block.positive | (targets == 0)
         targets = block.positive.to(logits.dtype)
     matched = targets > 0
-    of_targets, of_others, weighted, total, count = yield (
-        LogSumExp(logits, matched, empty=0.0),
-        LogSumExp(logits, candidates & ~matched),
-        Sum((targets * logits).sum(1)),
-        Sum(targets.sum(1)),
-        Sum(matched.sum(1, dtype=logits.dtype)),
-    )
-    mean = weighted / total.where(total > 0, 1)
+    of_targets = masked_log_sum_exp(logits, matched, empty=0.0)
+    of_others = masked_log_sum_exp(logits, candidates & ~matched)
+    total = targets.sum(1)
+    mean = (targets * logits).sum(1) / total.where(total > 0, 1)
     # a log-sum-exp of one target is that target up to rounding, which a solved batch would lose its digits to
     several = cross_entropy(of_targets, of_others) + (of_targets - mean)
-    return cross_entropy(mean, of_others).where(count == 1, several), total > 0
+    return cross_entropy(mean, of_others).where(matched.sum(1) == 1, several), total > 0
 
 
 def _pairing_problem(
@@ -179,8 +175,6 @@ class NPairs(LabelledLoss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
-    supports_ring = True
-
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.int64(batch.rows["labels"])
         shards, all_ids = batch.samples, batch.gathered(ids)
@@ -203,11 +197,7 @@ class NPairs(LabelledLoss):
         return total if self.reduction == "sum" else total / first.sum().clamp(min=1)
 
 
-def _pair_losses(block: AnchorBlock, temperature: Tensor) -> Rows:
+def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
-    others, positive, valid = yield (
-        LogSumExp(logits, ~block.positive),
-        Sum(logits.where(block.positive, 0).sum(1)),
-        AnyOf(block.positive.any(1)),
-    )
-    return cross_entropy(positive, others), valid
+    positive = logits.where(block.positive, 0).sum(1)
+    return cross_entropy(positive, masked_log_sum_exp(logits, ~block.positive)), block.positive.any(1)

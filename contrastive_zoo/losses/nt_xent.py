@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import ViewPairs
-from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Reduction, Temperature
@@ -78,8 +78,6 @@ class DCL(TwoViewLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    supports_ring = True
-
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)
         a, b = z.local.tensor_split(2)
@@ -104,19 +102,16 @@ class DCLW(DCL):
     sigma: Sigma = 0.5
 
 
-def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> Rows:
+def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominators) -> tuple[Tensor, Tensor]:
     (view, views), (weight, _) = block.companions
     logits = block.anchors @ block.candidates.T / temperature
     masks = [block.negative]
     if denominators == "per_view":
         same_view = view[:, None] == views
         masks = [block.negative & same_view, block.negative & ~same_view]
-    positive, valid, *negative_terms = yield (
-        Sum(logits.where(block.positive, 0).sum(1)),
-        AnyOf(block.negative.any(1)),
-        *(LogSumExp(logits, mask) for mask in masks),
-    )
-    return torch.stack(negative_terms).sum(0) - weight * positive, valid
+    positive = logits.where(block.positive, 0).sum(1)
+    negative_terms = torch.stack([masked_log_sum_exp(logits, mask) for mask in masks]).sum(0)
+    return negative_terms - weight * positive, block.negative.any(1)
 
 
 _SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
@@ -151,8 +146,6 @@ class HCL(TwoViewLoss):
     beta: NonNegative = 1.0
     reduction: Reduction = "mean"
 
-    supports_ring = True
-
     def compute(self, batch: Batch) -> Tensor:
         settings, z = batch.settings, batch.candidates(*batch.rows, normalize=True)
         loss = BlockLoss(
@@ -182,15 +175,11 @@ class Debiased(HCL):
 
 def _estimated_negatives_loss(
     block: AnchorBlock, temperature: Tensor, tau_plus: float, beta: float, log_negatives: float
-) -> Rows:
+) -> tuple[Tensor, Tensor]:
     x = block.anchors @ block.candidates.T / temperature
-    positive, hard, total, valid = yield (
-        Sum(x.where(block.positive, 0).sum(1)),
-        LogSumExp((1 + beta) * x, block.negative, empty=0.0),
-        LogSumExp(beta * x, block.negative, empty=0.0),
-        AnyOf(block.negative.any(1)),
-    )
-    hard = hard - total + log_negatives
+    positive = x.where(block.positive, 0).sum(1)
+    hard = masked_log_sum_exp((1 + beta) * x, block.negative, empty=0.0)
+    hard = hard - masked_log_sum_exp(beta * x, block.negative, empty=0.0) + log_negatives
     lower_bound = x.new_zeros(()) + log_negatives - 1 / temperature
     estimate = hard
     if tau_plus > 0:
@@ -199,4 +188,4 @@ def _estimated_negatives_loss(
         share = share.where(is_positive, -1.0)
         estimate = (hard + torch.log1p(-share.exp())).where(is_positive, -torch.inf)
     estimate = torch.maximum(estimate - math.log1p(-tau_plus), lower_bound.expand_as(estimate))
-    return -F.logsigmoid(positive - estimate), valid
+    return -F.logsigmoid(positive - estimate), block.negative.any(1)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, class_numbers
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.masked import masked_max
 from contrastive_zoo.engine.pairwise import distances, dot_products, row_sums, squared_distances
-from contrastive_zoo.engine.row_statistics import AnyOf, Maximum, Rows, Sum
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs
@@ -35,13 +35,11 @@ class _PairHinges(RowLoss):
     def sign(self) -> int:
         return 1
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         positive_term = (similarity - self.sign * self.pos_margin).relu().where(positive, 0)
         negative_term = (self.sign * self.neg_margin - similarity).relu().where(negative, 0)
         counted = (positive_term > 0, negative_term > 0) if self.average == "nonzero" else (positive, negative)
-        sums = row_sums(positive_term.pow(self.power), negative_term.pow(self.power))
-        losses, counts = yield Sum(sums), Sum(row_sums(*counted))
-        return losses, counts
+        return row_sums(positive_term.pow(self.power), negative_term.pow(self.power)), row_sums(*counted)
 
 
 class Contrastive(DissimilarityLoss, _PairHinges):
@@ -165,10 +163,8 @@ class IntraPairVariance(LabelledLoss):
         z = batch.candidates("embeddings", normalize=self.normalize)
         ids, settings = batch.int64(batch.rows["labels"]), batch.settings
         positive, negative = _mean_similarities(batch, z.local, ids)
-        loss = BlockLoss(
-            _squared_hinges, lowest=(1 - settings.pos_eps) * positive, highest=(1 + settings.neg_eps) * negative
-        )
-        loss.terms = 2
+        lowest, highest = (1 - settings.pos_eps) * positive, (1 + settings.neg_eps) * negative
+        loss = BlockLoss(_squared_hinges, terms=2, lowest=lowest, highest=highest)
         return reduce_rows(batch, loss, z, ids, reduction=self.reduction)
 
 
@@ -228,26 +224,19 @@ class RankedList(RowLoss):
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return distances(anchors, candidates)
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
-        valid = AnyOf(positive.any(1) | negative.any(1))
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         of_positives, of_negatives = similarity - self.alpha + self.margin, self.alpha - similarity
         violations = [(of_positives, positive & (of_positives > 0)), (of_negatives, negative & (of_negatives > 0))]
-        largest = yield [Maximum(hinge.detach(), where) for hinge, where in violations]
+        largest = [masked_max(hinge.detach(), where) for hinge, where in violations]
         shifts = [t * x.clamp(min=0) for t, x in zip((self.t_p, self.t_n), largest, strict=True)]
         weights = [
             (t * hinge - shift[:, None]).exp().where(where, 0)
             for t, shift, (hinge, where) in zip((self.t_p, self.t_n), shifts, violations, strict=True)
         ]
         sums = [(w * hinge).sum(1) for w, (hinge, _) in zip(weights, violations, strict=True)]
-        *sums, totals, count, has_pair = yield (
-            *(Sum(x) for x in sums),
-            Sum(row_sums(*weights)),
-            Sum(similarity.new_full((len(similarity),), similarity.shape[1])),
-            valid,
-        )
-        totals = totals + self.epsilon * count[:, None] * (-torch.stack(shifts, 1)).exp()
+        totals = row_sums(*weights) + self.epsilon * similarity.shape[1] * (-torch.stack(shifts, 1)).exp()
         positive_mean, negative_mean = (torch.stack(sums, 1) / totals.where(totals > 0, 1)).unbind(1)
-        return (1 - self.imbalance) * positive_mean + self.imbalance * negative_mean, has_pair
+        return (1 - self.imbalance) * positive_mean + self.imbalance * negative_mean, positive.any(1) | negative.any(1)
 
 
 class Margin(RowLoss):
@@ -311,7 +300,7 @@ class Margin(RowLoss):
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return distances(anchors, candidates)
 
-    def on_block(self, block: AnchorBlock) -> Rows:
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         distance = self.similarity(block.anchors, block.candidates)
         assert isinstance(self.beta, Tensor)  # since __post_init__
         beta = self.beta.to(distance.dtype)
@@ -319,7 +308,7 @@ class Margin(RowLoss):
         positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
         negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
         counts = row_sums(block.positive, block.negative, positive_term > 0, negative_term > 0)
-        sums, counts = yield Sum(row_sums(positive_term, negative_term)), Sum(counts)
+        sums = row_sums(positive_term, negative_term)
         positives, negatives, active_positives, active_negatives = counts.unbind(1)
         losses = negatives * sums[:, 0] + positives * sums[:, 1]
         if self.num_classes is not None and self.learn_beta:

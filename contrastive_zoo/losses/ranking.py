@@ -8,7 +8,6 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.pairwise import squared_distances
-from contrastive_zoo.engine.row_statistics import Rows, Sum
 from contrastive_zoo.engine.statistics import histogram_overlap
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.row_loss import RowLoss
@@ -65,8 +64,6 @@ class SmoothAP(_SoftRanks):
 
     Source: Brown et al. 2020, https://arxiv.org/abs/2007.12163
     """
-
-    ring_refusal = "a rank is a sum over all candidates for each positive, so it needs whole rows"
 
     def penalty(self, before: Tensor, relevant: Tensor, negative: Tensor) -> Tensor:
         # both sums contain sigmoid(0) = ½ of the positive itself
@@ -145,14 +142,12 @@ class FastAP(RowLoss):
     def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
         return squared_distances(anchors, candidates)
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         position = similarity * (self.num_bins / 4)
         lower = position.detach().long().clamp_(0, self.num_bins)
         above = position - lower
-        of_positives, of_negatives, positives = yield (
-            *(Sum(self._histogram(lower, above, where)) for where in (positive, negative)),
-            Sum(positive.sum(1)),
-        )
+        of_positives, of_negatives = (self._histogram(lower, above, where) for where in (positive, negative))
+        positives = positive.sum(1)
         ranked, result = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
         precision = (of_positives * result / ranked.where(ranked > 0, 1)).sum(1)
         return 1 - precision / positives.clamp(min=1), positives > 0

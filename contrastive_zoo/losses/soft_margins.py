@@ -4,9 +4,15 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.masked import any_in_row, log1p_exp
+from contrastive_zoo.engine.masked import (
+    any_in_row,
+    log1p_exp,
+    log1p_sum_exp,
+    masked_log_sum_exp,
+    masked_max,
+    masked_min,
+)
 from contrastive_zoo.engine.pairwise import distances
-from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Maximum, Minimum, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
@@ -38,17 +44,13 @@ class Circle(RowLoss):
     gamma: Positive = 80.0
     average: CountedTerms = "all"
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         s, constant = similarity, similarity.detach()
         positive_term = (constant - 1 - self.m).clamp_(max=0).mul_(self.gamma) * (s - 1 + self.m)
         negative_term = (constant + self.m).clamp_(min=0).mul_(self.gamma) * (s - self.m)
-        of_positives, of_negatives, has_positive, has_negative = yield (
-            LogSumExp(positive_term, positive, empty=0.0),
-            LogSumExp(negative_term, negative, empty=0.0),
-            AnyOf(any_in_row(positive)),
-            AnyOf(any_in_row(negative)),
-        )
-        losses, valid = log1p_exp(of_positives + of_negatives), has_positive & has_negative
+        of_positives = masked_log_sum_exp(positive_term, positive, empty=0.0)
+        of_negatives = masked_log_sum_exp(negative_term, negative, empty=0.0)
+        losses, valid = log1p_exp(of_positives + of_negatives), any_in_row(positive) & any_in_row(negative)
         return losses, valid & (losses > 0) if self.average == "nonzero" else valid
 
 
@@ -79,17 +81,16 @@ class MultiSimilarity(RowLoss):
     base: Number = 0.5
     epsilon: Number | None = None
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
-        any_pair = AnyOf(any_in_row(positive) | any_in_row(negative))
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        any_pair = any_in_row(positive) | any_in_row(negative)
         if self.epsilon is not None:
             fixed = similarity.detach()
-            lowest, highest = yield Minimum(fixed, positive), Maximum(fixed, negative)
+            lowest, highest = masked_min(fixed, positive), masked_max(fixed, negative)
             positive = positive & (fixed < highest[:, None] + self.epsilon)
             negative = negative & (fixed > lowest[:, None] - self.epsilon)
-        positive_term = LogSumExp(-self.alpha * (similarity - self.base), positive)
-        negative_term = LogSumExp(self.beta * (similarity - self.base), negative)
-        of_positives, of_negatives, valid = yield positive_term, negative_term, any_pair
-        return log1p_exp(of_positives) / self.alpha + log1p_exp(of_negatives) / self.beta, valid
+        of_positives = log1p_sum_exp(-self.alpha * (similarity - self.base), positive)
+        of_negatives = log1p_sum_exp(self.beta * (similarity - self.base), negative)
+        return of_positives / self.alpha + of_negatives / self.beta, any_pair
 
 
 class LiftedStructure(LabelledLoss):
@@ -121,8 +122,6 @@ class LiftedStructure(LabelledLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    supports_ring = True
-
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)
         ids, settings = batch.int64(batch.rows["labels"]), batch.settings
@@ -131,22 +130,16 @@ class LiftedStructure(LabelledLoss):
         return reduce_rows(batch, loss, torch.cat([z.local, crowding[:, None]], 1), ids, reduction=self.reduction)
 
 
-def _negative_sums(block: AnchorBlock, margin: float) -> Rows:
+def _negative_sums(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
     logits = margin - distances(block.anchors, block.candidates)
-    crowding, valid = yield LogSumExp(logits, block.negative, empty=0.0), AnyOf(block.negative.any(1))
-    return crowding, valid
+    return masked_log_sum_exp(logits, block.negative, empty=0.0), block.negative.any(1)
 
 
-def _pairs(block: AnchorBlock, margin: float) -> Rows:
+def _pairs(block: AnchorBlock, margin: float) -> tuple[Tensor, Tensor]:
     distance = distances(block.anchors[:, :-1], block.candidates[:, :-1])
     crowding = torch.logaddexp(block.anchors[:, -1:], block.candidates[:, -1])
     hinges = (distance - margin + crowding).relu().square().where(block.positive, 0)
-    losses, pairs, has_negative = yield (
-        Sum(hinges.sum(1)),
-        Sum(block.positive.sum(1)),
-        AnyOf(block.negative.any(1)),
-    )
-    return losses / 2, pairs.where(has_negative, 0)
+    return hinges.sum(1) / 2, block.positive.sum(1).where(block.negative.any(1), 0)
 
 
 class GeneralizedLiftedStructure(DissimilarityLoss):
@@ -175,11 +168,7 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
     pos_margin: Number = 0.0
     neg_margin: Number = 1.0
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
-        farthest, nearest, has_positive, has_negative = yield (
-            LogSumExp(similarity - self.sign * self.pos_margin, positive, empty=0.0),
-            LogSumExp(self.sign * self.neg_margin - similarity, negative, empty=0.0),
-            AnyOf(positive.any(1)),
-            AnyOf(negative.any(1)),
-        )
-        return (farthest + nearest).relu(), has_positive & has_negative
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        farthest = masked_log_sum_exp(similarity - self.sign * self.pos_margin, positive, empty=0.0)
+        nearest = masked_log_sum_exp(self.sign * self.neg_margin - similarity, negative, empty=0.0)
+        return (farthest + nearest).relu(), positive.any(1) & negative.any(1)

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
-from contrastive_zoo.engine.row_statistics import AnyOf, LogSumExp, Rows, Sum
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
@@ -96,6 +96,10 @@ class SupCon(AnchorLoss):
         losses = _rescaled(losses, batch.settings.temperature, batch.settings.base_temperature)
         return batch.reduce(losses, positives > 0, reduction=self.reduction)
 
+    def ring_problem(self) -> str | None:
+        by_rows = self.variant == "in" or self.contrast_mode == "one"
+        return f"a ring {_BY_ROWS}" if by_rows else super().ring_problem()
+
     def block_loss(self, batch: Batch) -> BlockLoss:
         settings = {name: getattr(batch.settings, name) for name in ("temperature", "variant", "base_temperature")}
         return BlockLoss(_block_losses, **settings)
@@ -106,22 +110,19 @@ _BY_ROWS = "computes SupCon with variant='out' and contrast_mode='all', without 
 
 def _block_losses(
     block: AnchorBlock, temperature: Tensor, variant: Literal["out", "in"], base_temperature: float | None = None
-) -> Rows:
+) -> tuple[Tensor, Tensor]:
     logits = block.anchors @ block.candidates.T / temperature
     positive, candidates = block.positive, block.positive | block.negative
     for mask, samples in block.companions:
         positive = mask.index_select(1, samples) & candidates
-    over_negatives, over_positives, sums, count = yield (
-        LogSumExp(logits, candidates & ~positive),
-        LogSumExp(logits, positive, empty=0.0),
-        Sum(logits.where(positive, 0).sum(1)),
-        Sum(positive.sum(1, dtype=logits.dtype)),
-    )
+    over_negatives = masked_log_sum_exp(logits, candidates & ~positive)
+    over_positives = masked_log_sum_exp(logits, positive, empty=0.0)
+    count = positive.sum(1, dtype=logits.dtype)
     divisor = count.clamp(min=1)
     if variant == "in":
         losses = cross_entropy(over_positives, over_negatives) + divisor.log()
     else:
-        mean = sums / divisor
+        mean = logits.where(positive, 0).sum(1) / divisor
         # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
         alone = cross_entropy(mean, over_negatives)
         losses = alone.where(count == 1, torch.logaddexp(over_positives, over_negatives) - mean)
@@ -164,9 +165,9 @@ class SINCERE(RowLoss):
     temperature: Temperature = 0.1
     average: Average = "anchors"
 
-    def on_block(self, block: AnchorBlock) -> Rows:
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         logits = block.anchors @ block.candidates.T / self.temperature  # type: ignore[operator]  # a number or a tensor
-        return (yield from info_nce_per_positive(logits, block, self.average))
+        return info_nce_per_positive(logits, block, self.average)
 
 
 _ANGLE = "margin is an angle of 0 to 180 degrees"
@@ -201,13 +202,13 @@ class TupletMargin(RowLoss):
     margin: Degrees = 5.73
     average: Average = "pairs"
 
-    def on_block(self, block: AnchorBlock) -> Rows:
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         cos, beta = block.anchors @ block.candidates.T, math.radians(self.margin)
         sine2 = 1 - cos.square()
         sine = sine2.clamp(min=torch.finfo(cos.dtype).tiny).sqrt().where(sine2 > torch.finfo(cos.dtype).eps, 0)
         slack = cos * math.cos(beta) + sine * math.sin(beta)  # cos(θ − β)
         logits, of_positives = (x / self.temperature for x in (cos, slack))  # type: ignore[operator]  # as above
-        return (yield from info_nce_per_positive(logits, block, self.average, positive_logits=of_positives))
+        return info_nce_per_positive(logits, block, self.average, positive_logits=of_positives)
 
 
 class NCA(RowLoss):
@@ -232,12 +233,8 @@ class NCA(RowLoss):
 
     temperature: Temperature = 1.0
 
-    def on_block(self, block: AnchorBlock) -> Rows:
+    def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
         nearness = 2 * block.anchors @ block.candidates.T - block.candidates.square().sum(1)  # ‖z_i‖² cancels
         logits = nearness / self.temperature  # type: ignore[operator]  # a number or a tensor
-        of_positives, of_negatives, valid = yield (
-            LogSumExp(logits, block.positive, empty=0.0),
-            LogSumExp(logits, block.negative),
-            AnyOf(block.positive.any(1)),
-        )
-        return cross_entropy(of_positives, of_negatives), valid
+        of_positives = masked_log_sum_exp(logits, block.positive, empty=0.0)
+        return cross_entropy(of_positives, masked_log_sum_exp(logits, block.negative)), block.positive.any(1)

@@ -1,7 +1,7 @@
 """Margins over triplets: all of them, their angles, and those with the hardest other embedding of the batch."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.masked import log1p_sum_exp, masked_max, masked_min
 from contrastive_zoo.engine.pairwise import distances, dot_products
-from contrastive_zoo.engine.row_statistics import Maximum, Minimum, Rows
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
@@ -60,30 +59,21 @@ class Triplet(DissimilarityLoss):
     soft: bool = False
     average: CountedTerms = "nonzero"
 
-    first_of_equals: ClassVar[bool] = False
-    """Whether the first of equally hard candidates gets the whole gradient; otherwise they share it."""
-    ring_refusal = (
-        "only mining='hard' needs no list of an anchor's distances; all and semi-hard triplets are counted in it"
-    )
-
     def settings_problem(self) -> str | None:
         rule = "semi-hard negatives lie within a positive margin"
         if (problem := super().settings_problem()) or self.mining != "semi-hard" or isinstance(self.margin, nn.Module):
             return problem
         return Bounds(rule, above=0).problem("margin", self.margin)
 
-    def ring_problem(self) -> str | None:
-        return None if self.mining == "hard" and not self.first_of_equals else self.ring_refusal
-
     def lists_positives(self) -> bool:
         return self.soft and self.mining != "hard"
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None) -> Rows:
+    def rows(
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         distance, margin, semi_hard = similarity, self.margin, self.mining == "semi-hard"
         if self.mining == "hard":
-            first = self.first_of_equals
-            farthest, nearest = yield Maximum(distance, positive, first), Minimum(distance, negative, first)
-            violation = farthest - nearest
+            violation = self.hardest(distance, positive, negative)
             both = violation != -torch.inf
             losses = self.penalty(violation.masked_fill(~both, 0))
             return losses, both & (losses > 0) if self.average == "nonzero" else both
@@ -95,6 +85,10 @@ class Triplet(DissimilarityLoss):
             of_positive = soft_sums(self.penalty, distance, negative, margin, semi_hard=semi_hard)
             return sum_over_positives(of_positive, positive, most_positives), mined
         return losses, active if self.average == "nonzero" else mined
+
+    def hardest(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return D_ip − D_in of the farthest positive and the nearest negative; equally hard ones share the gradient."""
+        return masked_max(distance, positive) - masked_min(distance, negative)
 
     def penalty(self, violation: Tensor) -> Tensor:
         """Return the loss of triplets whose distances differ so much."""
@@ -126,8 +120,6 @@ class Angular(RowLoss):
     alpha: Annotated[
         float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
     ] = 40.0
-
-    ring_refusal = "each of its terms joins an anchor's positive with all negatives, so it needs whole rows"
 
     def lists_positives(self) -> bool:
         return True

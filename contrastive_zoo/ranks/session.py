@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_zoo.ranks.devices import ValueCheck
 from contrastive_zoo.ranks.handshake import Agreed, Statement, shake_hands
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tensor_problem, tolerance
-from contrastive_zoo.ranks.world import Machines, Shards, World
+from contrastive_zoo.ranks.world import Shards, World
 
 
 @dataclass
@@ -30,9 +30,7 @@ class Session(World):
     """A world and what its ranks have agreed on in one step."""
 
     check_finite: bool = True  # whether NaN and infinite rows are refused
-    # whether candidates pass from rank to rank, one shard at a time, rather than being gathered; or the ranks of each
-    # machine, so that shards pass first inside a machine and then between machines
-    ring: bool | Machines = False
+    ring: bool = False  # whether candidates pass from rank to rank, one shard at a time, rather than being gathered
     # the factor of the gradient of sharded parameters, of which each rank holds another part
     sharded_factor: float = 1.0
     findings: Findings = field(default_factory=Findings, repr=False)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
 """A set of processes: a World, a process group or a 1-d device mesh; None is the default group."""
 
-Machines: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each machine, equally many each
-
 
 @dataclass(frozen=True)
 class Shards:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -22,19 +22,13 @@ from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, sig
 from contrastive_zoo.wrapper.options import (
     GradReduction,
     compared_options,
-    machines_of,
     refuse_bad_loss,
     refuse_bad_options,
-    ring_in_group,
     shown,
 )
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep
 from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 R = TypeVar("R", default=Any)  # what the loss returns
 
@@ -115,9 +109,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
             arguments of a third-party loss that are; those on an accelerator at the next call, and at the first one, which
             waits for them.
         ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
-            grow with the number of ranks, and most losses send candidates twice or more. A 2-d DeviceMesh, whose rows are
-            the ranks of one machine each, is a ring of two levels: a shard is sent to each machine once, and then passed
-            on inside it.
+            grow with the number of ranks. Candidates are sent in the forward pass and again in the backward pass. Losses of
+            the softmax and sigmoid families, MaxSim and AlignUniform can do this; others need all candidates at once.
         pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number
             of tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over
             the ranks. Gradients are those of the arguments without padding. One process pads nothing, so the loss must
@@ -132,12 +125,11 @@ class DistributedLoss(LossAttributes, Generic[R]):
         ValueError: an unknown ``grad_reduction``; ``prefer_native`` for a loss of open_clip; a loss that
             cannot be called, is a class, or is distributed already, or contains such a loss or miner (an outermost
             pytorch-metric-learning wrapper is unwrapped, and so is a DistributedMiner passed as ``miner``); a miner for
-            a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at once; a ``ring``
-            that is no bool and no 2-d mesh; ``pad_dims`` that are no dimensions, or for a loss that not every rank
-            computes; ``shared`` or ``batch_dim`` that name no arguments or dimensions, or for such a loss; two of the
-            three for one argument. At the call, between several ranks, on every rank alike: ranks that differ in the
-            loss's class, its settings, this wrapper's options, arguments, widths, dtypes or parameters; a mesh of other
-            ranks than the process group's; arguments that the loss does not take; labels that are not one per
+            a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at once; ``pad_dims`` that
+            are no dimensions, or for a loss that not every rank computes; ``shared`` or ``batch_dim`` that name no
+            arguments or dimensions, or for such a loss; two of the three for one argument. At the call, between several
+            ranks, on every rank alike: ranks that differ in the loss's class, its settings, this wrapper's options,
+            arguments, widths, dtypes or parameters; arguments that the loss does not take; labels that are not one per
             embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on all ranks; indices mined
             on one rank's embeddings, or passed although there is a miner; a previous value that differs between ranks;
             ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that are not in the call; shared arguments
@@ -174,7 +166,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         check_finite: bool = True,
         check_equal: bool = True,
         check_distinct: bool = True,
-        ring: "bool | DeviceMesh" = False,
+        ring: bool = False,
         pad_dims: Mapping[str, int | Sequence[int]] | None = None,
         shared: Collection[str] | None = None,
         batch_dim: Mapping[str, int] | None = None,
@@ -182,7 +174,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         super().__init__()
         watch_joins()
         checks = {"check_finite": check_finite, "check_equal": check_equal, "check_distinct": check_distinct}
-        refuse_bad_options(grad_reduction, prefer_native=prefer_native, **checks)
+        refuse_bad_options(grad_reduction, prefer_native=prefer_native, ring=ring, **checks)
         loss = unwrapped("DistributedLoss", "loss", loss)
         miner = unwrapped_miner("DistributedLoss", miner, process_group=process_group)
         if isinstance(without_ddp(loss), DistributedLoss):
@@ -190,8 +182,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         self._replaced: Any = None  # the third-party loss and its miner that this library's loss replaces
         if prefer_native:
             loss, miner, self._replaced = native_and_replaced(loss, miner)
-        self.ring = machines_of(ring)
-        refuse_bad_loss(loss, miner, self.ring)
+        self.ring = ring
+        refuse_bad_loss(loss, miner, ring)
         self.miner = miner
         self.prefer_native = prefer_native
         self.process_group = process_group
@@ -212,9 +204,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         """The loss of all ranks' samples, from this rank's, which are passed as the loss takes them."""
         loss: Any = self._modules.get("loss")
         bare = loss if isinstance(loss, Loss) else without_ddp(self.loss)
-        session, problem = self._session(bare)
-        if problem is not None:
-            refuse(loss_name(bare), problem, world=session)
+        session = self._session(bare)
         try:
             call, compared = self._call(bare, rows, named_rows)
         except Exception as error:
@@ -263,19 +253,17 @@ class DistributedLoss(LossAttributes, Generic[R]):
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
         return LossCall(self.loss, self.miner, bound, self._roles()), compared
 
-    def _session(self, bare: Any) -> tuple[Session, str | None]:
-        """Return the step's session, and what is wrong with the ring of this rank."""
+    def _session(self, bare: Any) -> Session:
         watch_joins()  # a wrapper may have come by pickle
         world = World.of(self.process_group)
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        ring, problem = ring_in_group(machines_of(self.ring), world)
         findings = Findings([] if check_finite else None)
         name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
         caller = f"{name}, call {self._history.calls + 1}"
         ranks = world.rank, world.size, world.group
-        return Session(*ranks, check_finite, ring, factor, findings=findings, caller=caller), problem
+        return Session(*ranks, check_finite, self.ring, factor, findings=findings, caller=caller)
 
     def _roles(self) -> Roles:
         stated = self.shared or (), self.batch_dim or {}, self.pad_dims or {}

@@ -8,8 +8,7 @@ from torch import nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
-from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
-from contrastive_zoo.ranks.world import Machines, World
+from contrastive_zoo.ranks.row_checks import flag_problem, word_problem
 from contrastive_zoo.wrapper.loss_call import accepts, signature
 from contrastive_zoo.wrapper.roles import Roles
 
@@ -20,9 +19,9 @@ ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_di
 
 def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
     """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
-    names = "grad_reduction", "training"
+    names = "grad_reduction", "training", "ring"
     compared = {name: str(getattr(wrapper, name)) for name in names}
-    compared |= {"ring": str(machines_of(wrapper.ring)), ROLES: str(roles)}
+    compared[ROLES] = str(roles)
     return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
 
 
@@ -36,39 +35,7 @@ def refuse_bad_options(grad_reduction: str, **flags: object) -> None:
         raise ValueError(f"DistributedLoss: {problem}")
 
 
-def machines_of(ring: Any) -> bool | Machines:
-    """Return the option ``ring`` with a device mesh as the ranks of each of its rows."""
-    if isinstance(ring, bool):
-        return ring
-    ranks = getattr(ring, "mesh", ring)
-    if tensor_problem("ring", ranks) is None and ranks.ndim == 2:
-        return tuple(map(tuple, ranks.tolist()))
-    if isinstance(ring, tuple) and all(isinstance(x, tuple) for x in ring):
-        return ring
-    got = described(ranks)
-    if isinstance(ranks, torch.Tensor) and ranks.ndim != 2:
-        got = f"a mesh of {ranks.ndim} dimensions"
-    raise ValueError(
-        "DistributedLoss: ring is True, False, or a 2-d DeviceMesh whose rows are the ranks of one machine each, got "
-        f"{got}. Make one with init_device_mesh(device, (machines, ranks_of_a_machine))."
-    )
-
-
-def ring_in_group(ring: bool | Machines, world: World) -> tuple[bool | Machines, str | None]:
-    """Return the option with ranks of the process group, and what is wrong with it, or None."""
-    if isinstance(ring, bool) or world.size == 1:
-        return bool(ring), None
-    members = torch.distributed.get_process_group_ranks(world.process_group)
-    named = [rank for ranks in ring for rank in ranks]
-    if sorted(named) != sorted(members):
-        return True, (
-            f"ring: a mesh of the ranks {sorted(named)} does not hold each rank of the process group once, which are "
-            f"{sorted(members)}. Pass a 2-d mesh of the same ranks."
-        )
-    return tuple(tuple(members.index(rank) for rank in ranks) for ranks in ring), None
-
-
-def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: Any) -> None:
+def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> None:
     """Refuse what is no loss of embeddings, and a miner or a ring that the loss does not support."""
     if not callable(loss):
         raise ValueError(f"DistributedLoss: a loss can be called, got {type(loss).__name__}, which cannot.")

@@ -20,7 +20,7 @@ from contrastive_zoo.engine.anchor_block import (
     only_positives,
 )
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.rowwise import reduce_rows
+from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.ranks import devices
@@ -294,14 +294,12 @@ def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: 
     """The gradient of one mean is taken in the forward pass; those of several means wait for their counts."""
     computed: list[int] = []
 
-    class Terms(torch.nn.Module):
-        def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
-            computed.append(len(block.anchors))
-            losses = (block.anchors @ block.candidates.T).exp().sum(1)
-            return torch.stack([losses] * terms, 1), torch.ones(len(losses), terms)
+    def of_terms(block: AnchorBlock) -> tuple[Tensor, Tensor]:
+        computed.append(len(block.anchors))
+        losses = (block.anchors @ block.candidates.T).exp().sum(1)
+        return torch.stack([losses] * terms, 1), torch.ones(len(losses), terms)
 
-    loss, z = Terms(), numbers(6, 3, seed=0).requires_grad_()
-    loss.terms = terms
+    loss, z = BlockLoss(of_terms, terms=terms), numbers(6, 3, seed=0).requires_grad_()
     reduce_rows(Batch({"z": z}, {"z": Shards((6,))}), loss, z, torch.arange(6)).backward()
     assert computed == [6] * passes
 

@@ -51,8 +51,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def exchange_of(shards: Shards, rows: Tensor, *, half: bool) -> GatherExchange:
     """Return an exchange of a rank that has all columns."""
-    (of_rank,) = schedule(shards, shards, (tuple(range(len(shards.sizes))),), half=half)
-    return GatherExchange(rows, of_rank, shards, World(), gathered=rows.new_zeros(shards.total, WIDTH))
+    return GatherExchange(
+        rows, schedule(shards, shards, half=half), shards, World(), gathered=rows.new_zeros(shards.total, WIDTH)
+    )
 
 
 def softmax_step(shards: Shards, *, one_tower: bool) -> None:

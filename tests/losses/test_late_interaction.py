@@ -200,15 +200,6 @@ def test_ranks_of_any_number_of_tokens_are_one_process(name: str, data, option, 
         assert error <= EXACT
 
 
-MACHINES = ((0, 2), (1, 3))
-
-
-def test_a_ring_of_two_levels_is_one_process(worlds: Worlds) -> None:
-    steps = [(Shard(3, 1), Shard(0, 0, (2, 7, 1)), Shard(2, 2, (1, 1, 4)), Shard(1))] * 2
-    for error in worlds.run(4, largest_error, "MaxSim, symmetric", steps, MACHINES, 0):
-        assert error <= EXACT
-
-
 @pytest.mark.parametrize("mutant", ["padding counts", "local negatives"])
 def test_a_mutant_is_caught(mutant: str, worlds: Worlds) -> None:
     steps = [(Shard(3), Shard(2, 0, (4, 3, 1)))]

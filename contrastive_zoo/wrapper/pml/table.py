@@ -8,7 +8,7 @@ import torch
 from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.row_statistics import AnyOf, Rows
+from contrastive_zoo.engine.masked import masked_max, masked_min
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses import pair_margins, soft_margins, triplet
 from contrastive_zoo.losses.class_softmax import ArcFace, CosFace, NormalizedSoftmax, ProxyAnchor, ProxyNCA, SoftTriple
@@ -27,14 +27,15 @@ from contrastive_zoo.wrapper.pml import settings as read
 class Triplet(triplet.Triplet):
     """Mines the first of equally hard candidates, as BatchHardMiner does."""
 
-    first_of_equals = True
+    def hardest(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return masked_max(distance, positive, first=True) - masked_min(distance, negative, first=True)
 
 
 class Circle(soft_margins.Circle):
     """The outer softplus is linear above ``SOFTPLUS_THRESHOLD``, as torch's is."""
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
-        losses, valid = yield from super().rows(similarity, positive, negative)
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        losses, valid = super().rows(similarity, positive, negative)
         linear = losses + torch.log1p(-torch.exp(-losses.clamp(min=1)))
         return linear.where(linear > read.SOFTPLUS_THRESHOLD, losses), valid
 
@@ -42,11 +43,10 @@ class Circle(soft_margins.Circle):
 class RankedList(pair_margins.RankedList):
     """Leaves out pairs of equal embeddings, at distance 0."""
 
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> Rows:
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
         distinct = similarity > 0
-        (valid,) = yield (AnyOf(positive.any(1) | negative.any(1)),)
-        losses, _ = yield from super().rows(similarity, positive & distinct, negative & distinct)
-        return losses, valid
+        losses, _ = super().rows(similarity, positive & distinct, negative & distinct)
+        return losses, positive.any(1) | negative.any(1)
 
 
 class Native(NamedTuple):
