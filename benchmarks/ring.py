@@ -23,20 +23,12 @@ from tools.pages import table
 CLASSES = 512
 STEPS = 3
 
-VIEWS = ("SigLIP", "Clip", "InfoNCE", "NTXent", "MNRL", "DCL", "DCLW", "HCL", "Debiased", "AlignUniform")
-LABELLED = (
-    "SupSigmoid", "SupCon", "SINCERE", "NCA", "TupletMargin", "NPairs", "Contrastive", "SignalToNoise", "MultiSimilarity",
-    "Circle", "LiftedStructure", "GeneralizedLiftedStructure", "Margin", "RankedList", "FastAP",
-)  # fmt: skip
+VIEWS = ("SigLIP", "Clip", "InfoNCE", "NTXent", "MNRL", "AlignUniform")
+LABELLED = ("SupSigmoid", "SupCon")
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     **{name: (getattr(cz, name), "views") for name in VIEWS},
     **{name: (getattr(cz, name), "labels") for name in LABELLED},
     "MILNCE": (partial(cz.MILNCE, normalize=True, temperature=0.1), "texts"),
-    "MultiPositive": (cz.MultiPositive, "ids"),
-    "ClipDistillation": (cz.ClipDistillation, "teachers"),
-    "SupCon, in": (partial(cz.SupCon, variant="in"), "labels"),
-    "MultiSimilarity, mined": (partial(cz.MultiSimilarity, epsilon=0.1), "labels"),
-    "Triplet, hard": (partial(cz.Triplet, mining="hard"), "labels"),
 }
 """By name: the loss, and what it is called with."""
 SIGLIP = ("gathered", "ring", "open_clip")
@@ -56,11 +48,10 @@ def open_clip_loss() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def arguments(compares: str, count: int, width: int) -> list[Tensor]:
-    towers = {"labels": 1, "teachers": 4}.get(compares, 2)
-    rows = [torch.randn(count, width, requires_grad=True) for _ in range(towers)]
+    rows = [torch.randn(count, width, requires_grad=True) for _ in range(1 if compares == "labels" else 2)]
     if compares == "texts":
         return [rows[0], torch.randn(count, 2, width, requires_grad=True)]
-    return [*rows, *([torch.arange(count) % CLASSES] if compares in ("labels", "ids") else [])]
+    return [*rows, *([torch.arange(count) % CLASSES] if compares == "labels" else [])]
 
 
 def refusals() -> list[list[str]]:
