@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import masked, max_sim, pairwise
+from contrastive_zoo.engine import anchor_block, masked, max_sim
 from contrastive_zoo.losses import max_sim as max_sim_loss
 from contrastive_zoo.losses import mnrl
 from contrastive_zoo.testing.loss_calls import allow_repeated_samples
@@ -61,7 +61,7 @@ def results(
     rank, found = torch.distributed.get_rank(), []
     with splitting(always=split), pytest.MonkeyPatch.context() as patch:
         if rounds:
-            for module in (pairwise, max_sim):
+            for module in (anchor_block, max_sim):
                 patch.setattr(module, "first_of_equals", lambda rows: None)
             for module in (masked, mnrl, max_sim_loss):
                 patch.setattr(module, "tie_width", lambda x: 0.0)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.pairwise import share_across_blocks
+from contrastive_zoo.engine.pairwise import first_of_equals, share_across_blocks, with_equal_columns
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.tiling import budget, keep_freed_memory
 from contrastive_zoo.ranks import devices
@@ -73,12 +73,17 @@ class AnchorBlock:
     candidate_ids: Int[Tensor, " N"]
     companions: tuple[tuple[Tensor, Tensor], ...] = ()
     """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
+    first_of_equals: Int[Tensor, " N"] | None = None  # for each candidate the first one that equals it
     largest_count: Callable[[], int] | None = None  # what start_count returns, for losses that list positives
 
     @property
     def most_positives(self) -> int | None:
         """A number that no anchor's positives exceed; None if each block is to count its own."""
         return None if self.largest_count is None else self.largest_count()
+
+    def with_equal_columns(self, matrix: Float[Tensor, "c N"]) -> Float[Tensor, "c N"]:
+        """Return a matrix with equal numbers for equal candidates, however a matmul rounds them, before any are selected."""
+        return with_equal_columns(matrix, self.first_of_equals)
 
 
 class BlockLoss:
@@ -154,13 +159,14 @@ class BatchLayout:
         anchors, candidates = self._ids_as_floats[0][rows], self._ids_as_floats[1]
         return torch.eq(anchors[:, None], candidates, out=anchors.new_empty(len(anchors), len(candidates))).bool()
 
-    def block(self, rows: slice, anchors: Tensor, candidates: Tensor) -> AnchorBlock:
+    def block(self, rows: slice, anchors: Tensor, candidates: Tensor, first: Tensor | None = None) -> AnchorBlock:
+        """Return the block of some anchors; ``first`` are the candidates' :func:`first_of_equals`."""
         positive = self._same_id(rows)
         negative, ids = ~positive, (self.ids[rows], self.candidate_ids)
         if self.own_candidates is not None:
             clear_excluded(positive, self.own_candidates[rows], False)
         companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
-        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, self.largest_count)
+        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, first, self.largest_count)
 
 
 # matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss
@@ -188,12 +194,14 @@ class RowwiseSweep:
     ) -> None:
         self.loss, self.layout = loss, layout
         self.anchors, self.candidates = anchors.detach(), candidates.detach()
+        self.first_of_equals = first_of_equals(self.candidates)
         # leaves of the graph of each block, which ends at them
         self.learnable = {name: x.detach().requires_grad_() for name, x in zip(loss.learnable, learnable, strict=True)}
 
     def _block_losses(self, rows: slice, anchors: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and counts of a block's anchors, [c, terms]; losses that do not count are zero."""
-        result = self.loss.on_block(self.layout.block(rows, anchors, candidates), self.learnable)
+        block = self.layout.block(rows, anchors, candidates, self.first_of_equals)
+        result = self.loss.on_block(block, self.learnable)
         losses, counts = (x.reshape(-1, self.loss.terms) for x in result)
         return losses.where(counts > 0, 0), counts
 

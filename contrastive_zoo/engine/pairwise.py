@@ -4,14 +4,13 @@ Values and gradients are computed by hand, as in :mod:`contrastive_zoo.engine.ma
 
 A matmul may round the same product differently at other places of its result and in blocks of other shapes. Candidates
 that are equal would then be more and less similar to an anchor, and which of them is the hardest would depend on the split
-over ranks. Here they get equal results: those of the first of them. The rows themselves are compared, so that candidates
-which are merely near each other keep their order. On accelerators rows are not compared: a kernel rounds all columns of its
-result alike.
+over ranks. :func:`with_equal_columns` gives them equal results: those of the first of them. The rows themselves are
+compared, so that candidates which are merely near each other keep their order. On accelerators rows are not compared: a
+kernel rounds all columns of its result alike.
 
 A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. Two attributes mark
-tensors of this module for that case; a third says which candidates are equal. They are attributes, and not arguments,
-because the tensors pass through the user's ``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``,
-which take plain tensors.
+tensors of this module for that case. They are attributes, and not arguments, because the tensors pass through the user's
+``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``, which take plain tensors.
 """
 
 from typing import Any, Literal
@@ -38,7 +37,6 @@ def share_across_blocks(candidates: Tensor) -> Tensor:
     """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse."""
     leaf = candidates.detach().requires_grad_()
     leaf.squared_norms = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # why: see the module's docstring
-    leaf.first_of_equals = first_of_equals(leaf.detach())  # type: ignore[attr-defined]  # why: likewise
     return leaf
 
 
@@ -59,8 +57,22 @@ def first_of_equals(rows: Float[Tensor, "N d"]) -> Int[Tensor, " N"] | None:
     return torch.arange(len(rows), device=rows.device).index_copy_(0, index, first[group])
 
 
-def _firsts(candidates: Any) -> Tensor | None:
-    return candidates.first_of_equals if _is_shared(candidates) else first_of_equals(candidates.detach())
+def with_equal_columns(matrix: Float[Tensor, "c N"], first: Int[Tensor, " N"] | None) -> Float[Tensor, "c N"]:
+    """Return the matrix with equal columns for equal candidates, whose :func:`first_of_equals` these are.
+
+    Each column keeps its own gradient.
+    """
+    return matrix if first is None else _EqualColumns.apply(matrix, first)
+
+
+class _EqualColumns(Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, first: Tensor) -> Tensor:
+        return matrix[:, first]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _is_shared(candidates: Tensor) -> bool:
@@ -82,14 +94,8 @@ def takes_sparse_gradient(matrix: Tensor) -> bool:
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient."""
     if is_dense():
-        return _with_equal_columns(anchors @ candidates.T, candidates)
+        return anchors @ candidates.T
     return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
-
-
-def _with_equal_columns(matrix: Tensor, candidates: Tensor) -> Tensor:
-    """Return the matrix, and its gradients, with equal numbers, digit by digit, for equal candidates."""
-    first = _firsts(candidates)
-    return matrix if first is None else matrix + (matrix[:, first] - matrix).detach()
 
 
 class _DotProducts(Function):
@@ -97,9 +103,8 @@ class _DotProducts(Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor) -> Tensor:
         ctx.save_for_backward(anchors, candidates)
-        ctx.shared, first = _is_shared(candidates), _firsts(candidates)
-        similarity = anchors @ candidates.T
-        return similarity if first is None else similarity[:, first]
+        ctx.shared = _is_shared(candidates)
+        return anchors @ candidates.T
 
     @staticmethod
     @once_differentiable
@@ -120,7 +125,6 @@ def distances(
         return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
     norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)
     distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
-    distance = _with_equal_columns(distance, candidates)
     distinct = distance > _ROUNDING_UNITS * torch.finfo(distance.dtype).eps * norms.detach()
     return distance.where(distinct, 0) if squared else distance.where(distinct, 1).sqrt().where(distinct, 0)
 
@@ -146,12 +150,9 @@ class _Euclidean(Function):
         ctx.shared = _is_shared(candidates)
         shared: Any = candidates  # with the squared norms that its leaf has, see the module's docstring
         squares: Tensor = shared.squared_norms if ctx.shared else candidates.square().sum(1)
-        first = _firsts(candidates)
-        norms = anchors.square().sum(1)[:, None] + (squares if first is None else squares[first])
+        norms = anchors.square().sum(1)[:, None] + squares
         distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
         _difference_near(distance, norms, anchors, candidates)
-        if first is not None:
-            distance = distance[:, first]
         distance *= torch.gt(distance, norms.mul_(_ROUNDING_UNITS * torch.finfo(distance.dtype).eps), out=norms)
         if not squared:
             distance.sqrt_()

@@ -22,6 +22,7 @@ from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockL
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor
 from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_log_sum_exp
+from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
@@ -110,7 +111,7 @@ def _dense(
 ) -> Tensor:
     """Compute the definition: all local anchors in one block, with plain autograd."""
     gathered = all_gather(candidates, shards=layout.candidate_shards, process_group=layout.world)
-    block = layout.block(slice(0, len(anchors)), anchors, gathered)
+    block = layout.block(slice(0, len(anchors)), anchors, gathered, first_of_equals(gathered.detach()))
     shared = {name: replicated(x, process_group=layout.world) for name, x in loss.learnable.items()}
     losses, valid = loss.on_block(block, shared)
     return batch.reduce(losses, valid, reduction=reduction)

@@ -105,7 +105,7 @@ class RowLoss(AnchorLoss):
 
     def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
-        similarity = self.similarity(block.anchors, block.candidates)
+        similarity = block.with_equal_columns(self.similarity(block.anchors, block.candidates))
         # last, because an accelerator computes similarities while the host waits for the number
         settings = {"most_positives": block.most_positives} if self.lists_positives() else {}
         return self.rows(similarity, block.positive, block.negative, **settings)

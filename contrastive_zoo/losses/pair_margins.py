@@ -301,7 +301,7 @@ class Margin(RowLoss):
         return distances(anchors, candidates)
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
-        distance = self.similarity(block.anchors, block.candidates)
+        distance = block.with_equal_columns(self.similarity(block.anchors, block.candidates))
         assert isinstance(self.beta, Tensor)  # since __post_init__
         beta = self.beta.to(distance.dtype)
         beta = beta if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]

@@ -179,7 +179,7 @@ class MegaBatchMargin(Loss):
 
 
 def _margin_hinges(block: AnchorBlock, positive_margin: float, negative_margin: float) -> tuple[Tensor, Tensor]:
-    similarity = dot_products(block.anchors, block.candidates)
+    similarity = block.with_equal_columns(dot_products(block.anchors, block.candidates))
     of_positive = similarity.where(block.positive, 0).sum(1)
     hardest = masked_max(similarity, block.negative)  # −inf without a negative
     return (positive_margin - of_positive).relu() + (hardest - negative_margin).relu(), block.positive.any(1)
@@ -262,7 +262,8 @@ def _differences(batch: Batch) -> Tensor:
 
 
 def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:
-    return masked_min(distances(block.anchors, block.candidates), block.negative), block.negative.any(1)
+    distance = block.with_equal_columns(distances(block.anchors, block.candidates))
+    return masked_min(distance, block.negative), block.negative.any(1)
 
 
 def _nodes(difference: Tensor, nodes: int) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,7 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     some = block.negative.any(1)
     if not candidates.shape[0]:
         return anchors.sum(1), some
-    squared_distance = squared_distances(anchors.detach(), candidates.detach())
+    squared_distance = block.with_equal_columns(squared_distances(anchors.detach(), candidates.detach()))
     neighbour = candidates[squared_distance.masked_fill(~block.negative, torch.inf).argmin(1)]
     squared = (anchors - neighbour).square().sum(1)
     rounding = _ROUNDING_UNITS * torch.finfo(squared.dtype).eps

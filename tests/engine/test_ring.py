@@ -113,7 +113,7 @@ def test_what_is_no_flag(option: Any) -> None:
 
 def errors_of_rows() -> list[str | None]:
     """Return what a rank raises where arguments decide that a loss needs all candidates, or where ranks differ."""
-    z, ids = torch.eye(2), torch.arange(2)
+    z, ids = torch.eye(2) + dist.get_rank(), torch.arange(2)
     sup_con, mnrl = (cz.DistributedLoss(loss, ring=True) for loss in (cz.SupCon(), cz.MNRL()))
     differing = cz.DistributedLoss(cz.SigLIP(), ring=dist.get_rank() == 0)
     with limits(GENERAL_PATH):
