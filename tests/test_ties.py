@@ -3,6 +3,7 @@
 Rows are as wide as a matmul of several tiles, which rounds the same product differently at other places.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_the_comparison_notices_rounding(worlds: Worlds) -> None:
     }
     found |= differing(worlds, cases[4 * len(chosen) :], (3, 30), rounds=True)
     assert found == {x[0] for x in cases}
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, cz.engine.plain_formulas])
+def test_equal_candidates_share_a_gradient_however_a_matmul_rounds_them(context: Any) -> None:
+    class Rounded(cz.Triplet):
+        """A matmul that rounds each column in a way of its own."""
+
+        def similarity(self, anchors: Tensor, candidates: Tensor) -> Tensor:
+            return super().similarity(anchors, candidates) + 1e-9 * torch.arange(len(candidates)).sin()
+
+    labels = torch.tensor([0, 0, 1, 1, 1])
+    rows = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8], [0.6, 0.8], [0.6, 0.8]], dtype=torch.float64)
+    gradients = []
+    for kind in (cz.Triplet, Rounded):
+        z = rows.clone().requires_grad_()
+        with context():
+            gradients += torch.autograd.grad(kind(mining="hard", margin=0.5)(z, labels), z)
+    assert torch.allclose(*gradients, atol=1e-6)
+    assert torch.allclose(gradients[1][2:], gradients[1][2].expand(3, 2), atol=1e-6)
 
 
 def test_the_first_of_equal_tokens_stands_in_for_the_others_of_its_document() -> None:
