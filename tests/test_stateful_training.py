@@ -224,7 +224,7 @@ def test_one_rank_makes_its_wrapper_again_in_mid_training(how: str, worlds: Worl
 
 def test_a_ring_of_a_group_that_leaves_a_rank_out(worlds: Worlds) -> None:
     program = [("set_option", {"ring": True}), *(("step", {"batches": [x], "wrapper": "subgroup"}) for x in GROUPED)]
-    for name in ("NTXent", "SigLIP", "Contrastive"):
+    for name in ("NTXent", "SigLIP", "Clip"):
         assert worlds.run(3, play, name, {key: values[1] for key, values in THRESHOLDS.items()}, program) == [[]] * 3
 
 
