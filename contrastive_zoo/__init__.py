@@ -19,7 +19,7 @@ else:
         if name == "__all__":
             return [*(x for x in public if x[0].isalpha()), "__version__"]
         if name in public:
-            return public[name]
+            return globals().setdefault(name, public[name])
         from contrastive_zoo.ranks.suggestions import did_you_mean
 
         hint = did_you_mean(name, __dir__())
