@@ -22,12 +22,12 @@ from suite.report import picture
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation
+from contrastive_zoo.engine import plan
 from contrastive_zoo.engine.tiling import memory_budget
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import ONE_PROCESS, World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.test_solved_batches import LOSSES as SOLVED
 from tests.test_solved_batches import gradient, relative_error, views
 from tests.zoo import dense_sup_con
@@ -99,7 +99,7 @@ LOSSES: dict[str, tuple[Loss, Loss, Loss]] = {
 """By name: this library's loss, its plain definition, and the exact one in float64."""
 
 
-up_to = partial(patch.object, implementation, "SMALL_BATCH_ELEMENTS")
+up_to = partial(patch.object, plan, "SMALL_MATRIX")
 PATHS: dict[str, tuple[int, bool, Callable[[], list[Any]]]] = {
     "tiled": (1, False, lambda: [up_to(-1), memory_budget(0)]),
     "cached": (1, False, lambda: [up_to(-1)]),

@@ -23,7 +23,7 @@ from gpu_suite.measure import H100, Ceilings, Measurement, Size, measured, media
 from suite.harness import program, progress
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation, small_batch
+from contrastive_zoo.engine import plan
 from contrastive_zoo.engine.crossover import largest_matrix
 from tools.peer_losses.packages import installed, missing, required
 
@@ -54,7 +54,7 @@ def crossover() -> Iterator[str]:
 
     Losses are timed as they are called, and every batch counts as small.
     """
-    small_batch.ON_ACCELERATORS = max(CROSSOVER) ** 2 // implementation.SMALL_BATCH_ELEMENTS
+    plan.SMALL_ON_ACCELERATORS = max(CROSSOVER) ** 2
     table: dict[str, dict[int, tuple[float, ...]]] = {x: {} for x in MODULES if x != "InfoNCE"}
     for loss, n in product(table, CROSSOVER):
         ms = []

@@ -49,9 +49,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def engines() -> None:
     """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""
-    from contrastive_zoo.engine import implementation
+    from contrastive_zoo.engine import plan, precision
 
-    implementation.SMALL_BATCH_ELEMENTS = -1
+    plan.SMALL_MATRIX = plan.SMALL_ON_ACCELERATORS = precision.SMALL_ELEMENTS = -1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.settings import field
-from contrastive_zoo.wrapper.step import splitting
+from contrastive_zoo.testing.interventions import splitting
 from tests.hosts import CUT, INTERFACE, Host, two_hosts
 
 TIMEOUT = 3.0  # seconds of the process group

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.wrapper.step import splitting
+from contrastive_zoo.testing.interventions import splitting
 
 WIDTH, TOTAL = 5, 8
 SHARDS = ((3, 5), (8, 0), (1, 7), (4, 4), (5, 3))

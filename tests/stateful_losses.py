@@ -187,14 +187,18 @@ def can_ring(name: str) -> bool:
     """Whether candidates may pass from rank to rank in a ring."""
     if LOSSES[name].third_party or name in ("SupCon, mask", "MNRL", "WeightedSum of MNRL"):  # of their arguments
         return False
-    return getattr(LOSSES[name].make(), "can_ring", bool)()
+    return LOSSES[name].make().ring_problem() is None
 
 
 def _others() -> dict[str, Loss]:
     """Losses of the catalogue that the table lacks, which may ring, and which can be called as their entry says."""
     made = {type(loss.make()) for loss in LOSSES.values() if not loss.third_party}
     entries = [x for x in CATALOGUE.values() if x.loss not in made and "normalize" in x.loss.fields]
-    return {x.name: Loss(x.make, x.call, NORMALIZE) for x in entries if x.call != "other" and x.make().can_ring()}
+    return {
+        x.name: Loss(x.make, x.call, NORMALIZE)
+        for x in entries
+        if x.call != "other" and x.make().ring_problem() is None
+    }
 
 
 LOSSES |= _others()

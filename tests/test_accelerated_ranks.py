@@ -18,9 +18,9 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base import loss_modules, row_loss
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.device_entries import ENTRIES as OTHERS
 from tests.helpers import EVERY_CASE, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO

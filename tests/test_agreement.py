@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EXACT, drawn, numbers, refused
 from tests.one_rank import SHARDS, STATEFUL, STATEFUL_PAIRS, Outcome, alone, largest_error, on_ranks
 

@@ -143,7 +143,7 @@ def test_values_are_right_in_every_dtype(name: str, sizes, root, trailing, seed,
     def job(directly_below: int) -> list[Tensor]:
         at = place(sizes, root, dist.get_rank())
         xs = [brought(at.rank, dtype) for dtype in dtypes]
-        with warnings.catch_warnings(), patch.object(world_module, "_SMALL", directly_below):
+        with warnings.catch_warnings(), patch.object(world_module, "SMALL_MESSAGE", directly_below):
             warnings.simplefilter("error")
             results = [collective.run(x, at) for x in xs]
         assert all(torch.equal(x, brought(at.rank, dtype)) for x, dtype in zip(xs, dtypes, strict=True)), "changed"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation
+from contrastive_zoo.engine import plan
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
@@ -180,7 +180,7 @@ def test_each_invariant_catches_its_mutant(invariant: Invariant, impatient: Worl
 @pytest.mark.parametrize(("entry", "few"), drawn(WHOLE_ZOO, [-1, 10**6], one_in=2), ids=str)
 def test_a_validation_step_does_no_work_for_gradients(entry: Entry, few, monkeypatch) -> None:
     """Leaves still say that they need a gradient under ``no_grad``."""
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", few)
+    monkeypatch.setattr(plan, "SMALL_MATRIX", few)
     rows = whole_batch(entry.case(), GlobalBatch((6,), d=3, seed=1))
 
     def operations(*, leaves: bool) -> list[str]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.tiling import budget, memory_budget
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, formula, loss, nudged, ordinary
 from tests.helpers import EVERY_CASE, local_shard, numbers
 from tests.losses.whole_zoo import EVERY

@@ -14,8 +14,8 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import field
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message
 from tests.own_losses import MEMORIES, OWN_LOSSES, OwnLoss, memory
 from tests.zoo import BatchHard

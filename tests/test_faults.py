@@ -23,8 +23,8 @@ from contrastive_zoo.ranks.adjoints import reduced_to
 from contrastive_zoo.ranks.messages import CommunicationError, _note
 from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
 from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests import faults
 from tests.helpers import EVERY_CASE, assert_says, error_message, numbers, refused
 

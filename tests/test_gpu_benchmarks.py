@@ -19,7 +19,7 @@ from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PU
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
 from contrastive_zoo.engine import implementation as chosen
-from contrastive_zoo.engine import small_batch
+from contrastive_zoo.engine import plan
 
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
 
@@ -155,7 +155,7 @@ def test_the_crossover_times_all_sizes_by_both_paths(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(gpu, "steps", step)
     monkeypatch.setattr(gpu, "median_ms", lambda of: 3.0 if of[0] == "triton" else of[1] / 1000)
-    monkeypatch.setattr(small_batch, "ON_ACCELERATORS", 0)  # restores it
+    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", 0)  # restores it
     clip, *_, result = gpu.crossover()
     assert (
         clip

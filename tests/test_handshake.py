@@ -14,13 +14,13 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
-from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, shake_hands
+from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import drawn, error_message, local_shard, numbers
 from tests.own_losses import OWN_LOSSES, OwnLoss
 from tools.vectors.cases import VIEWS
@@ -29,12 +29,14 @@ from tools.vectors.cases import VIEWS
 def statement(rows: int = 0, **given: Any) -> Statement:
     """Of a loss whose rows may follow the header: so many bytes, this rank's number each."""
     payload = [torch.full((rows,), dist.get_rank() + 1, dtype=torch.uint8)]
-    return Statement("Loss", sizes=[rows], replicable=True, small=lambda shards: True, payload=payload, **given)
+    return Statement("Loss", sizes=[rows], payload=payload, **given)
 
 
 def shaken(*rows: int) -> Agreed:
     """A handshake to which each rank brings its number of rows."""
-    return shake_hands(statement(rows[dist.get_rank()]), World.of())
+    agreed = shake_hands(statement(rows[dist.get_rank()]), World.of())
+    reserve_payload(agreed.needed, World.of())
+    return agreed
 
 
 def test_rows_follow_the_header_once_ranks_know_how_many(worlds: Worlds) -> None:
@@ -141,14 +143,10 @@ def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
 
 def test_whoever_knows_that_a_loss_draws_says_it_for_all(worlds: Worlds) -> None:
     def job() -> list[bool]:
-        statements = [
-            Statement("Loss", sizes=[3], replicable=True, draws=dist.get_rank() == 1),
-            Statement("Loss", sizes=[3], replicable=dist.get_rank() == 1, draws=True, small=lambda shards: True),
-            Statement("Loss", sizes=[3], replicable=True, small=lambda shards: shards[0].total == 6),
-        ]
-        return [shake_hands(x, World.of()).replicate for x in statements]
+        statements = [Statement("Loss", sizes=[3], draws=draws) for draws in (dist.get_rank() == 1, False)]
+        return [shake_hands(x, World.of()).draws for x in statements]
 
-    assert worlds.run(2, job) == [[True, False, True]] * 2
+    assert worlds.run(2, job) == [[True, False]] * 2
 
 
 # ----------------------------------------------------------------------------------- one a step, and the formula once

@@ -257,10 +257,10 @@ def test_rows_of_a_miner_have_a_dimension(worlds: Worlds) -> None:
 
 def test_what_a_rank_cannot_state_is_said_on_every_rank(worlds: Worlds) -> None:
     class Unreadable(cz.SupCon):
-        def replicable(self) -> bool:
+        def split_reason(self) -> str | None:
             if dist.get_rank() == 1:
                 raise LookupError("no such setting")
-            return super().replicable()
+            return super().split_reason()
 
     words = "rank 1: LookupError: no such setting"
     refused(worlds, 2, lambda: cz.DistributedLoss(Unreadable())(Z + dist.get_rank(), LABELS), words)

@@ -16,8 +16,8 @@ from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.losses import pair_margins
 from contrastive_zoo.ranks import devices, row_checks
 from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message, numbers
 from tests.simulated import device, put_by
 

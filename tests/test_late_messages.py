@@ -19,9 +19,9 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.exchange import SendReceive
 from contrastive_zoo.ranks import world
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import value_and_gradients

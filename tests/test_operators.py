@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation
+from contrastive_zoo.engine import plan
 from contrastive_zoo.engine.precision import at_least_float32
 from tests.simulated import READS, device, put_by
 
@@ -101,7 +101,7 @@ MOST = {"InfoNCE": (25, 29), "CLIP": (35, 40), "NTXent": (26, 30), "SigLIP": (34
 
 def counted(name: str, form: str, elements: int = 2**16) -> list[int]:
     """Return the numbers, where batches of so many elements are small."""
-    with patch.object(implementation, "SMALL_BATCH_ELEMENTS", elements):
+    with patch.object(plan, "SMALL_ON_ACCELERATORS", elements):
         found = [operators(name, dtype, form) for dtype in (torch.float32, torch.bfloat16)]
     assert elements < 0 or not any(READS.intersection(x) for x in found), "the host reads a value of the device"
     return [*map(len, found)]

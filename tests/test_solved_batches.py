@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import anchor_block, implementation, small_batch, softmax, softmax_arithmetic, tiling
+from contrastive_zoo.engine import anchor_block, plan, small_batch, softmax, softmax_arithmetic, tiling
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.ranks.world import Shards
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE, called, drawn, local_shard, numbers
 
 GOAL = 2e-5
@@ -225,7 +225,7 @@ PATHS: dict[str, Callable[[], list[Any]]] = {
     "tiled": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(0)],
     "cached": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
     "a maximum for each row": lambda: [patch.object(softmax.SoftmaxSweep, "lost_precision", lambda *_: True)],
-    "small": lambda: [patch.object(implementation, "SMALL_BATCH_ELEMENTS", 2**24)],
+    "small": lambda: [patch.object(plan, "SMALL_MATRIX", 2**24)],
     "dense": lambda: [cz.engine.plain_formulas()],
 }
 

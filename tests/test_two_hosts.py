@@ -43,7 +43,7 @@ def contract(host: hosts.Host, store: Path) -> list[str]:
     in_a_ring = [("set_option", {"ring": True}), *steps]
     for name, program in {"Clip": [*steps, *in_a_ring], "Triplet": steps}.items():
         for small_batch in (2**28, -1):
-            play(name, {"contrastive_zoo.wrapper.step:SMALL_BATCH": small_batch}, program)
+            play(name, {"contrastive_zoo.engine.plan:SMALL_BATCH": small_batch}, program)
     return [os.readlink("/proc/thread-self/ns/net"), os.readlink("/proc/self/ns/net")]
 
 

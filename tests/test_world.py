@@ -16,15 +16,15 @@ from contrastive_zoo.ranks.compat import waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.ranks.world import World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import distance, error_message, numbers
 from tests.simulated import device, value_and_gradients
 
 
 def of_many_ranks() -> AbstractContextManager[None]:
     """Within it this rank's group, however small, gathers as a group of many ranks does."""
-    return patch.object(world_module, "_FEW_RANKS", 0)
+    return patch.object(world_module, "FEW_RANKS", 0)
 
 
 def gathered(*, one_tag: bool) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.handshake import Agreed, refuse_empty
+from contrastive_zoo.ranks.handshake import Agreed, refuse_empty, reserve_payload
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
@@ -107,8 +107,9 @@ class DistributedMiner(nn.Module):
         settings = {**LossModules(self.miner).settings(), **arguments.compared}
         agreed = agree(
             name, arguments.rows, world=session, settings=settings, same=arguments.same,
-            replicable=True, small=lambda shards: True, payload=payload_of(arguments.rows, session),
+            payload=payload_of(arguments.rows, session),
         )  # fmt: skip
+        reserve_payload(agreed.needed, session)
         refuse_empty(name, agreed.shards[0])
         return agreed
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, is_dense, is_small_batch
+from contrastive_zoo.engine.plan import ALONE, Plan
 from contrastive_zoo.engine.precision import (
     at_least_float32,
     is_16_bit,
@@ -59,7 +59,8 @@ class Batch:
 
     ``rows`` are the local tensors by name, or those of all ranks where every process computes all of the loss. Then
     ``local_slice`` says which are this rank's; the others need no gradient. ``shards`` are the split of each of them over
-    ``world``, ``parts`` the views of the members of a sum of losses, ``host`` what the host has read of the tensors,
+    ``world``, ``plan`` the path of the step, ``parts`` the views of the members of a sum of losses, ``host`` what the host
+    has read of the tensors,
     ``name`` that of the loss, the first word of its errors, and ``shared_rows`` what the members of a sum gather once.
     """
 
@@ -67,7 +68,7 @@ class Batch:
     shards: Mapping[str, Shards]
     settings: SimpleNamespace = field(default_factory=SimpleNamespace)
     world: World = ONE_PROCESS
-    kernels: Kernels = NO_KERNELS
+    plan: Plan = ALONE
     local_slice: slice | None = None
     parts: Sequence[Part] = ()
     host: Mapping[str, Any] = field(default_factory=dict)
@@ -88,19 +89,13 @@ class Batch:
         """The number of samples of all ranks: rows of the first of the tensors."""
         return self.samples.total
 
-    def refuse_kernels_and_ring(self, unsupported: str | None) -> None:
-        """Refuse a loss of rows where Triton kernels, or a ring, were asked for, which compute its sums of pairs only."""
-        self.kernels.compute(self.name, 0, 0, unsupported=unsupported)
-        if isinstance(self.world, Session) and self.world.ring and unsupported is not None:
-            raise ValueError(f"{self.name}: a ring {unsupported}. Leave ring out.")
-
     def member(self, index: int) -> "Batch":
         part = self.parts[index]
         rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
         shared = {name: self.shared_rows[merged] for name, merged in part.names.items() if merged in self.shared_rows}
         of_member: Any = {"rows": rows, "shards": shards, "parts": part.parts, "host": part.host, "name": part.name}
         of_member["shared_rows"] = shared
-        return replace(self, settings=self.settings.members[index], **of_member)
+        return replace(self, plan=self.plan.members[index], settings=self.settings.members[index], **of_member)
 
     def with_shared_rows(self) -> "Batch":
         """Return the batch of a sum of losses, which gathers each tensor once; a ring gathers none."""
@@ -136,7 +131,7 @@ class Batch:
 
         Unit embeddings would be rounded, so that products are divided by the norms instead.
         """
-        return None if is_dense() or not is_16_bit(rows[0].dtype) else [*rows]
+        return None if self.plan.is_plain or not is_16_bit(rows[0].dtype) else [*rows]
 
     @without_autocast
     def concatenated(self, rows: Sequence[Tensor]) -> Tensor:
@@ -221,8 +216,6 @@ class Batch:
             losses = losses.where(valid > 0, 0)
         if reduction == "none":
             return losses if losses.ndim == 1 else losses.sum(1)
-        if valid is None and self.world.size == 1 and reduction == "mean" and is_small_batch(len(losses)):
-            return losses.mean() if losses.ndim == 1 else losses.mean(0).sum()
         total = losses.sum(0, dtype=sum_dtype(losses))
         count = torch.full_like(total, len(losses)) if valid is None else valid.sum(0, dtype=sum_dtype(losses))
         # every rank derives the same value from the sum, so the gradient on each rank is already complete

@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.precision import at_least_float32, matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.ranks.collectives import all_gather
@@ -76,11 +75,11 @@ class ClassPairs:
 
         batch, z, classes = self.batch, self.embeddings, self.class_shards
         if classes is None:
-            return _over_blocks(on_block, z, self.targets, batch.shared(self.centers), scale, by_class=False)
+            return self._over_blocks(on_block, z, self.targets, batch.shared(self.centers), scale, by_class=False)
         shards = batch.samples.times(len(self.names))
         gathered = all_gather(z, shards=shards, process_group=batch.world)
         targets = batch.gathered(self.targets, shards) - classes.start
-        target, negatives = _over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
+        target, negatives = self._over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
         target = batch.sum(target, gradient="partial")
         negatives = batch.log_sum_exp(negatives, gradient="partial")
         return target[shards.local], negatives[shards.local]
@@ -103,11 +102,20 @@ class ClassPairs:
             return positive, torch.logsumexp((scale * (s + shift)).masked_fill(hit, lowest), 0)
 
         batch, labels = self.batch, self.targets
-        local = _over_blocks(on_block, self.embeddings, labels, batch.shared(self.centers), scale, by_class=True)
+        local = self._over_blocks(on_block, self.embeddings, labels, batch.shared(self.centers), scale, by_class=True)
         positive, negative = (-F.logsigmoid(-batch.log_sum_exp(x, gradient="complete")) for x in local)
         # torch.bincount would wait for an accelerator
         counts = labels.new_zeros(len(self.centers)).index_add_(0, labels, torch.ones_like(labels))
         return positive, negative, batch.sum(counts, gradient="complete")
+
+    def _over_blocks(
+        self, on_block: "OnBlock", z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``on_block`` of all embeddings; if these need several blocks, the backward pass recomputes each block."""
+        scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
+        if self.batch.plan.is_plain or len(list(_blocks(z, weights))) < 2:
+            return on_block(z, labels, weights, scale)
+        return _OverBlocks.apply(on_block, by_class, labels, z, weights, scale)
 
     @cached_property
     def embeddings(self) -> Float[Tensor, "n d"]:
@@ -164,16 +172,6 @@ def _similarities(rows: Tensor, centres: Tensor) -> Tensor:
 
 OnBlock = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function from a block of embeddings, their labels, all weights and the scale to two results."""
-
-
-def _over_blocks(
-    on_block: OnBlock, z: Tensor, labels: Tensor, weights: Tensor, scale: float | Tensor, *, by_class: bool
-) -> tuple[Tensor, Tensor]:
-    """Return ``on_block`` of all embeddings; if these need several blocks, the backward pass recomputes each block."""
-    scale = scale.to(z) if isinstance(scale, Tensor) else z.new_full((), scale)
-    if is_dense() or len(list(_blocks(z, weights))) < 2:
-        return on_block(z, labels, weights, scale)
-    return _OverBlocks.apply(on_block, by_class, labels, z, weights, scale)
 
 
 def _blocks(z: Tensor, weights: Tensor) -> Iterator[slice]:

@@ -12,11 +12,6 @@ from torch import Tensor
 from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.ranks.devices import float32_matmuls
 
-# up to so many similarities, or elements of embeddings, plain autograd on one process is faster than an engine
-SMALL_BATCH_ELEMENTS = 2**16
-# so many times as many similarities are a small batch on an accelerator, where measured times decide
-ON_ACCELERATORS = LARGEST_MATRIX**2 // SMALL_BATCH_ELEMENTS
-
 _dense: ContextVar[bool] = ContextVar("dense", default=False)
 
 
@@ -48,11 +43,6 @@ def plain_formulas() -> Iterator[None]:
 def is_dense() -> bool:
     """Return whether :func:`plain_formulas` is in force."""
     return _dense.get()
-
-
-def is_small_batch(elements: int, times: int = 1) -> bool:
-    """Return whether a matrix of so many elements has at most so many times :data:`SMALL_BATCH_ELEMENTS`."""
-    return elements <= SMALL_BATCH_ELEMENTS * times
 
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -123,21 +113,6 @@ class Kernels(NamedTuple):
         lacking = ", ".join(str(rank) for rank, applies in enumerate(capable) if not applies)
         return _without_kernels(self.problem or f"does not run on rank {lacking}")
 
-    def compute(self, caller: str, rows: int, columns: int, *, unsupported: str | None = None) -> bool:
-        """Return whether they compute so many rows against so many columns, of all ranks, by a loss that they support.
-
-        ``unsupported`` says why they cannot compute this call, a function of what all ranks have agreed on.
-        """
-        if self.always and (problem := unsupported or self.problem) is not None:
-            raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
-        if unsupported is not None or not (self.apply or self.warning):
-            return False
-        if not self.always and is_small_batch(rows * columns, ON_ACCELERATORS):
-            return False
-        if self.warning is not None:
-            _warn_once(self.warning)
-        return self.apply
-
 
 def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     """Return whether kernels can compute losses of these embeddings on this rank; the first of them decides."""
@@ -184,10 +159,11 @@ def _problem(rows: Tensor) -> str | None:
     return None
 
 
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Warn of a text once a process."""
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, stacklevel=4)
 
 
-_warned: set[str] = set()  # in this process
+_warned: set[str] = set()

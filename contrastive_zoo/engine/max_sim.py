@@ -26,7 +26,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.engine.max_sim_sweep import MaxSimSweep, set_of_token, sum_by_set
 from contrastive_zoo.engine.pairwise import first_of_equals
@@ -57,8 +56,6 @@ class TokenSets:
     def all_lengths(self, world: World) -> tuple[Tensor, Sequence[int]]:
         """Return the numbers of tokens of the sets of all ranks, and the same on the host, which waits for no device."""
         lengths = gather_rows(self.lengths, self.shards, world)
-        if world.size == 1:
-            return lengths, self.read
         if devices.on_cpu(lengths):
             return lengths, lengths.tolist()
         by_rank = world.exchange([*self.read, *[0] * (max(self.shards.sizes) - len(self.read))])
@@ -80,7 +77,10 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets
     others = [_with_first_of_equals(x) for x in others]
-    parts = [max_sim_scores(queries, documents, unit_norm=normalize, world=batch.world) for documents in others]
+    plain = batch.plan.is_plain
+    parts = [
+        max_sim_scores(queries, documents, unit_norm=normalize, world=batch.world, plain=plain) for documents in others
+    ]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -95,15 +95,16 @@ def _with_first_of_equals(sets: TokenSets) -> TokenSets:
 
 @without_autocast
 def max_sim_scores(
-    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World
+    queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World, plain: bool = False
 ) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
     Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
     ``unit_norm``: tokens have norms of at most 1; if they came in 16 bits, products are divided by the norms of these.
+    ``plain``: by plain autograd.
     """
     lengths, read = documents.all_lengths(world)
-    if is_dense():
+    if plain:
         return _dense_scores(queries, documents, read, world)
     factors = None
     if queries.factors is not None and documents.factors is not None:

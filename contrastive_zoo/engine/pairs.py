@@ -11,15 +11,9 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers, only_positives
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, is_embedding
-from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
-from contrastive_zoo.engine.small_batch import (
-    Comparison,
-    small_batch_info_nce,
-    small_batch_siglip,
-    uses_small_batch_path,
-)
+from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, small_batch_siglip
 from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, cross_entropy_of_several, log_sum_exp
 from contrastive_zoo.ranks.world import Shards
@@ -56,12 +50,14 @@ class _Pairs:
         normalize = self.normalize if self.factors is None else None
         return self.batch.gather_shared(*(names[i] for i in indices), normalize=normalize)
 
-    def _settings(self, on_kernel: bool) -> dict[str, Any]:
+    @property
+    def _settings(self) -> dict[str, Any]:
+        batch = self.batch
         return {
             "scale": self.scale,
             "unit_norm": self.normalize,
-            "world": self.batch.world,
-            "on_kernel": on_kernel,
+            "world": batch.world,
+            "arithmetic": batch.plan.arithmetic,
         }
 
 
@@ -70,26 +66,22 @@ class ViewPairs(_Pairs):
 
     def cross_entropy(self, reduction: Reduction) -> Float[Tensor, "..."]:
         """Reduce ``logsumexp(others and positives) - mean(positives)`` over all anchors, in nats."""
-        batch, views = self.batch, [*self.batch.rows.values()]
-        first, rows = views[0], 2 * batch.total
-        unsupported = None if len(views) == 2 else f"compares two views, got {len(views)}"
-        on_kernel = batch.kernels.compute(batch.name, rows, rows, unsupported=unsupported)
-        small = not on_kernel and len(views) == 2 and self.normalize
-        if small and uses_small_batch_path(first, reduction, batch, views=True):
+        batch = self.batch
+        if batch.plan.arithmetic == "one operator":
             return small_batch_info_nce(
-                batch, first, views[1], temperature=self.temperature, comparison="views", reduction=reduction
+                batch, *batch.rows.values(), temperature=self.temperature, comparison="views", reduction=reduction
             )
-        others, positives = self.sums(on_kernel=on_kernel)
+        others, positives = self.sums()
         losses = cross_entropy_of_several(positives, others)
         return batch.reduce(losses.to(self.rows[0].dtype), reduction=reduction)
 
-    def sums(self, *, on_kernel: bool = False) -> tuple[Float[Tensor, " a"], Float[Tensor, "p a"]]:
+    def sums(self) -> tuple[Float[Tensor, " a"], Float[Tensor, "p a"]]:
         """Return the log-sum-exps over all but the anchor and its positives, view after view, and the positives' logits."""
         n, count = len(self.rows[0]), len(self.rows)
         others, logits = self_log_sum_exp(
             self.batch.concatenated(self.rows), partner_offsets=[n * step for step in range(1, count)],
             factors=None if self.factors is None else self.batch.concatenated(self.factors),
-            shards=self.batch.samples.times(count), gathered=self._gather_shared(*range(count)), **self._settings(on_kernel),
+            shards=self.batch.samples.times(count), gathered=self._gather_shared(*range(count)), **self._settings,
         )  # fmt: skip
         # each pair counts for both of its views; logits[step - 1] are those of a view and the one ``step`` later
         by_step = [x.unflatten(0, (count - step, -1)) for step, x in enumerate(logits, 1)]
@@ -116,21 +108,17 @@ class TowerPairs(_Pairs):
         ``symmetric`` averages with the direction from keys to queries; ``in_batch_negatives`` makes other queries' keys
         candidates.
         """
-        batch, (queries, keys, *negatives) = self.batch, self.batch.rows.values()
-        others = sum(x.total for x in self.negative_shards)
-        unsupported = _unsupported(negatives, symmetric, in_batch_negatives)
-        on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total + others, unsupported=unsupported)
-        small = not on_kernel and not negatives and self.normalize
-        if small and uses_small_batch_path(queries, reduction, batch):
+        batch = self.batch
+        if batch.plan.arithmetic == "one operator":
             comparison: Comparison = "rows and columns" if symmetric else "rows"
             return small_batch_info_nce(
-                batch, queries, keys, temperature=self.temperature, comparison=comparison, reduction=reduction
+                batch, *batch.rows.values(), temperature=self.temperature, comparison=comparison, reduction=reduction
             )
-        losses = self._losses(symmetric=symmetric, in_batch_negatives=in_batch_negatives, on_kernel=on_kernel)
+        losses = self._losses(symmetric=symmetric, in_batch_negatives=in_batch_negatives)
         return batch.reduce(losses.to(self.rows[0].dtype), reduction=reduction)
 
     def sums(
-        self, *, symmetric: bool = False, on_kernel: bool = False
+        self, *, symmetric: bool = False
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " k"] | None, list[Float[Tensor, " n"]]]:
         """Return log-sum-exps over other queries' keys, over other keys' queries if asked, and positives' logits."""
         samples, (q, k, *_) = self.batch.samples, self.rows
@@ -138,24 +126,21 @@ class TowerPairs(_Pairs):
         return cross_log_sum_exp(
             q, k.flatten(0, -2), factors=self._factors(0, 1), row_shards=samples, column_shards=samples.times(count),
             columnwise=symmetric, partner_offsets=range(count), stride=count, gathered=self._gather_shared(1),
-            **self._settings(on_kernel),
+            **self._settings,
         )  # fmt: skip
 
     def sums_by_direction(
-        self, directions: Collection[Direction], *, unsupported: str | None = None
+        self, directions: Collection[Direction]
     ) -> tuple[dict[Direction, Float[Tensor, " n"]], Float[Tensor, " n"]]:
         """Return the log-sum-exps of each direction over all but the pair itself, and the positives' logits.
 
         Directions are ``"query_to_doc"`` and any others. Further negatives, [m, d], are candidates of queries only.
-        ``unsupported`` says why Triton kernels cannot compute them, for who has chosen them.
         """
         batch = self.batch
-        columns = batch.total + sum(shards.total for shards in self.negative_shards)
-        on_kernel = batch.kernels.compute(batch.name, batch.total, columns, unsupported=unsupported)
-        over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions, on_kernel=on_kernel)
+        over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions)
         for index, shards in enumerate(self.negative_shards, 2):
             if shards.total:  # otherwise messages of no rows
-                further = self.sum_over(index, on_kernel=on_kernel)
+                further = self.sum_over(index)
                 over_keys = log_sum_exp(torch.stack([over_keys, further]), 0)
         sums: dict[Direction, Tensor] = {"query_to_doc": over_keys}
         if over_queries is not None:
@@ -169,16 +154,16 @@ class TowerPairs(_Pairs):
                     factors=factors,
                     shards=batch.samples,
                     gathered=self._gather_shared(tower),
-                    **self._settings(on_kernel),
+                    **self._settings,
                 )
         return sums, positive
 
-    def sum_over(self, index: int, *, on_kernel: bool) -> Float[Tensor, " n"]:
+    def sum_over(self, index: int) -> Float[Tensor, " n"]:
         """Return the queries' log-sum-exps over further candidates of all ranks, [m, d], the embeddings of this index."""
         return cross_log_sum_exp(
             self.rows[0], self.rows[index], factors=self._factors(0, index), row_shards=self.batch.samples,
             column_shards=self.negative_shards[index - 2], columnwise=False, gathered=self._gather_shared(index),
-            **self._settings(on_kernel),
+            **self._settings,
         )[0]  # fmt: skip
 
     def _factors(self, rows: int, columns: int) -> tuple[Tensor, Tensor] | None:
@@ -186,28 +171,26 @@ class TowerPairs(_Pairs):
 
     def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
         """Reduce ``-logsigmoid(±(q_i·k_j / t + bias)).sum(1)`` over all queries: + for the own key, − for others."""
-        batch, (queries, keys) = self.batch, self.batch.rows.values()
-        unsupported = "computes SigLIP with reduction='mean' or 'sum'" if reduction == "none" else None
-        on_kernel = batch.kernels.compute(batch.name, batch.total, batch.total, unsupported=unsupported)
-        if not on_kernel and self.normalize and uses_small_batch_path(queries, reduction, batch):
+        batch = self.batch
+        if batch.plan.arithmetic == "one operator":
             return small_batch_siglip(
-                batch, queries, keys, temperature=self.temperature, bias=bias, reduction=reduction
+                batch, *batch.rows.values(), temperature=self.temperature, bias=bias, reduction=reduction
             )
         x, y = self.rows
-        if is_dense():
+        if batch.plan.is_plain:
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
             return reduce_rows(batch, loss, x, ids, candidates=y, candidate_ids=ids, reduction=reduction)
         return sum_over_sigmoid_pairs(
             x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
-            shards=batch.samples, reduction=reduction, world=batch.world, on_kernel=on_kernel,
+            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
             gathered=self._gather_shared(1),
         )  # fmt: skip
 
-    def _losses(self, *, symmetric: bool, in_batch_negatives: bool, on_kernel: bool) -> Tensor:
+    def _losses(self, *, symmetric: bool, in_batch_negatives: bool) -> Tensor:
         q, k, *extra = self.rows
         other_queries = None
         if in_batch_negatives:
-            other_keys, other_queries, (positive,) = self.sums(symmetric=symmetric, on_kernel=on_kernel)
+            other_keys, other_queries, (positive,) = self.sums(symmetric=symmetric)
             others = [other_keys]
         else:
             positive = self.scale * (q * k).sum(-1)
@@ -216,22 +199,13 @@ class TowerPairs(_Pairs):
             if x.ndim == 3:
                 others.append(torch.logsumexp(self.scale * (q[:, None] * x).sum(-1), 1))
             elif shards.total:
-                others.append(self.sum_over(index, on_kernel=on_kernel))
+                others.append(self.sum_over(index))
         losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
         return losses if other_queries is None else (losses + cross_entropy(positive, other_queries)) / 2
 
     @cached_property
     def negative_shards(self) -> list[Shards]:
         return [self.batch.shards[name] for name, x in self.batch.rows.items() if is_embedding(x)][2:]
-
-
-def _unsupported(negatives: list[Tensor], symmetric: bool, in_batch_negatives: bool) -> str | None:
-    """Return which softmax over two towers kernels do not compute, in words; None if they do."""
-    if not in_batch_negatives:
-        return "computes InfoNCE with in_batch_negatives=True only"
-    if negatives and (symmetric or negatives[0].ndim != 2):
-        return "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
-    return None
 
 
 def sigmoid_block_loss(temperature: float | Tensor, bias: float | Tensor) -> BlockLoss:
@@ -296,10 +270,9 @@ class LabelledPairs(_Pairs):
         mean = scale * (z * (sums.index_select(0, local) - z)).sum(-1) / positives.clamp(min=1)
         # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
         only = only_positives(class_index, counts)
-        on_kernel = batch.kernels.compute(batch.name, shards.total, shards.total)
         others, _ = self_log_sum_exp(
             z, factors=self._anchor_factors, shards=shards, excluded=None if only is None else only[shards.local],
-            gathered=self._gather_shared(0), **self._settings(on_kernel),
+            gathered=self._gather_shared(0), **self._settings,
         )  # fmt: skip
         losses = others - mean
         if only is not None:
@@ -313,14 +286,12 @@ class LabelledPairs(_Pairs):
         *,
         mask: Tensor | None = None,
         anchors: ContrastMode = "all",
-        unsupported: str | None = None,
     ) -> Float[Tensor, "..."]:
         """Reduce a loss of blocks, whose positives may be given by a mask, and whose anchors may be the first views only.
 
         The mask [n, N] says whether a sample is a positive of a local one; its rows and the candidates' samples are the
-        loss's companions. ``unsupported`` says why Triton kernels cannot compute it, and why no ring can.
+        loss's companions.
         """
-        self.batch.refuse_kernels_and_ring(unsupported)
         z, views, samples = self.embeddings, self.views, self.batch.samples
         companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), self.samples)]
         if anchors == "all":
@@ -338,9 +309,10 @@ class LabelledPairs(_Pairs):
     def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
         """Reduce ``-logsigmoid(±(z_i·z_j / t + bias)).sum(1)`` over all anchors: + for equal labels, − for others."""
         batch, z = self.batch, self.embeddings
-        if is_dense():
+        if batch.plan.is_plain:
             return reduce_rows(batch, sigmoid_block_loss(self.temperature, bias), z, self.ids, reduction=reduction)
         return sum_over_sigmoid_pairs(
             z, None, self.ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
-            shards=batch.samples, reduction=reduction, world=batch.world, gathered=self._gather_shared(0),
+            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
+            gathered=self._gather_shared(0),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.implementation import is_dense, is_small_batch
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.tiling import tile_bytes
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.devices import has_float64
@@ -112,9 +112,12 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 def unit_rows(x: Tensor) -> Tensor:
     """Return ``torch.nn.functional.normalize(x, dim=-1)``; a zero row stays zero."""
-    if is_dense() or is_small_batch(x.numel()):
+    if is_dense() or x.numel() <= SMALL_ELEMENTS:
         return torch.nn.functional.normalize(x, dim=-1)
     return _UnitRows.apply(x)
+
+
+SMALL_ELEMENTS = 2**16  # elements up to which autograd is quicker than passes chunk by chunk
 
 
 class _UnitRows(Function):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockLoss, RowwiseSweep, start_count
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor
-from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
@@ -82,7 +81,7 @@ def reduce_rows(
     pairs = tuple((x, visible(y)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
     layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)
-    if is_dense():
+    if batch.plan.is_plain:
         return _dense(batch, loss, anchors, anchors if candidates is None else candidates, layout, reduction)
     call, shared = _Call(loss, layout, reduction), of_batch.gathered() if isinstance(of_batch, Candidates) else None
     value = _SumOverAnchors.apply(call, watch, shared, anchors, candidates, *loss.learnable.values())
@@ -235,7 +234,6 @@ def reduce_pairs(
     ids: Sequence[tuple[Tensor, Tensor | None]] = (),
     owners: Tensor | None = None,
     reduction: Reduction,
-    unsupported: str | None = None,
 ) -> Float[Tensor, "..."]:
     """Reduce a loss of blocks whose anchors are pairs, and whose candidates are all ranks' pairs and single embeddings.
 
@@ -243,10 +241,8 @@ def reduce_pairs(
     split; guides are the same, without gradient. ``ids`` are of pairs, and of single embeddings, None for none. The block's
     first companion says which candidates are single; those after it are of the guides, then of the ids. The ids of
     candidates have two columns, the id and whether there is one. ``owners`` are the pairs of this rank that single
-    embeddings are also positives of, or −1 for none; None is −1. ``unsupported`` says why Triton kernels cannot compute
-    it, and why no ring can.
+    embeddings are also positives of, or −1 for none; None is −1.
     """
-    batch.refuse_kernels_and_ring(unsupported)
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)
     index, samples = batch.indices(), batch.samples

@@ -21,6 +21,7 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
+from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import keep_freed_memory, tile_of, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
@@ -44,7 +45,7 @@ def sum_over_sigmoid_pairs(
     reduction: Reduction = "mean",
     shards: Shards,
     world: World,
-    on_kernel: bool = False,
+    arithmetic: Arithmetic,
     gathered: Tensor | None = None,
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
@@ -52,14 +53,14 @@ def sum_over_sigmoid_pairs(
     Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal
     id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. ``unit_norm`` and
     ``factors``, of anchors and candidates, are those of :func:`contrastive_zoo.engine.softmax.cross_log_sum_exp`.
-    ``on_kernel`` says whether a Triton kernel computes it, which all ranks have agreed on; without ids, not for ``"none"``.
+    ``arithmetic`` is that of the plan: tiles, or a kernel without ids and not for ``"none"``.
     ``gathered`` are the candidates of all ranks, as they are sent, if they are here already.
     """
     all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
     of_both = None if factors is None else (factors[0], factors[-1])
     sweep = _Sweep(
         row_shards=shards, column_shards=shards, world=world, factors=of_both, unit_norm=unit_norm, all_ids=all_ids,
-        on_kernel=on_kernel, reduction=reduction,
+        on_kernel=arithmetic == "kernel", reduction=reduction,
     )  # fmt: skip
     numbers = (x.to(anchors) if isinstance(x, Tensor) else anchors.new_full((), x) for x in (scale, bias))
     return _SigmoidPairs.apply(sweep, gathered, anchors, candidates, *numbers)

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
-from contrastive_zoo.engine.implementation import ON_ACCELERATORS, is_dense, is_small_batch
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
     at_least_float32,
@@ -37,15 +36,6 @@ Terms = tuple[Tensor, Callable[[], Tensor]]
 LARGEST_SCALE = (
     40.0  # up to here the exponentials of unit embeddings' logits, up to exp(1/t), and their sums are finite in float32
 )
-
-
-def uses_small_batch_path(a: Tensor, reduction: Reduction, batch: Batch, *, views: bool = False) -> bool:
-    """Return whether this module computes a loss of unit embeddings, as many as ``a`` on each side."""
-    if batch.world.size > 1 or is_dense() or not len(a) or reduction == "none":
-        return False
-    similarities = (len(a) * (2 if views else 1)) ** 2
-    on_cpu = devices.on_cpu(a)
-    return is_small_batch(similarities // 4) if on_cpu else is_small_batch(similarities, ON_ACCELERATORS)
 
 
 def small_batch_info_nce(

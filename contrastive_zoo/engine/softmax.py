@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from contrastive_zoo.engine.implementation import is_dense, is_small_batch
+from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window
 from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.collectives import all_gather
+from contrastive_zoo.ranks.adjoints import all_gathered
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -51,7 +51,7 @@ def self_log_sum_exp(
     excluded: Int[Tensor, " n"] | None = None,
     shards: Shards,
     world: World,
-    on_kernel: bool = False,
+    arithmetic: Arithmetic,
     gathered: Tensor | None = None,
 ) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
     """Return log-sum-exps R of local rows over all rows but themselves and their partners, and partners' logits.
@@ -64,17 +64,17 @@ def self_log_sum_exp(
     none. Each rank's gradient of the scale is that of its local rows. ``unit_norm``: all rows are known to have norms of
     at most 1. If the input has 16 bits, it is given as ``factors``, which matmuls take in place of z; with
     ``unit_norm`` the products are divided by their norms.
-    ``on_kernel``: Triton kernels compute it, which all ranks have agreed on; with one partner offset at most.
+    ``arithmetic`` is that of the plan: plain, tiles, or a kernel, which takes one partner offset at most.
     ``gathered``: the columns of all ranks, as they are sent, if they are here already.
     """
-    if _by_plain_formula(len(z) ** 2, world, on_kernel):
-        s = scale * z @ _of_all_ranks(z, shards, world).T
+    if arithmetic == "plain":
+        s = scale * z @ all_gathered(z, shards, "partial", world).T
         partners = _partners(len(z), z, partner_offsets)
         if partner_offsets:
             partners = partners | partners.T
         r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
         return r, _diagonals(s[:, shards.local], partner_offsets)
-    sweep = _sweep(on_kernel)(
+    sweep = _sweep(arithmetic)(
         row_shards=shards, column_shards=shards, world=world, unit_norm=unit_norm, learnable_scale=isinstance(scale, Tensor),
         factors=None if factors is None else (factors, factors), partners=Partners(partner_offsets), one_tower=True,
         excluded=excluded,
@@ -97,7 +97,7 @@ def cross_log_sum_exp(
     partner_offsets: Sequence[int] = (),
     stride: int = 1,
     world: World,
-    on_kernel: bool = False,
+    arithmetic: Arithmetic,
     gathered: Tensor | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
     """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
@@ -107,15 +107,15 @@ def cross_log_sum_exp(
     are ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns. Kernels take a stride of 1. Other
     arguments are those of :func:`self_log_sum_exp`.
     """
-    if _by_plain_formula(len(rows) * len(columns), world, on_kernel):
-        s = scale * rows @ _of_all_ranks(columns, column_shards, world).T
+    if arithmetic == "plain":
+        s = scale * rows @ all_gathered(columns, column_shards, "partial", world).T
         left_out, c = _partners(len(rows), columns, partner_offsets, stride), None
         if columnwise:
-            transposed = s.T if world.size == 1 else scale * columns @ _of_all_ranks(rows, row_shards, world).T
+            transposed = scale * columns @ all_gathered(rows, row_shards, "partial", world).T
             c = _log_sum_exp_without(left_out.T, transposed, row_shards)
         r = _log_sum_exp_without(left_out, s, column_shards)
         return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    sweep = _sweep(on_kernel)(
+    sweep = _sweep(arithmetic)(
         row_shards=row_shards, column_shards=column_shards, world=world, unit_norm=unit_norm,
         learnable_scale=isinstance(scale, Tensor), factors=factors, partners=Partners(partner_offsets, stride),
         columnwise=columnwise,
@@ -124,21 +124,12 @@ def cross_log_sum_exp(
     return r, c, positives
 
 
-def _sweep(on_kernel: bool) -> type[SoftmaxSweep]:
-    if not on_kernel:
+def _sweep(arithmetic: Arithmetic) -> type[SoftmaxSweep]:
+    if arithmetic != "kernel":
         return SoftmaxSweep
     from contrastive_zoo.engine.kernels.softmax import KernelSweep  # imported here: Triton is optional
 
     return KernelSweep
-
-
-def _by_plain_formula(similarities: int, world: World, on_kernel: bool) -> bool:
-    """Return whether the whole matrix of so many local similarities is computed, with plain autograd."""
-    return is_dense() or (not on_kernel and world.size == 1 and is_small_batch(similarities))
-
-
-def _of_all_ranks(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    return rows if world.size == 1 else all_gather(rows, shards=shards, process_group=world)
 
 
 def _partners(rows: int, columns: Tensor, offsets: Sequence[int], stride: int = 1) -> Tensor:

@@ -168,17 +168,18 @@ def _points_at_once(x: Tensor) -> int:
 def log_potentials(batch: Batch, views: Sequence[Candidates], scale: float | Tensor) -> Float[Tensor, " v"]:
     """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' embeddings, two or more."""
     settings: Any = {"scale": scale, "unit_norm": True, "shards": batch.samples, "world": batch.world}
+    settings["arithmetic"] = batch.plan.arithmetic
     sums = [self_log_sum_exp(z.local, gathered=z.gathered(), **settings)[0].logsumexp(0) for z in views]
     return batch.log_sum_exp(torch.stack(sums), gradient="complete")
 
 
 def histogram_overlap(batch: Batch, z: Tensor, ids: Tensor, num_bins: int) -> Float[Tensor, ""]:
     """Return the probability that a negative pair is more similar than a positive one: Σ_n h⁻_n Σ_{m≤n} h⁺_m."""
-    with torch.set_grad_enabled(is_dense() and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(batch.plan.is_plain and torch.is_grad_enabled()):
         positives, negatives = pair_histograms(batch, z, ids, num_bins)
         below = positives.cumsum(0)
         value = (negatives * below).sum()
-    if is_dense():
+    if batch.plan.is_plain:
         return value
     # the loss is linear in either histogram: its gradient is that of the means of two fixed functions of similarity
     above = negatives.flip(0).cumsum(0).flip(0)
@@ -197,7 +198,7 @@ def pair_histograms(
     layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, batch.indices())
     total = z.new_zeros(2, num_bins + 1)
     # an empty block connects the candidates, whose backward pass is a message, with an empty shard
-    for rows in [slice(0, len(z))] if is_dense() else row_blocks(len(z), 4 * len(candidates), z.dtype):
+    for rows in [slice(0, len(z))] if batch.plan.is_plain else row_blocks(len(z), 4 * len(candidates), z.dtype):
         block = layout.block(rows, z[rows], candidates)
         lower, share = nearest_nodes(matmul(block.anchors, candidates.T), num_bins)
         nodes, weights = torch.stack([lower, lower + 1]), torch.stack([1 - share, share])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Reduction, Size, field
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks.devices import state_problem
@@ -52,7 +52,7 @@ class ClassLoss(LabelledLoss):
     embedding_size: Size = field(kw_only=False)
     weights: nn.Parameter = field(init=False)
 
-    ring_refusal = SENDS_NO_ROWS
+    engine = "classes"
 
     def __post_init__(self) -> None:
         names = ("num_classes", "embedding_size", "sub_centers")
@@ -68,8 +68,8 @@ class ClassLoss(LabelledLoss):
         """Whether this rank holds the weights of its share of the classes only."""
         return self.__dict__.get("shard_over") is not None
 
-    def replicable(self) -> bool:
-        return super().replicable() and not self.sharded
+    def split_reason(self) -> str | None:
+        return "each rank holds the weights of its own classes" if self.sharded else super().split_reason()
 
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
         return self.with_weights(labels, embeddings=embeddings)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.implementation import NO_KERNELS
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import state_kept_on_error
@@ -78,8 +79,7 @@ class Composition(Loss):
         of_members = [x for loss in self.members() for x in loss.index_arguments(args, named)]
         return [x for nth, x in enumerate(of_members) if not any(x[1] is y[1] for y in of_members[:nth])]
 
-    def replicable(self) -> bool:
-        return all(loss.replicable() for loss in self.members())
+    engine = "sum"
 
     def ring_problem(self) -> str | None:
         problems = ((loss, loss.ring_problem()) for loss in self.members())
@@ -122,7 +122,23 @@ def merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
     settings = SimpleNamespace(members=[x.settings for x in members])
     problem = None if bad is None else bad.problem
     kernels = next((x.kernels for x in members if x.kernels is not NO_KERNELS), NO_KERNELS)
-    return CallInputs(name if bad is None else bad.name, inputs, settings, compared, problem, kernels)
+    of_members = [_renamed(x.needs, part.names) for x, part in zip(members, parts, strict=True)]
+    needs = Needs(
+        "sum",
+        whole=next((x.whole for x in of_members if x.whole), None),
+        split=next((x.split for x in of_members if x.split), None),
+        no_ring=next((x.no_ring for x in of_members if x.no_ring), None),
+        no_kernel=None,
+        members=of_members,
+    )
+    return CallInputs(name if bad is None else bad.name, inputs, settings, compared, problem, kernels, needs)
+
+
+def _renamed(needs: Needs, names: Mapping[str, str]) -> Needs:
+    """Return the needs of a member with the names that its tensors have in the sum."""
+    anchors, candidates = ([names[name] for name in of] for of in (needs.anchors, needs.candidates))
+    members = [_renamed(of, names) for of in needs.members]
+    return needs._replace(anchors=anchors, candidates=candidates, members=members)
 
 
 def _member_stated(
@@ -136,7 +152,8 @@ def _member_stated(
     others = {name: x for name, x in arguments.items() if name not in rows}
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
     indices = bool(loss.index_arguments(args, named))
-    return CallInputs(type(loss).__name__, Inputs(rows, local=indices, whole=True, host=host))
+    inputs = Inputs(rows, local=indices, whole=True, host=host)
+    return CallInputs(type(loss).__name__, inputs, needs=loss.needs(inputs)._replace(engine="other", no_kernel=None))
 
 
 def member_value(loss: Loss, batch: Batch) -> Tensor:

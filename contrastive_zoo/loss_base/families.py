@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction
 
@@ -50,6 +51,10 @@ class ImageTextLoss(Loss):
 
     def inputs(self, images: Float[Tensor, "n d"], texts: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"images": images, "texts": texts})
+
+    def needs(self, inputs: Inputs) -> Needs:
+        needs = super().needs(inputs)
+        return needs._replace(anchors=["images"], candidates=["texts"], one_operator=self.has_one_operator)
 
 
 class LabelledLoss(Loss):

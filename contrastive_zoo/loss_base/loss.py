@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch, Part
-from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels
+from contrastive_zoo.engine.batch import Batch, Part, is_embedding
+from contrastive_zoo.engine.cost import Entry
+from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels, is_dense, warn_once
+from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import Shapes, shapes_of, shapes_problem
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.handshake import Agreed, refuse_empty
+from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
 from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.world import Shards, World
 
-SENDS_NO_ROWS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
-"""Why a loss of moments, or of class weights, refuses a ring."""
+_SENDS_NO_EMBEDDINGS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
+
+NO_RING: Mapping[Engine, str] = {
+    "rows": "it compares each anchor with all candidates at once",
+    "classes": _SENDS_NO_EMBEDDINGS,
+    "statistics": _SENDS_NO_EMBEDDINGS,
+    "other": "its compute() gathers what it needs",
+}
+"""Why candidates cannot pass from rank to rank, by the engine of a loss."""
 
 
 P = ParamSpec("P")
@@ -61,17 +70,39 @@ class CallInputs:
     compared: Mapping[str, object] = field(default_factory=dict)
     problem: str | None = None  # what is wrong with any of these on this rank, in words; None if nothing is
     kernels: Kernels = NO_KERNELS  # whether Triton kernels can compute the loss on this rank
+    needs: Needs = NO_NEEDS  # of the plan
 
-    def on_ranks(self, agreed: Agreed) -> "CallInputs":
-        """Return the statement with the kernels that all ranks use."""
-        return replace(self, kernels=self.kernels.on_ranks(agreed.kernels))
+    def situation(self, shards: Sequence[Shards], world_size: int, **known: Any) -> Situation:
+        """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
+        tensors = self.inputs.rows
+        rows = {name: rows_of(x, of) for (name, x), of in zip(tensors.items(), shards, strict=False)}
+        return Situation(world_size, rows, all(x.is_cpu for x in tensors.values()), is_dense(), **known)
+
+    def plan(self, situation: Situation) -> Plan:
+        """Return the path of the step; warn once of what would make it quicker."""
+        plan = choose(self.name, self.needs, situation)
+        for of in (plan, *plan.members):
+            if of.warning is not None:
+                warn_once(of.warning)
+        return plan
 
     def batch(
-        self, rows: Mapping[str, Tensor], shards: Sequence[Shards], world: World, local_slice: slice | None = None
+        self,
+        rows: Mapping[str, Tensor],
+        shards: Sequence[Shards],
+        world: World,
+        plan: Plan,
+        local_slice: slice | None = None,
     ) -> Batch:
         split = dict(zip(rows, shards, strict=True))
         inputs = self.inputs
-        return Batch(rows, split, self.settings, world, self.kernels, local_slice, inputs.parts, inputs.host, self.name)
+        return Batch(rows, split, self.settings, world, plan, local_slice, inputs.parts, inputs.host, self.name)
+
+
+def rows_of(x: Tensor, shards: Shards) -> Rows:
+    """Return what a plan knows of a tensor."""
+    row = x.shape[1:].numel() * x.dtype.itemsize
+    return Rows(shards, row, x.shape[1:-1].numel(), x.shape[-1]) if is_embedding(x) else Rows(shards, row)
 
 
 def has_user_code(module: nn.Module) -> bool:
@@ -133,10 +164,8 @@ class Loss(Settings, nn.Module):
     check_finite: bool = True
 
     _warned_about_local_negatives: ClassVar[bool] = False
-    has_kernels = False  # whether Triton kernels may compute it; ranks then compare whether they can
-    supports_ring: ClassVar[bool] = False  # whether candidates can be exchanged in a ring, one shard at a time
-    ring_refusal: ClassVar[str] = "it compares each anchor with all candidates at once, or sends no candidates"
-    """Why they cannot, where they cannot."""
+    engine: ClassVar[Engine] = "other"  # what computes it
+    no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments whose values are indices of this rank's samples in another argument, negative ones of none."""
 
@@ -200,13 +229,17 @@ class Loss(Settings, nn.Module):
             inputs = known[self.inputs] = known.get(self.inputs) or self.inputs(*args, **named)
         problem = inputs.problem or problem or (None if one_device else devices.device_problem(inputs.rows))
         compared = {**computed, **inputs.compared}
-        kernels = choose_kernels(inputs.rows.values()) if self.has_kernels else NO_KERNELS
-        return CallInputs(name, inputs, settings, compared, problem, kernels)
+        if problem is not None:
+            return CallInputs(name, inputs, settings, compared, problem)
+        needs = self.needs(inputs)
+        kernels = NO_KERNELS if needs.no_kernel == Loss.no_kernel else choose_kernels(inputs.rows.values())
+        return CallInputs(name, inputs, settings, compared, problem, kernels, needs)
 
     def agreed(self, stated: CallInputs, session: Session, *, waits: bool = True) -> Batch:
         """Return the batch of a call without ``DistributedLoss``, after a handshake if there are several ranks."""
         name, rows = stated.name, stated.inputs.rows
         problem = stated.problem or values_problem(stated.inputs.values, session.findings.later, waits=waits)
+        kernels = stated.kernels
         if session.size == 1:
             if problem is None and session.check_finite:
                 problem = first_non_finite(rows)
@@ -219,9 +252,12 @@ class Loss(Settings, nn.Module):
             compared = {key: x for key, x in settings.items() if not isinstance(x, unlike)}
             applies = stated.kernels.apply
             agreed = agree(name, rows, world=session, problem=problem, settings=compared, kernels=applies)
-            shards, stated = agreed.shards, stated.on_ranks(agreed)
+            shards, kernels = agreed.shards, kernels.on_ranks(agreed.kernels)
+            needs = stated.needs._replace(split="gradients are plain derivatives by this rank's own embeddings")
+            stated = replace(stated, needs=needs)
         refuse_empty(name, shards[0])
-        return stated.batch(rows, shards, session)
+        plan = stated.plan(stated.situation(shards, session.size, kernels=kernels, ring=bool(session.ring)))
+        return stated.batch(rows, shards, session, plan)
 
     @property
     def has_static_inputs(self) -> bool:
@@ -234,16 +270,30 @@ class Loss(Settings, nn.Module):
         kind = type(self)
         return kind.forward is Loss.forward and kind.__call__ is nn.Module.__call__ and not has_user_code(self)
 
-    def replicable(self) -> bool:
-        """Return whether every rank can compute all of the loss, from the embeddings of all ranks."""
-        return self.__dict__.get("reduction") != "none"
+    def needs(self, inputs: Inputs) -> Needs:
+        """Return what a call asks of its plan. A family overrides this to say which tensors are compared."""
+        names = [name for name, x in inputs.rows.items() if is_embedding(x)]
+        split = "only this rank knows what its indices mean" if inputs.local else self.split_reason()
+        whole = "a loss in it has a forward of its own, or hooks" if inputs.whole else None
+        return Needs(self.engine, names, names, whole, split, self.ring_problem(), self.no_kernel)
+
+    def entries(self, inputs: Inputs) -> list[list[Entry]]:
+        """Return the engine entries that :meth:`compute` calls, for what a call costs; a list for each member of a sum."""
+        return [[]]
+
+    @property
+    def has_one_operator(self) -> bool:
+        """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced."""
+        settings = self.__dict__
+        return bool(settings.get("normalize")) and settings.get("reduction") != "none"
+
+    def split_reason(self) -> str | None:
+        """Return why no rank can compute the loss of all ranks' embeddings, in words, or None."""
+        return "reduction='none' returns losses of local samples" if self.__dict__.get("reduction") == "none" else None
 
     def ring_problem(self) -> str | None:
-        """Return why candidates cannot be exchanged in a ring instead of being gathered, in words, or None."""
-        return None if self.supports_ring else self.ring_refusal
-
-    def can_ring(self) -> bool:
-        return self.ring_problem() is None
+        """Return why candidates cannot pass from rank to rank instead of being gathered, in words, or None."""
+        return NO_RING.get(self.engine)
 
     def local(self) -> World:
         """Return a world of this process alone; warn once if other processes run, which this loss ignores.

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
+from contrastive_zoo.engine.plan import Engine
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs, call_form
@@ -24,6 +25,8 @@ class AnchorLoss(LabelledLoss):
     """A loss of labelled embeddings that is a sum over anchors; they may also be compared with a memory's embeddings."""
 
     reduction: Reduction = "mean"
+
+    engine: ClassVar[Engine] = "rows"
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         """Return the loss of a block of anchors, with the settings of this step."""

@@ -47,6 +47,8 @@ class CoSENT(Loss):
     temperature: Temperature = 0.05
     similarity: PairSimilarity = "cosine"
 
+    engine = "statistics"
+
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]) -> Inputs:
         return Inputs({"queries": queries, "keys": keys, "scores": scores})
 
@@ -118,6 +120,8 @@ class OnlineContrastive(Loss):
 
     margin: Number = 0.5
     reduction: Reduction = "sum"
+
+    engine = "statistics"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Inputs:
         def other_labels(least: int, most: int) -> str:

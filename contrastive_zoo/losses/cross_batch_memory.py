@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party, loss_name
@@ -122,8 +123,6 @@ class CrossBatchMemory(Loss):
     https://arxiv.org/abs/1911.05722
     """
 
-    ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
-
     def __init__(
         self,
         loss: Callable[..., Any],
@@ -135,7 +134,6 @@ class CrossBatchMemory(Loss):
         check_finite: bool = True,
     ) -> None:
         super().__init__(check_finite=check_finite)
-        self.has_kernels = isinstance(loss, Loss) and loss.has_kernels
         self.memory_input = memory_input(loss)
         if miner is not None and self.memory_input != "references":
             raise ValueError(
@@ -190,8 +188,18 @@ class CrossBatchMemory(Loss):
         problem = loss.settings_problem() if isinstance(loss, Loss) else None
         return super().settings_problem() or (None if problem is None else f"{loss_name(loss)}: {problem}")
 
-    def replicable(self) -> bool:
-        return all(getattr(x, "reduction", None) != "none" for x in self.modules())
+    def needs(self, inputs: Inputs) -> Needs:
+        needs = super().needs(inputs)
+        if self._way() == "sharded negatives":
+            return needs._replace(engine=self.loss.engine, no_kernel=self.loss.no_kernel)  # type: ignore[attr-defined]  # a Loss
+        return needs._replace(engine="rows" if self._is_own() else "other")
+
+    def ring_problem(self) -> str:
+        return "every rank holds the memory that it compares with, so a ring would save nothing"
+
+    def split_reason(self) -> str | None:
+        reductions = [getattr(x, "reduction", None) for x in self.modules()]
+        return "reduction='none' returns losses of local samples" if "none" in reductions else None
 
     def _way(self) -> MemoryInput:
         """Return how the loss takes the memory in this call: hooks of a loss of this library run only if it is called."""

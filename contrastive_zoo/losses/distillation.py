@@ -49,6 +49,8 @@ class ClipDistillation(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
+    engine = "rows"
+
     def inputs(
         self,
         images: Float[Tensor, "n d"],
@@ -118,6 +120,8 @@ class MarginMSE(Loss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
+    engine = "statistics"
+
     def inputs(
         self,
         queries: Float[Tensor, "n d"],
@@ -170,6 +174,8 @@ class ScoreDistillation(Loss):
     teacher_temperature: Positive = 1.0
     normalize: bool = False
     reduction: Reduction = "mean"
+
+    engine = "statistics"
 
     def inputs(
         self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]

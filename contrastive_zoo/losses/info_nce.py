@@ -9,6 +9,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import TowerPairs
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.families import ImageTextLoss
 from contrastive_zoo.loss_base.loss import Inputs, Loss
@@ -55,7 +56,7 @@ class InfoNCE(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    has_kernels = supports_ring = True
+    engine, no_kernel = "softmax", None
 
     def settings_problem(self) -> str | None:
         alone = self.symmetric is True and self.in_batch_negatives is False
@@ -69,6 +70,18 @@ class InfoNCE(Loss):
     ) -> Inputs:
         problem = _OWN_KEY_ONLY if negatives is None and not self.in_batch_negatives else None
         return Inputs.of({"queries": queries, "keys": keys, "negatives": negatives}, problem)
+
+    def needs(self, inputs: Inputs) -> Needs:
+        queries, *candidates = inputs.rows
+        negatives = inputs.rows.get("negatives")
+        no_kernel = None
+        if not self.in_batch_negatives:
+            no_kernel = "computes InfoNCE with in_batch_negatives=True only"
+        elif negatives is not None and (self.symmetric or negatives.ndim != 2):
+            no_kernel = "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
+        one_operator = negatives is None and self.has_one_operator
+        needs = super().needs(inputs)
+        return needs._replace(anchors=[queries], candidates=candidates, no_kernel=no_kernel, one_operator=one_operator)
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
@@ -104,7 +117,7 @@ class Clip(ImageTextLoss, LogitScale):
 
     temperature: Temperature = field(factory=LearnableTemperature)
 
-    has_kernels = supports_ring = True
+    engine, no_kernel = "softmax", None
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
@@ -141,10 +154,13 @@ class MILNCE(Loss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
-    supports_ring = True
+    engine = "softmax"
 
     def inputs(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Inputs:
         return Inputs({"videos": videos, "texts": texts}, candidates_problem("texts", texts, at_least=1))
+
+    def needs(self, inputs: Inputs) -> Needs:
+        return super().needs(inputs)._replace(anchors=["videos"], candidates=["texts"])
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

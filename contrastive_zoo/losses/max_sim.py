@@ -12,6 +12,7 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import shared_max, tie_width
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.loss import Inputs, Loss
@@ -56,7 +57,7 @@ class LateInteractionLoss(Loss):
     # ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n]
     reduction: Reduction = "mean"
 
-    supports_ring = True
+    engine = "tokens"
 
     @staticmethod
     def inputs(
@@ -85,9 +86,12 @@ class LateInteractionLoss(Loss):
         passed = {"the passed arguments": ", ".join(name for name, x in rows.items() if x is not None)}
         return Inputs({**lengths, **tokens}, compared=passed, host=read)
 
-    def replicable(self) -> bool:
-        """Return False: a batch of tokens is not small."""
-        return False
+    def needs(self, inputs: Inputs) -> Needs:
+        queries, *others = (name for name in inputs.rows if name.startswith("tokens of "))
+        return super().needs(inputs)._replace(anchors=[queries], candidates=others)
+
+    def split_reason(self) -> str | None:
+        return "a batch of tokens is not small"
 
     def scores(self, batch: Batch) -> Scores:
         scores = late_interaction_scores(batch, normalize=self.normalize)

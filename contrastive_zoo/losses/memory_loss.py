@@ -8,6 +8,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import TowerPairs
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
 from contrastive_zoo.loss_base.loss import Inputs, Loss
@@ -28,11 +29,12 @@ class MemoryLoss(Loss):
     temperature: Temperature = 0.1
     reduction: Reduction = "mean"
 
-    ring_refusal = "every rank holds the memory that it compares with, so a ring would save nothing"
-
     def __post_init__(self) -> None:
         self.size, self.embedding_size = int(self.size), int(self.embedding_size)
         self.queue = MemoryQueue(self.size, self.embedding_size)
+
+    def ring_problem(self) -> str:
+        return "every rank holds the memory that it compares with, so a ring would save nothing"
 
     def stated_rows(self, **rows: Tensor) -> Inputs:
         """Return the inputs of a call whose tensors are as wide as the memory."""
@@ -89,7 +91,7 @@ class NNCLR(MemoryLoss):
     Source: Dwibedi et al. 2021, eqs. 2-4, https://arxiv.org/abs/2104.14548
     """
 
-    has_kernels = True
+    engine, no_kernel = "softmax", None
 
     def inputs(
         self,
@@ -104,6 +106,11 @@ class NNCLR(MemoryLoss):
             predictions1=predictions1,
             predictions2=predictions2,
         )
+
+    def needs(self, inputs: Inputs) -> Needs:
+        reduced = self.reduction != "none"
+        needs = super().needs(inputs)
+        return needs._replace(anchors=["projections1"], candidates=["predictions1"], one_operator=reduced)
 
     def compute(self, batch: Batch) -> Tensor:
         z1, z2, p1, p2 = batch.rows.values()
@@ -161,6 +168,8 @@ class ReSSL(MemoryLoss):
     """
 
     teacher_temperature: Positive = 0.04
+
+    engine = "statistics"
 
     def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
         return self.stated_rows(student=student, teacher=teacher)

@@ -1,7 +1,7 @@
 """Softmax over pairs of texts and mined negatives, as sentence embeddings are trained: MNRL and GIST."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import NO_RING, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import range_rule
 
@@ -105,7 +106,7 @@ class MNRL(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    has_kernels = supports_ring = True
+    engine, no_kernel = "softmax", None
 
     row_indices = MappingProxyType({"owners": "queries"})
 
@@ -145,15 +146,23 @@ class MNRL(Loss):
         more = {"values": values, "compared": compared, "local": owners is not None}
         return Inputs.of({**rows, **ids}, _ids_problem(negative_ids, document_ids), **more)
 
+    def needs(self, inputs: Inputs) -> Needs:
+        candidates = [name for name in ("documents", "negatives") if name in inputs.rows]
+        needs = super().needs(inputs)._replace(anchors=["queries"], candidates=candidates)
+        if self._sums_suffice(inputs.rows):
+            return needs._replace(no_kernel=_UNSUPPORTED) if "doc_to_doc" in self.directions else needs
+        return needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_UNSUPPORTED)
+
+    def _sums_suffice(self, rows: Mapping[str, Tensor]) -> bool:
+        """Return whether each Z_i is a plain sum over all candidates."""
+        is_masked = self.false_negative_margin is not None or not {"document_ids", "query_ids"}.isdisjoint(rows)
+        of_documents = "doc_to_doc" in self.directions and "negatives" in rows
+        return self.hardness_mode is None and not is_masked and not of_documents
+
     def compute(self, batch: Batch) -> Tensor:
         pairs, directions = TowerPairs(batch, batch.settings.temperature, self.normalize), tuple(self.directions)
-        has_negatives = "negatives" in batch.shards and batch.shards["negatives"].total > 0
-        has_ids = not {"document_ids", "query_ids"}.isdisjoint(batch.rows)
-        is_masked = has_ids or self.false_negative_margin is not None
-        if self.hardness_mode is None and not is_masked and not ("doc_to_doc" in directions and has_negatives):
-            # each Z_i is a plain sum
-            unsupported = _UNSUPPORTED if "doc_to_doc" in directions else None
-            others, positive = pairs.sums_by_direction(directions, unsupported=unsupported)
+        if self._sums_suffice(batch.rows):
+            others, positive = pairs.sums_by_direction(directions)
             losses = _losses(others, positive, self.partition_mode)
             return batch.reduce(losses.to(pairs.rows[0].dtype), reduction=self.reduction)
 
@@ -169,7 +178,6 @@ class MNRL(Loss):
         return reduce_pairs(
             batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments],
             ids=_ids_of_pairs(batch), owners=batch.rows.get("owners"), reduction=self.reduction,
-            unsupported=_UNSUPPORTED,
         )  # fmt: skip
 
 
@@ -307,6 +315,8 @@ class GIST(Loss):
     contrast_anchors: bool = True
     contrast_positives: bool = True
     reduction: Reduction = "mean"
+
+    engine = "rows"
 
     def inputs(
         self,

@@ -63,6 +63,8 @@ class MultiPositive(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
+    engine = "rows"
+
     def inputs(
         self,
         queries: Float[Tensor, "n d"],
@@ -174,6 +176,8 @@ class NPairs(LabelledLoss):
     l2: NonNegative = 0.0
     normalize: bool = False
     reduction: Reduction = "mean"
+
+    engine = "rows"
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.int64(batch.rows["labels"])

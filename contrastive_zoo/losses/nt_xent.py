@@ -10,8 +10,10 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import ViewPairs
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Reduction, Temperature
 
 
@@ -37,7 +39,13 @@ class NTXent(ViewLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    has_kernels = supports_ring = True
+    engine, no_kernel = "softmax", None
+
+    def needs(self, inputs: Inputs) -> Needs:
+        count = len(inputs.rows)
+        no_kernel = None if count == 2 else f"compares two views, got {count}"
+        one_operator = count == 2 and self.has_one_operator
+        return super().needs(inputs)._replace(no_kernel=no_kernel, one_operator=one_operator)
 
     def compute(self, batch: Batch) -> Tensor:
         return ViewPairs(batch, batch.settings.temperature, self.normalize).cross_entropy(self.reduction)
@@ -77,6 +85,8 @@ class DCL(TwoViewLoss):
     denominators: Denominators = "joint"
     normalize: bool = True
     reduction: Reduction = "mean"
+
+    engine = "rows"
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)
@@ -145,6 +155,8 @@ class HCL(TwoViewLoss):
     tau_plus: TauPlus = 0.1
     beta: NonNegative = 1.0
     reduction: Reduction = "mean"
+
+    engine = "rows"
 
     def compute(self, batch: Batch) -> Tensor:
         settings, z = batch.settings, batch.candidates(*batch.rows, normalize=True)

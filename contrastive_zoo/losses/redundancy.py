@@ -21,7 +21,7 @@ from contrastive_zoo.engine.statistics import (
     squared_sums,
 )
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
 from contrastive_zoo.loss_base.state import move_towards, of_size
 from contrastive_zoo.ranks import devices
@@ -56,7 +56,7 @@ class BarlowTwins(TwoViewLoss):
     lambda_: NonNegative = 0.0051
     eps: Positive = 1e-5
 
-    ring_refusal = SENDS_NO_ROWS
+    engine = "statistics"
 
     def compute(self, batch: Batch) -> Tensor:
         a, b = (centered(batch, batch.prepared(x, normalize=False)) for x in batch.rows.values())
@@ -100,7 +100,7 @@ class VICReg(TwoViewLoss):
     gamma: Number = 1.0
     eps: Positive = 1e-4
 
-    ring_refusal = SENDS_NO_ROWS
+    engine = "statistics"
 
     def compute(self, batch: Batch) -> Tensor:
         a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
@@ -144,8 +144,6 @@ class VIbCReg(VICReg):
 
     covariance: Number = 200.0
 
-    ring_refusal = TwoViewLoss.ring_refusal
-
     def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
         settings, squares = batch.settings, squared_sums(batch, x)
         deviation = (squares / max(1, batch.total - 1) + settings.eps).sqrt()
@@ -187,6 +185,8 @@ class TiCo(TwoViewLoss):
     rho: Number = 8.0
 
     covariance: Tensor = field(init=False)
+
+    engine = "statistics"
 
     def __post_init__(self) -> None:
         size = self.embedding_size = int(self.embedding_size)
@@ -236,6 +236,8 @@ class FroSSL(ViewLoss):
 
     invariance: Number = 1.0
 
+    engine = "statistics"
+
     def compute(self, batch: Batch) -> Tensor:
         rows = [batch.prepared(x, normalize=False) for x in batch.rows.values()]
         scaled = [divided_by_norms(batch, z) for z in rows]
@@ -278,6 +280,8 @@ class MMCR(ViewLoss):
 
     lambda_: Number = 0.0
     eps: Positive = 1e-6
+
+    engine = "statistics"
 
     def compute(self, batch: Batch) -> Tensor:
         z, eps = torch.stack([batch.prepared(x, normalize=True) for x in batch.rows.values()], 1), batch.settings.eps
@@ -331,6 +335,8 @@ class WMSE(ViewLoss):
 
     eps: Annotated[float, Bounds("eps is above 0 and at most 1", above=0, high=1)] = 1e-3
     reduction: Reduction = "mean"
+
+    engine = "statistics"
 
     def compute(self, batch: Batch) -> Tensor:
         rows = [batch.prepared(x, normalize=False) for x in batch.rows.values()]

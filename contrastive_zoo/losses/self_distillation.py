@@ -43,6 +43,8 @@ class NegativeCosine(Loss):
 
     reduction: Reduction = "mean"
 
+    engine = "statistics"
+
     def inputs(self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": predictions, "view 1": targets})
 
@@ -91,6 +93,8 @@ class DINO(Loss):
     reduction: Reduction = "mean"
 
     centre: Tensor = field(init=False)
+
+    engine = "statistics"
 
     def __post_init__(self) -> None:
         size = self.out_dim = int(self.out_dim)
@@ -187,6 +191,8 @@ class SwAV(ViewLoss):
     reduction: Reduction = "mean"
 
     prototypes: nn.Parameter = field(init=False)
+
+    engine = "statistics"
 
     def __post_init__(self) -> None:
         self.num_prototypes, self.embedding_size = int(self.num_prototypes), int(self.embedding_size)

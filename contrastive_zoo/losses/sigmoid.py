@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import LabelledPairs, TowerPairs, sigmoid_block_loss
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import BlockLoss
 from contrastive_zoo.loss_base.families import ImageTextLoss
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Learnable, Reduction, Temperature, field
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
@@ -50,7 +52,11 @@ class SigLIP(ImageTextLoss, LogitScale):
     temperature: Temperature = field(factory=unbounded_temperature)
     logit_bias: Learnable = field(factory=negative_bias)
 
-    has_kernels = supports_ring = True
+    engine, no_kernel = "sigmoid", None
+
+    def needs(self, inputs: Inputs) -> Needs:
+        no_kernel = "computes SigLIP with reduction='mean' or 'sum'" if self.reduction == "none" else None
+        return super().needs(inputs)._replace(no_kernel=no_kernel)
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
@@ -84,7 +90,7 @@ class SupSigmoid(AnchorLoss, LogitScale):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    supports_ring = True
+    engine = "sigmoid"
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         return sigmoid_block_loss(batch.settings.temperature, batch.settings.logit_bias)

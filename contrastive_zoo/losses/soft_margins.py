@@ -122,6 +122,8 @@ class LiftedStructure(LabelledLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
+    engine = "rows"
+
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)
         ids, settings = batch.int64(batch.rows["labels"]), batch.settings

@@ -1,6 +1,7 @@
 """Softmax over labelled embeddings: SupCon and its relatives."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import NO_RING, Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
@@ -71,7 +73,7 @@ class SupCon(AnchorLoss):
     base_temperature: Annotated[float, Bounds(above=0)] | None = None
     normalize: bool = True
 
-    has_kernels = supports_ring = True
+    engine, no_kernel = "softmax", None
 
     def inputs(
         self,
@@ -82,16 +84,26 @@ class SupCon(AnchorLoss):
         rows = {"embeddings": embeddings, "labels": labels, "mask": mask}
         return Inputs.of(rows, _problem(embeddings, labels, mask))
 
+    def needs(self, inputs: Inputs) -> Needs:
+        needs = super().needs(inputs)._replace(anchors=["embeddings"], candidates=["embeddings"])
+        return (
+            needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_BY_ROWS)
+            if self._by_rows(inputs.rows)
+            else needs
+        )
+
+    def _by_rows(self, rows: Mapping[str, Tensor]) -> bool:
+        """Return whether positives are no whole classes, or their logits are summed inside the logarithm."""
+        return self.variant == "in" or self.contrast_mode == "one" or "mask" in rows
+
     def compute(self, batch: Batch) -> Tensor:
         mask = batch.rows.get("mask")
         if mask is not None and mask.shape[1] != batch.total:  # equal on every rank
             rule = f"the mask has a column for each of the {batch.total} samples of all ranks"
             raise ValueError(f"{batch.name}: {rule}, got {described(mask)}.")
         pairs = LabelledPairs(batch, batch.settings.temperature, self.normalize, batch.rows.get("labels"))
-        if self.variant == "in" or mask is not None or self.contrast_mode == "one":
-            return pairs.reduce_rows(
-                self.block_loss(batch), self.reduction, mask=mask, anchors=self.contrast_mode, unsupported=_BY_ROWS
-            )
+        if self._by_rows(batch.rows):
+            return pairs.reduce_rows(self.block_loss(batch), self.reduction, mask=mask, anchors=self.contrast_mode)
         losses, positives = pairs.cross_entropies()
         losses = _rescaled(losses, batch.settings.temperature, batch.settings.base_temperature)
         return batch.reduce(losses, positives > 0, reduction=self.reduction)

@@ -13,11 +13,12 @@ from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairwise import squared_distances
+from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments, waves
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss, of_views
-from contrastive_zoo.loss_base.loss import SENDS_NO_ROWS, Inputs
+from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
 from contrastive_zoo.loss_base.state import of_size
 from contrastive_zoo.ranks import devices
@@ -53,7 +54,10 @@ class AlignUniform(TwoViewLoss):
     t: Positive = 2.0
     uniformity: Number = 1.0
 
-    supports_ring = True
+    engine = "softmax"
+
+    def needs(self, inputs: Inputs) -> Needs:
+        return super().needs(inputs)._replace(anchors=["view 0"], candidates=["view 0"])
 
     def compute(self, batch: Batch) -> Tensor:
         t, n = batch.settings.t, batch.total
@@ -89,7 +93,7 @@ class SpectralContrastive(TwoViewLoss):
 
     mu: Annotated[float, Bounds("mu must be positive", above=0, finite=False)] = 1.0
 
-    ring_refusal = SENDS_NO_ROWS
+    engine = "statistics"
 
     def compute(self, batch: Batch) -> Tensor:
         max_norm, n = batch.settings.mu**0.5, batch.total
@@ -130,6 +134,8 @@ class OrthogonalRegularization(EmbeddingLoss):
 
     mean_weight: Number = 1.0
     second_moment_weight: Number = 1.0
+
+    engine = "statistics"
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.prepared(batch.first, normalize=True)
@@ -240,6 +246,8 @@ class SIGReg(EmbeddingLoss):
     limit: Annotated[float, Bounds(above=0, constant=True)] = 3.0
 
     step: Tensor = field(init=False)
+
+    engine = "statistics"
 
     def __post_init__(self) -> None:
         self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))

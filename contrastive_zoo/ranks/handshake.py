@@ -11,7 +11,7 @@ A difference where ranks must be equal, and a problem that any rank states, rais
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,7 +33,7 @@ from contrastive_zoo.ranks.world import FIELDS, NUMBERS, Shards, World, exchange
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
 
-_REPLICABLE, _KERNELS, _DRAWS = 1, 2, 4  # bits of a rank's capabilities
+_KERNELS, _DRAWS = 1, 2  # bits of a rank's capabilities
 
 _IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
 
@@ -52,12 +52,9 @@ class Statement:
     digests: Sequence[int] = ()  # of each argument; 0 where they are not compared
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
-    replicable: bool = False  # whether this rank can compute the loss from the rows of all ranks
     kernels: bool = False  # whether Triton kernels can compute the loss on this rank
     # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
     draws: bool = False
-    # whether all of the loss takes every rank less time than its part and the messages, given the shards
-    small: Callable[[Sequence[Shards]], bool] = lambda shards: False
     payload: Sequence[Tensor] | None = None  # rows that may follow the header, as bytes; None where they cannot
     wrapper: int = -1  # the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper
     made: int = 0  # how many wrappers this process has made until this one
@@ -68,11 +65,12 @@ class Agreed:
     """What all ranks have agreed on, from what each of them has received."""
 
     shards: list[Shards]  # the split of each of the statement's sizes over the ranks
-    replicate: bool = False  # whether every rank computes the loss from the rows of all ranks
+    draws: bool = False  # whether some rank knows that the loss draws random numbers or changes its buffers
     kernels: Sequence[bool] = (False,)  # by rank, whether Triton kernels can compute the loss there
     same: int = 0  # which arguments are one tensor; 0 if no rank can tell
     digests: Sequence[tuple[int, ...]] = ()  # of each argument, by rank
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
+    needed: int = 0  # bytes of the largest payload; 0 if some rank has none
     number: int = field(default=0, repr=False)  # of this handshake among the group's
     # the number of the handshake of the wrapper's first call; −1 without a wrapper
     wrapper: int = field(default=-1, repr=False)
@@ -119,14 +117,17 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     by_argument = [*zip(*by_rank, strict=True)]
     shards = [Shards(of, world.rank) for of in by_argument[: len(statement.sizes)]]
     digests = by_argument[len(statement.sizes) :]
-    bits = _REPLICABLE, _KERNELS, _DRAWS
-    replicable, kernels, draws = ([bool(x & bit) for x in received["capabilities"]] for bit in bits)
-    replicate = all(replicable) and (any(draws) or statement.small(shards))
-    needed = max(received["bytes"]) if replicate and min(received["bytes"]) >= 0 else 0
-    fits = 0 < needed <= reserved
-    state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
-    inline = payload if fits else None
-    return Agreed(shards, replicate, kernels, max(received["same"]), digests, inline, number, identity)
+    kernels, draws = ([bool(x & bit) for x in received["capabilities"]] for bit in (_KERNELS, _DRAWS))
+    needed = max(received["bytes"]) if min(received["bytes"]) >= 0 else 0
+    inline = payload if 0 < needed <= reserved else None
+    if needed == 0:
+        reserve_payload(0, world)
+    return Agreed(shards, any(draws), kernels, max(received["same"]), digests, inline, needed, number, identity)
+
+
+def reserve_payload(needed: int, world: World) -> None:
+    """Reserve bytes behind the group's next headers, by what this step would have needed there; 0 for nothing."""
+    state_of(world.process_group).reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
@@ -159,7 +160,7 @@ def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
         *map(_to_bits, (statement.last_value, statement.level)),
         statement.same,
-        _REPLICABLE * statement.replicable + _KERNELS * statement.kernels + _DRAWS * statement.draws,
+        _KERNELS * statement.kernels + _DRAWS * statement.draws,
         payload,
     ]
 

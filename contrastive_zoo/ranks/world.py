@@ -169,7 +169,7 @@ class World:
 
     def sends_directly(self, x: Tensor) -> bool:
         """Whether a gather of x on the CPU takes fewer rounds than gloo's ring, because x is small."""
-        return x.is_cpu and x.nbytes * self.size <= (_SMALL if self.size <= _FEW_RANKS else _SMALL_OF_MANY)
+        return x.is_cpu and x.nbytes * self.size <= (SMALL_MESSAGE if self.size <= FEW_RANKS else SMALL_MESSAGE_OF_MANY)
 
     def start_gather(
         self,
@@ -188,7 +188,7 @@ class World:
         group = (self._host_group if from_host else None) or self.process_group
         gathered = x.new_empty(self.size, *x.shape)
         begin: Callable[[], Any]
-        if (is_small := self.sends_directly(x)) and self.size > _FEW_RANKS:
+        if (is_small := self.sends_directly(x)) and self.size > FEW_RANKS:
             state_of(group).gathers += 1
             begin = functools.partial(Doubling, x, gathered, group, state_of(group).gathers)
         elif is_small:
@@ -258,12 +258,12 @@ class World:
         return Shards(tuple(sizes[0] for sizes in self.exchange([count])), self.rank)
 
 
-_SMALL = 2**18
+SMALL_MESSAGE = 2**18
 """Bytes that a rank sends directly to all other ranks together; beyond it gloo's ring is as fast (2 and 4 ranks)."""
 
-_FEW_RANKS, _SMALL_OF_MANY = 64, 2**23
+FEW_RANKS, SMALL_MESSAGE_OF_MANY = 64, 2**23
 """Up to so many ranks a rank sends to each other one directly. Otherwise gathers of so many bytes take log₂ W rounds: the
-direct messages take longer, at 5 µs each, and gloo's ring, where more ranks have more than :data:`_SMALL`, W − 1 rounds."""
+direct messages take longer, at 5 µs each, and so do the W − 1 rounds of gloo's ring, which other gathers take."""
 
 ONE_PROCESS = World()  # the world of one process
 
@@ -303,6 +303,7 @@ FIELDS = (
 NUMBERS = 26  # of arguments, their sizes and digests, that fit into a header; further ones take a message of their own
 
 _HEADER = struct.Struct(f"{len(FIELDS) + NUMBERS}q")
+HEADER_BYTES = _HEADER.size
 
 _NO_GLOO = (
     "ranks that compute on accelerators agree through gloo, which cannot connect them. Set GLOO_SOCKET_IFNAME to a network "

@@ -16,10 +16,9 @@ from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.evidence import noisy
-from contrastive_zoo.testing.interventions import EDITS
+from contrastive_zoo.testing.interventions import EDITS, splitting
 from contrastive_zoo.testing.loss_calls import LossRecorder, allow_repeated_samples
 from contrastive_zoo.testing.messages import Draws, Message, Messages
-from contrastive_zoo.wrapper.step import splitting
 
 Call = Literal["labels", "views"]
 GradReduction = Literal["mean", "sum"]

@@ -57,8 +57,8 @@ def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> 
             f"DistributedLoss: {name}{signature(bare)} takes no indices_tuple, which is how a miner's indices reach a "
             "loss. Leave the miner out."
         )
-    if ring and not (is_own and bare.can_ring()):
-        reason = bare.ring_problem() if is_own else "it is computed by every rank on the rows of all ranks"
+    reason = bare.ring_problem() if is_own else "every rank computes it from the embeddings of all ranks"
+    if ring and reason is not None:
         raise ValueError(
             f"DistributedLoss: with a ring, candidates pass from rank to rank. {name} cannot be computed so: {reason}. "
             "Leave ring out."

@@ -1,8 +1,7 @@
 """One call of DistributedLoss between several ranks: state, shake hands, choose, compute."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
 from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
@@ -20,7 +20,7 @@ from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
 from contrastive_zoo.ranks.differences import GATHERED_BEFORE, failing_together
 from contrastive_zoo.ranks.fingerprint import DISTINCT, REPEATED, equal_arguments
 from contrastive_zoo.ranks.group_state import state_of
-from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, shake_hands
+from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
@@ -76,7 +76,11 @@ class DistributedStep:
         """What this rank states of the arguments in the handshake."""
         raise NotImplementedError
 
-    def value(self, agreed: Agreed) -> Any:
+    def plan(self, agreed: Agreed) -> Plan:
+        """The path of the step, the same on every rank."""
+        raise NotImplementedError
+
+    def value(self, agreed: Agreed, plan: Plan) -> Any:
         """The loss, computed as all ranks have agreed."""
         raise NotImplementedError
 
@@ -115,14 +119,17 @@ class DistributedStep:
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
         self.refuse(agreed)
+        plan = self.plan(agreed)
+        of_all = plan.work == "all on every rank"
+        reserve_payload(agreed.needed if of_all else 0, session)
         try:
-            value = self.value(agreed)
+            value = self.value(agreed, plan)
         except BaseException as error:
             report(error, session)
             raise
         if session.findings.later:
             history.look_later(session.findings.later)
-        if agreed.replicate and self.options.check_equal:
+        if of_all and self.options.check_equal:
             history.remember_value(value)
         history.draws |= session.findings.draws
         history.keeps_state = self.modules.buffers_changed(before)
@@ -202,35 +209,44 @@ class OwnStep(DistributedStep):
         compared["the passed arguments"] = ", ".join(rows)
         compared["implementation"] = str(stated.kernels)
         compared |= {name: in_one_line(x) for name, x in stated.compared.items() if not isinstance(x, Tensor)}
-        problem, can_compute_all = stated.problem, self.loss.replicable() and not inputs.local
+        problem, can_compute_all = stated.problem, stated.needs.split is None
         if inputs.values and problem is None:
             problem = values_problem(inputs.values, self.session.findings.later, waits=False)
         if inputs.whole and not can_compute_all:
             problem = problem or _NOT_WHOLE
-        can_compute_all = can_compute_all and not is_dense()
         return Statement(
             self.name,
             compared,
             [*map(len, rows.values())],
             problem,
             tolerance=tolerance(rows.values()),
-            replicable=can_compute_all,
             kernels=stated.kernels.apply,
-            draws=self.history.draws or inputs.whole,
-            small=functools.partial(_is_small, [*rows.values()]),
+            draws=self.history.draws,
             payload=payload_of(rows, self.session) if can_compute_all else None,
         )
 
-    def value(self, agreed: Agreed) -> Any:
-        session, rows = self.session, self.rows
-        stated = self.call.on_ranks(agreed)
-        if not agreed.replicate:
+    def plan(self, agreed: Agreed) -> Plan:
+        situation = self.call.situation(
+            agreed.shards,
+            self.session.size,
+            ring=bool(self.options.ring),
+            random=agreed.draws,
+            payload=agreed.payload is not None,
+            kernels=self.call.kernels.on_ranks(agreed.kernels),
+        )
+        return self.call.plan(situation)
+
+    def value(self, agreed: Agreed, plan: Plan) -> Any:
+        session, rows, stated = self.session, self.rows, self.call
+        if plan.work == "own anchors":
+            if plan.movement != "ring":
+                session = replace(session, ring=False)
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
-            return self.compute_batch(stated.batch(scaled, agreed.shards, session))
+            return self.compute_batch(stated.batch(scaled, agreed.shards, session, plan))
         gathered = gathered_rows(rows, agreed, session)
         alone = Session(check_finite=False, findings=session.findings)
         shards = [Shards((len(x),)) for x in gathered.values()]
-        batch = stated.batch(gathered, shards, alone, agreed.shards[0].local)
+        batch = stated.batch(gathered, shards, alone, plan, agreed.shards[0].local)
         if not self.modules.runs_third_party_code:
             return self.compute_batch(batch)
         compute = functools.partial(self.compute_batch, batch)
@@ -277,12 +293,14 @@ class ThirdPartyStep(DistributedStep):
             call.problem(self.session),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            replicable=True,
-            draws=True,
             payload=None if call.roles.pad_dims else payload_of(self.rows, self.session),
         )
 
-    def value(self, agreed: Agreed) -> Any:
+    def plan(self, agreed: Agreed) -> Plan:
+        situation = Situation(self.session.size, payload=agreed.payload is not None)
+        return choose(self.name, FROM_ELSEWHERE, situation)
+
+    def value(self, agreed: Agreed, plan: Plan) -> Any:
         call, session = self.call, self.session
         call.bound.arguments = call.inputs.gathered(agreed, session, call.row_indices())
         if isinstance(without_ddp(call.loss), Loss):  # with a forward of its own, or hooks
@@ -290,6 +308,9 @@ class ThirdPartyStep(DistributedStep):
         with one_stream(session, device_of(self.rows)):
             return call.mine_and_compute(session)
 
+
+FROM_ELSEWHERE = Needs(whole="the loss compares samples in a way of its own: each rank computes all of it")
+"""What a third-party loss asks of a plan, and one of this library with a ``forward`` of its own or hooks."""
 
 _EQUAL = (
     "{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is one "
@@ -307,33 +328,3 @@ _NOT_WHOLE = (
     "a loss in it has a forward of its own, or hooks, and every rank has to compute it from the rows of all ranks, which "
     "reduction='none', sharded weights or indices of local rows do not allow. Override compute(batch) instead."
 )
-
-
-def _is_small(rows: Sequence[Tensor], shards: Sequence[Shards]) -> bool:
-    """Whether every rank computes all of an own loss sooner than its part.
-
-    A function beside the class: a bound method in the statement would be a reference cycle, in which the embeddings stay
-    in memory until Python's garbage collector runs.
-    """
-    total = width = 0
-    for x, of in zip(rows, shards, strict=True):
-        if x.is_floating_point():
-            total, width = total + of.total, max(width, x.shape[1:].numel())
-    return total**2 * (width + PER_SIMILARITY) <= SMALL_BATCH
-
-
-SMALL_BATCH = 2**28
-"""Multiplications of the largest small batch; measured on gloo, where they take as long as the messages that they save."""
-
-PER_SIMILARITY = 64  # multiplications that take as long as one similarity's exponential, sums and weights
-
-
-@contextmanager
-def splitting(always: bool) -> Iterator[None]:
-    """Within it ranks split every batch's loss if ``always``, else of large ones; for tests, on every rank alike."""
-    global SMALL_BATCH
-    before, SMALL_BATCH = SMALL_BATCH, -1 if always else 2**28
-    try:
-        yield
-    finally:
-        SMALL_BATCH = before

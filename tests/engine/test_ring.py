@@ -17,8 +17,8 @@ from tests.stateful_losses import LOSSES, can_ring
 from tests.stateful_rank import Action, limits, play
 
 GENERAL_PATH = {
-    "contrastive_zoo.wrapper.step:SMALL_BATCH": -1,
-    "contrastive_zoo.engine.implementation:SMALL_BATCH_ELEMENTS": -1,
+    "contrastive_zoo.engine.plan:SMALL_BATCH": -1,
+    "contrastive_zoo.engine.plan:SMALL_MATRIX": -1,
 }
 LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.engine.tiling:TILE_BYTES": 700}
 

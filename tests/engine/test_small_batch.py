@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation, small_batch
+from contrastive_zoo.engine import plan, small_batch
 from contrastive_zoo.engine.precision import MIN_NORM
 from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.ranks import devices
@@ -52,7 +52,8 @@ ROWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 def path(name: str) -> Iterator[None]:
     """Compute as batches that are not small, as small ones of a CPU, or as those of an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implementation, "SMALL_BATCH_ELEMENTS", -1 if name == "general" else 2**16)
+        for constant in ("SMALL_MATRIX", "SMALL_ON_ACCELERATORS"):
+            patch.setattr(plan, constant, -1 if name == "general" else 2**18)
         if name == "accelerator":
             patch.setattr(devices, "on_cpu", lambda x: False)
         yield

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
-from contrastive_zoo.wrapper.step import splitting
+from contrastive_zoo.testing.interventions import splitting
 from tests import zoo
 from tests.helpers import learnt
 

@@ -1,10 +1,9 @@
 """The choice between torch and Triton: where a kernel is used, what is refused, and that no rank is left waiting."""
 
-import math
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import implementation as chosen
-from contrastive_zoo.engine import kernels
-from contrastive_zoo.engine.crossover import H100, largest_matrix
+from contrastive_zoo.engine import kernels, plan
+from contrastive_zoo.engine.crossover import H100, LARGEST_MATRIX, largest_matrix
 from contrastive_zoo.engine.implementation import Kernels, choose_kernels
+from contrastive_zoo.engine.plan import Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.loss_base import loss as loss_base
-from contrastive_zoo.ranks.world import World
+from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import drawn
 
 PROBE = kernels.installation_problem.__wrapped__
 LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
 
-LARGEST = math.isqrt(chosen.SMALL_BATCH_ELEMENTS * chosen.ON_ACCELERATORS)
+LARGEST = LARGEST_MATRIX
 """The embeddings of each side of the largest batch that kernels leave out."""
 
 
@@ -39,27 +39,34 @@ def on_a_gpu(n: int = LARGEST + 1, d: int = 8, dtype: torch.dtype = torch.float3
         return [torch.empty(n, d, dtype=dtype, device="cuda") for _ in range(2)]
 
 
+def used(rows: list[Tensor], sizes: Sequence[int] = (), no_kernel: str | None = None) -> bool:
+    """Return whether a kernel computes a softmax over pairs of so many embeddings, those of the rows by default."""
+    split = [Rows(Shards((n,)), 32, 1, 8) for n in sizes or map(len, rows)]
+    situation = Situation(1, dict(zip("ab", split, strict=True)), on_cpu=False, kernels=choose_kernels(rows))
+    found = choose("Loss", Needs("softmax", ["a"], ["b"], no_kernel=no_kernel), situation)
+    if found.warning is not None:
+        chosen.warn_once(found.warning)
+    return found.arithmetic == "kernel"
+
+
 @pytest.fixture
 def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device_problem", lambda device: None)
     monkeypatch.setattr(kernels, "installation_problem", lambda device: None)
-    monkeypatch.setattr(chosen, "SMALL_BATCH_ELEMENTS", 2**16)  # other tests run without small batches
+    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", LARGEST**2)  # other tests run without small batches
 
 
 @pytest.mark.usefixtures("suitable")
 def test_auto_uses_kernels_where_they_apply() -> None:
-    def used(rows: list[Tensor], unsupported: str | None = None) -> bool:
-        return choose_kernels(rows).compute("Loss", len(rows[0]), len(rows[1]), unsupported=unsupported)
-
     rows = on_a_gpu()
     assert used(rows)
     assert used(on_a_gpu(dtype=torch.bfloat16))
     assert not used([torch.randn(600, 8)] * 2)
     assert not used(on_a_gpu(n=LARGEST))
-    assert choose_kernels(rows).compute("Loss", LARGEST, LARGEST + 2)
+    assert used(rows, sizes=(LARGEST, LARGEST + 2))
     assert not used(on_a_gpu(d=4097))
     assert not used(on_a_gpu(dtype=torch.float64))
-    assert not used(rows, unsupported="compares two views, got 3")
+    assert not used(rows, no_kernel="compares two views, got 3")
     with cz.engine.plain_formulas():
         assert not used(rows)
     with cz.engine.use_implementation("torch"):
@@ -83,7 +90,12 @@ def test_a_table_of_times_decides_where_kernels_start() -> None:
 
 def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(Kernels, "compute", lambda self, name, *sizes, unsupported: seen.append(sizes) or False)
+
+    def count(caller: str, needs: Needs, situation: Situation) -> Plan:
+        seen.append((situation.count(needs.anchors), situation.count(needs.candidates)))
+        return choose(caller, needs, situation)
+
+    monkeypatch.setattr(loss_base, "choose", count)
     for negatives in ([], [torch.ones(3, 2)]):
         cz.InfoNCE()(torch.eye(2), torch.eye(2), *negatives)
     assert seen == [(2, 2), (2, 5)]
@@ -107,10 +119,10 @@ def test_one_warning_where_triton_is_missing_or_too_old(module: str, monkeypatch
         monkeypatch.delattr(kernels, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(kernels, "installation_problem", PROBE)
-    assert not choose_kernels(on_a_gpu(n=10)).compute("Loss", 10, 10)  # without a warning
+    assert not used(on_a_gpu(n=10))  # without a warning
     with pytest.warns(UserWarning, match=f"more slowly than Triton, which cannot run here.*{module}"):
-        assert not choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
-    choose_kernels(on_a_gpu()).compute("Loss", 10**4, 10**4)
+        assert not used(on_a_gpu(n=10**4))
+    assert not used(on_a_gpu(n=10**4))
     with cz.engine.use_implementation("triton"), pytest.raises(ValueError, match=r"contrastive_zoo\[triton\]"):
         cz.Clip()(torch.eye(2), torch.eye(2))
 
@@ -219,9 +231,6 @@ def test_what_one_rank_chooses_or_lacks_is_refused_on_all(
 def test_float32_under_autocast_warns_once_where_kernels_have_no_tensor_cores() -> None:
     """torch.autocast itself is off on a device that is not there."""
 
-    def used(rows: list[Tensor]) -> bool:
-        return choose_kernels(rows).compute("Loss", len(rows[0]), len(rows[1]))
-
     assert used(on_a_gpu())
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -262,15 +271,17 @@ def test_ranks_of_which_one_lacks_kernels_all_do_without(
     rows = torch.randn(3, 2, 7, 4, dtype=torch.float64)
 
     def job(mutant: bool) -> Any:
-        rank, applied, chosen_by_ranks = dist.get_rank(), [], Kernels.compute
+        rank, applied = dist.get_rank(), []
         call = cz.DistributedLoss(loss) if wrapped else partial(loss, world=World.of())
 
-        def choose(embeddings: Any) -> Kernels:
+        def kernels_of(embeddings: Any) -> Kernels:
             return chosen._without_kernels("is too old") if rank and applied else Kernels(True)
 
-        def compute(kernels: Kernels, *_: Any, **named: Any) -> bool:
-            applied.append(chosen_by_ranks(kernels, "Loss", 2 * LARGEST, 2 * LARGEST))
-            return False
+        def without_kernel(caller: str, needs: Needs, situation: Situation) -> Plan:
+            found = choose(caller, needs, situation)
+            parts = [x._replace(arithmetic="tiles") for x in found.members or [found]]
+            applied.append("kernel" in [x.arithmetic for x in found.members or [found]])
+            return found._replace(members=parts) if found.members else parts[0]
 
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -279,8 +290,9 @@ def test_ranks_of_which_one_lacks_kernels_all_do_without(
         ):
             warnings.simplefilter("always")
             patch.setattr(chosen, "_warned", set())
-            patch.setattr(loss_base, "choose_kernels", choose)
-            patch.setattr(Kernels, "compute", compute)
+            patch.setattr(loss_base, "choose_kernels", kernels_of)
+            patch.setattr(loss_base, "choose", without_kernel)
+            patch.setattr(plan, "SMALL_ON_ACCELERATORS", -1)
             if mutant:
                 patch.setattr(Kernels, "on_ranks", lambda kernels, *_: kernels)
             return steps_of(rows, shards[rank], call), applied, [str(x.message) for x in said]

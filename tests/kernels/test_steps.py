@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import implementation
+from contrastive_zoo.engine import plan
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from tests.losses.whole_zoo import WHOLE_ZOO
@@ -37,7 +37,7 @@ CASES = [(x, -1) for x in ENTRIES] + [(x, 2**16) for x in ENTRIES if str(x) in S
 
 @pytest.fixture
 def _threshold(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "SMALL_BATCH_ELEMENTS", elements)
+    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", elements)
 
 
 def on_device(entry: Entry) -> tuple[nn.Module, list[Tensor]]:

@@ -16,11 +16,11 @@ from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
 from contrastive_zoo.losses.uniformity import AlignUniform
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
 from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, common_error, numbers
 
 

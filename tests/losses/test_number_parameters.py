@@ -37,7 +37,7 @@ def rows_of(labelled: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "dense", "elements"), drawn(MAKE, [False, True], [-1, 2**16], one_in=2))
 def test_values_and_gradients_have_their_shapes(name: str, dense: bool, elements: int, monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.implementation.SMALL_BATCH_ELEMENTS", elements)
+    monkeypatch.setattr("contrastive_zoo.engine.plan.SMALL_MATRIX", elements)
     make, labelled = MAKE[name]
     for dtype in (torch.float32, torch.float64):
         loss = make()

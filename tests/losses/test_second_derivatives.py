@@ -10,8 +10,8 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
 from contrastive_zoo.losses.triplet import Triplet
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import close, drawn, error_message, numbers
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry

@@ -18,9 +18,9 @@ from contrastive_zoo.losses.info_nce import Clip
 from contrastive_zoo.losses.mnrl import MNRL
 from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper import step
 from tests.helpers import Largest, close, numbers, split
 from tests.losses.zoo_softmax import ALL, ENTRIES, ORDERED
 from tests.losses.zoo_weights import ENTRIES as WEIGHTS
@@ -123,7 +123,7 @@ def test_false_negatives_are_those_of_all_ranks_and_directions(name: str, mutant
 
     def job() -> float:
         local = [split(rows, (3, 2) if len(rows) == 5 else (0, 2))[dist.get_rank()] for rows in (q, d, x, *IDS)]
-        with patch.object(mnrl, name, mutant), patch.object(step, "SMALL_BATCH", -1):
+        with patch.object(mnrl, name, mutant), splitting(always=True):
             return cz.DistributedLoss(loss)(*local[:3], None, *local[3:]).item()
 
     found, expected = worlds.run(2, job), loss(q, d, x, None, *IDS).item()

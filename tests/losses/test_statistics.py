@@ -15,8 +15,8 @@ from contrastive_zoo.engine.statistics import balanced_assignment, centered, sec
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.self_distillation import DINO, SwAV
 from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import error_message, numbers
 from tests.test_operators import Operators
 

@@ -1,0 +1,238 @@
+"""Which path a step takes: the only file that decides it.
+
+:func:`choose` is a pure function of what all ranks have agreed on. It says who computes what, how embeddings get there and
+by which arithmetic, and the engines do what it says. ``contrastive_zoo.explain`` prints the plan of a call.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from contrastive_zoo.engine.crossover import LARGEST_MATRIX
+from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels
+from contrastive_zoo.ranks.world import Shards
+
+Engine = Literal["softmax", "sigmoid", "rows", "classes", "tokens", "statistics", "sum", "other"]
+"""What computes a loss. A ``"sum"`` is a sum of losses, each with an engine of its own."""
+
+Work = Literal["alone", "all on every rank", "own anchors"]
+Movement = Literal["none", "with the handshake", "gather", "ring"]
+Arithmetic = Literal["plain", "one operator", "tiles", "blocks", "kernel"]
+
+SMALL_BATCH = 2**28
+"""Multiplications up to which every rank computes the whole loss: on gloo they take as long as the messages saved."""
+
+PER_SIMILARITY = 64  # multiplications that take as long as one similarity's exponential, sums and weights
+
+SMALL_MATRIX = 2**18
+"""Similarities up to which operations on the whole matrix are quicker than tiles on a CPU, whose cache holds it."""
+
+
+SMALL_ON_ACCELERATORS = LARGEST_MATRIX**2
+"""The same on an accelerator, where Triton kernels are quicker from here on."""
+
+
+class Needs(NamedTuple):
+    """What a loss says of one call before ranks agree, the same on every rank.
+
+    ``anchors`` and ``candidates`` name the tensors of embeddings that are compared. The reasons are clauses; None for none.
+    """
+
+    engine: Engine = "other"
+    anchors: Sequence[str] = ()
+    candidates: Sequence[str] = ()
+    whole: str | None = None  # why every rank computes all of the loss
+    split: str | None = None  # why no rank can compute all of the loss
+    no_ring: str | None = None  # why candidates cannot pass from rank to rank
+    no_kernel: str | None = "has no kernel for this loss"  # why no Triton kernel computes the call
+    one_operator: bool = False  # whether one operator computes value and gradients of a small batch
+    members: Sequence["Needs"] = ()  # of a sum of losses
+
+
+NO_NEEDS = Needs()
+
+
+class Rows(NamedTuple):
+    """One tensor of a call: its split over the ranks, the bytes of a row, and how many embeddings it holds; 0 for labels."""
+
+    shards: Shards
+    bytes: int = 0
+    embeddings: int = 0
+    width: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element of an embedding."""
+        return self.bytes // max(1, self.embeddings * self.width)
+
+    @property
+    def total(self) -> int:
+        """Return the number of embeddings of all ranks."""
+        return self.shards.total * self.embeddings
+
+
+class Situation(NamedTuple):
+    """What all ranks know of a call when its path is chosen."""
+
+    world_size: int = 1
+    rows: Mapping[str, Rows] = {}
+    on_cpu: bool = True
+    plain: bool = False  # whether plain_formulas() is in force
+    ring: bool = False  # whether the user asks for a ring
+    random: bool = False  # whether some rank knows that the loss draws random numbers or changes its buffers
+    payload: bool = False  # whether the tensors of every rank came with the handshake
+    kernels: Kernels = NO_KERNELS
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the bytes of the largest shard's tensors."""
+        ranks = range(self.world_size)
+        return max(sum(x.shards.sizes[rank] * x.bytes for x in self.rows.values()) for rank in ranks)
+
+    def count(self, names: Sequence[str]) -> int:
+        """Return the number of embeddings in some of the tensors."""
+        return sum([self.rows[name].total for name in names])
+
+    @property
+    def multiplications(self) -> int:
+        """Return what the loss of all ranks costs one of them, in multiplications."""
+        total = width = 0
+        for x in self.rows.values():
+            if x.embeddings:
+                total, width = total + x.shards.total, max(width, x.embeddings * x.width)
+        return total**2 * (width + PER_SIMILARITY)
+
+
+class Plan(NamedTuple):
+    """The path of a step: who computes what, how embeddings get there, and by which arithmetic.
+
+    ``because`` has a sentence for each of the three, with its numbers. A sum of losses has a plan for each member.
+    """
+
+    work: Work = "alone"
+    movement: Movement = "none"
+    arithmetic: Arithmetic = "plain"
+    because: tuple[str, str, str] = ("", "", "")
+    members: Sequence["Plan"] = ()
+    warning: str | None = None  # what would make the step quicker
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether plain autograd computes the loss from whole matrices."""
+        return self.arithmetic == "plain"
+
+
+ALONE = Plan()
+"""The definition of a loss, on one process."""
+
+
+def choose(caller: str, needs: Needs, situation: Situation) -> Plan:
+    """Return the path of a step, the same on every rank.
+
+    Raises:
+        ValueError: the user chose Triton kernels, or a ring, which cannot compute this call.
+    """
+    if situation.ring and needs.no_ring is not None:
+        raise ValueError(
+            f"{caller}: with ring=True candidates pass from rank to rank, and this call needs all at once: "
+            f"{needs.no_ring}. Leave ring out."
+        )
+    work, why_work = _work(needs, situation)
+    movement, why_movement = _movement(work, needs, situation)
+    plan = _of_member(caller, needs, situation, Plan(work, movement, because=(why_work, why_movement, "")))
+    refuse_impossible(caller, plan, needs, situation)
+    return plan
+
+
+def _of_member(caller: str, needs: Needs, situation: Situation, plan: Plan) -> Plan:
+    """Return the plan with the arithmetic of a loss, and those of the members of a sum, whose embeddings move with it."""
+    arithmetic, why, warning = _arithmetic(caller, needs, situation, plan.work)
+    members = [_of_member(caller, of, situation, plan) for of in needs.members]
+    return plan._replace(arithmetic=arithmetic, because=(*plan.because[:2], why), members=members, warning=warning)
+
+
+def _work(needs: Needs, situation: Situation) -> tuple[Work, str]:
+    if situation.world_size == 1:
+        return "alone", "one process holds all samples"
+    if needs.split is not None:
+        return "own anchors", needs.split
+    if situation.plain:
+        return "own anchors", "under plain_formulas() gradients can be differentiated again"
+    if needs.whole is not None:
+        return "all on every rank", needs.whole
+    if situation.random:
+        return "all on every rank", "the loss draws random numbers or changes its buffers, and ranks share both"
+    cost = situation.multiplications
+    of = f"2^{math.log2(max(1, cost)):.1f} multiplications"
+    if cost <= SMALL_BATCH:
+        return "all on every rank", f"{of} (at most 2^28) take less time than the messages that would split them"
+    return "own anchors", f"{of} (more than 2^28) are split over {situation.world_size:,} ranks"
+
+
+def _movement(work: Work, needs: Needs, situation: Situation) -> tuple[Movement, str]:
+    if work == "alone":
+        return "none", "no other process has embeddings"
+    if work == "all on every rank":
+        if situation.payload:
+            return "with the handshake", "they fit behind the header of the handshake"
+        return "gather", "they did not come with the handshake"
+    if needs.engine in ("statistics", "classes"):
+        return "none", "ranks add up statistics"
+    if needs.engine == "other":
+        return "gather", "the loss gathers what it needs"
+    if situation.ring and not situation.plain:
+        return "ring", "ring=True"
+    return "gather", "each rank receives those of all other ranks"
+
+
+def _arithmetic(caller: str, needs: Needs, situation: Situation, work: Work) -> tuple[Arithmetic, str, str | None]:
+    """Return the arithmetic, the reason, and a warning about what would be quicker."""
+    kernels = situation.kernels
+    if kernels.always and needs.engine != "sum" and (problem := needs.no_kernel or kernels.problem) is not None:
+        raise ValueError(f"{caller}: implementation 'triton' {problem}. Choose use_implementation('auto').")
+    if situation.plain:
+        return "plain", "plain_formulas() is in force", None
+    if needs.engine not in ("softmax", "sigmoid"):
+        return _BY_ENGINE[needs.engine]
+    anchors, candidates = situation.count(needs.anchors), situation.count(needs.candidates)
+    pairs, of = anchors * candidates, f"{anchors:,} × {candidates:,} similarities"
+    warning = None
+    if needs.no_kernel is None and (kernels.always or pairs > SMALL_ON_ACCELERATORS):
+        if kernels.apply:
+            why = "use_implementation('triton')" if kernels.always else f"{of} (more than {LARGEST_MATRIX:,}²)"
+            return "kernel", why, kernels.warning
+        warning = kernels.warning
+    largest = SMALL_MATRIX if situation.on_cpu else SMALL_ON_ACCELERATORS
+    if work != "own anchors" and pairs <= largest:
+        why = f"{of} (at most {math.isqrt(max(0, largest)):,}²) are held whole"
+        if needs.one_operator:
+            return "one operator", why, warning
+        if needs.engine == "softmax":
+            return "plain", why, warning
+    return "tiles", f"{of} are computed tile by tile", warning
+
+
+_BY_ENGINE: Mapping[Engine, tuple[Arithmetic, str, None]] = {
+    "rows": ("blocks", "a sum over anchors is computed for some anchors at a time", None),
+    "classes": ("blocks", "embeddings are compared with class weights, some embeddings at a time", None),
+    "tokens": ("tiles", "tokens of queries are compared with those of some documents at a time", None),
+    "statistics": ("plain", "no pairs of samples are compared", None),
+    "sum": ("plain", "each loss of the sum has its own", None),
+    "other": ("plain", "the loss computes as it is written", None),
+}
+
+
+def refuse_impossible(caller: str, plan: Plan, needs: Needs, situation: Situation) -> None:
+    """Refuse a plan that not all ranks can follow."""
+    problem = None
+    if (plan.work == "alone") != (situation.world_size == 1):
+        problem = f"{situation.world_size} ranks compute {plan.work!r}"
+    elif plan.work == "all on every rank" and needs.split is not None:
+        problem = f"no rank can compute all of it: {needs.split}"
+    elif plan.movement == "ring" and needs.no_ring is not None:
+        problem = f"its candidates cannot pass from rank to rank: {needs.no_ring}"
+    elif plan.movement == "with the handshake" and not situation.payload:
+        problem = "the embeddings of some rank did not come with the handshake"
+    elif plan.arithmetic == "kernel" and not (situation.kernels.apply and needs.no_kernel is None):
+        problem = f"some rank cannot run the kernel: Triton {needs.no_kernel or situation.kernels.problem}"
+    assert problem is None, f"{caller}: the plan {plan[:3]} is wrong: {problem}"
