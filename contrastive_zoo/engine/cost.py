@@ -140,7 +140,7 @@ class _Ledger:
         self.send(name, self.others * size, backward=backward)
 
     def sum(self, name: str, size: int, *, backward: bool = False) -> None:
-        """Note an all-reduce: a small one is a gather, whose sum each rank takes; gloo's ring sends 2 (W − 1) / W of others."""
+        """Note an all-reduce: a small one is a gather that each rank adds up, gloo's ring sends 2 (W − 1) / W of others."""
         ranks = self.situation.world_size
         is_small = size * ranks <= (SMALL_MESSAGE if ranks <= FEW_RANKS else SMALL_MESSAGE_OF_MANY)
         self.send(name, self.others * size if is_small else 2 * self.others * size // ranks, backward=backward)

@@ -278,6 +278,6 @@ def start_exchange(
     """Start to bring other ranks' columns, or what is ``sent`` in place of them, here: in the session's ring, or at once."""
     blocks = schedule(row_shards, shards, half=half)
     columns = columns if sent is None else sent.detach().to(columns.dtype)
-    if isinstance(world, Session) and world.ring and world.size > 1:
+    if isinstance(world, Session) and world.ring:
         return Ring(columns, blocks, world, sent)
     return GatherExchange(columns, blocks, shards, world, sent, gathered)

@@ -256,7 +256,7 @@ class Loss(Settings, nn.Module):
             needs = stated.needs._replace(split="gradients are plain derivatives by this rank's own embeddings")
             stated = replace(stated, needs=needs)
         refuse_empty(name, shards[0])
-        plan = stated.plan(stated.situation(shards, session.size, kernels=kernels, ring=bool(session.ring)))
+        plan = stated.plan(stated.situation(shards, session.size, kernels=kernels))
         return stated.batch(rows, shards, session, plan)
 
     @property

@@ -263,7 +263,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
         caller = f"{name}, call {self._history.calls + 1}"
         ranks = world.rank, world.size, world.group
-        return Session(*ranks, check_finite, self.ring, factor, findings=findings, caller=caller)
+        return Session(*ranks, check_finite, sharded_factor=factor, findings=findings, caller=caller)
 
     def _roles(self) -> Roles:
         stated = self.shared or (), self.batch_dim or {}, self.pad_dims or {}

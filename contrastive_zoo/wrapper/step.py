@@ -229,7 +229,7 @@ class OwnStep(DistributedStep):
         situation = self.call.situation(
             agreed.shards,
             self.session.size,
-            ring=bool(self.options.ring),
+            ring=self.options.ring,
             random=agreed.draws,
             payload=agreed.payload is not None,
             kernels=self.call.kernels.on_ranks(agreed.kernels),
@@ -239,8 +239,7 @@ class OwnStep(DistributedStep):
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         session, rows, stated = self.session, self.rows, self.call
         if plan.work == "own anchors":
-            if plan.movement != "ring":
-                session = replace(session, ring=False)
+            session = replace(session, ring=plan.movement == "ring")
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
             return self.compute_batch(stated.batch(scaled, agreed.shards, session, plan))
         gathered = gathered_rows(rows, agreed, session)
