@@ -82,7 +82,7 @@ class Message(NamedTuple):
     name: str
     bytes: int
     backward: bool = False
-    count: int = 1
+    times: int = 1
 
 
 class Cost(NamedTuple):
@@ -94,11 +94,11 @@ class Cost(NamedTuple):
 
     @property
     def messages(self) -> int:
-        return sum(x.count for x in self.sent)
+        return sum(x.times for x in self.sent)
 
     @property
     def backward_messages(self) -> int:
-        return sum(x.count for x in self.sent if x.backward)
+        return sum(x.times for x in self.sent if x.backward)
 
     @property
     def bytes_sent(self) -> int:

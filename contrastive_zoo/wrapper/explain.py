@@ -152,7 +152,8 @@ def explain(
     rows = {key: rows_of(x, Shards((len(x),) * size)) for key, x in call.inputs.rows.items()}
     situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=_kernels(call, place))
     situation = situation._replace(payload=0 < situation.payload_bytes <= PAYLOAD_LIMIT)
-    entries = wrapper.loss.entries(call.inputs) if isinstance(call, CallInputs) else []
+    bare: Any = without_ddp(wrapper.loss)
+    entries = bare.entries(call.inputs) if isinstance(call, CallInputs) else []
 
     def explained(situation: Situation) -> tuple[Plan, Cost]:
         plan = choose(name, needs, situation)

@@ -127,6 +127,6 @@ def errors_of_rows() -> list[str | None]:
 def test_arguments_that_need_all_candidates_are_refused_on_every_rank(worlds: Worlds) -> None:
     one, other = worlds.run(2, errors_of_rows)
     assert one == other
-    for message, words in zip(one, ("SupCon: a ring computes", "MNRL: a ring computes", "ring"), strict=True):
+    for message, words in zip(one, ("SupCon: with ring=True", "MNRL: with ring=True", "ring"), strict=True):
         assert message is not None
         assert words in message
