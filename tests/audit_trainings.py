@@ -131,9 +131,6 @@ def _(x: Any) -> None:
     x.loss_fn = cz.DistributedLoss(pml.ProxyAnchorLoss(10, 16).double())
 
 
-# --- set-ups whose steps the script itself computes, in plain torch ------------------------------------------------------
-
-
 class Plain:
     """Two views of images, a loop over a DataLoader, SGD: right, with what a class overrides."""
 

@@ -105,12 +105,7 @@ class Result:
 
 
 def deviation(found: Result, exact: Result, rows: Sequence[Tensor], temperature: float = 0.1) -> float:
-    """Return the largest error of value and gradients, relative to the value and to the gradient of an embedding.
-
-    The gradient of one is small by chance where others are not, so its scale is at least that of the median,
-    and that of a ten-thousandth of the inverse temperature. Normalising divides the gradient of a row that is nearly zero
-    by 1e-12, and its error too.
-    """
+    """Return the largest error of value and gradients, relative to the value and to the gradient of an embedding."""
     errors = [(found.value.double() - exact.value).abs() / exact.value.abs().clamp(min=1)]
     floating = [x for x in rows if x.is_floating_point()]
     for g, e, x in zip(found.gradients, exact.gradients, floating, strict=True):

@@ -166,9 +166,6 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ processes
-
-
 class Outcome(NamedTuple):
     """How a rank ended: with which error, of which class, or with which exit code; and whether by itself."""
 
@@ -203,11 +200,7 @@ def rank_main(
 
 
 def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> list[Outcome]:
-    """Run the training with a fault on its last rank; end what is still alive after four time-outs.
-
-    Raises:
-        OSError: the fault needs two hosts, and they are not permitted here.
-    """
+    """Run the training with a fault on its last rank; end what is still alive after four time-outs."""
     with two_hosts() if FAULTS[name].two_hosts else nullcontext(()) as hosts:
         return _run(name, world_size, timeout, hosts)
 

@@ -103,14 +103,7 @@ def nonsense() -> st.SearchStrategy[Any]:
 
 @dataclass(frozen=True)
 class Target:
-    """A public callable with valid arguments.
-
-    Args:
-        run: calls it with all arguments by name.
-        arguments: valid ones, by name.
-        dimensions: of tensor arguments, by name, such as ``"n d"``.
-        optional: names that are left out unless they are drawn.
-    """
+    """A public callable with valid arguments."""
 
     run: Callable[..., Any]
     arguments: Mapping[str, Any]

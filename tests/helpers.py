@@ -113,10 +113,7 @@ def error_message(job: Callable[[], Any], kind: type[BaseException] = ValueError
 
 
 def common_error(worlds: Worlds, world_size: int, bad: Callable[[], Any], good: Callable[[], R]) -> tuple[str, list[R]]:
-    """Return the message that all ranks raise for ``bad``, and the results of ``good`` in the same world afterwards.
-
-    Both run on every rank, in one job: this shows that ``bad`` leaves no collective unfinished.
-    """
+    """Return the message that all ranks raise for ``bad``, and the results of ``good`` in the same world afterwards."""
     found = worlds.run(world_size, lambda: (error_message(bad), good()), timeout=10.0)
     texts = [text for text, _ in found]
     assert None not in texts, f"some rank did not raise: {texts}"
@@ -131,11 +128,7 @@ def a_step() -> float:
 
 
 def refused(worlds: Worlds, world_size: int, bad: Callable[[], Any], words: str) -> str:
-    """Assert that all ranks raise one error for ``bad`` and take :func:`a_step` afterwards; return the message.
-
-    Args:
-        words: what the message must say, parts separated by …: what came, what was expected, the fix.
-    """
+    """Assert that all ranks raise one error for ``bad`` and take :func:`a_step` afterwards; return the message."""
     text, after = common_error(worlds, world_size, bad, a_step)
     assert_says(text, words)
     assert "|" not in text, "an error shows the format in which ranks compare notes"

@@ -1,8 +1,4 @@
-"""Two hosts on one machine: network namespaces with an address each, joined by virtual interfaces.
-
-A namespace has no name, and exists as long as a process is in it: nothing is left behind, however a run ends. Linux and root
-are needed, and the programs ip (iproute2), nsenter and unshare (util-linux).
-"""
+"""Two hosts on one machine: network namespaces with an address each, joined by virtual interfaces."""
 
 import ctypes
 import os
@@ -59,11 +55,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make two hosts with a link between them; at the end, kill their processes and remove them.
-
-    Raises:
-        OSError: namespaces are not permitted here, or a program is missing; the text says which.
-    """
+    """Make two hosts with a link between them; at the end, kill their processes and remove them."""
     with ExitStack() as stack:
         one, other = (stack.enter_context(_host(f"192.0.2.{number}")) for number in (1, 2))
         pair = ("type", "veth", "peer", "name", INTERFACE, "netns", str(other.pid))

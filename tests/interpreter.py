@@ -1,8 +1,4 @@
-"""Programs in processes forked from one that has imported torch: each starts in 0.1 s, a new interpreter in 3 s.
-
-For tests of what a program does. A test of how a program starts (what it imports, variables that a library reads when it is
-loaded, torchrun itself) runs a new interpreter.
-"""
+"""Programs in processes forked from one that has imported torch: each starts in 0.1 s, a new interpreter in 3 s."""
 
 import multiprocessing
 import os

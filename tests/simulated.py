@@ -1,9 +1,4 @@
-"""A second device on a machine that has none: tensors that say they are there, hold values, and mix with no others.
-
-Their values are on the CPU. Every operation is run there after a check: all tensors of more than one number are on one
-device, except those that a copy takes from one to the other. A message of torch.distributed is such an operation, too. With
-``float64=False`` the device refuses float64, as MPS does.
-"""
+"""A second device on a machine that has none: tensors that say they are there, hold values, and mix with no others."""
 
 import copy
 import functools
@@ -164,9 +159,6 @@ _modes: list[Simulated] = []
 def current() -> Simulated:
     """Return a mode like the one that the tensors came from: autograd calls them outside of it."""
     return _modes[-1]
-
-
-# ---------------------------------------------------------------------------------------------------- what tests use
 
 
 Put = Callable[[Any], Any]

@@ -71,8 +71,6 @@ class Rank:
         self.wrapper = self._wrapped()
         self.group: Any = None
 
-    # ------------------------------------------------------------------------------------------------------- steps
-
     def step(
         self,
         batches: Sequence[tuple[tuple[int, ...], int]],
@@ -81,10 +79,7 @@ class Rank:
         reentrant: bool | None = None,
         wrapper: Literal["own", "second", "subgroup"] = "own",
     ) -> None:
-        """Call the loss once for each batch, (shards, seed), go backward, and compare with the twin.
-
-        ``reentrant`` is that of an activation checkpoint around the loss; None is no checkpoint.
-        """
+        """Call the loss once for each batch, (shards, seed), go backward, and compare with the twin."""
         rank, size, call = self._place(wrapper)
         self._zero_grad()
         expected = self._expected(batches, backward, size)
@@ -132,8 +127,6 @@ class Rank:
                 self._compare([value.detach()], [], expected, rank, size)
         self.loss.train(), self.twin.train(), self.wrapper.train()
 
-    # -------------------------------------------------------------------------------------------- what ranks change
-
     def set_setting(self, value: Any) -> None:
         """Another temperature, margin, …, on all ranks."""
         for loss in (self.loss, self.twin):
@@ -166,11 +159,8 @@ class Rank:
     def make_again(
         self, on: Literal["all", "one"], how: Literal["wrapper", "deepcopy", "pickle", "state_dict"]
     ) -> None:
-        """Put another object in the wrapper's place, on all ranks or on the last one.
-
-        Not on one rank before the first call: it would meet there a wrapper that was made later, as two wrappers do.
-        """
-        if on == "one" and not (_is_last() and self.called):
+        """Put another object in the wrapper's place, on all ranks or on the last one."""
+        if on == "one" and not (_is_last() and self.called):  # a first call meets no wrapper that is made later
             return
         self.called &= on == "one"
         if how == "wrapper":
@@ -186,8 +176,6 @@ class Rank:
             _set(self.loss, self.kind.setting[0], attrgetter(self.kind.setting[0])(before))
             self.wrapper = self._wrapped()
             self.wrapper.load_state_dict(state)
-
-    # ---------------------------------------------------------------------------------------------- what one rank does
 
     def differ(
         self, batch: tuple[tuple[int, ...], int], what: Literal["setting", "option", "argument", "hook"]
@@ -215,8 +203,6 @@ class Rank:
             _set(self.loss, path, setting)
             self.wrapper.grad_reduction = option
             _hook(self.loss, self.hooked)
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -265,8 +251,6 @@ class Rank:
         with torch.no_grad():
             for parameter in (*self.loss.parameters(), *self.twin.parameters()):
                 parameter.mul_(MOVE)
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _expected(self, batches: Sequence[Any], backward: str, size: int) -> Expected | None:
         """What one process computes, and the error of the dense formula; None if it cannot compute it."""

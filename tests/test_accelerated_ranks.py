@@ -1,9 +1,4 @@
-"""Several ranks that send from an accelerator, as NCCL does: the losses are right, and a steady step can be captured.
-
-A CUDA graph records what a step starts on the device. A value that the host reads, one that it copies to the device, memory
-that it pins and a tensor of the device that is sent by the CPU break the recording; the handshake, numbers of the host, does
-not.
-"""
+"""Several ranks that send from an accelerator, as NCCL does: the losses are right, and a steady step can be captured."""
 
 import copy
 import itertools
@@ -130,9 +125,6 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
         assert uploads
         assert max(sent) > HANDSHAKE
         assert "no backend for device type cpu" in str(text)
-
-
-# ------------------------------------------------------------------------------------------------------- other entries
 
 
 def on_the_device(name: str) -> Any:

@@ -80,9 +80,6 @@ def test_what_a_cpu_does_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     assert names == reading(names)
 
 
-# --------------------------------------------------------------------------------------------- autograd's own thread
-
-
 class Recorded:
     """A context variable, and the values that were read of it."""
 

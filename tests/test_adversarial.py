@@ -1,7 +1,4 @@
-"""One rank changes one thing at a random step: every rank has one process's numbers, or refuses that very step.
-
-What changes is anything of its loss, its wrapper, its arguments or what surrounds the call.
-"""
+"""One rank changes one thing at a random step: every rank has one process's numbers, or refuses that very step."""
 
 import contextlib
 import functools

@@ -38,9 +38,6 @@ def test_user_code_and_states_are_those_of_one_process(name: str, splits: bool, 
     require_exact(ranks, alone(name))
 
 
-# -------------------------------------------------------------------------------------------- one rank differs
-
-
 def first_parameter(loss: nn.Module) -> nn.Parameter:
     return next(loss.parameters())
 
@@ -153,9 +150,6 @@ def test_a_setting_that_draws_is_refused_in_words(worlds: Worlds) -> None:
     refused(worlds, 2, bad, words)
 
 
-# ---------------------------------------------------------------------------------------------------- order of calls
-
-
 def rows_of(seed: int) -> Tensor:
     return numbers(4, 5, seed=10 * seed + dist.get_rank()).requires_grad_()
 
@@ -210,9 +204,6 @@ def test_another_order_is_named(name: str, worlds: Worlds) -> None:
     assert first[0] == "CommunicationError"
     assert words in first[1]
     assert words != NUMBERED or len({*re.findall(f"{NUMBERED} (\\d+) of this process", first[1])}) == 2
-
-
-# ------------------------------------------------------------------------------------- a rank that raises and goes on
 
 
 class Raises(cz.RowLoss):
@@ -274,9 +265,6 @@ def test_a_rank_that_raises_and_goes_on_closes_the_group(name: str, splits: bool
             assert how == "CommunicationError"
             assert f"Rank 1 failed in {text.partition(',')[0]}, call 2: {kind.__name__}" in text
             assert "in the middle" in text
-
-
-# --------------------------------------------------------------------------------------------------------- smaller
 
 
 def test_the_order_of_names_does_not_matter(worlds: Worlds) -> None:

@@ -191,9 +191,6 @@ def test_every_diagnosis_has_a_reason_a_fix_and_a_row_of_the_page() -> None:
     assert "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows]) in page
 
 
-# --- what cannot be compared ------------------------------------------------------------------------------------------
-
-
 def train(loss_fn: nn.Module, *, add: Callable[[nn.Module], Any] = lambda model: 0, **options: Any) -> AuditReport:
     """Audit two steps on one process; a term may be added to the loss."""
     model = nn.Linear(4, 3)
@@ -297,9 +294,6 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
             call()
 
 
-# --- factors and reports ----------------------------------------------------------------------------------------------
-
-
 def test_a_factor_is_relative_to_a_mean_over_micro_batches() -> None:
     step = Step(losses=[LossCall(0, 4, factor=0.5, backward=i) for i in (1, 2)])
     assert (step.factor, step.micro_batches) == (1.0, 2)
@@ -313,9 +307,6 @@ def test_the_status_says_not_compared() -> None:
     for status, quantities in expected.items():
         assert AuditReport("", [WorldReport(2, quantities=quantities)]).status == status
     assert AuditReport("", [WorldReport(2)]).status == 2
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 TIMES_W = """

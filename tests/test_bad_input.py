@@ -246,9 +246,6 @@ def test_all_failing_ranks_are_named(worlds: Worlds) -> None:
     assert "rank 0" not in text
 
 
-# ------------------------------------------------------------------------------------------ what is not a mistake
-
-
 def test_check_finite_can_be_turned_off(worlds: Worlds) -> None:
     def job() -> list[float]:
         wrappers = [cz.DistributedLoss(loss, check_finite=False) for loss in (cz.SupCon(), third_party)]
@@ -343,9 +340,6 @@ def test_a_loss_may_insist_on_what_its_miner_finds(worlds: Worlds) -> None:
 
     on_one_process = torch.cat([z(), z()])[torch.cat([y(), y()])].sum().item()
     assert worlds.run(2, job) == pytest.approx([on_one_process] * 2)
-
-
-# ------------------------------------------------------------------------------------------------------ random losses
 
 
 def draws() -> list[float]:

@@ -160,9 +160,6 @@ def test_limits_from_above_and_from_below() -> None:
     assert report.measurements(report.Target("", "ours", "other", 2), {"absent": {"other": "away"}}) == ([], "away")
 
 
-# --------------------------------------------------------------------------------------------------------------- pages
-
-
 @pytest.mark.parametrize("page", ["docs/pages/accelerator.md", "benchmarks/gpu.md"])
 def test_pages_have_the_times_of_the_model(page: str) -> None:
     gpu = pytest.importorskip("gpu")  # which needs Triton
@@ -191,9 +188,6 @@ def test_pages_are_made_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     limit = "≤ 1.2 × products of tiles | 0.667 (0.667–0.667) | yes |"
     assert f"| CLIP, 4,096 × 512 | time of *ours, tiled* | {limit}" in parts["results"]
     assert len(list((tmp_path / "figures").glob("*.svg"))) == 2
-
-
-# ------------------------------------------------------------------------------------------------------------ accuracy
 
 
 def test_the_table_of_errors_has_every_path_and_both_sides(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,6 @@ SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 ROOTS = st.integers(0, 3)
 
 
-# ------------------------------------------------------------------------------------------------- a table of them all
-
-
 @dataclass(frozen=True)
 class At:
     """The shard sizes, the root, this rank, and the group."""
@@ -126,9 +123,6 @@ by_name = pytest.mark.parametrize("name", ALL)
 
 def place(sizes: Sequence[int], root: int, rank: int = 0, group: Any = None) -> At:
     return At(tuple(sizes), root % len(sizes), rank, group)
-
-
-# -------------------------------------------------------------------------------------------------------------- values
 
 
 @by_name
@@ -263,9 +257,6 @@ def test_rows_are_split_as_tensor_split_does_unless_told(worlds: Worlds) -> None
     assert worlds.run(3, job) == [[part, part] for part in parts]
 
 
-# --------------------------------------------------------------------------------------------------------- derivatives
-
-
 def partial_loss(value: Tensor, rank: int) -> Tensor:
     """Return rank ``rank``'s part of L."""
     return (numbers(*value.shape, seed=40 + rank) * value**2).sum() + value.sin().sum()
@@ -282,10 +273,7 @@ def derivatives(parts: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence
 def errors(
     worlds: Worlds, name: str, run: Run, sizes: Sequence[int], root: int, seed: int, complete: bool = False
 ) -> list[float]:
-    """The largest error of any rank's first and second derivative.
-
-    Each rank computes a part of L, or all of it if ``complete``. Small whole numbers make ranks hold the same extreme.
-    """
+    """The largest error of any rank's first and second derivative."""
     ranks = range(len(sizes))
 
     def drawn(rank: int) -> list[Tensor]:
@@ -383,8 +371,6 @@ def test_a_replicated_parameter_gets_the_sum_of_all_ranks_gradients(size: int, w
         close(gradient, sum(numbers(2, 3, seed=1 + rank) for rank in range(size)))
 
 
-# -------------------------------------------------------------------------------------------- groups, meshes, worlds
-
 PAIRS = [1, 3], [0, 2]
 
 
@@ -460,9 +446,6 @@ def test_a_process_outside_the_group_raises(worlds: Worlds) -> None:
 def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> None:
     found = worlds.run(len(texts), lambda text: World.of().exchange_text(text), each=[(text,) for text in texts])
     assert found == [texts] * len(texts)
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
 
 
 class Two(NamedTuple):

@@ -19,9 +19,6 @@ from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.zoo import Entry
 
-# ----------------------------------------------------------------------------------------------------------- losses
-
-
 LEFT_OUT = {"MNRL", "MNRL, all directions", "MNRL, symmetric", "MNRL, masked", "MNRL, Qwen3"}
 """The zoo's draws its negatives from values."""
 LOSSES = [entry for entry in WHOLE_ZOO if str(entry) not in LEFT_OUT]
@@ -96,9 +93,6 @@ def test_what_is_elsewhere_is_refused_in_words(name: str) -> None:
         run(put_by(mode))
 
 
-# ------------------------------------------------------------------------------------------------------ several ranks
-
-
 def test_ranks_on_other_devices_are_refused(worlds: Worlds) -> None:
     def bad() -> None:
         with device() as mode:
@@ -107,9 +101,6 @@ def test_ranks_on_other_devices_are_refused(worlds: Worlds) -> None:
 
     text, _ = common_error(worlds, 2, bad, lambda: cz.collectives.all_reduce(torch.ones(1)))
     assert "on ipu" in text
-
-
-# ------------------------------------------------------------------------------------------------------- other entries
 
 
 def on_both(name: str, kind: str = "ipu:0", *, float64: bool = True) -> tuple[Any, Any]:

@@ -47,9 +47,6 @@ def third_party(embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -
     return (embeddings[chosen].square().sum(1) * (1 + chosen) * (1 + labels[chosen])).mean()
 
 
-# ----------------------------------------------------------------------------------------------- what a loss may return
-
-
 class Parts(NamedTuple):
     total: Tensor
     attraction: Tensor
@@ -141,9 +138,6 @@ def test_an_argument_that_is_given_twice_stays_one(worlds: Worlds) -> None:
         assert (gradient == 2).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------- miners
-
-
 def last_of_all(embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None) -> tuple[Tensor, ...]:
     """The longest third of the embeddings, and who draws."""
     longest = embeddings.norm(dim=1).argsort(descending=True)[: len(embeddings) // 3]
@@ -176,9 +170,6 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
         close(by_rank[3], value)
     assert found[0][4] == torch.rand(1), "rank 0's stream has moved on as one process's would"
     assert found[1][4] != found[0][4]
-
-
-# ------------------------------------------------------------------------------------------- results that ranks disagree on
 
 
 class OwnWeights(nn.Module):
@@ -258,16 +249,10 @@ def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[4, 10]] * 2
 
 
-# ------------------------------------------------------------------------------------------- in another loss's place
-
-
 def test_a_row_loss_takes_embeddings_and_labels_by_name() -> None:
     loss = cz.DistributedLoss(cz.Triplet())
     close(loss(z(6), labels=y(6)), loss(z(6), y(6)))
     close(loss(labels=y(6), embeddings=z(6)), loss(z(6), y(6)))
-
-
-# ------------------------------------------------------------------------------------------------- fewer messages
 
 
 def messages(job: Callable[[], Any]) -> int:

@@ -1,10 +1,4 @@
-"""Every example of the README and the pages runs, and prints what stands beneath it.
-
-An example is a block of python. One that begins with ``# world: W`` runs on W ranks, one that calls
-``init_process_group`` is a script for torchrun, all others run here. A block of text right below is what it prints,
-rank 0's lines first. A block of ``py`` is a fragment, which no reader runs by itself: it compiles, and its names of the
-library exist. A command names a program that exists.
-"""
+"""Every example of the README and the pages runs, and prints what stands beneath it."""
 
 import ast
 import contextlib

@@ -43,8 +43,6 @@ def test_a_formula_that_overflows_would_not_pass() -> None:
     assert not compare(entry, extreme, torch.float64).right
 
 
-# --------------------------------------------------------------------------------------------------------- paths, ranks
-
 PATHS = {"small batch": (False, {}), "split": (True, {}), "ring": (True, {"ring": True})}
 """Whether ranks split the work of a small batch, and the wrapper's options."""
 
@@ -140,8 +138,6 @@ def test_budgets_agree_within_the_bound_and_each_gives_the_same_bits_twice(dtype
             assert first.equals(second), (entry, name)
             assert deviation(first, exact, rows) <= allowed, (entry, name)
 
-
-# --------------------------------------------------------------------------------------------------- float16, GradScaler
 
 SPLITS = {1: (12,), 2: (7, 5), 4: (5, 0, 4, 3)}
 

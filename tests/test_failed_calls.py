@@ -34,10 +34,7 @@ def moved(
     damage: Callable[[Any], None] = lambda loss: None,
     mistakes: Sequence[str] = (),
 ) -> list[str]:
-    """On every rank: the buffers that a call which fails has moved, after one that did not fail.
-
-    With a mistake for the test to notice: ``damage`` changes the loss; a context replaces functions, and does nothing.
-    """
+    """On every rank: the buffers that a call which fails has moved, after one that did not fail."""
     torch.manual_seed(0)
     loss = case.make().double()
     first, second = (case.arguments(dist.get_rank(), dist.get_world_size(), draw) for draw in (0, 1))

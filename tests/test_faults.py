@@ -92,9 +92,6 @@ def test_the_other_rank_says_what_happened_and_ends_soon(runs: dict[str, list[fa
     assert outcome.ended, "an orphan"
 
 
-# ------------------------------------------------------------------------------------------------- ranks that can speak
-
-
 def local_rows() -> Tensor:
     return numbers(4, 3, seed=dist.get_rank()).requires_grad_()
 
@@ -161,9 +158,6 @@ def test_no_message_waits_for_a_rank_that_has_failed(worlds: Worlds) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------------- the mechanism
-
-
 def notes_of_an_earlier_group() -> tuple[str | None, str | None]:
     """A rank's first message on a group clears what an earlier group of the same name has left."""
     world = World.of(dist.new_group([0, 1]))
@@ -215,9 +209,6 @@ def late_transfer() -> list[list[float]]:
 
 def test_a_transfer_of_the_ring_is_waited_for_in_one_piece(worlds: Worlds) -> None:
     assert worlds.run(2, late_transfer) == [[[1.0], [1.0]], [[0.0], [0.0]]]
-
-
-# ------------------------------------------------------------------- ranks with different numbers of batches: DDP's join()
 
 
 def step(context: Callable[[Any], Any] = lambda model: nullcontext(), *, warm: bool = False) -> Tensor:

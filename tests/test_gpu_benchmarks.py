@@ -59,9 +59,6 @@ def test_the_limit_is_above_the_rounding_of_bfloat16(loss: str) -> None:
     assert 1e-4 < relative_error(loss, DENSE[loss], 64, n=48, device="cpu") < LIMIT / 2
 
 
-# ------------------------------------------------------------------------------------------------------- one process
-
-
 def test_a_peer_without_a_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def first(loss: str, name: str) -> Measurement:
         return next(measure.measure(loss, name, [(8, 256)]))
@@ -118,9 +115,6 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
     hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=1.0)
     assert hung[0] == done
     assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def test_the_tables_have_each_implementation_beside_ours() -> None:

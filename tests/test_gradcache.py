@@ -51,9 +51,6 @@ def labels(n: int) -> Tensor:
     return torch.arange(n) % 3
 
 
-# ---------------------------------------------------------------------------------------------------------- one process
-
-
 def test_several_towers_several_outputs_and_two_views() -> None:
     x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
@@ -174,9 +171,6 @@ def test_integer_outputs_have_no_gradient() -> None:
     out["z"].sum().backward()
 
 
-# --------------------------------------------------------------------------------- random numbers, buffers, precision
-
-
 def chunk_by_chunk(model: nn.Module, x: Tensor, chunk_size: int, loss_fn: Callable[..., Tensor]) -> None:
     """Run the reference step: all chunks with a graph, in memory at once."""
     loss_fn(torch.cat([model(part) for part in x.split(chunk_size)])).backward()
@@ -249,9 +243,6 @@ def _plain(model: nn.Module, x: Tensor, scaler: Any) -> None:
     scaler.scale(_loss(torch.cat([model(part) for part in x.split(3)]))).backward()
 
 
-# ------------------------------------------------------------------------------------------------------- several ranks
-
-
 def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> None:
     """Each forward pass updates a spectral norm's vectors; DDP copies rank 0's to all ranks before."""
 
@@ -276,9 +267,6 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
     for found, expected in zip(worlds.run(2, job, True), worlds.run(2, job, False), strict=True):
         same(found[0], expected[0])
         same(found[1], expected[1])
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def _odd() -> tuple[Tensor, Tensor]:

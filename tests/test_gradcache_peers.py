@@ -45,9 +45,6 @@ def needed(package: str, command: str) -> None:
         pytest.skip(f"{package} is not installed; `make {command}` installs it")
 
 
-# --------------------------------------------------------------------------------------------------------------- ZeRO
-
-
 @contextmanager
 def deepspeed_engine(step: nn.Module, stage: int, accumulate: int = 1) -> Iterator[Any]:
     """Run the body with the engine of this rank; gloo sends, and nothing is compiled."""
@@ -154,9 +151,6 @@ def test_zero_3_says_what_it_would_reduce_in_part(make: Any, calls: int, text: s
     needed("deepspeed", "test-trainers")
     found = worlds.run(2, lambda: refusal_of_zero_3(Encoded(make(), calls)), timeout=120)
     assert all(text in of_rank for of_rank in found)
-
-
-# --------------------------------------------------------------------------------------------------------------- peft
 
 
 class Text(nn.Module):

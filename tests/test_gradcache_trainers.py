@@ -149,9 +149,6 @@ def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
     return [x.detach() for x in step.parameters()]
 
 
-# ------------------------------------------------------------------------------------------------------------ trainers
-
-
 class Reductions(TorchDispatchMode):
     """The numbers of messages of each kind that reduce gradients within it."""
 

@@ -149,8 +149,6 @@ def test_whoever_knows_that_a_loss_draws_says_it_for_all(worlds: Worlds) -> None
     assert worlds.run(2, job) == [[True, False]] * 2
 
 
-# ----------------------------------------------------------------------------------- one a step, and the formula once
-
 WHOLE = drawn(OWN_LOSSES, (False,), one_in=6)
 
 

@@ -215,8 +215,6 @@ def test_rows_of_width_0_have_scores() -> None:
     assert cz.OrthogonalRegularization()(empty).isfinite()
 
 
-# -------------------------------------------------------------------------------------------------- one rank's rows
-
 ROWS: dict[str, Callable[[], Tensor]] = {
     "sparse": lambda: Z.to_sparse(),
     "csr": lambda: Z.to_sparse_csr(),

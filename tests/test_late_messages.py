@@ -1,8 +1,4 @@
-"""Messages that arrive when they are waited for, and not before: nothing reads or overwrites their buffers until then.
-
-A message on an accelerator's stream is still under way while the next operations are launched. On a CPU a small message
-often arrives at once, and hides a buffer that is read too soon.
-"""
+"""Messages that arrive when they are waited for, and not before: nothing reads or overwrites their buffers until then."""
 
 import copy
 from collections.abc import Callable, Iterator

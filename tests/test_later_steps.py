@@ -40,9 +40,6 @@ def test_one_tensor_as_both_arguments(worlds: Worlds) -> None:
     close(torch.cat(gradients), torch.autograd.grad(value, whole)[0])
 
 
-# --------------------------------------------------------------------------------------------- what every rank refuses
-
-
 class DrawingOnRank1(cz.RowLoss):
     """A user's loss whose candidates need random numbers, on one rank or on both."""
 
@@ -102,9 +99,6 @@ def test_equal_embeddings_that_prove_nothing(worlds: Worlds) -> None:
         cz.DistributedLoss(cz.NTXent())(SAME[:1].repeat(3, 1), SAME[:1].repeat(3, 1))
 
     worlds.run(2, coincidence)
-
-
-# ----------------------------------------------------------------------------------------------------------- small things
 
 
 def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:

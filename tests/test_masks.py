@@ -76,9 +76,6 @@ def test_masks_stay_within_a_group(worlds: Worlds) -> None:
     assert worlds.run(3, job) == [[[[1]], [[0]], [[0]]], [[[1, 0]], [[0, 0]], [[0, 1]]], [[[0, 1]], [[0, 0]], [[1, 0]]]]
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
-
-
 MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "float ids": (lambda: cz.engine.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "ids.long()")),
     "one-hot ids": (

@@ -33,9 +33,6 @@ from tests.zoo import BatchHard
 D = 3
 
 
-# ------------------------------------------------------------------------------------------------------------ the ring
-
-
 def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the content of a ring by slot, after these embeddings have entered one by one."""
     slots: dict[int, tuple[Tensor, Tensor]] = {}
@@ -110,8 +107,6 @@ def test_rows_are_rounded_to_the_dtype_of_the_memory() -> None:
     close(loss(rows, rows), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------------- peers
-
 PEERS = [
     ("ContrastiveLoss", {}, "", None),
     ("TripletMarginLoss", {"margin": 0.3}, "", None),
@@ -164,9 +159,6 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
         held = len(ours.memory)
         assert torch.equal(ours.memory.rows, theirs.embedding_memory[:held])
         assert torch.equal(ours.memory.labels, theirs.label_memory[:held])
-
-
-# ------------------------------------------------------------------------------------------- own losses, by definition
 
 
 OF_LABELS = [cz.SupCon, cz.SINCERE, cz.NCA, cz.TupletMargin, cz.SupSigmoid, Contrastive, MultiSimilarity, BatchHard]
@@ -224,9 +216,6 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
         late = torch.autograd.grad(sum(loss(x, y) for x, y in zip(rows, other, strict=True)), rows)
         for x, y, expected in zip(rows, other, late, strict=True):
             close(torch.autograd.grad(again(x, y), x)[0], expected)
-
-
-# -------------------------------------------------------------------------------------------------------- the contract
 
 
 class Recipe(NamedTuple):
@@ -334,9 +323,6 @@ def test_every_invariant_holds(recipe: Recipe, shards: tuple[int, ...], worlds: 
         invariant(trial)
 
 
-# -------------------------------------------------------------------------------------------------------------- states
-
-
 def spoilt_states() -> dict[str, dict[str, Tensor]]:
     filled = {"embeddings": torch.ones(4, 2), "ids": torch.ones(4).long(), "filled": torch.tensor(4)}
     good = {**filled, "pointer": torch.tensor(1)}
@@ -362,9 +348,6 @@ def test_an_impossible_state_is_refused_and_changes_nothing(text: str) -> None:
             module.load_state_dict({prefix + name: x for name, x in state.items()})
         for name, x in whole.memory.state_dict().items():
             assert torch.equal(x, before[name]), name
-
-
-# --------------------------------------------------------------------------------------------------- momentum encoder
 
 
 def test_the_momentum_encoder_is_a_moving_average() -> None:
@@ -423,8 +406,6 @@ def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
 
     assert worlds.run(2, job) == [["encoder.weight", "encoder.bias"]] * 2
 
-
-# -------------------------------------------------------------------------------------------------------------- errors
 
 ROWS = torch.ones(2, D)
 LABELLED = ROWS, torch.arange(2)

@@ -195,9 +195,6 @@ def measured(loss, *rows, **settings):
     return monitor.latest
 
 
-# ------------------------------------------------------------------------------------------------------------ figures
-
-
 def test_uniformity_and_alignment_are_those_of_the_loss():
     found = measured(cz.AlignUniform(), *PAIRED)
     assert math.isclose(found["alignment"], cz.AlignUniform(uniformity=0.0)(*PAIRED).item(), rel_tol=1e-12)
@@ -280,9 +277,6 @@ def test_temperature_and_drift(worlds):
     assert first == second
     assert 0.4 < first["encoder_drift"] / expected < 1.6
     assert first["loss_drift"] == 0.0
-
-
-# -------------------------------------------------------------------------------------------------- the monitor itself
 
 
 def test_every_kth_call_in_training_mode_is_measured():

@@ -1,7 +1,4 @@
-"""A step of a small batch on an accelerator starts few operators; there the host's time for each is the time of the step.
-
-``python -m tests.test_operators`` prints the table of benchmarks/gpu.md; views of tensors are left out.
-"""
+"""A step of a small batch on an accelerator starts few operators; there the host's time for each is the time of the step."""
 
 from collections.abc import Callable
 from pathlib import Path

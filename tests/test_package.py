@@ -80,9 +80,6 @@ def fresh(script: str) -> list[str]:
     return json.loads(run.stdout)
 
 
-# -------------------------------------------------------------------------------------------------------------- names
-
-
 def test_importing_the_package_imports_nothing_else() -> None:
     """The pytest plugin and the command line start without torch, in a third of the time."""
     heavy = "{m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy', 'jaxtyping'}"
@@ -157,9 +154,6 @@ def test_a_name_is_found_in_a_new_interpreter() -> None:
 from contrastive_zoo.losses import NTXent
 print(json.dumps([cz.losses.NTXent is NTXent is cz.NTXent, cz.testing.__name__, "NTXent" in dir(cz)]))"""
     assert fresh(script) == [True, f"{NAME}.testing", True]
-
-
-# -------------------------------------------------------------------------------------------------------------- arrows
 
 
 def test_the_package_imports_nothing_from_outside_the_wheel() -> None:

@@ -36,8 +36,6 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max((x.double() - y).abs().max().item() for x, y in zip(found, exact, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------ rounding
-
 INPUTS = {
     "float32": (torch.float32, False),
     "bfloat16": (torch.bfloat16, False),
@@ -59,8 +57,6 @@ def test_decompositions_keep_their_digits_in_a_backward_pass_under_autocast(name
     for x, y in zip(found, torch.autograd.grad(DECOMPOSING[name]()(*exact), exact), strict=True):
         assert (x - y).norm() <= 1e-5 * y.norm()
 
-
-# ------------------------------------------------------------------------------------------- rounding, the whole zoo
 
 # the one whose keys are functions of queries that 16 bits round; the others' are made exact below
 EVERY = [entry for entry in whole_zoo.EVERY if entry.name != "MultiPositive, several targets"]
@@ -89,12 +85,7 @@ def short_rows(entry: Entry, dtype: torch.dtype, shape: Shape = (12, 7)) -> list
 
 @dataclass(frozen=True)
 class Bound:
-    """What 32 bits may cost: twice the error of the dense formula in float32 on the same embeddings.
-
-    Where that formula happens to be exact, four times what embeddings off in their last bit would change:
-    normalised in 32 bits, they are known no better. The value is rounded once more to 32 bits, the gradient to the dtype
-    of the rows.
-    """
+    """What 32 bits may cost: twice the error of the dense formula in float32 on the same embeddings."""
 
     exact: Result
     of_value: float
@@ -178,9 +169,6 @@ def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
         Bound.of(entry, torch.bfloat16).check(found)
 
 
-# -------------------------------------------------------------------------------------------------- second derivatives
-
-
 def hessian_times(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
     """H v, of all embeddings."""
     gradients = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
@@ -201,9 +189,6 @@ def test_a_graph_that_is_only_kept_costs_nothing(entry: Entry) -> None:
     kept = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
     for x, y in zip(kept, Result.of(loss, rows).gradients, strict=True):
         close(x.detach(), y)
-
-
-# ----------------------------------------------------------------------------- functions of a world, anchor by anchor
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Docstrings say which errors a function raises, and show an example that runs.
-
-Doctests run with the modules; here only what has none is found.
-"""
+"""Docstrings say which errors a function raises, and show an example that runs."""
 
 import ast
 import inspect

@@ -109,10 +109,7 @@ def gradients(value: Tensor, model: Sequence[Tensor]) -> list[Tensor]:
 
 
 def errors(name: str, training: Sequence[Sequence[int]], trainer: Any, **options: Any) -> list[float]:
-    """Errors of value and of the gradients of an encoder, of shared prototypes and of the loss's parameter.
-
-    Gradients are reduced as the trainer does. That of the loss's parameter is complete before, too.
-    """
+    """Errors of value and of the gradients of an encoder, of shared prototypes and of the loss's parameter."""
     make, call, roles = CASES[name]
     loss, alone = cz.DistributedLoss(make(), grad_reduction=trainer, **(options or roles)), make()
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
@@ -177,9 +174,6 @@ def test_one_process_has_no_roles() -> None:
     assert loss(a, b, p) == Prototypes()(a, b, p)
     assert "shared=('prototypes',)" in repr(loss)
     assert "batch_dim={'views': 1}" in repr(cz.DistributedLoss(Views(), batch_dim={"views": 1}))
-
-
-# ---------------------------------------------------------------------------------------------------- what is refused
 
 
 def of_rank(n: int = 5, seed: int = 0) -> Tensor:
@@ -291,9 +285,6 @@ def test_options_are_refused_at_once(words: str) -> None:
     with pytest.raises(ValueError, match="DistributedLoss: ") as raised:
         cz.DistributedLoss(loss, **options)
     assert_says(str(raised.value), words)
-
-
-# ----------------------------------------------------------------------------------------------- what is no false alarm
 
 
 EQUAL: dict[str, Callable[[], Any]] = {

@@ -1,8 +1,4 @@
-"""Gradients of batches that are solved at a low temperature: float32 keeps digits of them, where plain torch keeps none.
-
-The loss of a solved batch is about 1e-10: the positive's logit and the log-sum-exp that contains it agree in all digits
-that float32 has.
-"""
+"""Gradients of batches that are solved at a low temperature: float32 keeps digits of them, where plain torch keeps none."""
 
 import functools
 import math
@@ -38,9 +34,6 @@ def views(n: int, noise: float, count: int = 2, dtype: torch.dtype = torch.float
     rows = numbers(n, 24, seed=0)
     copies = [rows + noise * numbers(n, 24, seed=seed) for seed in range(1, count)]
     return [x.to(dtype) for x in (rows, *copies)]
-
-
-# ------------------------------------------------------------------------------- the losses, and their plain definition
 
 
 def without(own: int, s: Tensor) -> Tensor:
@@ -123,21 +116,13 @@ def ranked_mnrl(*rows: Tensor, **settings: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Solved:
-    """A loss and its definition. Losses of one definition are equal.
-
-    Args:
-        ours: the loss.
-        softmaxes: from unit embeddings, dot products of each anchor with its positives [n, k] and with the others [n, m].
-        views: the number of views.
-        times: how often the sum over all contains the positive.
-        several_match: whether the loss is −log of the sum of the positives' shares, not the mean of −log of a share.
-    """
+    """A loss and its definition; losses of one definition are equal."""
 
     ours: Callable[..., Tensor] = field(compare=False)
-    softmaxes: Callable[..., Softmaxes]
+    softmaxes: Callable[..., Softmaxes]  # of unit embeddings: products with positives [n, k] and others [n, m]
     views: int = 2
-    times: int = 1
-    several_match: bool = False
+    times: int = 1  # how often the sum over all contains the positive
+    several_match: bool = False  # −log of the sum of the shares, not the mean of −log of a share
 
     def plain(self, *rows: Tensor, temperature: float) -> Tensor:
         """The loss as it is written everywhere: log-sum-exp of all minus the positive."""
@@ -218,9 +203,6 @@ def errors(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch
     return relative_error(found, exact), plain
 
 
-# ------------------------------------------------------------------------------------------------ ways to compute them
-
-
 PATHS: dict[str, Callable[[], list[Any]]] = {
     "tiled": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(0)],
     "cached": lambda: [patch.object(tiling, "TILE_BYTES", 2**16), tiling.memory_budget(2**30)],
@@ -244,11 +226,7 @@ CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)] if EVERY_CASE 
 
 @pytest.mark.parametrize(("name", "where"), drawn(LOSSES, PATHS, one_in=3))
 def test_float32_keeps_digits_of_the_gradient(name: str, where: str) -> None:
-    """At the temperature 0.01 plain torch is off by 1e-2 and more.
-
-    Few anchors dominate the gradient of 256, and the goal is that of 700. Where the positives of an anchor differ,
-    their spread is most of the gradient, and plain torch has digits of it, too.
-    """
+    """At the temperature 0.01 plain torch is off by 1e-2 and more."""
     for t, noise in CONDITIONS:
         with path(where):
             found, plain = errors(name, 256, t, noise)
@@ -279,16 +257,11 @@ def test_16_bits_are_never_worse_than_plain_torch_in_16_bits(name: str, dtype: t
         assert found <= plain, (t, noise)
 
 
-# ---------------------------------------------------------------------------------------------------------- over ranks
-
 SIZES = (100, 0, 120, 36)
 
 
 def on_rank(ring: bool, always: bool) -> list[Tensor]:
-    """Return the gradients of the local embeddings, [views, n, d], of each loss and noise.
-
-    The last is SupCon of all views in one tensor, whose positives are on other ranks.
-    """
+    """Return the gradients of the local embeddings, [views, n, d], of each loss and noise."""
     found = []
     for noise in (0.3, 0.1):
         wrap = functools.partial(cz.DistributedLoss, grad_reduction="sum", ring=ring)
@@ -312,9 +285,6 @@ def test_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) ->
             exact, _ = expected(LOSSES[name], sum(SIZES), 0.01, noise)
             of_ranks = found.pop(0)
             assert relative_error(of_ranks, exact.view_as(of_ranks)) <= 2 * GOAL, (name, noise)
-
-
-# ------------------------------------------------------------------------------------------------------------- mutants
 
 
 def users(name: str, value: Any) -> list[Any]:

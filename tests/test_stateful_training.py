@@ -1,8 +1,4 @@
-"""Random trainings: after every action, value and all gradients are those of one process, whatever came before.
-
-Hypothesis draws which actions follow each other, and makes a program that fails as short as it can; all ranks then run a
-program in one job. ``make search`` runs 10,000 steps.
-"""
+"""Random trainings: after every action, value and all gradients are those of one process, whatever came before."""
 
 import os
 from collections.abc import Iterator
@@ -67,8 +63,6 @@ class Training(RuleBasedStateMachine):
         sizes = data.draw(st.lists(SIZES, min_size=self.world_size, max_size=self.world_size).filter(any), "shards")
         return tuple(sizes), 10 * len(self.program)
 
-    # ------------------------------------------------------------------------------------------------------- steps
-
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         self.then("step", batches=[self.batch(data)])
@@ -101,8 +95,6 @@ class Training(RuleBasedStateMachine):
     def subgroup(self, data: st.DataObject) -> None:
         self.then("step", batches=[self.batch(data)], wrapper="subgroup")
 
-    # ----------------------------------------------------------------------------------------------- all ranks change
-
     @rule(data=st.data())
     def set_setting(self, data: st.DataObject) -> None:
         self.then("set_setting", value=data.draw(st.sampled_from(self.loss.setting[1]), "value"))
@@ -133,8 +125,6 @@ class Training(RuleBasedStateMachine):
     @rule(on=st.sampled_from(["all", "one"]), how=st.sampled_from(["wrapper", "deepcopy", "pickle", "state_dict"]))
     def make_again(self, on: str, how: str) -> None:
         self.then("make_again", on=on, how=how)
-
-    # -------------------------------------------------------------------------------------------------- one rank differs
 
     @rule(data=st.data(), what=st.sampled_from(["setting", "option", "argument", "hook"]))
     def differ(self, data: st.DataObject, what: str) -> None:
@@ -204,11 +194,7 @@ def steps(**more: Any) -> list[Action]:
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(LOSSES)), ids=list(LOSSES))
 def test_steps_of_every_loss_are_those_of_one_process(number: int, name: str, worlds: Worlds) -> None:
-    """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work.
-
-    The second half is within an activation checkpoint, which a loss without a memory may compute again. Of small batches a
-    loss takes one of the halves; a search, both.
-    """
+    """What the search begins with, so that what it finds is a matter of several actions: small batches and shared work."""
     worlds.run(2, LOSSES[name].make)
     reentrant = None if LOSSES[name].remembers else number % 4 == 0
     halves = [steps(), [("set_option", {"grad_reduction": "sum"}), *steps(reentrant=reentrant)]]

@@ -1,7 +1,4 @@
-"""Embeddings that repeat, within and across ranks: which of equal ones is hardest does not depend on the split.
-
-Rows are as wide as a matmul of several tiles, which rounds the same product differently at other places.
-"""
+"""Embeddings that repeat, within and across ranks: which of equal ones is hardest does not depend on the split."""
 
 import contextlib
 from collections.abc import Sequence

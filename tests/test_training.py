@@ -41,17 +41,8 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 SOME = ("InfoNCE, learnt", "SupCon", "ProxyAnchorLoss, learnt", "TripletMarginLoss")
 
 
-# ------------------------------------------------------------------------------------------------------------ trainers
-
-
 class Trainer(NamedTuple):
-    """How encoder and loss are wrapped, and what is done to gradients after the backward pass.
-
-    Args:
-        wrap: ``wrap(module)``, for the encoder and, if it has parameters, for the global loss.
-        reduce: ``reduce(modules)``.
-        grad_reduction: what DistributedLoss is told.
-    """
+    """How encoder and loss are wrapped, and what is done to gradients after the backward pass."""
 
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     reduce: Callable[[list[nn.Module]], None] = lambda modules: None
@@ -101,9 +92,6 @@ class Trained(NamedTuple):
 
     values: Tensor
     parameters: list[Tensor]
-
-
-# ------------------------------------------------------------------------------------------------------- one training
 
 
 def train(plan: Plan, *, alone: bool = False) -> Trained:
@@ -166,9 +154,6 @@ def local_rows(of_views: bool, step: int, micro: int) -> list[Tensor]:
 def on_one_process(worlds: Worlds, recipe: str, micro: int) -> Trained:
     """What one process computes, without this library's DistributedLoss, DDP or groups."""
     return worlds.run(1, train, Plan(recipe, micro=micro), alone=True)[0]
-
-
-# --------------------------------------------------------------------------------------------------------------- tests
 
 
 def loss_in(recipe: str, trainer: str) -> str:

@@ -1,7 +1,4 @@
-"""Ranks on two hosts: the contract holds, and a link that is cut ends as an error on both.
-
-The hosts are two network namespaces with an address each, two ranks on each. They need root, and are skipped elsewhere.
-"""
+"""Ranks on two hosts: the contract holds, and a link that is cut ends as an error on both."""
 
 from __future__ import annotations
 

@@ -28,10 +28,7 @@ def of_many_ranks() -> AbstractContextManager[None]:
 
 
 def gathered(*, one_tag: bool) -> bool:
-    """Whether two gathers that are under way at a time bring the rows of all ranks.
-
-    A rank's threads may send in any order. With one tag rank 0's do so in the other one.
-    """
+    """Whether two gathers that are under way at a time bring the rows of all ranks."""
     world = World.of()
     all_rows = torch.arange(3.0) + 100 * torch.arange(world.size)[:, None]
     messages = [all_rows[world.rank], all_rows[world.rank] + 50]
@@ -94,9 +91,6 @@ def test_a_failure_is_told_within_the_rounds(worlds: Worlds) -> None:
     assert (
         "rank 0 waited in the handshake for a rank that has failed. Rank 1 failed in fails, call 1: KeyError" in found
     )
-
-
-# ------------------------------------------------------------------------- the group by which accelerators agree
 
 
 def test_the_host_group_has_the_time_out_of_the_users_group() -> None:

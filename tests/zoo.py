@@ -53,11 +53,7 @@ def row(
     kind: Callable[..., Any] | None = None,
     **fixed: Any,
 ) -> Entry:
-    """Return an entry of a loss and its formula; both get those of these settings, and of a test's, that they take.
-
-    The loss is that of the name, up to a comma, unless it is another ``kind``. ``arguments`` makes those of a call, which
-    the formula takes too, from the embeddings and labels of a batch. ``prepare`` gives a new loss its state.
-    """
+    """Return an entry; ``arguments`` makes what loss and formula are called with, ``prepare`` gives a new loss its state."""
     kind = getattr(cz, name.partition(",")[0]) if kind is None else kind
     if arguments is not None or prepare is not None:
         kind, dense = fed(kind, arguments, prepare), dense if arguments is None else of_arguments(dense, arguments)
@@ -99,9 +95,6 @@ def of_arguments(dense: Callable[..., Tensor], arguments: Arguments) -> Callable
     return formula
 
 
-# -------------------------------------------------------------------------------------------- parts of formulas
-
-
 def unit(z: Tensor) -> Tensor:
     return F.normalize(z, dim=1)
 
@@ -131,9 +124,6 @@ def log_sums(logits: Tensor, mask: Tensor, empty: float = -torch.inf) -> Tensor:
 
 def softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=100)
-
-
-# ------------------------------------------- formulas of rows as they are; a reduction "none" keeps the losses of anchors
 
 
 def itself(z: Tensor) -> Tensor:
@@ -166,9 +156,6 @@ def sup_con(z: Tensor, labels: Tensor, scale: Any, reduction: str = "mean") -> T
 
 def nt_xent(a: Tensor, b: Tensor, scale: Any) -> Tensor:
     return sup_con(torch.cat([a, b]), torch.arange(len(a), device=a.device).repeat(2), scale)
-
-
-# ------------------------------------------------------------------------------------------ the same of unit embeddings
 
 
 def dense_info_nce(queries: Tensor, keys: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:

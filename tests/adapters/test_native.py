@@ -368,9 +368,6 @@ def test_two_views_may_be_positional() -> None:
         assert distance(native(name)(*rows_of(name)), theirs(name, rows_of(name))[0]) <= EXACT
 
 
-# ------------------------------------------------------------------------------- called as that library's losses are
-
-
 def trained(name: str, *rows: Tensor, more: str, wrapped: bool, grad_reduction: str = "mean") -> list[Result]:
     """Compute three steps, between which weights change; the second one passes arguments that only the original takes."""
     loss, miner = made(name)[0], M.PairMarginMiner(0.5, 0.9)

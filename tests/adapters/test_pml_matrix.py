@@ -112,9 +112,6 @@ def test_the_page_shows_what_was_measured() -> None:
     assert all(f"- `{name}`: {why}." in text for name, why in BASES.items())
 
 
-# ------------------------------------------------------------------------------------------- rows that do not pair
-
-
 def of_rank(*counts: int, seed: int = 0) -> Tensor:
     return numbers(counts[World.of().rank], WIDTH, seed=seed + World.of().rank)
 
@@ -176,9 +173,6 @@ def test_views_without_labels_may_differ_in_number_for_dynamic_soft_margin(world
     expected = losses.DynamicSoftMarginLoss()(z, ref_emb=references)
     each = list(zip(split(z, (5, 7)), split(references, (9, 4)), strict=True))
     assert max(distance(x, expected) for x in worlds.run(2, job, each=each)) <= EXACT
-
-
-# ------------------------------------------------------------------------------------------------------------- mutants
 
 
 def gathered(rows: Tensor) -> Tensor:

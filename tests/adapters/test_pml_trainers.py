@@ -100,9 +100,6 @@ def test_a_trainer_computes_the_weights_of_one_process(recipe: Any, worlds: Worl
     assert distance(by_itself[0][0], expected[0]) > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------------------- records
-
-
 def records(module: nn.Module) -> dict[str, Any]:
     """Return everything that inner modules record for a logger."""
     return {

@@ -21,8 +21,6 @@ from contrastive_zoo.testing.worlds import Worlds
 
 SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 
-# ------------------------------------------------------------------------------------- losses, as one process sees them
-
 
 def attraction(z: Tensor, y: Tensor) -> Tensor:
     """Embeddings of a class towards each other, all away from each other."""
@@ -113,9 +111,6 @@ class ClassMeans(nn.Module):
         return loss
 
 
-# -------------------------------------------------------------------------------------------- before, and after one line
-
-
 def local_rows(view1: Tensor, view2: Tensor) -> Tensor:
     """Compare local anchors with all ranks' embeddings, gathered with gradient, as lightly and open_clip do."""
     z, others = (
@@ -181,8 +176,6 @@ def test_distributed_loss_computes_the_loss_of_the_global_batch(recipe: Recipe, 
         for each in on:
             invariant(each)
 
-
-# ------------------------------------------------------------------------------------------------------------- the page
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
 

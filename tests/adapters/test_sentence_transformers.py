@@ -1,7 +1,5 @@
-"""Every loss of sentence-transformers is, behind its adapter, the same function on W ranks as on one; or refused, and why.
-
-All of it runs in one world of three, where sentence-transformers is imported once; smaller worlds are groups within it.
-"""
+"""Every loss of sentence-transformers is, behind its adapter, the same function on W ranks as on one; or refused, and
+why."""
 
 from __future__ import annotations
 
@@ -41,9 +39,6 @@ SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
 # sentence-transformers keeps two losses that it would rather not
 pytestmark = pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
 VOCABULARY = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i for i in range(2, WORDS)}}
-
-
-# ----------------------------------------------------------------------------------------------- encoders and sentences
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -96,9 +91,6 @@ def features(columns: int, rows: slice = slice(None)) -> list[dict[str, Tensor]]
 
 def drawn(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
-# ------------------------------------------------------------------------------------------------------------ the losses
 
 
 @dataclass(frozen=True)
@@ -257,9 +249,6 @@ NO_LOSSES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- measurements
-
-
 @dataclass
 class Found:
     value: Tensor
@@ -333,9 +322,6 @@ def assert_same(found: list[Found], expected: Found, reduce: str = "mean") -> No
         for each in found:
             close(each.parameters[name] * (len(found) if reduce == "sum" else 1), x)
             assert torch.equal(each.parameters[name], found[0].parameters[name])
-
-
-# ----------------------------------------------------------------------------------------------------------------- tests
 
 
 def test_every_loss_is_in_a_table() -> None:
@@ -546,9 +532,6 @@ def test_the_encoders_forward_is_restored() -> None:
     assert "forward" not in vars(model)
     loss(features(2), scores())
     assert "forward" not in vars(model)
-
-
-# --------------------------------------------------------------------------------------------------------------- trainer
 
 
 def deviation(index: int) -> tuple[float, float]:

@@ -42,9 +42,6 @@ def test_a_ring_is_one_process(shards: tuple[int, ...], tiles: dict[str, int], w
     worlds.run(len(shards), play_each, names, {**GENERAL_PATH, **tiles}, program, timeout=60)
 
 
-# ------------------------------------------------------------------------------------------------------- what is sent
-
-
 def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:
     """Return how many embeddings this rank sends to each other rank, and how many it gathers."""
     sent: dict[int, int] = {}
@@ -84,9 +81,6 @@ def test_one_tower_sends_rows_to_half_of_the_ranks(name: str, worlds: Worlds) ->
     factor = 2 if LOSSES[name].compares == "views" else 1  # both views of a sample are sent
     for rank, (sent, _) in enumerate(worlds.run(5, rows_sent, name, shards)):
         assert sent == {(rank - step) % 5: factor * shards[rank] for step in (1, 2)}
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,6 @@ from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, close, drawn, numbers
 
-# ---------------------------------------------------------------------------------------- hand-written, plain formula
-
 Pass = Callable[..., Tensor]
 
 OF_A_MATRIX: dict[str, Pass] = {
@@ -140,8 +138,6 @@ def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: 
         assert torch.autograd.gradgradcheck(of, a)
 
 
-# ------------------------------------------------------------------------------------------------------------- mining
-
 HARD = {
     metric: lambda metric=metric: Triplet(mining="hard", margin=0.5, metric=metric)
     for metric in ("distance", "squared distance", "similarity")
@@ -219,8 +215,6 @@ def test_a_search_and_one_bar_after_another_find_the_same(
         close(x, y)
 
 
-# ------------------------------------------------------------------------------------------------------------- blocks
-
 LOSSES = [Triplet(mining="hard"), Triplet(mining="semi-hard"), MultiSimilarity(epsilon=0.1), Circle(gamma=8)]
 
 
@@ -247,9 +241,6 @@ def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> N
     with cz.engine.plain_formulas(), Largest() as largest:
         outcome(loss, z, labels)
     assert largest.elements >= n * n
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("make", [lambda: cz.Triplet(mining="hard"), cz.Contrastive], ids=["at once", "afterwards"])
@@ -311,8 +302,6 @@ def test_few_anchors_of_several_ranks_have_one_mean(worlds: Worlds) -> None:
 
     assert worlds.run(2, mean) == pytest.approx([2 / 3, 2 / 3])
 
-
-# ------------------------------------------------------------------------------------------------------------- classes
 
 IDS = st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**60, 2**60 + 1, 2**63 - 1]), max_size=12)
 

@@ -64,10 +64,7 @@ def rows_of(kind: str, n: int, dtype: torch.dtype = torch.float64, place: str = 
 
 
 def outcome(loss: Callable[..., Tensor], rows: list[Tensor], temperature: float, **more: str) -> list[Tensor]:
-    """The value, then the gradients of both sides, of log t and of SigLIP's bias.
-
-    Of embeddings all alike the derivative by t is zero as a difference of numbers of 1/t².
-    """
+    """The value, then the gradients of both sides, of log t and of SigLIP's bias."""
     dtype = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
     a, b = (x.detach().clone().requires_grad_() for x in rows)
     learnt = [torch.tensor(temperature, dtype=dtype, device=a.device).log().requires_grad_()]

@@ -12,11 +12,7 @@ WHOLE = ("r_precision", "map", "map@r", "mrr", "ndcg")
 
 
 def awkward(seed):
-    """Return arguments of ``evaluate`` on one process, and the metrics that it must find.
-
-    Rows have few different scores, as integers of any size or as one collapsed direction of any length. Queries are judged
-    about themselves, ignore rows, or have no relevant row. Labels are ignored, and samples repeated.
-    """
+    """Return arguments of ``evaluate`` on one process, and the metrics that it must find."""
     draw = torch.Generator().manual_seed(seed)
 
     def integers(low, high, *shape):

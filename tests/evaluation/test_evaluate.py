@@ -55,9 +55,6 @@ def measured_in_shards(measure, arguments, seed):
     return repr(measure(**local))
 
 
-# ------------------------------------------------------------------------------------------------------------ mutants
-
-
 @pytest.mark.parametrize(
     ("place", "mistake"),
     [
@@ -98,8 +95,6 @@ def test_a_mistake_on_several_ranks_is_caught(mutant, worlds):
         same_for_every_split(mutant, 2, worlds)
 
 
-# ------------------------------------------------------------------------------------------------------------- faults
-
 ROWS, IDS = torch.eye(4), torch.arange(4)
 
 
@@ -139,9 +134,6 @@ def test_a_fault_that_is_not_reported_is_heard_of_late(worlds):
 
     other, _ = worlds.run(2, of_a_fault, "top_k", silently, timeout=10.0)
     assert "not all ranks came" in other
-
-
-# -------------------------------------------------------------------------------------------------- values of queries
 
 
 def test_means_of_queries_are_the_metrics(worlds):

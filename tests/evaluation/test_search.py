@@ -125,9 +125,6 @@ def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
         assert good == [(200, 1), (100, 1)]
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-
-
 rank = dist.get_rank
 
 

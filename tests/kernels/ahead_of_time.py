@@ -1,8 +1,4 @@
-"""Compile kernels for chips that are not there: a program that prints what each takes of the chip.
-
-python -m tests.kernels.ahead_of_time 90 bfloat16 tf32    as JSON
-python -m tests.kernels.ahead_of_time                     all chips and dtypes, a table of benchmarks/gpu.md
-"""
+"""Compile kernels for chips that are not there: a program that prints what each takes of the chip."""
 
 import itertools
 import json

@@ -94,9 +94,6 @@ def local(x: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
     return x.split([n * len(x) // sum(sizes) for n in sizes])[rank]
 
 
-# --------------------------------------------------------------------------------------------------- rows of embeddings
-
-
 def of_negatives(queries: Tensor, keys: Tensor, negatives: Tensor, scale: Tensor) -> Tensor:
     return zoo.info_nce(queries, torch.cat([keys, negatives]), scale)
 

@@ -1,8 +1,4 @@
-"""Kernels on one or several ranks against the dense formula in float64: a program for each rank; rank 0 prints JSON.
-
-A program, because Triton decides when it is imported whether its interpreter is on, for the whole process. Each case is
-a few steps of one loss, with shards of other sizes at each.
-"""
+"""Kernels on one or several ranks against the dense formula in float64: a program for each rank; rank 0 prints JSON."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""Values and gradients of the kernels against float64, of three steps on one or several ranks.
-
-By Triton's interpreter, or on the GPU if there is one.
-"""
+"""Values and gradients of the kernels against float64, of three steps on one or several ranks."""
 
 import json
 import os
@@ -19,8 +16,7 @@ from contrastive_zoo.testing.auditing.launch import environment, local_store
 pytest.importorskip("triton")
 
 ROUNDING = 10 * 2.0**-23
-"""What a result may be off by where the dense formula happens to be nearer: units in the last place of float32. A logit of
-1/t is rounded by 2⁻²⁴/t nats."""
+"""What a result may be off by where the dense formula happens to be nearer: units in the last place of float32."""
 
 EVERY = bool(os.environ.get("ALL_DTYPES"))
 

@@ -73,9 +73,6 @@ def learning(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in rows.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- one process
-
-
 def test_masks_may_be_left_out() -> None:
     rows = rows_of(Shard(4), seed=1)
     tokens = {name: rows[name] for name in NAMES[:2]}
@@ -145,9 +142,6 @@ def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
         assert (kept(first), kept(second)) == (True, False)
         first.sum().backward()
         assert kept(forward())
-
-
-# ------------------------------------------------------------------------------------------------------------- ranks
 
 
 def largest_error(name: str, steps: Sequence[Sequence[Shard]], option: Any, budget: int, mutant: str = "") -> float:
@@ -231,9 +225,6 @@ def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
         assert found == pytest.approx([x.item() for x in sums], abs=EXACT)
 
 
-# --------------------------------------------------------------------------------------------------------- bad input
-
-
 def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
     def call(length: int, mask: Tensor | None = None, width: int = 3) -> float:
         tokens = torch.eye(3)[:, None].repeat(1, length, 1)[..., :width]
@@ -251,9 +242,6 @@ def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
         text, after = common_error(worlds, 2, bad, lambda: call(1 + dist.get_rank()))
         assert said in text
         assert len(set(after)) == 1
-
-
-# ---------------------------------------------------------------------------------------------------------- pad_dims
 
 
 class Pooled(nn.Module):

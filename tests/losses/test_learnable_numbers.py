@@ -105,9 +105,6 @@ def test_what_has_no_derivative_is_refused_as_a_learnable_number(name: str, sett
     close(loss_of(name, setting, Shifted(x).requires_grad_(False))(*SUBJECTS[name].rows), value)
 
 
-# ----------------------------------------------------------------------------------------------------------- ranks
-
-
 SHARDS = ((3, 5), (8, 0), (0, 8), (1, 7))
 
 

@@ -1,8 +1,4 @@
-"""Formulas of other people: those of sentence-transformers, lightly, open_clip and pytorch-metric-learning.
-
-Value and gradient in float64, on classes of unequal size, equal embeddings and equal similarities. Losses of
-pytorch-metric-learning that have a translation are in ``tests/adapters/test_native.py``.
-"""
+"""Formulas of other people: those of sentence-transformers, lightly, open_clip and pytorch-metric-learning."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -57,9 +53,6 @@ class Peer:
     views: int = 1  # how many tensors of embeddings both take
     labels: Callable[[int], Tensor] = classes  # of a seed
     tolerance: float = EXACT
-
-
-# ----------------------------------------------------------------------------------------------- sentence-transformers
 
 
 class Wordless(PreTrainedTokenizerBase):
@@ -238,9 +231,6 @@ OF_TEXTS: dict[str, Peer] = {
 }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- pytorch-metric-learning
-
-
 def of_units(ours: Loss, theirs: Loss) -> Peer:
     """Compare losses of unit embeddings, each with a positive: AngularLoss takes negatives as they come."""
     return Peer(
@@ -323,9 +313,6 @@ OF_METRICS: dict[str, Peer] = {
         for variant in pml.PNPLoss.VARIANTS
     },
 }  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------- lightly, open_clip
 
 
 def peer(path: str) -> Any:

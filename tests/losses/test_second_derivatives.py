@@ -77,9 +77,6 @@ def test_a_memory_has_second_derivatives() -> None:
     assert second.abs().max() > 0
 
 
-# ----------------------------------------------------------------------------------------------------------- ranks
-
-
 def cubic(z: Tensor, labels: Tensor) -> Tensor:
     return (z @ z.T).pow(3).mean() + 0 * labels.sum()
 

@@ -198,9 +198,6 @@ def test_what_a_setting_may_be_is_left() -> None:
     close(cz.NTXent(temperature=1)(*VIEWS), cz.NTXent(temperature=1.0)(*VIEWS))
 
 
-# --------------------------------------------------------------------------------------------------- kinds of numbers
-
-
 KINDS = (np.float32, np.int64, np.float64, int, np.float16)
 WHOLE = ("iterations", "code_views", "num_bins", "num_points", "num_slices", "global_views")
 REAL = [
@@ -235,9 +232,6 @@ def test_numbers_of_numpy_and_integers_are_numbers(name: str) -> None:
                 assert not isinstance(getattr(loss, setting), np.generic)
 
 
-# ------------------------------------------------------------------------------------------------------ kinds of rows
-
-
 @pytest.mark.parametrize("name", [name for name, x in SUBJECTS.items() if x.rows[-1] is LABELS])
 def test_labels_of_any_integer_dtype(name: str) -> None:
     loss, (*rows, _), labels = SUBJECTS[name]().double(), SUBJECTS[name].rows, LABELS % 2
@@ -255,9 +249,6 @@ def test_a_loss_in_64_bits_takes_rows_of_32(name: str) -> None:
     assert value.dtype == torch.float32
     torch.manual_seed(0)
     assert value.item() == pytest.approx(subject()(*rows).item(), rel=1e-4, abs=1e-5)
-
-
-# ----------------------------------------------------------------------------------------------------------- ranks
 
 
 def test_a_setting_spoilt_on_one_rank_is_said_on_all(worlds: Worlds) -> None:

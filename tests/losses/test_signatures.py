@@ -79,9 +79,6 @@ def test_the_signature_has_the_fields_with_types_and_defaults(cls: type[Settings
     assert cls.__name__ in pydoc.plain(pydoc.render_doc(cls))
 
 
-# ------------------------------------------------------------------------------------------------ a loss has its own value
-
-
 LEARNABLE: dict[str, Any] = {
     "number": 0.25,
     "tensor": torch.tensor(0.25),
@@ -133,9 +130,6 @@ def test_a_loss_without_its_value_has_none() -> None:
         _ = loss.temperature
 
 
-# ----------------------------------------------------------------------------------------- programs that build losses
-
-
 def built(cls: type, tmp_path: Path, settings: str) -> Any:
     """Return what a program builds from a file, as LightningCLI does."""
     jsonargparse = pytest.importorskip("jsonargparse")
@@ -161,9 +155,6 @@ def test_a_wrong_setting_in_a_file_is_refused(settings: str, tmp_path: Path) -> 
     jsonargparse = pytest.importorskip("jsonargparse")
     with pytest.raises(jsonargparse.ArgumentError):
         built(cz.NTXent, tmp_path, f"loss: {settings}")
-
-
-# ------------------------------------------------------------------------------------------------------- wrong names
 
 
 @pytest.mark.parametrize(

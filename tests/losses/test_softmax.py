@@ -75,9 +75,6 @@ def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None
     assert bias.grad is not None
 
 
-# --------------------------------------------------------------------------------------------------------- over ranks
-
-
 def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
     """The number of negatives may differ between ranks, down to none, apart from the number of queries."""
     q, d, x = (numbers(5, 3, seed=seed) for seed in range(3))

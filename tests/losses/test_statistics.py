@@ -145,8 +145,6 @@ def test_a_number_of_prototypes_in_a_tensor_has_16_bits() -> None:
     assert SwAV(torch.tensor(39, dtype=torch.int32), 3).prototypes.shape == (39, 3)
 
 
-# ---------------------------------------------------------------------------------------------- operators and messages
-
 BATCHED: dict[str, tuple[Callable[[], Any], int, int]] = {
     "SwAV": (lambda: SwAV(5, 4), 8, 130),
     "LeJEPA": (lambda: cz.LeJEPA(4), 3, 110),

@@ -27,8 +27,6 @@ from tests.zoo import (
     unit,
 )
 
-# --------------------------------------------------------------------------------------------------------- two towers
-
 
 def second_tower(z: Tensor) -> Tensor:
     """Keys made of queries, row by row, for losses that are called with labels here."""
@@ -174,9 +172,6 @@ def dense_gist(
         s = first @ torch.cat(others).T
         kept.append(s.masked_fill(same[:, : s.shape[1]] | (guide @ torch.cat(guides).T > closest), -torch.inf))
     return (torch.cat([own, *kept], 1) / temperature).logsumexp(1).mean() - own.mean() / temperature
-
-
-# ---------------------------------------------------------------------------------------------------------- one tower
 
 
 def dense_dcl(
@@ -348,5 +343,4 @@ ORDERED: list[Entry] = [
     row("NPairs", dense_n_pairs, "labels"),
     row("NPairs, l2", dense_n_pairs, "labels", l2=0.1),
 ]
-"""Losses that care which of a class's embeddings come first. The invariants of order, which ask one shuffle whether a loss
-does, may take them for such that do not."""
+"""Losses that care which of a class's embeddings come first."""

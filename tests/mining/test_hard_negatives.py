@@ -142,9 +142,6 @@ def test_neither_the_steps_nor_a_memory_map_show(
     assert all(np.array_equal(found[name], expected[name]) for name in COLUMNS)
 
 
-# ----------------------------------------------------------------------------------------------------- several ranks
-
-
 def columns(
     mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
 ) -> dict[str, Any]:
@@ -257,8 +254,6 @@ def test_sentence_transformers_mines_the_same() -> None:
         expected = zip(ours["query"].tolist(), ours["negative"].tolist(), strict=True)
         assert sorted(found, key=lambda pair: pair[0]) == [*expected]
 
-
-# ----------------------------------------------------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"corpus": torch.ones(M, D + 1)}, r"one width and dtype, got float32 \[37, 6\] and float32 \[90, 7\]"),

@@ -1,7 +1,4 @@
-"""Random samplers keep the invariants, and each invariant catches its mistakes: common ones in samplers of several ranks.
-
-An invariant yields what breaks it in a trial, in words, and nothing where it does not apply.
-"""
+"""Random samplers keep the invariants, and each invariant catches its mistakes: common ones in samplers of several ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +30,6 @@ CASES = range(2000 if EVERY_CASE else 25)
 MANY = 20  # samples whose order is hardly ever the same by chance
 
 
-# ---------------------------------------------------------------------------------------------------------------- trials
-
 Ints = NDArray[np.int64]
 Parts = list[list[list[int]]]  # what each rank yields
 KINDS = (GlobalBatchSampler, MPerClassBatchSampler, NoDuplicatesBatchSampler, HardNegativeBatchSampler)
@@ -43,13 +38,7 @@ KINDS += (TokenBatchSampler, OneDatasetBatchSampler)
 
 @dataclass(frozen=True)
 class SamplerTrial:
-    """A sampler, a split over ranks, and what is known about the dataset; no process is started.
-
-    An epoch has each of ``samples`` once. After ``step`` batches, modulo their number, a run is resumed on
-    ``other_world_size`` ranks. Samplers by class have ``labels`` and a ``group`` (m, p); no value of ``columns``, [samples,
-    columns], occurs twice in a batch. With ``lengths`` a batch has whole chunks of ``chunk_tokens``; with ``sources`` it has
-    samples of one of them, and an epoch has a sample between ``times``.
-    """
+    """A sampler, a split over ranks, and what is known about the dataset; no process is started."""
 
     make: Callable[..., BaseBatchSampler]
     samples: Sequence[int]
@@ -115,10 +104,7 @@ def merged(parts: Parts) -> list[list[int]]:
 
 
 def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
-    """Return a random dataset, batch size, world size and position of a kind of sampler.
-
-    Datasets have 1 to 120 samples; labels and values are skewed, so that classes have between one and most of the samples.
-    """
+    """Return a random dataset, batch size, world size and position of a kind of sampler."""
     rng = np.random.default_rng(seed)
 
     def number(low: int, high: int) -> int:
@@ -174,9 +160,6 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
         epoch=int(rng.choice([*range(5), 2**40, 2**62 - 1])), step=number(0, 1000),
         rank_weights=weights.tolist() if weights.any() else None, **about,
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------------ invariants
 
 
 def same_number_of_batches(trial: SamplerTrial) -> Iterator[str]:
@@ -238,11 +221,7 @@ def positive_in_batch(trial: SamplerTrial) -> Iterator[str]:
 
 
 def m_of_each_class(trial: SamplerTrial) -> Iterator[str]:
-    """A batch has groups of p different classes; a group has m samples, but for the remainder of a class.
-
-    Only the last batch has fewer than p classes, unless one class has more groups than full batches. Each class has at most
-    one group that is not of size m.
-    """
+    """A batch has groups of p different classes; a group has m samples, but for the remainder of a class."""
     if trial.labels is None:
         return
     m, p = trial.group
@@ -291,9 +270,6 @@ def one_source_in_a_batch(trial: SamplerTrial) -> Iterator[str]:
     for batch in trial.batches if trial.sources is not None else ():
         if len(sources := set(trial.sources[batch].tolist())) > 1:
             yield f"a batch has samples of the data sets {sources}"
-
-
-# -------------------------------------------------------------------------------------------------------------- mistakes
 
 
 def own_batches(self: Any) -> Iterator[list[int]]:

@@ -32,9 +32,6 @@ ONE_PROCESS = cz.World()
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 
 
-# ------------------------------------------------------------------------------------------------------------ position
-
-
 def test_a_loaded_step_belongs_to_its_epoch() -> None:
     sampler = GlobalBatchSampler(10, batch_size=4, process_group=ONE_PROCESS)
     whole = list(sampler)
@@ -54,9 +51,6 @@ def test_workers_and_batches_without_samples() -> None:
     loader = DataLoader(data, batch_sampler=sampler, num_workers=1, collate_fn=CollateEmptyBatches(data[0]))
     shapes = [(list(index.shape), list(x.shape), index.dtype) for index, x in loader]
     assert shapes == [([1], [1, 3], torch.int64), ([0], [0, 3], torch.int64)]
-
-
-# ----------------------------------------------------------------------------------------------------------- samplers
 
 
 def test_a_long_tail_is_warned_of() -> None:
@@ -122,9 +116,6 @@ def test_batches_hold_neighbours() -> None:
     assert distance(list(near)) < distance(list(plain)) / 2
 
 
-# ----------------------------------------------------------------------------------------------------------- collating
-
-
 def test_an_empty_batch_has_the_structure_of_the_others() -> None:
     from collections import namedtuple
 
@@ -142,8 +133,6 @@ def test_an_empty_batch_has_the_structure_of_the_others() -> None:
     empty["name"].append("b")
     assert collate([])["name"] == []
 
-
-# ----------------------------------------------------------------------------------------------------------- bad input
 
 NINE = GlobalBatchSampler(9, batch_size=9, process_group=ONE_PROCESS)
 WEIGHTED = GlobalBatchSampler(9, batch_size=9, rank_weights=[1.0], process_group=ONE_PROCESS)

@@ -38,9 +38,6 @@ def _right(call: Call = "views", *, searched: bool = False, wrap: bool = False) 
     return register
 
 
-# --- precision ------------------------------------------------------------------------------------------------------
-
-
 @_right(wrap=True)
 def in_float32(view1, view2):
     a, b = unit(view1.float(), view2.float())
@@ -90,9 +87,6 @@ def dense_info_nce(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
 @_right(wrap=True)
 def dropout_in_the_loss(view1, view2):
     return dense_info_nce(F.dropout(view1, 0.2), view2)
@@ -108,9 +102,6 @@ def dropout_before_a_gather(view1, view2):
 def noise_of_every_rank(embeddings, labels):
     z = all_gather(embeddings + 0.1 * torch.randn_like(embeddings))
     return dense_sup_con(z, all_gather(labels))
-
-
-# --- state ------------------------------------------------------------------------------------------------------------
 
 
 _right()(Centred)
@@ -146,9 +137,6 @@ def mean_of_a_sum(view1, view2):
     return all_reduce((view1 - view2).square().sum()) / (sum(shard_sizes(view1)) if world_size() > 1 else len(view1))
 
 
-# --- pytorch-metric-learning --------------------------------------------------------------------------------------------
-
-
 def _of_pml(name: str, **settings: Any) -> Any:
     from pytorch_metric_learning import losses
 
@@ -170,8 +158,6 @@ for _name in ("ProxyAnchorLoss", "ArcFaceLoss", "SoftTripleLoss", "NormalizedSof
     _settings = {"num_classes": 64, "embedding_size": 3}
     RIGHT_LOSSES.append(Known(f"PML {_name}", partial(_of_pml, _name, **_settings), "labels", None, True, 3))
 
-
-# --- the losses of other libraries ----------------------------------------------------------------------------------------
 
 TAKEN = "rows", "unit rows", "rows without gradient", "rows of probabilities", "labels", "pair labels", "number"
 

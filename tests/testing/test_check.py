@@ -178,9 +178,6 @@ def test_a_width_fixed_by_weights(impatient: Worlds) -> None:
     assert report.examples == 6
 
 
-# --- the diagnosis ----------------------------------------------------------------------------------------------------
-
-
 def diagnosed(case: Case, worlds: Worlds) -> Diagnosis:
     return diagnose(LossEvidence(case, [invariant.name for invariant in CONTRACT], worlds))
 

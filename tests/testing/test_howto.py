@@ -45,9 +45,6 @@ def test_the_first_file_catches_a_loss_of_own_rows_only(
     result.stdout.fnmatch_lines(["*Diagnosis: local negatives: *Fix: wrap the one-process loss*"])
 
 
-# --- the gallery's page ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def rows(worlds: Worlds) -> list[gallery_measurement.Row]:
     def row(name: str) -> gallery_measurement.Row:

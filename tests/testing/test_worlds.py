@@ -53,9 +53,6 @@ def end_soon(processes: list[int]) -> bool:
     return not any(map(alive, processes))
 
 
-# --- arguments and results of a job --------------------------------------------------------------------------------------
-
-
 def test_worlds_of_several_sizes_live_side_by_side_and_on(worlds):
     worlds.start(1, 2, 3)
     processes = {size: pids(worlds, size) for size in (1, 2, 3)}
@@ -146,9 +143,6 @@ def test_ranks_have_the_pools_threads_and_the_callers_environment(monkeypatch):
     assert dict(os.environ) == before
 
 
-# --- errors of the caller -------------------------------------------------------------------------------------
-
-
 def test_invalid_arguments_raise(worlds):
     with pytest.raises(ValueError, match="at least one rank, got W=0"):
         worlds.run(0, total)
@@ -166,9 +160,6 @@ def test_a_closed_pool_raises_and_can_be_closed_again():
     assert not any(map(alive, processes))
     with pytest.raises(ValueError, match="pool is closed"):
         pool.run(1, total)
-
-
-# --- jobs that fail -------------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -307,9 +298,6 @@ def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
     while Path(f"/proc/{victim}").exists():  # a zombie's threads may still hold its pipe: wait for its burial
         time.sleep(0.01)
     assert worlds.run(2, total) == [2.0, 2.0]
-
-
-# --- the parent -----------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_job_ends_its_world(worlds):

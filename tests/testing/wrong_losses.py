@@ -87,9 +87,6 @@ def global_mean(total, count):
     return all_reduce(total) / all_reduce(torch.tensor(float(count)))
 
 
-# --- gathers and their gradient --------------------------------------------------------------------------------------
-
-
 def without_gradient(x):
     """Gather as accelerate does: on one process x itself, on several tensors without gradient."""
     return torch.cat(gather_detached(x)) if world_size() > 1 else x
@@ -156,9 +153,6 @@ def cross_correlation_reduced_in_place(view1, view2):
         dist.all_reduce(total)
     c = (local + total - local.detach()) / sum(shard_sizes(a))
     return (c - torch.eye(len(c))).square().sum()
-
-
-# --- which samples are compared --------------------------------------------------------------------------------------
 
 
 @_wrong("own rank first", "labels")
@@ -279,9 +273,6 @@ def one_gather_of_both_views(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
-# --- means, sums and factors -----------------------------------------------------------------------------------------
-
-
 @_wrong("mean of means", "labels")
 def means_of_ranks_averaged(embeddings, labels):
     return all_reduce(embeddings.square().sum() / max(len(labels), 1)) / world_size() * 1.0
@@ -335,9 +326,6 @@ class TemperatureOfThisRanksAnchors(nn.Module):
         targets = torch.arange(len(a)) + offset(a)
         total = F.cross_entropy(self.scale * a @ all_gather(b).T, targets, reduction="sum")
         return all_reduce(total) / sum(shard_sizes(a))
-
-
-# --- state and random numbers ----------------------------------------------------------------------------------------
 
 
 class Centred(nn.Module):
@@ -429,9 +417,6 @@ def keys_shuffled_by_every_rank_for_itself(view1, view2):
     shuffled = b[order][offset(view2) : offset(view2) + len(view2)]  # as for shuffled BatchNorm
     back = all_gather(shuffled)[order.argsort()]
     return symmetric_cross_entropy(3.0 * a @ back.T)
-
-
-# --- by hand ---------------------------------------------------------------------------------------------------------
 
 
 class _KeepsOnClass(torch.autograd.Function):
