@@ -23,8 +23,6 @@ LossOfBatch = Callable[[Tensor, Generator], Tensor]
 
 Started = tuple[DistributedDataParallel, Iterable[nn.Parameter], LossOfBatch]
 
-# ------------------------------------------------------------------------------------------------------------ trainings
-
 
 def simclr() -> Started:
     """Two augmented views of each digit, no labels."""
@@ -119,9 +117,6 @@ def train(start: Callable[[], Started], epochs: int) -> Result:
         optimizer.step()
         losses.append(value.item())
     return Result(losses, before, held_out_embeddings(model))
-
-
-# ----------------------------------------------------------------------------------------------------------- the digits
 
 
 def encoder(inputs: int = 64) -> nn.Module:

@@ -97,9 +97,6 @@ def _compared(gradients: Gradients, expected: Gradients) -> tuple[float, float]:
     return x.norms, x.cosine
 
 
-# --- in words -------------------------------------------------------------------------------------------------------
-
-
 def _describe(found: Sequence[Measured]) -> tuple[str, str, str]:
     if failures := {x.failure for x in found if x.failure}:
         return (bold(" or ".join(sorted(failures))),) * 3

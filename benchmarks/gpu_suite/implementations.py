@@ -142,9 +142,6 @@ def all_of(loss: str, others: dict[str, Implementation]) -> dict[str, Implementa
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- peers
-
-
 def inf_cl_info_nce(scale: float) -> Loss:
     """Construct Inf-CL's loss of queries. It computes in float32 (TF32) whatever the dtype; d is a multiple of 256.
 

@@ -191,8 +191,6 @@ def measured(
     return [found.get(size, Measurement(loss, name, *size, reason=reason)) for size in sizes]
 
 
-# --------------------------------------------------------------------------------------------------- the rates of a GPU
-
 PRODUCTS = {"CLIP": 4, "InfoNCE": 4, "SigLIP": 3, "NT-Xent": 2}
 EXPONENTIALS = {"CLIP": 2, "InfoNCE": 2, "SigLIP": 1, "NT-Xent": 1}
 """Of B² each, forward and backward; B embeddings of NT-Xent are B/2 pairs."""

@@ -137,9 +137,6 @@ def in_tiles(a: Tensor, b: Tensor) -> Callable[[], None]:
     return step
 
 
-# ------------------------------------------------------------------------------------------------------------- inputs
-
-
 def pairs(case: Case) -> list[Tensor]:
     return [drawn(case, case.rows), drawn(case, case.rows)]
 
@@ -155,9 +152,6 @@ def labelled(case: Case) -> list[Tensor]:
 def drawn(case: Case, rows: int) -> Tensor:
     z = torch.randn(rows, case.width)
     return torch.randn(8, case.width)[torch.arange(rows) % 8] + 0.05 * z if case.clustered else z
-
-
-# --------------------------------------------------------------------------------------------------------------- ours
 
 
 def ours(make: Callable[[float], Any], *, budget: int | None = None, **distributed: bool) -> Callable[[Case], Function]:
@@ -186,9 +180,6 @@ def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Funct
         "ours, kept": ours(make, budget=AMPLE),
         "ours, tiled, ring": ours(make, budget=0, ring=True),
     }
-
-
-# -------------------------------------------------------------------------------------------------------------- dense
 
 
 class Dense(nn.Module):
@@ -221,9 +212,6 @@ def nt_xent(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     z = torch.cat([a, b])
     s = (scale * z @ z.T).fill_diagonal_(-torch.inf)
     return F.cross_entropy(s, torch.arange(len(z)).roll(len(a)))
-
-
-# -------------------------------------------------------------------------------------------------------------- peers
 
 
 @cache
@@ -300,8 +288,6 @@ def by_rows(make: Callable[[], Any], dense: Function, peer: Callable[[Case], Fun
     replicated = {"pml, replicated": lambda case: cz.DistributedLoss(peer(case))}
     return Subject(labelled, {"ours": ours(lambda _: make()), "dense": lambda _: dense, "pml": peer} | replicated)
 
-
-# -------------------------------------------------------------------------------------------------------------- table
 
 LOSSES = {
     "CLIP": Subject(

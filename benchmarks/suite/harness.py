@@ -29,9 +29,6 @@ class Absent(Exception):
     """A peer or a compiler is not available."""
 
 
-# ------------------------------------------------------------------------------------------------------------ programs
-
-
 def command_line(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser with ``--name VALUE`` for each default: a flag if it is False, several values if a list."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,9 +83,6 @@ def slowest_rank(ranks: int, function: Callable[..., Any], *arguments: Any, thre
     """Return the largest of each figure that a function returns on new ranks."""
     by_rank = on_new_ranks(ranks, function, *arguments, threads=threads)
     return [max(figures) for figures in zip(*by_rank, strict=True)]
-
-
-# --------------------------------------------------------------------------------------------------------------- time
 
 
 def in_rounds(
@@ -165,9 +159,6 @@ def relative_spread(values: list[float]) -> float:
     return (high - low) / median
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
 def resident(kind: str) -> float:
     """Return the resident memory of this process in MB: current (VmRSS) or peak (VmHWM)."""
     with open("/proc/self/status") as status:
@@ -209,9 +200,6 @@ def memory_and_time(
     timed(small)
     megabytes, readings = peak(lambda: [timed(large) for _ in range(steps)])
     return megabytes, statistics.median(x for x, _ in readings), [result for _, result in readings]
-
-
-# ----------------------------------------------------------------------------------------------- errors and the machine
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

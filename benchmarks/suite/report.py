@@ -76,9 +76,6 @@ def results_of(results: Results, name: str) -> dict[str, Any]:
     return next((cases[name] for cases in results["cases"].values() if name in cases), {})
 
 
-# ------------------------------------------------------------------------------------------------------------- tables
-
-
 def targets(results: Results) -> str:
     lines = []
     for target in TARGETS:
@@ -166,8 +163,6 @@ def measured_cases(results: Results, group: str) -> Iterator[tuple[Case, dict[st
     found = results["cases"].get(group, {})
     return ((case, found[case.name]) for case in CASES if case.group == group and case.name in found)
 
-
-# ------------------------------------------------------------------------------------------------------------ figures
 
 COLOURS = {"ours": "#1f4e79", "ours, tiled": "#3a6ea5", "ours, kept": "#7fb2e5", "GEMM": "#8a8a8a", "dense": "#e08e45"}
 OTHERS = ("#b0413e", "#8a6bb1", "#5aa469")

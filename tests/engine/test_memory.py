@@ -18,7 +18,7 @@ VARIABLES = (tiling._SWITCH, *tiling._GLIBC_VARIABLES)
 
 
 def printed(script: str, *names: str) -> list[int]:
-    """Return what a new interpreter prints with these of :data:`VARIABLES`; a fork's shared pages are faults when written."""
+    """Return what a new interpreter prints with :data:`VARIABLES`; a fork's shared pages are faults when written."""
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environment |= {name: "0" if name == tiling._SWITCH else "" for name in names}  # "" leaves glibc as it is
     command = [sys.executable, "-c", script]

@@ -28,8 +28,6 @@ from tools.gallery.recipe import (
     world_size,
 )
 
-# --- gathers, which differ in their gradient --------------------------------------------------------------------------
-
 
 def equal_shards(x: Tensor) -> Tensor:
     """Gather with gradient; raise on uneven shards."""
@@ -85,9 +83,6 @@ class _PlainAllGather(torch.autograd.Function):
         return all_reduce(dy).chunk(ctx.size)[ctx.rank] if ctx.size > 1 else dy
 
 
-# --- the whole loss on every rank -------------------------------------------------------------------------------------
-
-
 recipe("DistributedLoss, own loss")(
     lambda: DistributedLoss(InfoNCE(temperature=LearnableTemperature(1 / 3), symmetric=True))
 )
@@ -104,9 +99,6 @@ recipe("GatherLayer of equal shards", mistake="uneven shards")(partial(DenseInfo
 recipe("overwritten slice", mistake="own slice")(partial(DenseInfoNCE, overwritten_slice))
 recipe("own slice × W", mistake="times W")(partial(DenseInfoNCE, local_slice, world_size))
 recipe("detached gather", mistake="detached")(partial(DenseInfoNCE, without_gradient))
-
-
-# --- the loss of the local anchors, against the candidates of all ranks -----------------------------------------------
 
 
 class ShardedAnchors(nn.Module):
@@ -172,8 +164,6 @@ recipe("mean of means", mistake="mean of means")(partial(_Local, all_gather, ave
 recipe("mask without offset", mistake="mask without offset")(partial(_Local, all_gather, offset=False))
 
 
-# --- samples and labels -----------------------------------------------------------------------------------------------
-
 recipe("local negatives", mistake="local negatives")(DenseInfoNCE)
 
 
@@ -214,9 +204,6 @@ def _local_labels(embeddings: Tensor, labels: Tensor) -> Tensor:
 def _local_ids(view1: Tensor, view2: Tensor) -> Tensor:
     ids = torch.arange(len(view1)).repeat(2)
     return dense_sup_con(all_gather(torch.cat([view1, view2])), all_gather(ids))
-
-
-# --- what is reduced over ranks ---------------------------------------------------------------------------------------
 
 
 def _correlations(view1: Tensor, view2: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -286,9 +273,6 @@ recipe("mean assumed, trainer sums", mistake="trainer sums", grad_reduction="sum
 recipe("sum assumed, trainer averages", mistake="trainer averages")(
     lambda: DistributedLoss(DenseInfoNCE(), grad_reduction="sum")
 )
-
-
-# --- backward passes written by hand ----------------------------------------------------------------------------------
 
 
 class _IgnoresGradOutput(torch.autograd.Function):

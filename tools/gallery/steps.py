@@ -118,8 +118,6 @@ class _Queue(nn.Module):
         return dense_sup_con(all_gather(embeddings), all_gather(labels))
 
 
-# --- a whole training step: a model, a loss and a gradient all-reduce ------------------------------------------------
-
 WIDTH, PROXIES = 4, 64
 """Width of the embeddings, and number of proxies."""
 

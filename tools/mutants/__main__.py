@@ -56,9 +56,6 @@ def equivalent() -> dict[Name, str]:
     return {(x["path"], x["function"], x["change"]): x["why"] for x in rows}
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def planted(mutant: Mutant, root: Path) -> Iterator[None]:
     """Change the module in a copy of the repository; afterwards it is as before."""
@@ -116,9 +113,6 @@ def untried(results: list[Result], again: Sequence[Name]) -> list[Mutant]:
     todo = [x for x in every.values() if x.name not in set(map(name_of, results))]
     random.Random(0).shuffle(todo)
     return sorted(todo, key=lambda x: x.name not in again)
-
-
-# --- the score --------------------------------------------------------------------------------------------------------
 
 
 def name_of(result: Result) -> Name:

@@ -21,8 +21,6 @@ SAMPLES, CLASSES, WIDTH = 12, 3, 4
 LABELS = torch.arange(CLASSES).repeat_interleave(SAMPLES // CLASSES)
 """The same number of samples in each class, sorted by class, as SmoothAPLoss requires."""
 
-# ------------------------------------------------------------------------------------------------- how a part is made
-
 
 def _memory(loss: nn.Module | None = None, **more: Any) -> nn.Module:
     return losses.CrossBatchMemory(loss or losses.ContrastiveLoss(**more), WIDTH, memory_size=2 * SAMPLES - 4)
@@ -95,9 +93,6 @@ def parts(module: ModuleType) -> list[str]:
     """Return the names of the classes that a module of the library exports, without the base classes."""
     names = (name for name, x in vars(module).items() if inspect.isclass(x) and not name.startswith("_"))
     return sorted(name for name in names if name not in BASES)
-
-
-# ---------------------------------------------------------------------------------------------------------- the cases
 
 
 @dataclass(frozen=True)
@@ -232,8 +227,6 @@ def cases() -> Iterator[Case]:
         for of_column in COLUMNS.values():
             yield from of_column(loss)
 
-
-# --------------------------------------------------------------------------------------------------------- the splits
 
 SPLITS = ((12,), (6, 6), (4, 8), (12, 0), (4, 4, 4), (1, 8, 3), (5, 0, 7))
 """Samples of each rank: even, uneven, with an empty rank."""
