@@ -2,6 +2,13 @@
 
 from contrastive_zoo.engine.implementation import plain_formulas, use_implementation
 from contrastive_zoo.engine.masks import global_sample_ids, pair_masks
-from contrastive_zoo.engine.tiling import memory_budget
+from contrastive_zoo.engine.tiling import keep_freed_memory, memory_budget
 
-__all__ = ["global_sample_ids", "memory_budget", "pair_masks", "plain_formulas", "use_implementation"]
+__all__ = [
+    "global_sample_ids",
+    "keep_freed_memory",
+    "memory_budget",
+    "pair_masks",
+    "plain_formulas",
+    "use_implementation",
+]

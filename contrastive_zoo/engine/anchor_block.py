@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import first_of_equals, share_across_blocks, with_equal_columns
 from contrastive_zoo.engine.precision import without_autocast
-from contrastive_zoo.engine.tiling import budget, keep_freed_memory
+from contrastive_zoo.engine.tiling import budget
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compiling import inner_graph
@@ -217,7 +217,6 @@ class RowwiseSweep:
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:
         """Return losses, counts, and the weighted sum's complete gradients by anchors, candidates, learnable settings."""
-        keep_freed_memory(self.anchors)
         danchors, dcandidates = torch.zeros_like(self.anchors), torch.zeros_like(self.candidates)
         dlearnable = [torch.zeros_like(x) for x in self.learnable.values()]
         # allocated once, so that no small tensor stays allocated between blocks

@@ -30,7 +30,7 @@ from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.engine.max_sim_sweep import MaxSimSweep, set_of_token, sum_by_set
 from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
+from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -129,7 +129,6 @@ class _MaxSim(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, sweep: MaxSimSweep, queries: Tensor, documents: Tensor, gathered: Tensor | None) -> Tensor:
-        keep_freed_memory(queries)
         ctx.sweep, exchange = sweep, sweep.exchange(documents, gathered)
         ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
         with matmul_rounding(sweep.dtype, queries.device.type):

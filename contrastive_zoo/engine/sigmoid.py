@@ -23,7 +23,7 @@ from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
-from contrastive_zoo.engine.tiling import keep_freed_memory, tile_of, tile_shape, tiles
+from contrastive_zoo.engine.tiling import tile_of, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -78,7 +78,6 @@ class _SigmoidPairs(Function):
         scale: Tensor,
         bias: Tensor,
     ) -> Tensor:
-        keep_freed_memory(anchors)
         learns = sweep.learns and any(ctx.needs_input_grad) and sweep.reduction != "none"
         losses, gradients = sweep(anchors, candidates, scale, bias, learns=learns, gathered=gathered)
         ctx.sweep = sweep

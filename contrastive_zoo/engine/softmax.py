@@ -31,7 +31,7 @@ from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window
 from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
-from contrastive_zoo.engine.tiling import CachedLogits, keep_freed_memory
+from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import all_gathered
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -163,7 +163,6 @@ class _LogSumExp(Function):
     def forward(
         ctx: Any, sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale, gathered: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        keep_freed_memory(rows)
         ctx.sweep, inputs = sweep, (rows, columns)
         # a number is a factor of the matmul; reading it from an accelerator would wait for all that is queued there
         ctx.scale = scale.item() if isinstance(scale, Tensor) and devices.on_cpu(scale) else scale

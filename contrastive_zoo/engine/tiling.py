@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import os
 import platform
 import weakref
 from collections.abc import Iterator
@@ -67,10 +66,6 @@ def memory_budget(size: int) -> Iterator[None]:
     tile by tile. Losses that are sums over anchors choose the height of their blocks by the budget. The default is
     128 MiB.
 
-    On a CPU with glibc, the library raises malloc's trim threshold to twice the budget plus one block, so that freed
-    memory stays in the process for the next step. ``CONTRASTIVE_ZOO_MALLOPT=0`` turns this off, and glibc's own
-    environment variables (``MALLOC_TRIM_THRESHOLD_``, …) take precedence.
-
     Args:
         size: bytes; 0 caches nothing.
 
@@ -124,27 +119,22 @@ class CachedLogits:
 # Size of the largest allocation that comes from the heap, which keeps it. Larger ones are rare, and the holes that they
 # would leave in the heap would add to the peak memory.
 _HEAP_BLOCK_BYTES = TILE_BYTES + 2**20
-_SWITCH = "CONTRASTIVE_ZOO_MALLOPT"  # 0 turns this off
-# by which a user configures glibc's malloc: they take precedence
-_GLIBC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_threshold = 0
 
 
-def keep_freed_memory(like: Tensor) -> None:
-    """Raise glibc's trim threshold as :func:`memory_budget` says, if ``like`` is on a CPU.
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc to keep memory that losses free, so that the next step need not fetch it from the system again.
 
-    By default glibc returns large allocations to the system as soon as they are freed. The page faults of the next
-    step then take a tenth of its time, or more.
+    Call it once, when your program starts, if you train large batches on a CPU: steps then take less time, see the page
+    on memory. The process keeps up to twice the :func:`memory_budget` of the call plus 32 MiB, also where you do not need
+    it. The setting concerns the whole process, so the library does not make it by itself. It replaces the environment
+    variables ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_``. With another C library nothing happens.
+
+    Examples:
+        >>> import contrastive_zoo as cz
+        >>> cz.engine.keep_freed_memory()
     """
-    global _threshold
-    wanted = min(2 * budget() + BLOCK_BYTES, 2**31 - 1)
-    if like.device.type != "cpu" or wanted <= _threshold:
-        return
-    _threshold = wanted
-    if os.environ.get(_SWITCH) == "0" or any(name in os.environ for name in _GLIBC_VARIABLES):
-        return
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, wanted)
+        mallopt(_M_TRIM_THRESHOLD, min(2 * budget() + BLOCK_BYTES, 2**31 - 1))

@@ -1,4 +1,4 @@
-"""Memory is linear in the batch; what is freed stays in the process for the next step, unless the user turns that off."""
+"""Memory is linear in the batch; what is freed stays in the process for the next step, if the user asks for that."""
 
 import os
 import platform
@@ -7,20 +7,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
-from tests.helpers import EVERY_CASE
-
-VARIABLES = (tiling._SWITCH, *tiling._GLIBC_VARIABLES)
-"""By which a user tells malloc what to keep."""
 
 
-def printed(script: str, *names: str) -> list[int]:
-    """Return what a new interpreter prints with :data:`VARIABLES`; a fork's shared pages are faults when written."""
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environment |= {name: "0" if name == tiling._SWITCH else "" for name in names}  # "" leaves glibc as it is
+def printed(script: str) -> list[int]:
+    """Return what a new interpreter prints with glibc's defaults; a fork's shared pages are faults when written."""
+    environment = {x: value for x, value in os.environ.items() if not x.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-c", script]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment | {"OMP_NUM_THREADS": "1"}
@@ -57,6 +51,7 @@ def test_forward_and_backward_stay_linear_in_the_rows_unlike_a_dense_matrix() ->
 
 FAULTS = """
 import resource, torch, contrastive_zoo as cz
+{call}
 def faults(loss, *inputs):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
@@ -72,44 +67,24 @@ for case in (blocks, tiles):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
-def test_freed_memory_stays_unless_the_user_tells_malloc_otherwise() -> None:
-    """That a variable is there is enough."""
-    kept = printed(FAULTS)
-    for name in ["GLIBC_TUNABLES", tiling._SWITCH][:: 1 if EVERY_CASE else 2]:
-        other = printed(FAULTS, name)
-        assert all(3 * few < many for few, many in zip(kept, other, strict=True)), (name, kept, other)
+def test_freed_memory_stays_if_the_user_asks_for_it() -> None:
+    kept, returned = printed(FAULTS.format(call="cz.engine.keep_freed_memory()")), printed(FAULTS.format(call=""))
+    assert all(3 * few < many for few, many in zip(kept, returned, strict=True)), (kept, returned)
 
 
-@pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What malloc is told, in place of telling it."""
-    told: list[tuple[int, int]] = []
-    library = SimpleNamespace(mallopt=lambda *of: told.append(of))
-    monkeypatch.setattr(tiling, "ctypes", SimpleNamespace(CDLL=lambda name: library))
-    monkeypatch.setattr(tiling, "platform", SimpleNamespace(libc_ver=lambda: ("glibc", "2.36")))
-    monkeypatch.setattr(tiling, "_threshold", 0)
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return told
-
-
-def keep(budget: int, device: str = "cpu") -> None:
+def told(monkeypatch: pytest.MonkeyPatch, library: str, budget: int) -> list[tuple[int, int]]:
+    """Return what malloc of a C library would be told."""
+    found: list[tuple[int, int]] = []
+    malloc = SimpleNamespace(mallopt=lambda *of: found.append(of))
+    monkeypatch.setattr(tiling, "ctypes", SimpleNamespace(CDLL=lambda name: malloc))
+    monkeypatch.setattr(tiling, "platform", SimpleNamespace(libc_ver=lambda: (library, "")))
     with cz.engine.memory_budget(budget):
-        tiling.keep_freed_memory(torch.empty(1, device=device))
+        cz.engine.keep_freed_memory()
+    return found
 
 
-def test_a_threshold_only_grows_up_to_what_an_int_holds(settings: list[tuple[int, int]]) -> None:
+def test_malloc_keeps_two_budgets_and_a_block_up_to_what_an_int_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     mib, heap = 2**20, (-3, 5 * 2**20)
-    for budget in (mib, mib, 0, 3 * mib, 2**40):
-        keep(budget)
-    assert settings == [heap, (-1, 34 * mib), heap, (-1, 38 * mib), heap, (-1, 2**31 - 1)]
-
-
-@pytest.mark.parametrize("name", [*VARIABLES, "another C library", "an accelerator"])
-def test_malloc_is_left_alone(name: str, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "another C library":
-        monkeypatch.setattr(tiling, "platform", SimpleNamespace(libc_ver=lambda: ("", "")))
-    elif name in VARIABLES:
-        monkeypatch.setitem(os.environ, name, "0")
-    keep(2**20, "meta" if name == "an accelerator" else "cpu")
-    assert settings == []
+    assert told(monkeypatch, "glibc", mib) == [heap, (-1, 34 * mib)]
+    assert told(monkeypatch, "glibc", 2**40) == [heap, (-1, 2**31 - 1)]
+    assert told(monkeypatch, "", mib) == []
