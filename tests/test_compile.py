@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.step import splitting
 from tests.helpers import EVERY_CASE, learnt
 
 PACKAGE = f"{Path(cz.__file__).parent}/"

@@ -126,8 +126,8 @@ def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep memory that losses free, so that the next step need not fetch it from the system again.
 
     Call it once, when your program starts, if you train large batches on a CPU: a step without it takes 1.06 to 1.21
-    times as long. The process keeps up to twice the :func:`memory_budget` of the call plus 32 MiB, also where you do not need
-    it. The setting concerns the whole process, so the library does not make it by itself. It replaces the environment
+    times as long. The process keeps up to twice the :func:`memory_budget` of the call plus 32 MiB, also where you need less.
+    The setting concerns the whole process, so the library does not make it by itself. It replaces the environment
     variables ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_``. With another C library nothing happens.
 
     Examples:
