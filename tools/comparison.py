@@ -106,7 +106,7 @@ def _results(subject: Subject, run: Run, wrap: Wrap | None) -> Iterator[tuple[st
             yield f"{name} {step}", gradient.clone()
             x.data -= 0.01 * gradient
             x.grad = None
-    yield from ((f"buffer {name}", x.detach().double()) for name, x in LossModules(learnt).shared_state())
+    yield from ((f"buffer {name}", x.detach().double()) for name, x in LossModules(learnt).shared_state().items())
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss_modules import LossModules
+from contrastive_zoo.ranks.adjoints import device_of
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.handshake import Agreed, refuse_empty, reserve_payload
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.session import Session, agree, refuse
+from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Processes, World
-from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices, device_of, payload_of
+from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.wrapper.wrapped import unwrapped_miner
 
@@ -107,7 +109,7 @@ class DistributedMiner(nn.Module):
         settings = {**LossModules(self.miner).settings(), **arguments.compared}
         agreed = agree(
             name, arguments.rows, world=session, settings=settings, same=arguments.same,
-            payload=payload_of(arguments.rows, session),
+            payload=payload_of(arguments.rows.values(), session),
         )  # fmt: skip
         reserve_payload(agreed.needed, session)
         refuse_empty(name, agreed.shards[0])

@@ -1,7 +1,7 @@
 """Choose what computes losses: plain autograd, engines of torch operations, or Triton kernels."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, cast, get_args
@@ -40,9 +40,8 @@ def plain_formulas() -> Iterator[None]:
         _dense.reset(token)
 
 
-def is_dense() -> bool:
-    """Return whether :func:`plain_formulas` is in force."""
-    return _dense.get()
+is_dense: Callable[[], bool] = _dense.get
+"""Returns whether :func:`plain_formulas` is in force."""
 
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -52,6 +51,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_WIDTH = 4096
 
 _implementation: ContextVar[Implementation] = ContextVar("implementation", default="auto")
+implementation: Callable[[], Implementation] = _implementation.get
 
 
 @contextmanager
@@ -103,7 +103,7 @@ class Kernels(NamedTuple):
     def __str__(self) -> str:
         """What ranks compare: where kernels start, and the choice of ``"triton"``, refused where kernels do not apply."""
         if not self.always:
-            return f"torch, or triton above {LARGEST_MATRIX} embeddings"
+            return CHOOSES_KERNELS
         return "triton" if self.apply else f"triton, which {self.problem}"
 
     def on_ranks(self, capable: Sequence[bool]) -> "Kernels":
@@ -147,6 +147,7 @@ _IN_FLOAT32 = (
 )
 
 NO_KERNELS = Kernels()
+CHOOSES_KERNELS = f"torch, or triton above {LARGEST_MATRIX} embeddings"
 
 
 def _problem(rows: Tensor) -> str | None:

@@ -65,11 +65,6 @@ class Rows(NamedTuple):
         """Return the bytes of an element of an embedding."""
         return self.bytes // max(1, self.embeddings * self.width)
 
-    @property
-    def total(self) -> int:
-        """Return the number of embeddings of all ranks."""
-        return self.shards.total * self.embeddings
-
 
 class Situation(NamedTuple):
     """What all ranks know of a call when its path is chosen."""
@@ -90,8 +85,12 @@ class Situation(NamedTuple):
         return max(sum(x.shards.sizes[rank] * x.bytes for x in self.rows.values()) for rank in ranks)
 
     def count(self, names: Sequence[str]) -> int:
-        """Return the number of embeddings in some of the tensors."""
-        return sum([self.rows[name].total for name in names])
+        """Return the number of embeddings of all ranks in some of the tensors."""
+        total = 0
+        for name in names:
+            rows = self.rows[name]
+            total += rows.shards.total * rows.embeddings
+        return total
 
     @property
     def multiplications(self) -> int:
@@ -139,13 +138,16 @@ def choose(caller: str, needs: Needs, situation: Situation) -> Plan:
         )
     work, why_work = _work(needs, situation)
     movement, why_movement = _movement(work, needs, situation)
-    plan = _of_member(caller, needs, situation, Plan(work, movement, because=(why_work, why_movement, "")))
+    arithmetic, why, warning = _arithmetic(caller, needs, situation, work)
+    plan = Plan(work, movement, arithmetic, (why_work, why_movement, why), (), warning)
+    if needs.members:
+        plan = plan._replace(members=[_of_member(caller, of, situation, plan) for of in needs.members])
     refuse_impossible(caller, plan, needs, situation)
     return plan
 
 
 def _of_member(caller: str, needs: Needs, situation: Situation, plan: Plan) -> Plan:
-    """Return the plan with the arithmetic of a loss, and those of the members of a sum, whose embeddings move with it."""
+    """Return the plan of a member of a sum, whose embeddings move with those of the sum."""
     arithmetic, why, warning = _arithmetic(caller, needs, situation, plan.work)
     members = [_of_member(caller, of, situation, plan) for of in needs.members]
     return plan._replace(arithmetic=arithmetic, because=(*plan.because[:2], why), members=members, warning=warning)

@@ -5,7 +5,6 @@ for batches that are split over ranks, and where each anchor's loss is returned.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -17,11 +16,8 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch, Reduction
 from contrastive_zoo.engine.precision import (
     MIN_NORM,
-    at_least_float32,
-    is_16_bit,
     matmul_rounding,
     sum_dtype,
-    without_autocast,
 )
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.ranks import devices
@@ -77,9 +73,11 @@ def _computed(
 ) -> Tensor:  # fmt: skip
     """Return the mean over rows of the losses that ``terms`` returns, or their sum over ``sides`` directions."""
     how = terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled()
-    with nullcontext() if devices.on_cpu(a) else matmul_rounding(a.dtype, a.device.type):
-        loss: Tensor = _SmallBatch.apply(a, b, learnt[0], bias, *learnt[1:], *how)
-    return loss
+    given = a, b, learnt[0], bias, *learnt[1:], *how
+    if devices.on_cpu(a) and not torch.is_autocast_enabled("cpu"):  # a context takes as long as a matmul here
+        return _SmallBatch.apply(*given)
+    with torch.autocast(a.device.type, enabled=False), matmul_rounding(a.dtype, a.device.type):
+        return _SmallBatch.apply(*given)
 
 
 def _learnt(temperature: float | Tensor) -> Learnt:
@@ -90,7 +88,7 @@ def _learnt(temperature: float | Tensor) -> Learnt:
     """
     if not isinstance(temperature, Tensor):
         return None, 1 / temperature, 0.0
-    scale = _read_on_cpu(at_least_float32(temperature.detach()).reciprocal())
+    scale = _read_on_cpu((temperature if temperature.dtype.itemsize > 2 else temperature.float()).detach().reciprocal())
     log_scale = getattr(temperature, "log_scale", None)
     return (temperature, scale, -scale * scale) if log_scale is None else (log_scale, scale, scale)
 
@@ -102,20 +100,20 @@ def _read_on_cpu(x: Tensor) -> float | Tensor:
 
 class _SmallBatch(Function):
     @staticmethod
-    @without_autocast
     def forward(
         ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, scale: float | Tensor,
         slope: float | Tensor, terms: Callable[[Tensor], Terms], views: bool, sides: int, mean: bool,
         local_slice: slice | None, learns: bool,
     ) -> Tensor:  # fmt: skip
         """Compute a loss; ``slope`` is the derivative of the scale by the parameter, and a leaf may learn under no_grad."""
-        rows = at_least_float32(torch.cat([a, b]))
+        rows = torch.cat([a, b])
+        rows = rows.float() if rows.dtype.itemsize < 4 else rows
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         # or may have: an accelerator is not read
         has_zero_row = not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
         divisor = norm.clamp(min=MIN_NORM) if has_zero_row else norm
         # a matmul of 16 bits would round unit embeddings: it takes them as they came
-        is_narrow = is_16_bit(a.dtype) and not devices.on_cpu(a)
+        is_narrow = a.dtype.itemsize < 4 and not devices.on_cpu(a)
         z = rows / divisor if is_narrow else rows.div_(divisor)
         q, k = (z, z) if views else z.chunk(2)
         if is_narrow:

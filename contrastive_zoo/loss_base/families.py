@@ -1,6 +1,7 @@
 """Families of losses by what a call compares: views, images and texts, labelled embeddings, embeddings alone."""
 
 from collections.abc import Sequence
+from itertools import count
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,7 +16,7 @@ NO_LABELS = "labels are missing: call loss(embeddings, labels) with one integer 
 def of_views(views: Sequence[Tensor]) -> Inputs:
     """Return the inputs of a call with two or more views."""
     too_few = f"two or more views are compared, got {len(views)}. Call loss(view1, view2)."
-    return Inputs({f"view {index}": x for index, x in enumerate(views)}, too_few if len(views) < 2 else None)
+    return Inputs(dict(zip(map("view {}".format, count()), views, strict=False)), too_few if len(views) < 2 else None)
 
 
 class ViewLoss(Loss):

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch, Part, is_embedding
+from contrastive_zoo.engine.batch import Batch, Part
 from contrastive_zoo.engine.cost import Entry
-from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels, choose_kernels, is_dense, warn_once
+from contrastive_zoo.engine.implementation import (
+    NO_KERNELS,
+    Kernels,
+    choose_kernels,
+    implementation,
+    is_dense,
+    warn_once,
+)
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import Shapes, shapes_of, shapes_problem
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
 from contrastive_zoo.ranks.session import Session, agree
@@ -74,9 +82,11 @@ class CallInputs:
 
     def situation(self, shards: Sequence[Shards], world_size: int, **known: Any) -> Situation:
         """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
-        tensors = self.inputs.rows
-        rows = {name: rows_of(x, of) for (name, x), of in zip(tensors.items(), shards, strict=False)}
-        return Situation(world_size, rows, all(x.is_cpu for x in tensors.values()), is_dense(), **known)
+        rows, on_cpu = {}, True
+        for (name, x), of in zip(self.inputs.rows.items(), shards, strict=False):
+            rows[name] = rows_of(x, of)
+            on_cpu = on_cpu and x.is_cpu
+        return Situation(world_size, rows, on_cpu, is_dense(), **known)
 
     def plan(self, situation: Situation) -> Plan:
         """Return the path of the step; warn once of what would make it quicker."""
@@ -102,7 +112,9 @@ class CallInputs:
 def rows_of(x: Tensor, shards: Shards) -> Rows:
     """Return what a plan knows of a tensor."""
     row = x.shape[1:].numel() * x.dtype.itemsize
-    return Rows(shards, row, x.shape[1:-1].numel(), x.shape[-1]) if is_embedding(x) else Rows(shards, row)
+    if x.ndim < 2 or not x.is_floating_point():
+        return Rows(shards, row)
+    return Rows(shards, row, x.shape[1:-1].numel(), x.shape[-1])
 
 
 def has_user_code(module: nn.Module) -> bool:
@@ -219,7 +231,8 @@ class Loss(Settings, nn.Module):
             problem = devices.values_problem(self)
         if problem is not None:
             return CallInputs(name, Inputs({}), problem=problem)
-        one_device = len({x.device for x in (*args, *named.values()) if x is not None}) < 2  # the usual case
+        given = [x for x in (*args, *named.values()) if x is not None]
+        one_device = all(map(on_cpu, given)) or len({x.device for x in given}) < 2  # the usual case
         if not one_device:
             args, named = devices.beside_rows(args, named)
         settings, computed, problem = self.evaluated()
@@ -232,7 +245,9 @@ class Loss(Settings, nn.Module):
         if problem is not None:
             return CallInputs(name, inputs, settings, compared, problem)
         needs = self.needs(inputs)
-        kernels = NO_KERNELS if needs.no_kernel == Loss.no_kernel else choose_kernels(inputs.rows.values())
+        kernels = NO_KERNELS
+        if needs.no_kernel != Loss.no_kernel and not (implementation() != "triton" and all(map(on_cpu, given))):
+            kernels = choose_kernels(inputs.rows.values())
         return CallInputs(name, inputs, settings, compared, problem, kernels, needs)
 
     def agreed(self, stated: CallInputs, session: Session, *, waits: bool = True) -> Batch:
@@ -272,7 +287,7 @@ class Loss(Settings, nn.Module):
 
     def needs(self, inputs: Inputs) -> Needs:
         """Return what a call asks of its plan. A family overrides this to say which tensors are compared."""
-        names = [name for name, x in inputs.rows.items() if is_embedding(x)]
+        names = [name for name, x in inputs.rows.items() if x.ndim > 1 and x.is_floating_point()]
         split = "only this rank knows what its indices mean" if inputs.local else self.split_reason()
         whole = "a loss in it has a forward of its own, or hooks" if inputs.whole else None
         return Needs(self.engine, names, names, whole, split, self.ring_problem(), self.no_kernel)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import is_dataclass
 from enum import Enum
+from operator import attrgetter
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from contrastive_zoo.ranks.row_checks import in_one_line
 
 _NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text is one line
 
+_TEXTS = (*_NUMBERS, str)
+
 _OF_RANKS = frozenset({"rank", "local_rank", "global_rank", "is_main", "is_main_process", "device", "world"})
 """Names under which code keeps what tells ranks apart on purpose."""
 
@@ -28,15 +31,15 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 class LossModules:
     """The modules of a loss by path, walked once a step: what ranks compare of them, and what a step changes in them."""
 
-    def __init__(self, loss: Any) -> None:
-        self.loss = loss
+    def __init__(self, loss: Any, *, third_party: bool = True) -> None:
+        self.loss, self.third_party = loss, third_party
         self.by_path: dict[str, nn.Module] = dict(loss.named_modules()) if isinstance(loss, nn.Module) else {}
 
-    def settings(self, *, third_party: bool = True) -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
         """What ranks compare as text: the class of every module by its path, its attributes, and the kind of its tensors.
 
         Of a third-party module, these are the attributes named like parameters of its constructor: others may be results
-        that a copy on one rank does not have. Of a function, it is what its closure holds.
+        that a copy on one rank does not have; none without ``third_party``. Of a function, it is what its closure holds.
         """
         lines: dict[str, str] = {}
         if not self.by_path:
@@ -45,7 +48,7 @@ class LossModules:
             is_plain = module.is_plain if isinstance(module, Loss) else not has_user_code(module)
             own_code = "" if is_plain else " with hooks or a forward of its own"
             lines[path or "the loss"] = f"{type(module).__name__}{own_code}"
-        for name, value in self._held(third_party=third_party):
+        for name, value in self._held.items():
             is_short = type(value) in _NUMBERS or (type(value) is str and value.isidentifier())
             lines[name] = str(value) if is_short else _text_of(value)
         for path, module in self.by_path.items():
@@ -58,20 +61,22 @@ class LossModules:
                     lines[f"{path}.{name}" if path else name] = kind
         return lines
 
-    def _held(self, *, third_party: bool) -> Iterator[tuple[str, Any]]:
+    @functools.cached_property
+    def _held(self) -> dict[str, Any]:
         """Attributes of the modules, or what a function holds, by name."""
-        if not self.by_path and third_party:
-            for name, value in _held_by_function(self.loss).items():
-                yield f"the loss's {name}", value
+        result: dict[str, Any] = {}
+        if not self.by_path and self.third_party:
+            result = {f"the loss's {name}": value for name, value in _held_by_function(self.loss).items()}
         for path, module in self.by_path.items():
             kind: Any = type(module)
-            held: dict[str, Any] = vars(module)
-            if _extends_this_library(kind):
-                names = [name for name in held if name not in _OF_MODULES and name not in _OF_RANKS]
-            else:
-                names = [x for x in (*(_constructed_with(kind) if third_party else ()), "training") if x in held]
-            for name in names:
-                yield f"{path}.{name}" if path else name, held[name]
+            held, prefix = vars(module), f"{path}." if path else ""
+            names = held.keys() - _OF_MODULES - _OF_RANKS
+            if not _extends_this_library(kind):
+                names &= {*(_constructed_with(kind) if self.third_party else ()), "training"}
+            for name in held:
+                if name in names:
+                    result[prefix + name] = held[name]
+        return result
 
     @functools.cached_property
     def runs_third_party_code(self) -> bool:
@@ -83,21 +88,28 @@ class LossModules:
                 return True
         return False
 
-    def shared_state(self) -> Iterator[tuple[str, Tensor]]:
+    def shared_state(self) -> dict[str, Tensor]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
+        result: dict[str, Tensor] = {}
         for path, module in self.by_path.items():
             of_module = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
             for name, x in of_module.items():
                 is_sharded = hasattr(x, "device_mesh")  # a DTensor, of which each rank holds another part
                 if x is not None and not is_sharded and not is_lazy(x) and not _counts_nothing(module, x):
-                    yield f"{path}.{name}" if path else name, x
+                    result[f"{path}.{name}" if path else name] = x
+        return result
 
-    def numbers(self, *, third_party: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def numbers(self) -> dict[str, Tensor]:
         """Everything numeric that must be equal on every rank and is no text: the shared state, tensors in attributes."""
-        yield from self.shared_state()
-        for name, value in self._held(third_party=third_party):
-            if type(value) not in (*_NUMBERS, str):
-                yield from _tensors_of(value, name)
+        result = self.shared_state()
+        for name, value in self._held.items():
+            if type(value) not in _TEXTS:
+                result |= _tensors_of(value, name)
+        return result
+
+    @functools.cached_property
+    def has_buffers(self) -> bool:
+        return any(map(attrgetter("_buffers"), self.by_path.values()))
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""

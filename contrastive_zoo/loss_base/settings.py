@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from contrastive_zoo.loss_base.state import WholeState, real
-from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.suggestions import did_you_mean
 
@@ -59,14 +58,13 @@ class Bounds(NamedTuple):
         on the meta device holds no numbers yet and passes; no other tensor there ever will hold any. A tensor on an
         accelerator passes, too: reading it would wait for all that is queued there.
         """
-        values = [x]
-        if isinstance(x, Tensor):
-            if x.is_meta:
-                return not self.whole and isinstance(x, nn.Parameter)
-            if x.numel() != 1 and not self.several:
-                return False
-            values = _values(x) if devices.on_cpu(x) else []
-        return all(map(self._hold_for_number, values))
+        if not isinstance(x, Tensor):
+            return self._hold_for_number(x)
+        if x.is_meta:
+            return not self.whole and isinstance(x, nn.Parameter)
+        if x.numel() != 1 and not self.several:
+            return False
+        return not x.is_cpu or all(map(self._hold_for_number, _values(x)))
 
     def _hold_for_number(self, x: Any) -> bool:
         kinds = (int, np.integer) if self.whole else (int, float, np.integer, np.floating)
@@ -251,8 +249,11 @@ class Settings(WholeState):
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
+        present = self.__dict__
         for name, check in self._checks.items():
-            value = getattr(self, name, None) if name not in self.__dict__ else self.__dict__[name]
+            value = getattr(self, name, None) if name not in present else present[name]
+            if type(value) in (bool, str) and value in check.words:
+                continue
             if isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
                 problem = None  # its value is checked at the call
             else:
@@ -295,6 +296,7 @@ class Check(NamedTuple):
     kind: Any
     bounds: Bounds | None = None
     optional: bool = False
+    words: frozenset[Any] = frozenset()  # all right values of a Literal or a flag
 
     def __call__(self, name: str, value: object) -> str | None:
         if value is None and self.optional:
@@ -344,7 +346,9 @@ def _check_of(hint: Any) -> Check | None:
     if origin is Annotated:
         bounds = next((x for x in hint.__metadata__ if isinstance(x, Bounds)), None)
         return None if bounds is None else Check(hint.__origin__, bounds)
-    return Check(hint) if hint is bool or origin is Literal else None
+    if hint is bool or origin is Literal:
+        return Check(hint, words=frozenset(typing.get_args(hint) or (True, False)))
+    return None
 
 
 def _of_class(hint: Any) -> bool:

@@ -61,11 +61,14 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
             continue
         samples = allowed[0].dims[0]
         if samples not in first:
-            owner = next(key for key, of_key in shapes.items() if of_key and of_key[0].dims[0] == samples)
+            owner = _owner(samples, shapes)
             if owner != name and arguments.get(owner) is None:
                 return f"{name} came without {owner}. Leave it out."
-        shape = next((shape for shape in allowed if shape.fits(x)), None)
-        if shape is None:
+        shape = allowed[0]
+        for shape in allowed:
+            if shape.fits(x):
+                break
+        else:
             return _labels_problem(name, x, allowed, first) or (
                 f"{name} must be {' or '.join(map(str, allowed))}, got {described(x)}."
             )
@@ -79,6 +82,14 @@ def shapes_problem(arguments: Mapping[str, Tensor | None], shapes: Mapping[str, 
             if x.dtype != y.dtype:
                 return f"{name} must have the dtype of {other}, got {other} {described(y)} and {name} {described(x)}."
     return None
+
+
+def _owner(samples: str, shapes: Mapping[str, Shapes]) -> str:
+    """Return the argument that says how many samples of this kind a call has: the first one."""
+    for name, allowed in shapes.items():
+        if allowed and allowed[0].dims[0] == samples:
+            return name
+    raise AssertionError(f"no argument has the dimension {samples}")
 
 
 def _labels_problem(name: str, x: Tensor, allowed: Shapes, first: _First) -> str | None:

@@ -174,7 +174,7 @@ def sketch(module: nn.Module | None) -> Tensor:
     if module is None:
         return result
     generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
-    for _, x in LossModules(module).shared_state():
+    for x in LossModules(module).shared_state().values():
         if not isinstance(x, nn.Parameter) or x.is_meta:
             continue
         flat = nn.functional.pad(x.detach().flatten(), (0, -x.numel() % WIDTH)).view(-1, WIDTH)

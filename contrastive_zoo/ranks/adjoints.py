@@ -1,6 +1,6 @@
 """The collectives as autograd functions: each forward pass and its adjoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compiling import Function
+from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.transport import (
     OPS,
     Reduction,
@@ -162,7 +163,7 @@ class _Gathered(Function):
         ctx: Any, shards: Sequence[Shards], world: World, factor: int, results: Sequence[Tensor], *rows: Tensor
     ) -> Any:
         ctx.shards, ctx.world, ctx.factor = shards, world, factor
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*[x for x in results if not x.is_floating_point()])
         return tuple(results)
 
     @staticmethod
@@ -174,7 +175,7 @@ class _Gathered(Function):
             local = [_own_slice(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
         else:
             local = [dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
-        return None, None, None, None, *(ctx.factor * dx for dx in local)
+        return None, None, None, None, *[ctx.factor * dx for dx in local]
 
 
 def gather_together(
@@ -196,6 +197,24 @@ def gather_together(
         for index, part in zip(indices, gathered, strict=True):
             result[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
     return list(_Gathered.apply(shards, world, factor, result, *rows))
+
+
+def device_of(rows: Mapping[str, Tensor]) -> torch.device | None:
+    """Return where the first embeddings are, or the first rows; None if there are none."""
+    return next((x.device for x in sorted(rows.values(), key=lambda x: not x.is_floating_point())), None)
+
+
+def gathered_rows(
+    rows: Mapping[str, Tensor], shards: Sequence[Shards], payload: Tensor | None, world: World
+) -> dict[str, Tensor]:
+    """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
+    here, moves = [*rows.values()], world.on_accelerators or not all(map(on_cpu, rows.values()))
+    if moves:  # tensors of one message are on one device
+        here = [x.to(world.device if world.on_accelerators else device_of(rows)) for x in here]
+    result = gather_together(here, shards[: len(here)], world, payload, factor=world.size)
+    if moves:
+        result = [x.to(of.device) for x, of in zip(result, rows.values(), strict=True)]
+    return dict(zip(rows, result, strict=True))
 
 
 class _ScaleGradient(Function):

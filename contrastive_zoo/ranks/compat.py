@@ -1,6 +1,6 @@
 """What differs from version to version of torch, and every private name of it, in one place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import Lock
@@ -35,9 +35,8 @@ def without_values(arguments: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(bare, arguments)
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that autograd runs in this thread; −1 outside of one."""
-    return torch._C._current_graph_task_id()
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that autograd runs in this thread; −1 outside of one."""
 
 
 def in_backward() -> bool:

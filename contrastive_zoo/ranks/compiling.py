@@ -37,13 +37,16 @@ class Function(torch.autograd.Function):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(uncompiled(_reporting(cls.backward)))  # type: ignore[method-assign]  # decorated
+            cls.backward = staticmethod(_reporting(cls.backward))  # type: ignore[method-assign]  # decorated
 
 
 def _reporting(backward: Callable[..., Any]) -> Callable[..., Any]:
     """``backward``, which tells waiting ranks if it raises; a context with messages holds their world."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.compiler.is_compiling():  # of compiled autograd
+            torch._dynamo.graph_break()
+            return torch.compiler.disable(backward)(ctx, *gradients)
         try:
             return backward(ctx, *gradients)
         except BaseException as error:

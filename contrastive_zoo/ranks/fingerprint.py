@@ -21,6 +21,7 @@ ONE_ROW, REPEATED, DISTINCT = range(3)
 encoder; numbers that repeat, as masks, targets and weights do, or single numbers; or numbers like those of embeddings."""
 
 _KIND = 3
+_CPU = torch.device("cpu")
 
 
 class Fingerprint(NamedTuple):
@@ -30,13 +31,21 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
     """Start to read the numbers of a loss and of its arguments; the result waits for them."""
-    tensors = [x for _, x in sorted((state or {}).items(), key=itemgetter(0)) if x.numel()]
-    samples = {name: _sample(x) for name, x in rows.items() if x.is_floating_point() and x.numel()}
-    parts = [*samples.values(), *map(norm_and_sketch, tensors)]
-    device = next((x.device for x in parts if not x.is_cpu), torch.device("cpu"))
-    dtype = torch.float64 if has_float64(device) else torch.float32
-    read = read_later(torch.cat([x.flatten().to(device, dtype) for x in parts])) if parts else list
-    shapes = {name: x.shape for name, x in samples.items()}
+    parts, shapes, device = [], {}, _CPU
+    for name, x in rows.items():
+        if x.is_floating_point() and x.numel():
+            parts.append(_sample(x))
+            shapes[name] = parts[-1].shape
+            device = device if x.is_cpu else x.device
+    for _, x in sorted((state or {}).items(), key=itemgetter(0)):
+        if x.numel():
+            parts.append(norm_and_sketch(x))
+            device = device if x.is_cpu else x.device
+    read: Callable[[], list[float]] = list
+    if parts:
+        dtype = torch.float64 if device is _CPU or has_float64(device) else torch.float32
+        numbers = torch.cat([x.flatten().to(device, dtype) for x in parts])
+        read = numbers.tolist if device is _CPU else read_later(numbers)
 
     def finished() -> Fingerprint:
         numbers, start, digests = read(), 0, {}
@@ -103,8 +112,10 @@ def _level(pairs: Sequence[float]) -> float:
 
     Each tensor has another weight, so that two tensors that change places change it, too.
     """
-    count = len(pairs) // 2
-    return sum((1 + index / count) * _height(*pairs[2 * index : 2 * index + 2]) for index in range(count))
+    count, level = len(pairs) // 2, 0.0
+    for index in range(count):
+        level += (1 + index / count) * _height(*pairs[2 * index : 2 * index + 2])
+    return level
 
 
 def _height(norm: float, sketch: float) -> float:

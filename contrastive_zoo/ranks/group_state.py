@@ -41,12 +41,12 @@ class GroupState:
             self.reserved = needed if fits else 0
 
 
-_states: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()
+STATES: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()
 """By group: several wrappers share a group, and a wrapper may be copied, loaded or made anew between two of its calls."""
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    state = _states.get(group)
+    state = STATES.get(group)
     if state is None:
-        state = _states[group] = GroupState()
+        state = STATES[group] = GroupState()
     return state

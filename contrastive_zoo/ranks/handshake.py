@@ -13,6 +13,7 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from contrastive_zoo.ranks.differences import (
     values_difference,
 )
 from contrastive_zoo.ranks.fingerprint import levels_differ, state_difference, state_lines
-from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.row_checks import tolerance
 from contrastive_zoo.ranks.world import FIELDS, NUMBERS, Shards, World, exchange_headers, refuse_out_of_step
@@ -91,7 +91,7 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         return Agreed(shards, kernels=[statement.kernels])
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
-    state = state_of(world.process_group)
+    state = world.state
     reserved, number = state.reserved, begun_handshake(world)
     state.conversation = (number, backward_pass())
     numbers = [*statement.sizes, *statement.digests]
@@ -110,29 +110,34 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
         callers, texts = _exchange_text(statement.caller, "\n".join(lines), world)
         raise ValueError(f"{callers[0]}: {statements_difference(texts)}")
     identity = _identity(statement, number, received, world)
-    by_rank = [header[len(FIELDS) :][: len(numbers)] for header in headers]
+    by_argument = [*zip(*headers, strict=True)][len(FIELDS) :][: len(numbers)]
     if further := numbers[NUMBERS:]:
-        by_rank = [(*first, *more) for first, more in zip(by_rank, world.exchange(further), strict=True)]
+        by_argument += zip(*world.exchange(further), strict=True)
     _refuse_differences(statement, received, world)
-    by_argument = [*zip(*by_rank, strict=True)]
-    shards = [Shards(of, world.rank) for of in by_argument[: len(statement.sizes)]]
-    digests = by_argument[len(statement.sizes) :]
-    kernels, draws = ([bool(x & bit) for x in received["capabilities"]] for bit in (_KERNELS, _DRAWS))
+    sizes, digests = by_argument[: len(statement.sizes)], by_argument[len(statement.sizes) :]
+    splits = {of: Shards(of, world.rank) for of in sizes}
+    shards = list(map(splits.__getitem__, sizes))
+    capabilities = received["capabilities"]
+    kernels, draws = [bool(x & _KERNELS) for x in capabilities], max(capabilities) >= _DRAWS
     needed = max(received["bytes"]) if min(received["bytes"]) >= 0 else 0
     inline = payload if 0 < needed <= reserved else None
     if needed == 0:
         reserve_payload(0, world)
-    return Agreed(shards, any(draws), kernels, max(received["same"]), digests, inline, needed, number, identity)
+    return Agreed(shards, draws, kernels, max(received["same"]), digests, inline, needed, number, identity)
 
 
 def reserve_payload(needed: int, world: World) -> None:
     """Reserve bytes behind the group's next headers, by what this step would have needed there; 0 for nothing."""
-    state_of(world.process_group).reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
+    state = world.state
+    if 0 < needed == state.reserved:
+        state.idle = 0
+    else:
+        state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:
     """Return the number that all ranks know the wrapper by; refuse different ones, not one made again."""
-    wrappers, numbers, made = state_of(world.process_group).wrappers, {*received["wrapper"]}, received["made"]
+    wrappers, numbers, made = world.state.wrappers, {*received["wrapper"]}, received["made"]
     known = numbers - {0}
     if known == {-1} == numbers:
         return -1
@@ -142,7 +147,7 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
         are_different = any(len(order) > 1 for order in orders)
         wrappers[number] = (*made,)
     elif 0 in numbers and not are_different:
-        holds_both = statement.wrapper == 0 and max(known) in state_of(world.process_group).alive
+        holds_both = statement.wrapper == 0 and max(known) in world.state.alive
         are_different = any(both for (both,) in world.exchange([holds_both]))
     if are_different:
         which = "" if statement.wrapper < 0 else f", which is wrapper number {statement.made} of this process"
@@ -151,14 +156,15 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
 
 
 def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
-    payload = -1 if statement.payload is None else sum(x.nbytes for x in statement.payload)
+    payload = -1 if statement.payload is None else sum(map(attrgetter("nbytes"), statement.payload))
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
     return [
         statement.problem is not None,
         statement.wrapper,
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
-        *map(_to_bits, (statement.last_value, statement.level)),
+        _NO_VALUE if statement.last_value is None else _to_bits(statement.last_value),
+        _NO_VALUE if statement.level is None else _to_bits(statement.level),
         statement.same,
         _KERNELS * statement.kernels + _DRAWS * statement.draws,
         payload,
@@ -169,8 +175,8 @@ _NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
 """The bits of a missing number: no sum is -0.0 once 0.0 is added."""
 
 
-def _to_bits(value: float | None) -> int:
-    return _NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
+def _to_bits(value: float) -> int:
+    return struct.unpack("q", struct.pack("d", value + 0.0))[0]
 
 
 def _from_bits(bits: Sequence[int]) -> list[float]:
@@ -185,11 +191,16 @@ def _differ(bits: Sequence[int]) -> bool:
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
     """Raise if values, parameters or identical arguments differ between ranks."""
     values, levels = received["last value"], received["level"]
-    if _differ(values) and (difference := values_difference(_from_bits(values), statement.tolerance)):
+    if (
+        len({*values}) > 1
+        and _differ(values)
+        and (difference := values_difference(_from_bits(values), statement.tolerance))
+    ):
         raise ValueError(f"{statement.caller}: {difference}")
-    most, state = max(statement.tolerance, tolerance(statement.state.values())), statement.state
-    if _differ(levels) and levels_differ(_from_bits(levels), len(state), most):
-        raise ValueError(f"{statement.caller}: {state_difference(world.exchange_text(state_lines(state)))}")
+    if len({*levels}) > 1 and _differ(levels):
+        state = statement.state
+        if levels_differ(_from_bits(levels), len(state), max(statement.tolerance, tolerance(state.values()))):
+            raise ValueError(f"{statement.caller}: {state_difference(world.exchange_text(state_lines(state)))}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")
 

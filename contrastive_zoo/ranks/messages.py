@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from contrastive_zoo.ranks.compat import waiting_time
-from contrastive_zoo.ranks.group_state import GroupState, state_of
+from contrastive_zoo.ranks.group_state import GroupState
 
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
@@ -66,6 +66,8 @@ class Member(Protocol):
     def process_group(self) -> dist.ProcessGroup: ...
     @property
     def caller(self) -> str: ...
+    @property
+    def state(self) -> GroupState: ...
 
 
 def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
@@ -203,7 +205,7 @@ def _who(member: Member) -> str:
 
 def _of_group(member: Member) -> GroupState:
     """The state of the member's group; its first message clears a note that an earlier group of this name has left."""
-    state = state_of(member.process_group)
+    state = member.state
     if not state.has_sent:
         state.has_sent = True
         _in_store(lambda store: _clear(store, member))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.compat import default_group, group_of_one, messages_of, next_node, unpacking_in
 from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked, uncompiled
-from contrastive_zoo.ranks.group_state import state_of
+from contrastive_zoo.ranks.group_state import STATES, state_of
 from contrastive_zoo.ranks.world import World
 
 if not dist.is_initialized():
@@ -71,7 +71,7 @@ def _alone(default: dist.ProcessGroup, held: dist.ProcessGroup | None, name: str
 
 def this_process(default: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group of this process alone beside a default group; it is made once."""
-    state = state_of(default)
+    state = STATES.get(default) or state_of(default)
     if state.alone is None:
         state.alone = group_of_one(default)
     return state.alone

@@ -1,7 +1,7 @@
 """Messages between ranks, without gradient: the building blocks of the differentiable collectives."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import reduce_scatter_single
+from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.world import Shards, World
 
 Reduction = Literal["sum", "mean", "max", "min"]
@@ -145,14 +146,23 @@ def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) 
     result: list[Tensor] = []
     # NumPy cuts them in a fraction of torch's time: of a small step, that counts
     parts = payload.numpy()
-    offsets = [0] * len(parts)
+    starts = [0] * len(parts)
     for x, of in zip(rows, shards, strict=True):
-        width = _row_bytes(x)
-        ends = [start + size * width for start, size in zip(offsets, of.sizes, strict=True)]
+        width, cut = x.shape[1:].numel() * x.dtype.itemsize, []
+        for rank, size in enumerate(of.sizes):
+            end = starts[rank] + size * width
+            cut.append(parts[rank][starts[rank] : end])
+            starts[rank] = end
         # joined, since a wider dtype needs bytes that begin at a multiple of its size
-        joined = np.concatenate([of_rank[i:j] for of_rank, i, j in zip(parts, offsets, ends, strict=True)])
+        joined = np.concatenate(cut)
         # no bytes have stride 0 in NumPy, which cannot be viewed as another dtype
         flat = torch.from_numpy(joined).view(x.dtype) if joined.size else x.new_empty(0)
         result.append(flat.view(of.total, *x.shape[1:]))
-        offsets = ends
     return result
+
+
+def payload_of(rows: Iterable[Tensor], world: World) -> list[Tensor] | None:
+    """Return tensors as bytes that may follow a handshake's header; None if two backends send them."""
+    if world.on_accelerators or not all(map(on_cpu, rows)):
+        return None
+    return [flat_bytes(x.detach()) for x in rows]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
-from contrastive_zoo.ranks.group_state import state_of
+from contrastive_zoo.ranks.group_state import STATES, GroupState, state_of
 from contrastive_zoo.ranks.messages import lost, started
 
 if TYPE_CHECKING:
@@ -39,22 +40,22 @@ class Shards:
     sizes: tuple[int, ...]
     rank: int = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of this rank's rows."""
         return self.sizes[self.rank]
 
-    @property
+    @cached_property
     def start(self) -> int:
         """The index of this rank's first row in the global batch."""
         return sum(self.sizes[: self.rank])
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The number of rows on all ranks."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def local(self) -> slice:
         """This rank's rows as a slice of the global batch."""
         return slice(self.start, self.start + self.size)
@@ -127,6 +128,12 @@ class World:
         return dist.distributed_c10d._get_default_group() if self.group is None else self.group
 
     @cached_property
+    def state(self) -> GroupState:
+        """What this process keeps of the process group."""
+        group = self.process_group
+        return STATES.get(group) or state_of(group)
+
+    @cached_property
     def device(self) -> torch.device:
         """The device of tensors that the group's backend sends."""
         return torch.device((self.on_accelerators and torch.accelerator.current_accelerator()) or "cpu")
@@ -136,7 +143,7 @@ class World:
         """Whether the backend sends tensors on accelerators only, as NCCL does."""
         if self.size == 1:
             return False
-        state = state_of(self.process_group)
+        state = self.state
         if state.on_accelerators is None:  # a group keeps its backend
             state.on_accelerators = str(dist.get_backend(self.process_group)) in ("nccl", "xccl", "hccl")
         return state.on_accelerators
@@ -189,8 +196,9 @@ class World:
         gathered = x.new_empty(self.size, *x.shape)
         begin: Callable[[], Any]
         if (is_small := self.sends_directly(x)) and self.size > FEW_RANKS:
-            state_of(group).gathers += 1
-            begin = functools.partial(Doubling, x, gathered, group, state_of(group).gathers)
+            state = state_of(group)
+            state.gathers += 1
+            begin = functools.partial(Doubling, x, gathered, group, state.gathers)
         elif is_small:
             copies = torch.stack([x] * self.size)
             begin = functools.partial(dist.all_to_all_single, gathered, copies, group=group, async_op=True)
@@ -304,6 +312,7 @@ NUMBERS = 26  # of arguments, their sizes and digests, that fit into a header; f
 
 _HEADER = struct.Struct(f"{len(FIELDS) + NUMBERS}q")
 HEADER_BYTES = _HEADER.size
+_STEP = itemgetter(slice(2))  # what follows a header, and the number of the step
 
 _NO_GLOO = (
     "ranks that compute on accelerators agree through gloo, which cannot connect them. Set GLOO_SOCKET_IFNAME to a network "
@@ -322,15 +331,15 @@ def exchange_headers(
     """Return all ranks' headers, and from the same message their payloads, [W, size]: zeros for one that does not fit."""
     header = torch.frombuffer(bytearray(_HEADER.pack(*numbers)), dtype=torch.uint8)
     header = header.to(world.host_device) if world.on_accelerators else header
-    length = sum([x.numel() for x in payload])
+    length = sum(map(Tensor.numel, payload))
     parts = [header, *payload] if length <= size else [header]
     if (unused := size - (length if length <= size else 0)) > 0:
         parts.append(header.new_zeros(unused))
     sent = torch.cat(parts) if len(parts) > 1 else header
     received = world.start_gather(sent, "the handshake", from_host=True, opens=True)()
     on_host = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
-    headers = [_HEADER.unpack_from(x) for x in on_host]
-    if any(x[:2] != headers[0][:2] for x in headers):
+    headers = list(map(_HEADER.unpack_from, on_host))
+    if len(set(map(_STEP, headers))) > 1:
         refuse_out_of_step(f"{'the backward pass of ' if numbers[0] else ''}{world.caller}", world)
     return headers, received[:, _HEADER.size :]
 
@@ -344,7 +353,7 @@ def refuse_out_of_step(place: str, world: World) -> None:
 
 def _open_backward(world: World) -> None:
     """Meet the other ranks before the first message of a loss in a backward pass; the next ones of the same loss do not."""
-    state, conversation = state_of(world.process_group), (world.opened, backward_pass())
+    state, conversation = world.state, (world.opened, backward_pass())
     if conversation[1] == -1 or state.conversation == conversation:
         return
     state.conversation = conversation

@@ -247,7 +247,7 @@ class Subject:
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what ranks share: without a pointer into an empty queue, which nothing sets."""
         shared = LossModules(self.module if self.step is None else self.model).shared_state()
-        return ((name, x) for name, x in shared if not isinstance(x, nn.Parameter))
+        return ((name, x) for name, x in shared.items() if not isinstance(x, nn.Parameter))
 
 
 # --- samples and tensors ---------------------------------------------------------------------------------------------------

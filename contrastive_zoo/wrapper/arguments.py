@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
-from contrastive_zoo.ranks.adjoints import gather_together
-from contrastive_zoo.ranks.devices import on_cpu
+from contrastive_zoo.ranks.adjoints import gathered_rows
 from contrastive_zoo.ranks.handshake import Agreed
 from contrastive_zoo.ranks.row_checks import described, in_one_line, row_kind, tensor_problem
-from contrastive_zoo.ranks.transport import flat_bytes
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
@@ -72,6 +70,8 @@ class Arguments:
 
     @property
     def _padded_dims(self) -> list[tuple[str, int]]:
+        if not self.roles.pad_dims:
+            return []
         dims = [(path, dim) for path, of_path in self.roles.pad_dims.items() if path in self.rows for dim in of_path]
         return [(path, dim) for path, dim in dims if dim < self.rows[path].ndim]  # others are a problem
 
@@ -99,16 +99,18 @@ class Arguments:
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
                     f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
                 )
-        return self.roles.problem(self.leaves)
+        return None if self.roles is NO_ROLES else self.roles.problem(self.leaves)
 
     @property
     def same(self) -> int:
         """Which pairs of rows are one tensor, as bits, and one more; 0 where there are no rows, so that nobody can tell."""
         if not any(self.sizes):
             return 0
-        passed = [(self.leaves[path], self.roles.dim(path)) for path in self.rows]
-        pairs = itertools.combinations(passed[:_COMPARED], 2)
-        return 1 + sum((x is y and i == j) << index for index, ((x, i), (y, j)) in enumerate(pairs))
+        result, dim = 1, self.roles.dim
+        pairs = itertools.combinations([*self.rows][:_COMPARED], 2)
+        for index, (first, second) in enumerate(pairs):
+            result += (self.leaves[first] is self.leaves[second] and dim(first) == dim(second)) << index
+        return result
 
     def gathered(
         self, agreed: Agreed, world: World, indices: Sequence[tuple[str, Tensor, Tensor]] = ()
@@ -119,7 +121,9 @@ class Arguments:
             x = rows[path]
             # padded with zeros, which get no gradient; rows of a rank that holds none may be cut
             rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
-        rows = {path: self.roles.with_rows_back(path, x) for path, x in gathered_rows(rows, agreed, world).items()}
+        rows = gathered_rows(rows, agreed.shards, agreed.payload, world)
+        if self.roles.batch_dim:
+            rows = {path: self.roles.with_rows_back(path, x) for path, x in rows.items()}
         # a tensor that was passed as two arguments is one tensor afterwards, as a loss may ask about
         for index, (first, second) in enumerate(itertools.combinations([*rows][:_COMPARED], 2)):
             if max(agreed.same - 1, 0) >> index & 1:
@@ -132,29 +136,6 @@ class Arguments:
             rows[path] = torch.where(rows[path] < 0, rows[path], rows[path] + shift)
         leaves = self.leaves | rows
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
-
-
-def device_of(rows: Mapping[str, Tensor]) -> torch.device | None:
-    """Where the first embeddings are, or the first rows; None if there are none."""
-    return next((x.device for x in sorted(rows.values(), key=lambda x: not x.is_floating_point())), None)
-
-
-def gathered_rows(rows: Mapping[str, Tensor], agreed: Agreed, world: World) -> dict[str, Tensor]:
-    """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
-    here, moves = [*rows.values()], world.on_accelerators or not all(map(on_cpu, rows.values()))
-    if moves:  # tensors of one message are on one device
-        here = [x.to(world.device if world.on_accelerators else device_of(rows)) for x in here]
-    result = gather_together(here, agreed.shards[: len(here)], world, agreed.payload, factor=world.size)
-    if moves:
-        result = [x.to(of.device) for x, of in zip(result, rows.values(), strict=True)]
-    return dict(zip(rows, result, strict=True))
-
-
-def payload_of(rows: Mapping[str, Tensor], world: World) -> list[Tensor] | None:
-    """Return the rows as bytes that may follow a handshake's header; None if two backends send them."""
-    if world.on_accelerators or not all(map(on_cpu, rows.values())):
-        return None
-    return [flat_bytes(x.detach()) for x in rows.values()]
 
 
 _COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits as an int64 has for them

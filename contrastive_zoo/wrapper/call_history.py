@@ -4,13 +4,13 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from contrastive_zoo.engine.precision import sum_dtype
 from contrastive_zoo.ranks.devices import ValueCheck, on_cpu, read_later
 from contrastive_zoo.ranks.fingerprint import Fingerprint, fingerprint
 from contrastive_zoo.ranks.session import Session
@@ -32,20 +32,20 @@ class CallHistory:
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._value: Callable[[], list[float]] | None = None
         self._fingerprint: Callable[[], Fingerprint] | None = None
-        self._checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
+        self.checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        pending: dict[str, Any] = {"_value": None, "_fingerprint": None, "_checks": []}
+        pending: dict[str, Any] = {"_value": None, "_fingerprint": None, "checks": []}
         return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
 
     def remember_value(self, value: Any) -> None:
         # tensors only: other results, such as a time, may differ between ranks
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
         self._value = None
-        if tensors:
-            sums = torch.stack([x.detach().sum().to(sum_dtype(x)) for x in tensors])
-            self._value = sums.tolist if sums.is_cpu else read_later(sums)
+        if isinstance(value, Tensor) and value.is_cpu and value.is_floating_point():  # the usual case
+            self._value = value.detach().sum()[None].tolist
+        elif tensors := [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]:
+            self._value = read_later(torch.stack([x.detach().sum() for x in tensors]))
 
     def last_value(self) -> float | None:
         """The sum of what the previous call returned, once; None if there is none."""
@@ -67,11 +67,11 @@ class CallHistory:
         for device in dict.fromkeys(x.numbers.device for x in checks):  # usually there is one
             here = [x for x in checks if x.numbers.device == device]
             numbers = read_later(torch.cat([x.numbers.long() for x in here]))
-            self._checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
+            self.checks.append(([(len(x.numbers), x.problem) for x in here], numbers))
 
     def values_problem(self) -> str | None:
         """What was wrong with the values that the previous call looked at on an accelerator, once; None if nothing was."""
-        checks, self._checks = self._checks, []
+        checks, self.checks = self.checks, []
         for of_device, read in checks:
             numbers = iter(read())
             result = [problem([*itertools.islice(numbers, count)]) for count, problem in of_device]
@@ -82,8 +82,7 @@ class CallHistory:
 
 def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
     """The session of a step; NaN and infinite values of embeddings on an accelerator are refused in the next call."""
-    on_accelerators = [x for x in rows.values() if not (x.is_cpu or x.is_meta)]
-    if not on_accelerators or not session.check_finite:
+    if not session.check_finite or all(map(on_cpu, rows.values())) or all(map(attrgetter("is_meta"), rows.values())):
         return session
     floating = {name: x.detach() for name, x in rows.items() if x.is_floating_point()}
     if (later := session.findings.later) is not None:

@@ -21,13 +21,12 @@ from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
 from contrastive_zoo.wrapper.options import (
     GradReduction,
-    compared_options,
     refuse_bad_loss,
     refuse_bad_options,
     shown,
 )
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
-from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep
+from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
 from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
 
 R = TypeVar("R", default=Any)  # what the loss returns
@@ -221,7 +220,8 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
-        step = self, compared_options(self, self._roles()) | compared, session
+        roles = self._roles() if self.shared or self.batch_dim or self.pad_dims else NO_ROLES
+        step = self, bare, compared_options(self, roles) | compared, session
         if isinstance(call, CallInputs):
             compute = bare.compute if loss is bare else loss  # DDP's forward pass prepares the gradient all-reduce
             value = OwnStep(call.name, call, *step, bare, compute).compute()

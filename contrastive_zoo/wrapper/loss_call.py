@@ -43,7 +43,7 @@ class LossCall:
         return in_one_process(compute, loss_name(without_ddp(self.loss)), world, self.loss)
 
     def problem(self, world: World) -> str | None:
-        arguments = self.roles.of_rows(self.bound.arguments)
+        arguments = self.bound.arguments if self.roles is NO_ROLES else self.roles.of_rows(self.bound.arguments)
         outside = next((problem for x in self.row_indices() if (problem := _outside_problem(*x))), None)
         paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
         if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):

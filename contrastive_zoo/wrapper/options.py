@@ -10,19 +10,8 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks.row_checks import flag_problem, word_problem
 from contrastive_zoo.wrapper.loss_call import accepts, signature
-from contrastive_zoo.wrapper.roles import Roles
 
 GradReduction = Literal["mean", "sum"]
-
-ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
-
-
-def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
-    """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
-    names = "grad_reduction", "training", "ring"
-    compared = {name: str(getattr(wrapper, name)) for name in names}
-    compared[ROLES] = str(roles)
-    return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
 
 
 def refuse_bad_options(grad_reduction: str, **flags: object) -> None:

@@ -9,36 +9,39 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.implementation import is_dense
+from contrastive_zoo.engine.implementation import CHOOSES_KERNELS, NO_KERNELS, is_dense
 from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
 from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules, without_ddp
 from contrastive_zoo.loss_base.state import state_kept_on_error
-from contrastive_zoo.ranks.adjoints import scale_gradient
+from contrastive_zoo.ranks.adjoints import device_of, gathered_rows, scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
 from contrastive_zoo.ranks.differences import GATHERED_BEFORE, failing_together
 from contrastive_zoo.ranks.fingerprint import DISTINCT, REPEATED, equal_arguments
-from contrastive_zoo.ranks.group_state import state_of
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
+from contrastive_zoo.ranks.transport import payload_of
 from contrastive_zoo.ranks.world import Shards
-from contrastive_zoo.wrapper.arguments import (
-    device_of,
-    gathered_rows,
-    payload_of,
-)
 from contrastive_zoo.wrapper.call_history import CallHistory
-from contrastive_zoo.wrapper.joins import join_problem
+from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
-from contrastive_zoo.wrapper.options import ROLES
-from contrastive_zoo.wrapper.roles import Counts, has_own_count, stacked_views
+from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, has_own_count, stacked_views
 
 T = TypeVar("T")
+
+ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
+
+
+def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
+    """Return the options that decide how a call of a DistributedLoss is computed, as text that ranks compare."""
+    compared = {"grad_reduction": wrapper.grad_reduction, "training": str(wrapper.training), "ring": str(wrapper.ring)}
+    compared[ROLES] = "" if roles is NO_ROLES else str(roles)
+    return {**compared, "pad_dims": str(roles.pad_dims)} if roles.pad_dims else compared
 
 
 @dataclass
@@ -52,20 +55,17 @@ class DistributedStep:
     name: str  # of the loss, the first word of errors
     call: Any  # what this rank states of its call
     options: Any  # the wrapper, whose attributes are the options
+    bare: Any  # its loss without DDP, which may be another than the call's
     compared: Mapping[str, str]  # the options and arguments that must be equal on every rank
     session: Session
 
     def __post_init__(self) -> None:
-        self.modules = LossModules(without_ddp(self.options.loss))  # which may be another than the call's
+        self.modules = LossModules(self.bare, third_party=self.options.check_equal)
+        # the tensors of the call, whose dimension 0 counts samples
+        self.rows: Mapping[str, Tensor] = self.call.inputs.rows
         self.history: CallHistory = self.options._history
         # a Monitor, which looks at the embeddings after the loss; None if there is none
         self.observer = self.options._observer if self.options.training else None
-
-    @property
-    def rows(self) -> Mapping[str, Tensor]:
-        """The tensors of the call, whose dimension 0 counts samples."""
-        rows: Mapping[str, Tensor] = self.call.inputs.rows
-        return rows
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
@@ -84,25 +84,15 @@ class DistributedStep:
         """The loss, computed as all ranks have agreed."""
         raise NotImplementedError
 
-    @property
-    def without_role(self) -> set[str]:
-        """The rows that may not be rows of dimension 0; a loss of this library knows its arguments."""
-        return set()
-
-    def refuse_shape(self, counts: Counts) -> None:
-        """Refuse shapes that no single rank can know to be wrong."""
+    def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
+        """Refuse arguments that no single rank can know to be wrong; a loss of this library knows its own."""
 
     def refuse(self, agreed: Agreed) -> None:
         """Refuse, before the loss is computed, what is equal on all ranks and is no samples of each."""
-        counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
         equal, are_all = equal_arguments([*self.rows], agreed.digests)
         if are_all:
             raise ValueError(f"{self.name}: {GATHERED_BEFORE}")
-        for path, numbers in equal.items():
-            is_shared = numbers == DISTINCT or (numbers == REPEATED and has_own_count(path, counts))
-            if is_shared and path in self.without_role:
-                raise ValueError(f"{self.name}: {_EQUAL.format(path=path, quoted=repr(path))}")
-        self.refuse_shape(counts)
+        self.refuse_arguments(agreed, equal)
 
     def compute(self) -> Any:
         """Return what the loss returns."""
@@ -111,10 +101,10 @@ class DistributedStep:
             statement = self._completed(self.statement())
         except Exception as error:  # a setting that cannot be read, for one; the other ranks wait in the handshake
             refuse(self.name, f"{type(error).__name__}: {error}", world=session)
-        before = self.modules.buffer_versions()
+        before = self.modules.buffer_versions() if self.modules.has_buffers else []
         agreed = shake_hands(statement, session)
         history.wrapper = agreed.wrapper
-        state_of(session.process_group).alive[agreed.wrapper] = history
+        session.state.alive[agreed.wrapper] = history
         self.session = session = replace(session, opened=agreed.number)
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
@@ -132,7 +122,7 @@ class DistributedStep:
         if of_all and self.options.check_equal:
             history.remember_value(value)
         history.draws |= session.findings.draws
-        history.keeps_state = self.modules.buffers_changed(before)
+        history.keeps_state = self.modules.has_buffers and self.modules.buffers_changed(before)
         history.calls += 1
         if self.observer is not None:
             self.observer.observe(self.modules.loss, self.rows, agreed.shards, session)
@@ -141,7 +131,7 @@ class DistributedStep:
     def _completed(self, statement: Statement) -> Statement:
         """The statement with settings, options, and what earlier calls have left to compare."""
         history, options = self.history, self.options
-        settings = self.modules.settings(third_party=options.check_equal)
+        settings = self.modules.settings()
         compared = _with_names_apart(settings, self.compared)
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
@@ -158,7 +148,7 @@ class DistributedStep:
         statement.problem = self._problem(statement)
         statement.last_value = history.last_value()
         statement.wrapper, statement.made = history.wrapper, history.made
-        state = _with_names_apart(dict(self.modules.numbers()), self.computed) if options.check_equal else None
+        state = _with_names_apart(self.modules.numbers(), self.computed) if options.check_equal else None
         compares_rows = options.check_distinct and statement.problem is None
         # sharded class weights differ between ranks in any case
         rows = {name: x for name, x in self.rows.items() if compares_rows and not name.startswith("class weights")}
@@ -168,7 +158,8 @@ class DistributedStep:
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
-        history, problem = self.history, self.history.values_problem()
+        history = self.history
+        problem = history.values_problem() if history.checks else None
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and in_backward():
             problem = problem or _COMPUTED_AGAIN
@@ -177,7 +168,7 @@ class DistributedStep:
             problem = first_non_finite(self.rows)
         if self.observer is not None:
             problem = problem or self.observer.problem(self.rows)
-        return problem or join_problem()
+        return problem or (join_problem() if JOINED else None)
 
     def all_or_none(self, compute: Callable[[], Any]) -> Any:
         """The value of a user's loss, by rank 0's random numbers; with a state it fails on all ranks or on none."""
@@ -190,6 +181,8 @@ class DistributedStep:
 
 def _with_names_apart(of_loss: Mapping[str, T], others: Mapping[str, T]) -> dict[str, T]:
     """Both tables: a loss may have an attribute with the name of an option or of an argument, which would hide it."""
+    if others.keys().isdisjoint(of_loss):
+        return {**of_loss, **others}
     return {f"the loss's {name}" if name in others else name: x for name, x in of_loss.items()} | dict(others)
 
 
@@ -201,13 +194,14 @@ class OwnStep(DistributedStep):
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
-        return {name: x for name, x in self.call.compared.items() if isinstance(x, Tensor)}
+        compared = self.call.compared
+        return {name: x for name, x in compared.items() if isinstance(x, Tensor)} if compared else {}
 
     def statement(self) -> Statement:
         stated, inputs, rows = self.call, self.call.inputs, self.call.inputs.rows
         compared = {name: row_kind(x, device=x.is_floating_point()) for name, x in rows.items()}
         compared["the passed arguments"] = ", ".join(rows)
-        compared["implementation"] = str(stated.kernels)
+        compared["implementation"] = CHOOSES_KERNELS if stated.kernels is NO_KERNELS else str(stated.kernels)
         compared |= {name: in_one_line(x) for name, x in stated.compared.items() if not isinstance(x, Tensor)}
         problem, can_compute_all = stated.problem, stated.needs.split is None
         if inputs.values and problem is None:
@@ -222,7 +216,7 @@ class OwnStep(DistributedStep):
             tolerance=tolerance(rows.values()),
             kernels=stated.kernels.apply,
             draws=self.history.draws,
-            payload=payload_of(rows, self.session) if can_compute_all else None,
+            payload=payload_of(rows.values(), self.session) if can_compute_all else None,
         )
 
     def plan(self, agreed: Agreed) -> Plan:
@@ -232,7 +226,7 @@ class OwnStep(DistributedStep):
             ring=self.options.ring,
             random=agreed.draws,
             payload=agreed.payload is not None,
-            kernels=self.call.kernels.on_ranks(agreed.kernels),
+            kernels=self.call.kernels.on_ranks(agreed.kernels) if any(agreed.kernels) else self.call.kernels,
         )
         return self.call.plan(situation)
 
@@ -242,7 +236,7 @@ class OwnStep(DistributedStep):
             session = replace(session, ring=plan.movement == "ring")
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
             return self.compute_batch(stated.batch(scaled, agreed.shards, session, plan))
-        gathered = gathered_rows(rows, agreed, session)
+        gathered = gathered_rows(rows, agreed.shards, agreed.payload, session)
         alone = Session(check_finite=False, findings=session.findings)
         shards = [Shards((len(x),)) for x in gathered.values()]
         batch = stated.batch(gathered, shards, alone, plan, agreed.shards[0].local)
@@ -266,12 +260,22 @@ class ThirdPartyStep(DistributedStep):
 
     @property
     def without_role(self) -> set[str]:
+        """The arguments that may not hold samples in dimension 0."""
         if isinstance(without_ddp(self.call.loss), Loss):
             return set()
+        if self.call.roles is NO_ROLES:
+            return {*self.rows}
         return {path for path in self.rows if self.call.roles.dim(path) is None}
 
-    def refuse_shape(self, counts: Counts) -> None:
+    def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
+        counts: Counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
+        for path, numbers in equal.items():
+            is_shared = numbers == DISTINCT or (numbers == REPEATED and has_own_count(path, counts))
+            if is_shared and path in self.without_role:
+                raise ValueError(f"{self.name}: {_EQUAL.format(path=path, quoted=repr(path))}")
         shapes = {path: x.shape for path, x in self.rows.items()}
+        if max(map(len, shapes.values())) < 3:
+            return
         if (views := stacked_views(shapes, counts, self.without_role)) is not None:
             raise ValueError(
                 f"{self.name}: {views} {[*shapes[views]]} has another number of samples than the other arguments. Is it a "
@@ -283,7 +287,7 @@ class ThirdPartyStep(DistributedStep):
         call, arguments = self.call, self.call.inputs
         of_miner = {}
         if call.miner is not None:
-            settings = LossModules(call.miner).settings(third_party=self.options.check_equal)
+            settings = LossModules(call.miner, third_party=self.options.check_equal).settings()
             of_miner = {"the miner" if name == "the loss" else f"miner.{name}": x for name, x in settings.items()}
         return Statement(
             self.name,
@@ -292,7 +296,7 @@ class ThirdPartyStep(DistributedStep):
             call.problem(self.session),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
-            payload=None if call.roles.pad_dims else payload_of(self.rows, self.session),
+            payload=None if call.roles.pad_dims else payload_of(self.rows.values(), self.session),
         )
 
     def plan(self, agreed: Agreed) -> Plan:
