@@ -73,11 +73,11 @@ def _computed(
 ) -> Tensor:  # fmt: skip
     """Return the mean over rows of the losses that ``terms`` returns, or their sum over ``sides`` directions."""
     how = terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled()
-    given = a, b, learnt[0], bias, *learnt[1:], *how
+    arguments = a, b, learnt[0], bias, *learnt[1:], *how
     if devices.on_cpu(a) and not torch.is_autocast_enabled("cpu"):  # a context takes as long as a matmul here
-        return _SmallBatch.apply(*given)
+        return _SmallBatch.apply(*arguments)
     with torch.autocast(a.device.type, enabled=False), matmul_rounding(a.dtype, a.device.type):
-        return _SmallBatch.apply(*given)
+        return _SmallBatch.apply(*arguments)
 
 
 def _learnt(temperature: float | Tensor) -> Learnt:

@@ -80,13 +80,13 @@ class CallInputs:
     kernels: Kernels = NO_KERNELS  # whether Triton kernels can compute the loss on this rank
     needs: Needs = NO_NEEDS  # of the plan
 
-    def situation(self, shards: Sequence[Shards], world_size: int, **known: Any) -> Situation:
+    def situation(self, shards: Sequence[Shards], ranks: int, **known: Any) -> Situation:
         """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
         rows, on_cpu = {}, True
         for (name, x), of in zip(self.inputs.rows.items(), shards, strict=False):
             rows[name] = rows_of(x, of)
             on_cpu = on_cpu and x.is_cpu
-        return Situation(world_size, rows, on_cpu, is_dense(), **known)
+        return Situation(ranks, rows, on_cpu, is_dense(), **known)
 
     def plan(self, situation: Situation) -> Plan:
         """Return the path of the step; warn once of what would make it quicker."""
@@ -231,8 +231,8 @@ class Loss(Settings, nn.Module):
             problem = devices.values_problem(self)
         if problem is not None:
             return CallInputs(name, Inputs({}), problem=problem)
-        given = [x for x in (*args, *named.values()) if x is not None]
-        one_device = all(map(on_cpu, given)) or len({x.device for x in given}) < 2  # the usual case
+        tensors = [x for x in (*args, *named.values()) if x is not None]
+        one_device = all(map(on_cpu, tensors)) or len({x.device for x in tensors}) < 2  # the usual case
         if not one_device:
             args, named = devices.beside_rows(args, named)
         settings, computed, problem = self.evaluated()
@@ -246,7 +246,7 @@ class Loss(Settings, nn.Module):
             return CallInputs(name, inputs, settings, compared, problem)
         needs = self.needs(inputs)
         kernels = NO_KERNELS
-        if needs.no_kernel != Loss.no_kernel and not (implementation() != "triton" and all(map(on_cpu, given))):
+        if needs.no_kernel != Loss.no_kernel and not (implementation() != "triton" and all(map(on_cpu, tensors))):
             kernels = choose_kernels(inputs.rows.values())
         return CallInputs(name, inputs, settings, compared, problem, kernels, needs)
 
