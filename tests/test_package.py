@@ -178,6 +178,13 @@ def test_imports_point_to_rooms_before() -> None:
     assert [(x, other) for x, other in arrows if room(other) > room(x)] == []
 
 
+def test_kernels_import_no_engine() -> None:
+    """Modules of the engine's room call kernels, and not the reverse."""
+    arrows = [(x, other) for x in modules("engine.kernels") for other in imported_modules(x)]
+    assert [(x, other) for x, other in arrows if not other.startswith(("ranks.", "engine.kernels"))] == []
+    assert arrows
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     arrows = {module: imported_modules(module) - {module, ""} for module in modules()}
     while free := [module for module, others in arrows.items() if not others & arrows.keys()]:

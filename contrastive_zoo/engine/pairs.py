@@ -255,29 +255,23 @@ class LabelledPairs(_Pairs):
     def embeddings(self) -> Float[Tensor, "a d"]:
         return self.candidates.local
 
-    @property
-    def _anchor_factors(self) -> Tensor | None:
-        return None if self.factors is None else self.factors[0].flatten(0, -2)
+    def sums(self) -> tuple[Float[Tensor, " a"], Float[Tensor, " a"], Int[Tensor, " a"]]:
+        """Return of local anchors the log-sum-exps of all others, the means of positives' logits, and their numbers.
 
-    def cross_entropies(self) -> tuple[Float[Tensor, " a"], Int[Tensor, " a"]]:
-        """Return ``logsumexp(all others) - mean(positives)`` of the local anchors, and their numbers of positives."""
-        batch, shards = self.batch, self.batch.samples.times(self.views)
-        z, scale = self.embeddings, self.scale
+        A log-sum-exp leaves out the only positive of an anchor.
+        """
+        batch, z, shards = self.batch, self.embeddings, self.batch.samples.times(self.views)
         class_index, counts = class_numbers(batch.gathered(self.ids, shards))
         local = class_index[shards.local]
         sums = batch.sum(z.new_zeros(len(counts), z.shape[1]).index_add(0, local, z), gradient="partial")
         positives = counts[local] - 1
-        mean = scale * (z * (sums.index_select(0, local) - z)).sum(-1) / positives.clamp(min=1)
-        # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
+        mean = self.scale * (z * (sums.index_select(0, local) - z)).sum(-1) / positives.clamp(min=1)
         only = only_positives(class_index, counts)
         others, _ = self_log_sum_exp(
-            z, factors=self._anchor_factors, shards=shards, excluded=None if only is None else only[shards.local],
-            gathered=self._gather_shared(0), **self._settings,
+            z, factors=None if self.factors is None else self.factors[0].flatten(0, -2), shards=shards,
+            excluded=None if only is None else only[shards.local], gathered=self._gather_shared(0), **self._settings,
         )  # fmt: skip
-        losses = others - mean
-        if only is not None:
-            losses = cross_entropy(mean, others).where(positives == 1, losses)
-        return losses.to(z.dtype), positives
+        return others, mean, positives
 
     def reduce_rows(
         self,

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import class_numbers_as_floats
 from contrastive_zoo.engine.batch import Reduction
-from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep
+from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep, lengths
 from contrastive_zoo.engine.plan import Arithmetic
-from contrastive_zoo.engine.precision import matmul_rounding, sum_dtype, without_autocast
+from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype, without_autocast
 from contrastive_zoo.engine.tiling import tile_of, tile_shape, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
@@ -130,8 +130,9 @@ class _Sweep(Sweep):
             if self.on_kernel:
                 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock  # imported here: Triton is optional
 
-                block = KernelBlock(left, scale, bias, learns, self.normalizes, self.dtype)
-                parts = block.parts(exchange, dcandidates)
+                min_norm = MIN_NORM if self.normalizes else None
+                block = KernelBlock(left, scale, bias, learns, min_norm, self.dtype or left.dtype)
+                parts = parts_of_kernels(block, exchange, dcandidates)
             else:
                 block = _Block(self.operand(left), scale, bias, learns, weights)
                 parts = self._parts(block, exchange, dcandidates)
@@ -147,6 +148,7 @@ class _Sweep(Sweep):
             g = -(-x).sigmoid()
             block.losses += softplus(-x, threshold=_LINEAR_FROM).sum()
             if learns:
+                block.finish()
                 danchors.addcmul_(columns, g[:, None])
                 dcandidates.addcmul_(anchors, g[:, None])
                 products += torch.dot(g, of_pairs)
@@ -166,6 +168,18 @@ class _Sweep(Sweep):
             block.add(self.operand(columns), ids, total, local=index == 0)
             if index > 0:
                 yield total
+
+
+def parts_of_kernels(block: Any, exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
+    """Add all pairs to a ``KernelBlock``; yield and add gradients as :meth:`_Sweep._parts`."""
+    for blocks_here, candidates in exchange.windows(lambda x: x.to(block.dtype)):
+        local, (first, *others) = blocks_here[0] is exchange.blocks[0], lengths(blocks_here)
+        total = block.add(candidates, local=local)
+        if block.learns and local:
+            dlocal += total[:first]
+            yield from total[first:].split(others)
+        elif block.learns:
+            yield total
 
 
 @dataclass

@@ -127,7 +127,7 @@ def cross_log_sum_exp(
 def _sweep(arithmetic: Arithmetic) -> type[SoftmaxSweep]:
     if arithmetic != "kernel":
         return SoftmaxSweep
-    from contrastive_zoo.engine.kernels.softmax import KernelSweep  # imported here: Triton is optional
+    from contrastive_zoo.engine.softmax_kernels import KernelSweep  # imported here: Triton is optional
 
     return KernelSweep
 

@@ -104,9 +104,9 @@ class SupCon(AnchorLoss):
         pairs = LabelledPairs(batch, batch.settings.temperature, self.normalize, batch.rows.get("labels"))
         if self._by_rows(batch.rows):
             return pairs.reduce_rows(self.block_loss(batch), self.reduction, mask=mask, anchors=self.contrast_mode)
-        losses, positives = pairs.cross_entropies()
-        losses = _rescaled(losses, batch.settings.temperature, batch.settings.base_temperature)
-        return batch.reduce(losses, positives > 0, reduction=self.reduction)
+        others, mean, count = pairs.sums()
+        losses = _rescaled(_losses(others, mean, count), batch.settings.temperature, batch.settings.base_temperature)
+        return batch.reduce(losses.to(pairs.embeddings.dtype), count > 0, reduction=self.reduction)
 
     def ring_problem(self) -> str | None:
         by_rows = self.variant == "in" or self.contrast_mode == "one"
@@ -127,18 +127,23 @@ def _block_losses(
     positive, candidates = block.positive, block.positive | block.negative
     for mask, samples in block.companions:
         positive = mask.index_select(1, samples) & candidates
-    over_negatives = masked_log_sum_exp(logits, candidates & ~positive)
-    over_positives = masked_log_sum_exp(logits, positive, empty=0.0)
     count = positive.sum(1, dtype=logits.dtype)
     divisor = count.clamp(min=1)
+    left_out = positive if variant == "in" else positive & (count == 1)[:, None]
+    others = masked_log_sum_exp(logits, candidates & ~left_out)
     if variant == "in":
-        losses = cross_entropy(over_positives, over_negatives) + divisor.log()
+        losses = cross_entropy(masked_log_sum_exp(logits, positive, empty=0.0), others) + divisor.log()
     else:
-        mean = logits.where(positive, 0).sum(1) / divisor
-        # the only positive of an anchor is left out of the sum, so that a solved batch keeps its digits
-        alone = cross_entropy(mean, over_negatives)
-        losses = alone.where(count == 1, torch.logaddexp(over_positives, over_negatives) - mean)
+        losses = _losses(others, logits.where(positive, 0).sum(1) / divisor, count)
     return _rescaled(losses, temperature, base_temperature), count > 0
+
+
+def _losses(others: Tensor, mean: Tensor, count: Tensor) -> Tensor:
+    """Return L_out, given anchors' log-sum-exps, the means of their positives' logits and the numbers of positives.
+
+    The sum leaves out an anchor's only positive, so that a solved batch keeps its digits; it contains several.
+    """
+    return cross_entropy(mean, others).where(count == 1, others - mean)
 
 
 def _rescaled(losses: Tensor, temperature: float | Tensor, base_temperature: float | None) -> Tensor:

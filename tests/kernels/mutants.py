@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
 from contrastive_zoo.engine.kernels.blocks import NO_PARTNER
 from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
-from contrastive_zoo.engine.kernels.softmax import ExponentSums, KernelSweep, SoftmaxPairs
+from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
+from contrastive_zoo.engine.softmax_kernels import ExponentSums, KernelSweep
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from tests.kernels.cases import ALIKE, DEVICE, EQUAL, SOLVED, Case, RowCase
 from tests.simulated import READS
@@ -48,9 +49,10 @@ def without_reads(patch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    patch.setattr(KernelSweep, "sums", checked(KernelSweep.sums))
-    for kind, name in ((KernelSweep, "gradients"), (KernelBlock, "parts")):
-        patch.setattr(kind, name, checked_parts(getattr(kind, name)))
+    of_kernels: list[tuple[type, str]] = [(KernelSweep, "sums"), (KernelBlock, "add"), (KernelBlock, "finish")]
+    for kind, name in of_kernels:
+        patch.setattr(kind, name, checked(getattr(kind, name)))
+    patch.setattr(KernelSweep, "gradients", checked_parts(KernelSweep.gradients))
 
 
 def reading(patch: pytest.MonkeyPatch) -> None:
@@ -114,22 +116,22 @@ def not_transposed(patch: pytest.MonkeyPatch) -> None:
 def products_of_rounded_weights(patch: pytest.MonkeyPatch) -> None:
     """Take the gradient of the scale from those of the embeddings, whose weights are rounded to 16 bits."""
     patch.setattr(KernelSweep, "dscale", SoftmaxSweep.dscale)
-    parts = KernelBlock.parts
+    finish = KernelBlock.finish
 
-    def wrong_parts(block: KernelBlock, *given: Any) -> Iterator[Tensor]:
-        yield from parts(block, *given)
+    def wrong_finish(block: KernelBlock) -> None:
+        finish(block)
         unit = block.anchors.rows.float() * block.anchors.factors[:, None]
         block.products.copy_((block.danchors * unit).sum())
 
-    patch.setattr(KernelBlock, "parts", wrong_parts)
+    patch.setattr(KernelBlock, "finish", wrong_finish)
 
 
 def rounded_unit_rows(patch: pytest.MonkeyPatch) -> None:
     """Multiply unit rows, rounded to 16 bits."""
     plain = blocks.Operand.of
 
-    def of(x: Tensor, *, unit_norm: bool = False) -> blocks.Operand:
-        return plain(F.normalize(x.float(), dim=1).to(x.dtype) if unit_norm else x)
+    def of(x: Tensor, *, min_norm: float | None = None) -> blocks.Operand:
+        return plain(x if min_norm is None else F.normalize(x.float(), dim=1).to(x.dtype))
 
     patch.setattr(blocks.Operand, "of", of)
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.exchange import GatherExchange, schedule
+from contrastive_zoo.engine.precision import MIN_NORM
+from contrastive_zoo.engine.sigmoid import parts_of_kernels
 from contrastive_zoo.engine.softmax_sweep import Partners
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -17,6 +19,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from contrastive_zoo.engine import softmax_kernels
 from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
 
 ROWS, WIDTH = 600, 8
@@ -44,8 +47,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             monkeypatch.setattr(module, name, Counted(names, name))
     monkeypatch.setattr(blocks, "_capability", lambda device: 90)
     monkeypatch.setattr(blocks, "SINGLE_LAUNCH_PAIRS", 0)
-    monkeypatch.setattr(softmax, "gather_rows", lambda rows, shards, world: rows.new_zeros(shards.total, rows.shape[1]))
-    monkeypatch.setattr(softmax, "merge_at_owners", lambda total, *rest: total)
+    monkeypatch.setattr(
+        softmax_kernels, "gather_rows", lambda rows, shards, world: rows.new_zeros(shards.total, rows.shape[1])
+    )
+    monkeypatch.setattr(softmax_kernels, "merge_at_owners", lambda total, *rest: total)
     return names
 
 
@@ -60,7 +65,7 @@ def softmax_step(shards: Shards, *, one_tower: bool) -> None:
     rows, scale = torch.zeros(shards.size, WIDTH), torch.tensor(10.0)
     offset = shards.size // 2 if one_tower else 0
     factors = rows.bfloat16(), rows.bfloat16()
-    sweep = softmax.KernelSweep(
+    sweep = softmax_kernels.KernelSweep(
         row_shards=shards, column_shards=shards, world=World(), unit_norm=True, learnable_scale=True, factors=factors,
         partners=Partners((offset,)), one_tower=one_tower,
     )  # fmt: skip
@@ -75,9 +80,9 @@ def softmax_step(shards: Shards, *, one_tower: bool) -> None:
 
 def sigmoid_step(shards: Shards) -> None:
     rows, number = torch.zeros(shards.size, WIDTH), torch.ones(())
-    block = sigmoid.KernelBlock(rows, number, number, True, True, torch.bfloat16)
+    block = sigmoid.KernelBlock(rows, number, number, True, MIN_NORM, torch.bfloat16)
     exchange = exchange_of(shards, rows, half=False)
-    assert len(list(block.parts(exchange, torch.zeros_like(rows)))) == len(exchange.blocks) - 1
+    assert len(list(parts_of_kernels(block, exchange, torch.zeros_like(rows)))) == len(exchange.blocks) - 1
 
 
 STEPS: dict[str, Callable[[Shards], None]] = {

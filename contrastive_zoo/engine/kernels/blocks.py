@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastive_zoo.engine.precision import MIN_NORM
 from contrastive_zoo.ranks.devices import float32_matmuls
 
 # mypy: ignore-errors
@@ -141,8 +140,10 @@ class Operand:
     precision: str  # of products
 
     @classmethod
-    def of(cls, x: Tensor, *, unit_norm: bool = False) -> "Operand":
-        """Return a view of x if its strides allow it, or a copy; with ``unit_norm`` products are those of unit rows.
+    def of(cls, x: Tensor, *, min_norm: float | None = None) -> "Operand":
+        """Return a view of x if its strides allow it, or a copy; with ``min_norm`` products are those of unit rows.
+
+        Rows with a smaller norm are divided by this number.
 
         Unit rows of 16 bits would be rounded. Rows are multiplied by powers of two instead, so that their norms are in
         [1, 2), and factors in (½, 1]: weights that are multiplied by these fit into float16 whatever the norms are. Rows
@@ -156,10 +157,10 @@ class Operand:
         if x.dtype == torch.float32 and precision == "tf32":
             x = ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
         step, factors = 16 // x.element_size(), x.new_ones(len(x), dtype=torch.float32)
-        dtype = torch.float16 if unit_norm else x.dtype
+        dtype = x.dtype if min_norm is None else torch.float16
         padded = x.new_empty(len(x), cdiv(x.shape[1], step) * step, dtype=dtype)[:, : x.shape[1]]
-        if unit_norm:
-            norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).clamp_(min=MIN_NORM)
+        if min_norm is not None:
+            norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).clamp_(min=min_norm)
             mantissa, exponent = torch.frexp(norms)  # in [½, 1)
             powers = torch.ldexp(factors, 1 - exponent)
             return cls(padded.copy_(x.float() * powers[:, None]), 0.5 / mantissa, precision)

@@ -2,12 +2,9 @@
 gradient depends on no other pair.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.exchange import GatherExchange, Ring, lengths
 from contrastive_zoo.engine.kernels.blocks import (
     NO_PARTNER,
     Operand,
@@ -30,9 +27,10 @@ class KernelBlock:
     """Hold the local anchors, and the totals of their pairs with the candidates seen so far."""
 
     def __init__(
-        self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, normalizes: bool, dtype: torch.dtype | None
+        self, anchors: Tensor, scale: Tensor, bias: Tensor, learns: bool, min_norm: float | None, dtype: torch.dtype
     ) -> None:
-        self.normalizes, self.dtype = normalizes, dtype or anchors.dtype
+        """Kernels multiply embeddings in this dtype, as :meth:`Operand.of` with ``min_norm`` prepares them."""
+        self.min_norm, self.dtype = min_norm, dtype
         self.anchors, self.learns = self._operand(anchors), learns
         self.scale, self.bias = as_scalar(scale, anchors), as_scalar(bias, anchors)
         self.totals = anchors.new_zeros(3)
@@ -40,7 +38,7 @@ class KernelBlock:
         self.danchors = torch.zeros_like(anchors) if learns else anchors[:0]
 
     def _operand(self, rows: Tensor) -> Operand:
-        return Operand.of(rows.to(self.dtype), unit_norm=self.normalizes)
+        return Operand.of(rows.to(self.dtype), min_norm=self.min_norm)
 
     def _add_pairs(self, b: Operand, of_columns: Tensor, ahead: int) -> None:
         """Add the negative pairs with some columns: losses, Σ w and Σ w · a·b to the totals, W b and Wᵀ a to gradients.
@@ -69,20 +67,14 @@ class KernelBlock:
                 add_product(self.danchors[i], w, b.rows[j], alpha=weights.unit)
                 add_product(of_columns[j], w.T, a.rows[i], alpha=weights.unit)
 
-    def parts(self, exchange: GatherExchange | Ring, dlocal: Tensor) -> Iterator[Tensor]:
-        """Add the pairs with all candidates; yield gradients of other ranks' candidates, add those of the local ones."""
-        for blocks_here, candidates in exchange.windows(lambda x: x.to(self.dtype)):
-            local, (first, *others) = blocks_here[0] is exchange.blocks[0], lengths(blocks_here)
-            total = self.danchors.new_zeros(len(candidates), dlocal.shape[1]) if self.learns else self.danchors
-            columns = self._operand(candidates)
-            if len(self.anchors) and len(candidates):
-                self._add_pairs(columns, total, 0 if local else NO_PARTNER)
-            if self.learns:
-                total /= columns.factors[:, None]
-            if self.learns and local:
-                dlocal += total[:first]
-                yield from total[first:].split(others)
-            elif self.learns:
-                yield total
-        if self.learns:
-            self.danchors /= self.anchors.factors[:, None]
+    def add(self, candidates: Tensor, *, local: bool) -> Tensor:
+        """Add the pairs with some candidates, of which the first are the local ones or none; return their gradients."""
+        total = self.danchors.new_zeros(len(candidates), candidates.shape[1]) if self.learns else self.danchors
+        columns = self._operand(candidates)
+        if len(self.anchors) and len(candidates):
+            self._add_pairs(columns, total, 0 if local else NO_PARTNER)
+        return total.div_(columns.factors[:, None]) if self.learns else total
+
+    def finish(self) -> None:
+        """Complete the gradients of the anchors, after the last candidates."""
+        self.danchors /= self.anchors.factors[:, None]

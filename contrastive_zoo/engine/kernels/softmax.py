@@ -5,21 +5,14 @@ row's loss is log(1 + exp(R_i − P_i)): R_i does not contain the positive, so t
 Weights w_ij = exp(S_ij − log-sum-exp of row i) + the same of column j, each times a gradient; dA = scale · W B and
 dB = scale · Wᵀ A. The gradient of the scale Σ w_ij a_i·b_j is small beside its terms where embeddings are alike, so weights
 are multiplied before they are rounded to 16 bits.
-
-Columns of all ranks that were gathered are one matrix, those of this rank first: as many launches as on one process. In a
-ring each rank's columns are one, as they arrive.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, lengths, merge_at_owners
 from contrastive_zoo.engine.kernels.blocks import (
     MAX_TILES,
     NO_PARTNER,
@@ -27,7 +20,6 @@ from contrastive_zoo.engine.kernels.blocks import (
     Operand,
     Weights,
     add_product,
-    as_scalar,
     blocks,
     cdiv,
     launches,
@@ -36,9 +28,6 @@ from contrastive_zoo.engine.kernels.blocks import (
     tiles_for,
 )
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING, log_sum_exps, merge, softmax_weights
-from contrastive_zoo.engine.softmax_arithmetic import Sums
-from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
-from contrastive_zoo.ranks.transport import gather_rows
 
 
 @dataclass(frozen=True)
@@ -154,167 +143,3 @@ class SoftmaxPairs:
             add_product(of_rows[i], w, b.rows[j], alpha=weights.unit)
             if of_columns is not None and not both:
                 add_product(of_columns[j], w.T, a.rows[i], alpha=weights.unit)
-
-
-EMPTY = (
-    2.0**20
-)  # the exponent by which weights of an empty sum are 0; unlike those of infinity, differences are numbers
-SMALLEST = 2.0**-126  # the least unit of weights, so that gradients of 0 are not divided by 0
-
-
-class ExponentSums(Sums):
-    """Accumulate sums of exponentials [n, 2], integer exponents and mantissas, a view of the [2, n] that kernels write.
-
-    The methods are those of :mod:`contrastive_zoo.engine.softmax_arithmetic`, but for what kernels do themselves.
-    """
-
-    def empty(self, count: int, like: Tensor) -> Tensor:
-        total = like.new_zeros(2, count)
-        total[0] = NOTHING.value
-        return total.T
-
-    def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        exponents, mantissas = torch.stack([*parts]).unbind(2)
-        highest = exponents.amax(0)
-        return torch.stack([highest, (mantissas * torch.exp2(exponents - highest)).sum(0)], 1)
-
-    def log(self, total: Tensor) -> Tensor:
-        """Return log-sum-exps in nats, in float64: at t = 0.01 float32 would round them, and a small loss, by 4e-6."""
-        exponent, mantissa = total.double().unbind(1)
-        return (exponent + mantissa.log2()) * math.log(2)
-
-    def coefficients(self, statistics: Tensor, unit: Tensor) -> Tensor:
-        """Return exponents and factors, [2, n]: G = factor · 2^(logit in bits − exponent), in the given unit."""
-        exponent, mantissa, gradient = statistics.unbind(1)
-        fraction, more = torch.frexp(mantissa)
-        empty = mantissa == 0
-        factor = (gradient / (fraction * unit)).masked_fill(empty, 0)
-        return torch.stack([(exponent + more).masked_fill(empty, EMPTY), factor])
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelSweep(SoftmaxSweep):
-    """Compute the blocks of this rank by kernels. Rows have one partner at most."""
-
-    exact_sums = ExponentSums()
-
-    def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> None:
-        """Return None: each row and column of a tile has a maximum of its own."""
-
-    def sums(
-        self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """Return sums of local rows, and of local columns, over all others but partners; no tiles."""
-        a, factor = self.operand(rows), as_scalar(scale, rows)
-        total, parts = arithmetic.empty(len(rows), rows), []
-        for blocks_here, columns in exchange.windows(self._narrow):
-            column_total = arithmetic.empty(len(columns), rows)
-            if len(rows) and len(columns):
-                pairs = self._pairs(a, columns, blocks_here, factor, self.columnwise)
-                pairs.add_precise_sums(total.T, column_total.T)
-            parts += column_total.split(lengths(blocks_here))
-        if not self.columnwise:
-            return total, None, []
-        local = arithmetic.merge([total, parts[0]]) if self.one_tower else parts[0]
-        local = merge_at_owners(local, parts[1:], exchange.blocks[1:], self.world, arithmetic.merge)
-        return (local, None, []) if self.one_tower else (total, local, [])
-
-    def gradients(
-        self,
-        arithmetic: Any,
-        rows: Tensor,
-        exchange: GatherExchange | Ring,
-        scale: float | Tensor,
-        row_statistics: Tensor,
-        column_statistics: Tensor | None,
-        drows: Tensor,
-        dcolumns: Tensor | None,
-        stored: object,
-        products: Tensor,
-    ) -> Iterator[Tensor]:
-        """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
-
-        Weights are in units of the power of two above the largest gradient, which float16 can hold: on any number of ranks
-        they are rounded alike. Σ G_ij a_i·b_j of this rank, times a scale that is a number, is added to ``products``.
-        """
-        symmetric, factor = column_statistics is not None, as_scalar(scale, rows)
-        columns_of_all = row_statistics[:0] if column_statistics is None else column_statistics
-        if symmetric:
-            columns_of_all = gather_rows(columns_of_all, self.column_shards, self.world)
-        weighed = [rows.new_full((1,), SMALLEST), row_statistics[:, 2], columns_of_all[:, 2]]
-        unit = torch.cat(weighed).abs().amax()
-        unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)
-        row_weights, column_weights = (arithmetic.coefficients(x, unit) for x in (row_statistics, columns_of_all))
-        by_rank = column_weights.split(self.column_shards.sizes if symmetric else [0] * self.world.size, 1)
-        restored, total = unit if isinstance(scale, Tensor) else unit * scale, torch.zeros_like(products)
-        # a ring adds other ranks' gradients of the local rows to ``drows`` in the meantime
-        a, of_rows = self.operand(rows), torch.zeros_like(rows) if dcolumns is drows else drows.zero_()
-        for blocks_here, columns in exchange.windows(self._narrow):
-            pairs, parts = self._pairs(a, columns, blocks_here, factor, symmetric), lengths(blocks_here)
-            of_window = torch.cat([by_rank[x.ahead][:, x.columns] for x in blocks_here], 1)
-            first = parts.pop(0) if pairs.one_tower else 0  # of columns that are the rows, gradients are in ``of_rows``
-            of_columns = None if dcolumns is None else rows.new_zeros(sum(parts), rows.shape[1])
-            for diagonal, i, j in self._pieces(blocks_here):
-                piece = pairs.part(i, j, one_tower=diagonal)
-                target = None if of_columns is None else of_columns[j.start - first : j.stop - first]
-                if len(piece.a) and len(piece.b):
-                    statistics = row_weights[:, i], of_window[:, j]
-                    piece.add_gradients(statistics, of_rows[i], of_rows if diagonal else target, total)
-            if dcolumns is None or of_columns is None:
-                continue
-            gradients = iter(of_columns.mul_((restored / pairs.b.factors[first:])[:, None]).split(parts))
-            if pairs.one_tower:
-                dcolumns.zero_()
-            elif self._is_local(blocks_here[0]):
-                dcolumns.copy_(next(gradients))
-            yield from gradients
-        products += total * restored
-        of_rows.mul_((restored / a.factors)[:, None])
-        if dcolumns is drows:
-            drows += of_rows
-
-    def dscale(self, rows: Tensor, drows: Tensor, products: Tensor) -> Tensor:
-        return products
-
-    def _pairs(
-        self, a: Operand, columns: Tensor, blocks_here: Sequence[RankBlock], scale: Tensor, symmetric: bool
-    ) -> SoftmaxPairs:
-        """Return the pairs of the local rows and the columns of some blocks, of which the last may have fewer rows."""
-        has_local, last = self._is_local(blocks_here[0]), blocks_here[-1]
-        one_tower = self.one_tower and has_local
-        start = len(columns) - lengths(blocks_here)[-1]
-        return SoftmaxPairs(
-            a, self.operand(columns), scale, symmetric, one_tower, side=int(one_tower),
-            partner=self.partners.offsets[0] if has_local and self.partners.offsets else NO_PARTNER,
-            local=self.column_shards.size if has_local else 0,
-            corner=(last.rows.stop, start) if last.rows.stop < len(a) else (NO_PARTNER, NO_PARTNER),
-            excluded=self._excluded_of(blocks_here),
-        )  # fmt: skip
-
-    def _is_local(self, block: RankBlock) -> bool:
-        return block.ahead == self.column_shards.rank
-
-    def _pieces(self, blocks_here: Sequence[RankBlock]) -> Iterator[tuple[bool, slice, slice]]:
-        """Yield whether columns are the rows, rows and columns of the rectangles that the pairs consist of."""
-        start = 0
-        for (diagonal, rows), piece in groupby(blocks_here, lambda x: (self.one_tower and self._is_local(x), x.rows)):
-            columns = sum(lengths([*piece]))
-            yield diagonal, rows, slice(start, start + columns)
-            start += columns
-
-    def _excluded_of(self, blocks_here: Sequence[RankBlock]) -> Tensor | None:
-        """Return the excluded columns of rows as indices of the columns of these blocks; −1 where they have none."""
-        if self.excluded is None:
-            return None
-        columns, start = torch.full_like(self.excluded, -1), 0
-        for block, length in zip(blocks_here, lengths(blocks_here), strict=True):
-            of_block = self.excluded - (sum(self.column_shards.sizes[: block.ahead]) + block.columns.start)
-            columns = torch.where((of_block >= 0) & (of_block < length), of_block + start, columns)
-            start += length
-        return columns.int()
-
-    def _narrow(self, rows: Tensor) -> Tensor:
-        return rows.to(self.dtype or rows.dtype)
-
-    def operand(self, rows: Tensor) -> Operand:
-        return Operand.of(self._narrow(rows), unit_norm=self.normalizes)
