@@ -11,13 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.plan import ALONE, Plan
-from contrastive_zoo.engine.precision import (
-    at_least_float32,
-    is_16_bit,
-    sum_dtype,
-    unit_rows,
-    without_autocast,
-)
+from contrastive_zoo.engine.precision import at_least_float32, is_16_bit, sum_dtype, unit_rows, without_autocast
 from contrastive_zoo.ranks.adjoints import Gradient, scale_gradient
 from contrastive_zoo.ranks.collectives import all_gather, replicated, sum_over_ranks
 from contrastive_zoo.ranks.session import Session
@@ -99,12 +93,11 @@ class Batch:
 
     def with_shared_rows(self) -> "Batch":
         """Return the batch of a sum of losses, which gathers each tensor once; a ring gathers none."""
-        world = self.world
-        if self.shared_rows or world.size == 1 or (isinstance(world, Session) and world.ring):
+        if self.shared_rows or self.plan.work != "own anchors" or self.plan.movement == "ring":
             return self
         shared = {}
         for name, x in self.rows.items():
-            fetch = functools.partial(gather_rows, x.detach(), self.shards[name], world)
+            fetch = functools.partial(gather_rows, x.detach(), self.shards[name], self.world)
             shared[name] = SharedRows(x, functools.cache(fetch))
         return replace(self, shared_rows=shared)
 
@@ -179,9 +172,11 @@ class Batch:
         return reduced_everywhere(x, "max", self.world)
 
     def log_sum_exp(self, x: Tensor, *, gradient: Gradient) -> Tensor:
-        """Return the elementwise ``logsumexp`` of ``x`` over ranks; it may be −inf on some of them, but not on all."""
+        """Return the elementwise ``logsumexp`` of ``x`` over ranks; −inf, without gradient, where it is on all of them."""
         top = self.maximum(x.detach())
-        return top + self.sum((x - top).exp(), gradient=gradient).log()
+        top = top.where(top > -torch.inf, 0)
+        total = self.sum((x - top).exp(), gradient=gradient)
+        return (top + total.where(total > 0, 1).log()).where(total > 0, -torch.inf)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return a parameter for use with local embeddings: its gradient is summed over ranks."""

@@ -146,8 +146,6 @@ def merge_at_owners(
     by_owner = outgoing.split(send)
     for block, part in zip(blocks, parts, strict=True):  # one part is held at a time, if they come one by one
         by_owner[block.ahead].copy_(part)
-    if world.size == 1:
-        return total
     received = exchange_rows(outgoing, send, receive, world).split(receive)
     for sent, parts_of in groupby(sorted(blocks, key=lambda x: (x.sent.start, x.sent.stop)), lambda x: x.sent):
         behind = sorted(block.behind for block in parts_of)

@@ -4,16 +4,14 @@ A hinge's sum needs only how often each pair is active: N log N work an anchor, 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from functools import partial, reduce
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from contrastive_zoo.engine.implementation import is_dense, plain_formulas
+from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.masked import masked_indices
 from contrastive_zoo.ranks import devices
 
@@ -23,10 +21,19 @@ def hinge_sums(
 ) -> tuple[Float[Tensor, " c"], Float[Tensor, " c"]]:
     """Return Σ (D_ip + margin − D_in) over active triplets, if ``semi_hard`` with D_ip < D_in, and their number."""
     if devices.on_cpu(distance):
-        return _of_listed_positives(distance, positive, negative, margin, semi_hard)
-    # as many thresholds as candidates: the number of positives is not read
-    positives = distance.where(positive, -torch.inf).sort(1).values
-    return _active_sums(positives, distance, negative, margin, semi_hard)
+        columns, present = masked_indices(positive)
+        positives = distance.gather(1, columns).where(present, -torch.inf)
+    else:  # as many thresholds as candidates: the number of positives is not read
+        positives = distance.where(positive, -torch.inf)
+    positives = positives.sort(1).values
+    with torch.no_grad():
+        negatives = distance.where(negative, torch.inf)
+        of_positive, of_negative = _active(positives + margin, negatives, torch.lt)
+        if semi_hard:
+            harder = _active(positives, negatives, torch.le)
+            of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
+    positive_term = (of_positive * (positives + margin).where(of_positive > 0, 0)).sum(1)
+    return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
 
 
 def soft_sums(
@@ -43,28 +50,6 @@ def soft_sums(
         return values.sum(1)
 
     return of
-
-
-def _of_listed_positives(
-    distance: Tensor, positive: Tensor, negative: Tensor, margin: float | Tensor, semi_hard: bool
-) -> tuple[Tensor, Tensor]:
-    columns, present = masked_indices(positive)
-    positives = distance.gather(1, columns).where(present, -torch.inf).sort(1).values
-    return _active_sums(positives, distance, negative, margin, semi_hard)
-
-
-def _active_sums(
-    positives: Tensor, distance: Tensor, negative: Tensor, margin: float | Tensor, semi_hard: bool
-) -> tuple[Tensor, Tensor]:
-    """Return sums and numbers, given each anchor's ascending distances to positives, after −inf in place of others."""
-    with torch.no_grad():
-        negatives = distance.where(negative, torch.inf)
-        of_positive, of_negative = _active(positives + margin, negatives, torch.lt)
-        if semi_hard:
-            harder = _active(positives, negatives, torch.le)
-            of_positive, of_negative = of_positive - harder[0], of_negative - harder[1]
-    positive_term = (of_positive * (positives + margin).where(of_positive > 0, 0)).sum(1)
-    return positive_term - (of_negative * distance).sum(1), of_negative.sum(1)
 
 
 def _active(thresholds: Tensor, negatives: Tensor, below: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,33 +76,13 @@ def sum_over_positives(
     """Return Σ over each anchor's positives p of ``term(p)``; a term may make c × N matrices, of which one lives at a time.
 
     ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward pass
-    recomputes each term. ``most`` is a number that no anchor's positives exceed; None counts them.
+    recomputes each term, except under :func:`plain_formulas`. ``most`` is a number that no anchor's positives exceed; None
+    counts them.
     """
     columns, present = masked_indices(positive, most)
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
         columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)
-    # the mode of the forward pass, wherever backward() is called
-    context = partial(_ReentrantContext, plain_formulas if is_dense() else nullcontext)
-    total: Tensor | float = 0.0
-    for column, counts in zip(columns.split(1, dim=1), present.split(1, dim=1), strict=True):
-        value: Tensor = checkpoint(
-            term, column, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (context(), context())
-        )
-        total = total + value.where(counts[:, 0], 0)
-    assert isinstance(total, Tensor)
-    return total
-
-
-class _ReentrantContext(AbstractContextManager[None]):
-    """Enter a new context from ``make`` each time: every order of derivatives recomputes a term in the same mode."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self.make = make
-        self.entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self.entered.append(self.make())
-        self.entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.entered.pop().__exit__(*error)
+    recompute = partial(checkpoint, term, use_reentrant=False, preserve_rng_state=False)
+    evaluate: Callable[[Tensor], Tensor] = term if is_dense() else recompute
+    terms = zip(columns.split(1, dim=1), present.split(1, dim=1), strict=True)
+    return reduce(torch.add, (evaluate(column).where(counts[:, 0], 0) for column, counts in terms))

@@ -274,12 +274,7 @@ class LabelledPairs(_Pairs):
         return others, mean, positives
 
     def reduce_rows(
-        self,
-        loss: BlockLoss,
-        reduction: Reduction,
-        *,
-        mask: Tensor | None = None,
-        anchors: ContrastMode = "all",
+        self, loss: BlockLoss, reduction: Reduction, *, mask: Tensor | None = None, anchors: ContrastMode = "all"
     ) -> Float[Tensor, "..."]:
         """Reduce a loss of blocks, whose positives may be given by a mask, and whose anchors may be the first views only.
 

@@ -69,16 +69,12 @@ def reduce_rows(
     of_batch = anchors if candidates is None else candidates
     anchors = anchors.local if isinstance(anchors, Candidates) else anchors
     candidates = candidates.local if isinstance(candidates, Candidates) else candidates
-    watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and world.size > 1 else None
-    where, is_one_tower, is_alone = candidate_shards or shards, candidates is None, world.size == 1
-
-    def visible(rows: Tensor) -> Tensor:
-        return rows if is_alone else batch.gathered(rows, where)
-
-    all_ids = visible(ids if candidate_ids is None else candidate_ids)
+    where, is_one_tower, splits = candidate_shards or shards, candidates is None, batch.plan.work == "own anchors"
+    watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and splits else None
+    all_ids = batch.gathered(ids if candidate_ids is None else candidate_ids, where)
     # before candidates are sent: the host waits for the number, not for them
     count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else None
-    pairs = tuple((x, visible(y)) for x, y in companions)
+    pairs = tuple((x, batch.gathered(y, where)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
     layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)
     if batch.plan.is_plain:
@@ -94,9 +90,10 @@ def reduce_rows(
     def gathered(x: Tensor | None, of: Shards) -> Any:
         return None if x is None else all_gather(x, gradient="complete", shards=of, process_group=world)
 
+    alone = replace(batch, world=World(), plan=batch.plan._replace(work="all on every rank"))
     with one_stream(world, anchors.device):  # every rank computes the loss of all anchors, with rank 0's random numbers
         return reduce_rows(
-            replace(batch, world=World()), loss, gathered(anchors, shards), gathered(ids, shards),
+            alone, loss, gathered(anchors, shards), gathered(ids, shards),
             shards=Shards((shards.total,)), candidates=gathered(candidates, where),
             candidate_ids=gathered(candidate_ids, where), candidate_shards=Shards((where.total,)),
             own_candidates=gathered(own_candidates, shards),

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -67,19 +66,11 @@ def self_log_sum_exp(
     ``arithmetic`` is that of the plan: plain, tiles, or a kernel, which takes one partner offset at most.
     ``gathered``: the columns of all ranks, as they are sent, if they are here already.
     """
-    if arithmetic == "plain":
-        s = scale * z @ all_gathered(z, shards, "partial", world).T
-        partners = _partners(len(z), z, partner_offsets)
-        if partner_offsets:
-            partners = partners | partners.T
-        r = _log_sum_exp_without(partners.fill_diagonal_(True), s, shards, excluded)
-        return r, _diagonals(s[:, shards.local], partner_offsets)
-    sweep = _sweep(arithmetic)(
-        row_shards=shards, column_shards=shards, world=world, unit_norm=unit_norm, learnable_scale=isinstance(scale, Tensor),
+    r, _, positives = _log_sum_exps(
+        arithmetic, z, z, scale, gathered, row_shards=shards, column_shards=shards, world=world, unit_norm=unit_norm,
         factors=None if factors is None else (factors, factors), partners=Partners(partner_offsets), one_tower=True,
         excluded=excluded,
     )  # fmt: skip
-    r, _, *positives = _LogSumExp.apply(sweep, z, z, _in_dtype_of(z, scale), gathered)
     return r, positives
 
 
@@ -107,54 +98,48 @@ def cross_log_sum_exp(
     are ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns. Kernels take a stride of 1. Other
     arguments are those of :func:`self_log_sum_exp`.
     """
-    if arithmetic == "plain":
-        s = scale * rows @ all_gathered(columns, column_shards, "partial", world).T
-        left_out, c = _partners(len(rows), columns, partner_offsets, stride), None
-        if columnwise:
-            transposed = scale * columns @ all_gathered(rows, row_shards, "partial", world).T
-            c = _log_sum_exp_without(left_out.T, transposed, row_shards)
-        r = _log_sum_exp_without(left_out, s, column_shards)
-        return r, c, _diagonals(s[:, column_shards.local], partner_offsets, stride)
-    sweep = _sweep(arithmetic)(
-        row_shards=row_shards, column_shards=column_shards, world=world, unit_norm=unit_norm,
-        learnable_scale=isinstance(scale, Tensor), factors=factors, partners=Partners(partner_offsets, stride),
-        columnwise=columnwise,
+    return _log_sum_exps(
+        arithmetic, rows, columns, scale, gathered, row_shards=row_shards, column_shards=column_shards, world=world,
+        unit_norm=unit_norm, factors=factors, partners=Partners(partner_offsets, stride), columnwise=columnwise,
     )  # fmt: skip
-    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, _in_dtype_of(rows, scale), gathered)
+
+
+def _log_sum_exps(
+    arithmetic: Arithmetic, rows: Tensor, columns: Tensor, scale: Scale, gathered: Tensor | None, **fields: Any
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Return log-sum-exps of rows and of columns, and the logits of partners; the fields are those of a sweep."""
+    kind = SoftmaxSweep
+    if arithmetic == "kernel":
+        from contrastive_zoo.engine.softmax_kernels import KernelSweep  # imported here: Triton is optional
+
+        kind = KernelSweep
+    sweep = kind(learnable_scale=isinstance(scale, Tensor), **fields)
+    if arithmetic == "plain":
+        return _of_whole_matrix(sweep, rows, columns, scale)
+    scale = scale.to(rows) if isinstance(scale, Tensor) else scale
+    r, c, *positives = _LogSumExp.apply(sweep, rows, columns, scale, gathered)
     return r, c, positives
 
 
-def _sweep(arithmetic: Arithmetic) -> type[SoftmaxSweep]:
-    if arithmetic != "kernel":
-        return SoftmaxSweep
-    from contrastive_zoo.engine.softmax_kernels import KernelSweep  # imported here: Triton is optional
-
-    return KernelSweep
-
-
-def _partners(rows: int, columns: Tensor, offsets: Sequence[int], stride: int = 1) -> Tensor:
-    """Return which local columns are partners of which local rows."""
-    partners = torch.zeros(rows, len(columns), dtype=torch.bool, device=columns.device)
-    for offset in offsets:
-        partners[:, offset::stride].diagonal().fill_(True)
-    return partners
-
-
-def _log_sum_exp_without(left_out: Tensor, s: Tensor, column_shards: Shards, excluded: Tensor | None = None) -> Tensor:
-    """Return log-sum-exps of rows of s without some local columns, and without one column ``excluded`` of each row."""
-    before, after = column_shards.start, s.shape[1] - column_shards.start - column_shards.size
-    left_out = F.pad(left_out, (before, after))
-    if excluded is not None:
-        left_out.scatter_(1, excluded[:, None], True)
-    return log_sum_exp(s.masked_fill(left_out, -torch.inf), 1)
-
-
-def _diagonals(s: Tensor, partner_offsets: Sequence[int], stride: int = 1) -> list[Tensor]:
-    return [s[:, offset::stride].diagonal() for offset in partner_offsets]
-
-
-def _in_dtype_of(rows: Tensor, scale: Scale) -> Scale:
-    return scale.to(rows) if isinstance(scale, Tensor) else scale
+def _of_whole_matrix(
+    sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Compute the definition, with plain autograd."""
+    s = scale * rows @ all_gathered(columns, sweep.column_shards, "partial", sweep.world).T
+    left_out, c = torch.zeros_like(s, dtype=torch.bool), None
+    local = left_out[:, sweep.column_shards.local]
+    sweep.partners.fill(local, True, slice(0, len(rows)), slice(0, len(columns)), mirrored=sweep.one_tower)
+    if sweep.one_tower:
+        local.fill_diagonal_(True)
+    if sweep.excluded is not None:
+        left_out.scatter_(1, sweep.excluded[:, None], True)
+    if sweep.columnwise and not sweep.one_tower:
+        transposed = scale * columns @ all_gathered(rows, sweep.row_shards, "partial", sweep.world).T
+        of_columns = torch.zeros_like(transposed, dtype=torch.bool)
+        of_columns[:, sweep.row_shards.local] = local.T
+        c = log_sum_exp(transposed.masked_fill(of_columns, -torch.inf), 1)
+    r = log_sum_exp(s.masked_fill(left_out, -torch.inf), 1)
+    return r, c, [scale * x for x in sweep.partners.products(rows, columns)]
 
 
 class _LogSumExp(Function):

@@ -50,8 +50,8 @@ class Partners:
         partners = [columns[offset :: self.stride][: len(rows)] for offset in self.offsets]
         return [(rows[: len(x)], x) for x in partners]
 
-    def clear(self, tile: Tensor, i: slice, j: slice, *, mirrored: bool) -> None:
-        """Replace the logits of partners in a tile of the local block, of rows i and columns j, by −inf.
+    def fill(self, tile: Tensor, value: float, i: slice, j: slice, *, mirrored: bool) -> None:
+        """Write a value over those of partners in a tile of the local block, of rows i and columns j.
 
         ``mirrored`` says whether rows are also partners of columns, as in a tile on the diagonal of one tower.
         """
@@ -63,7 +63,7 @@ class Partners:
             for below, after in ((row, column), (column, row))[: 1 + mirrored]:
                 if first < last:
                     start = tile.storage_offset() + below * down + after * right
-                    tile.as_strided((last - first,), (down + self.stride * right,), start).fill_(-torch.inf)
+                    tile.as_strided((last - first,), (down + self.stride * right,), start).fill_(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class SoftmaxSweep(Sweep):
                     out = torch.empty_like(tile) if keep else tile
                     s = _logits(left[i], right[j], scale, out, diagonal, _in_tile(excluded, i, j))
                     if index == 0:
-                        self.partners.clear(s, i, j, mirrored=diagonal)
+                        self.partners.fill(s, -torch.inf, i, j, mirrored=diagonal)
                     arithmetic.transform(s)
                     arithmetic.add(strip_total, s, 1)
                     if self.columnwise and not diagonal:
@@ -197,7 +197,7 @@ class SoftmaxSweep(Sweep):
                     if s is None:
                         s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j))
                         if index == 0:
-                            self.partners.clear(s, i, j, mirrored=diagonal)
+                            self.partners.fill(s, -torch.inf, i, j, mirrored=diagonal)
                         arithmetic.transform(s)
                     weights = arithmetic.weights(
                         s, strip_weights, None if by_column is None else by_column[j], tile_of(out, i, j)

@@ -164,17 +164,8 @@ def _losses(result: Scores, scale: float | Tensor, batch: Batch | None) -> Tenso
     losses = cross_entropy(positive, log_sum_exp(others, 1))
     if batch is None:
         return losses
-    of_documents = _log_sum_exp_over_ranks(others[:, : batch.total], batch)[batch.samples.local]
+    of_documents = batch.log_sum_exp(log_sum_exp(others[:, : batch.total], 0), gradient="partial")[batch.samples.local]
     return (losses + cross_entropy(positive, of_documents)) / 2
-
-
-def _log_sum_exp_over_ranks(x: Tensor, batch: Batch) -> Tensor:
-    """Return the log-sum-exps of the columns over all ranks; −inf, without gradient, where all terms are −inf."""
-    largest = torch.cat([x.detach(), x.new_full((1, x.shape[1]), -torch.inf)]).amax(0)
-    largest = batch.maximum(largest)
-    largest = largest.where(largest > -torch.inf, 0)
-    total = batch.sum((x - largest).exp().sum(0), gradient="partial")
-    return (largest + total.where(total > 0, 1).log()).where(total > 0, -torch.inf)
 
 
 class MaxSimPairwise(LateInteractionLoss):
@@ -210,8 +201,7 @@ class MaxSimPairwise(LateInteractionLoss):
 def _pairwise_losses(result: Scores, scale: float | Tensor) -> Tensor:
     others = result.scores.masked_fill(result.is_pair, -torch.inf)
     hardest = torch.zeros_like(result.positive)
-    if (
-        result.scores.shape[1] > 1
-    ):  # a score is a sum of rounded maxima, of documents at several places of several matmuls
+    if result.scores.shape[1] > 1:
+        # a score is a sum of rounded maxima, of documents at several places of several matmuls
         hardest = shared_max(others, tie_width(others) * (1 + result.scores.detach().abs().amax(1)))
     return F.softplus(scale * (hardest - result.positive), threshold=40)

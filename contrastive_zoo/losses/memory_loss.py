@@ -101,10 +101,7 @@ class NNCLR(MemoryLoss):
         predictions2: Float[Tensor, "n d"],
     ) -> Inputs:
         return self.stated_rows(
-            projections1=projections1,
-            projections2=projections2,
-            predictions1=predictions1,
-            predictions2=predictions2,
+            projections1=projections1, projections2=projections2, predictions1=predictions1, predictions2=predictions2
         )
 
     def needs(self, inputs: Inputs) -> Needs:

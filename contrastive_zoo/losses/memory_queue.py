@@ -15,12 +15,7 @@ from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
 from contrastive_zoo.loss_base.state import loading_problem, move_towards, of_size, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
-from contrastive_zoo.ranks.row_checks import (
-    array_in_one_line,
-    described,
-    tensor_problem,
-    word_problem,
-)
+from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World

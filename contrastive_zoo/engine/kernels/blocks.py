@@ -110,11 +110,7 @@ class Tile:
 # Rows of a tile of 16-bit embeddings without masks on compute capability 9.0: the most with which no kernel spills
 # registers. Weights need some for their products, so they have fewer rows. Some versions of Triton allow fewer still.
 MOST_ROWS = {"log_sum_exps": 256}
-MOST_ROWS_OF_VERSION = {
-    "3.4": {"log_sum_exps": 128},
-    "3.5": {"log_sum_exps": 128},
-    "3.9": {"softmax_weights": 64},
-}
+MOST_ROWS_OF_VERSION = {"3.4": {"log_sum_exps": 128}, "3.5": {"log_sum_exps": 128}, "3.9": {"softmax_weights": 64}}
 ROWS = 128  # of other kernels
 
 
