@@ -74,12 +74,8 @@ class AnchorBlock:
     companions: tuple[tuple[Tensor, Tensor], ...] = ()
     """Further data without gradient, each for anchors and for candidates, such as a guide's embeddings."""
     first_of_equals: Int[Tensor, " N"] | None = None  # for each candidate the first one that equals it
-    largest_count: Callable[[], int] | None = None  # what start_count returns, for losses that list positives
-
-    @property
-    def most_positives(self) -> int | None:
-        """A number that no anchor's positives exceed; None if each block is to count its own."""
-        return None if self.largest_count is None else self.largest_count()
+    max_positives: Callable[[], int | None] = lambda: None
+    """Returns a number that no anchor's positives exceed, for losses that list them; None if a block is to count its own."""
 
     def with_equal_columns(self, matrix: Float[Tensor, "c N"]) -> Float[Tensor, "c N"]:
         """Return a matrix with equal numbers for equal candidates, however a matmul rounds them, before any are selected."""
@@ -94,7 +90,7 @@ class BlockLoss:
     their numbers of pairs. A loss that adds several means returns them as ``terms`` columns, [c, terms] both.
 
     A setting that is a tensor is learnable: it gets the gradient of all ranks' anchors, even if it is no leaf, such as the
-    value of a :class:`LearnableTemperature`. ``lists_positives`` says whether the function reads ``block.most_positives``;
+    value of a :class:`LearnableTemperature`. ``lists_positives`` says whether the function calls ``block.max_positives``;
     ``module`` is the user's module that the function calls, if there is one.
     """
 
@@ -121,10 +117,10 @@ class BlockLoss:
 
 def start_count(
     ids: Int[Tensor, " n"], candidate_ids: Int[Tensor, " N"], *, anchors_are_candidates: bool
-) -> Callable[[], int] | None:
-    """Return a function that waits, once, for an anchor's largest number of positives; None on a CPU."""
+) -> Callable[[], int | None]:
+    """Return a function that waits, once, for an anchor's largest number of positives; it returns None on a CPU."""
     if devices.on_cpu(ids):
-        return None
+        return lambda: None
     if not len(ids) or not len(candidate_ids):  # there is no largest of no numbers
         return lambda: 0
     ordered = candidate_ids.sort().values
@@ -144,7 +140,7 @@ class BatchLayout:
     world: World
     own_candidates: Tensor | None
     """The candidate that is each local anchor or a copy of it, another number for none; None if no anchor has one."""
-    largest_count: Callable[[], int] | None = None  # what start_count returns, for losses that list positives
+    max_positives: Callable[[], int | None] = lambda: None
 
     @cached_property
     def _ids_as_floats(self) -> tuple[Tensor, Tensor]:
@@ -166,7 +162,7 @@ class BatchLayout:
         if self.own_candidates is not None:
             clear_excluded(positive, self.own_candidates[rows], False)
         companions = tuple((of_anchors[rows], of_candidates) for of_anchors, of_candidates in self.companions)
-        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, first, self.largest_count)
+        return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, first, self.max_positives)
 
 
 # matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss

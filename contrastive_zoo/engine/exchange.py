@@ -262,6 +262,13 @@ class Sweep:
         shards = self.row_shards, self.column_shards
         return start_exchange(columns, *shards, self.world, sent, half=self.one_tower, gathered=gathered)
 
+    def complete(self, exchange: GatherExchange | Ring, total: Tensor | None, parts: Iterable[Tensor]) -> None:
+        """Compute ``parts``, the gradients of other ranks' columns, and send them if those of the local ones are wanted."""
+        if total is not None:
+            exchange.return_gradients(total, parts)
+        for _ in parts:  # it yields nothing more
+            pass
+
 
 def start_exchange(
     columns: Tensor,

@@ -150,11 +150,7 @@ class _MaxSim(Function):
             parts = sweep.gradients(
                 sweep.row_factors(queries), exchange, dscores.contiguous(), positions, dqueries, ddocuments
             )
-            if ddocuments is None:
-                for _ in parts:  # it yields nothing, but fills dqueries
-                    pass
-            else:
-                exchange.return_gradients(ddocuments, parts)
+            sweep.complete(exchange, ddocuments, parts)
             ctx.cached.release()
         return None, *(differentiable_once(x, queries, documents) for x in (dqueries, ddocuments)), None
 

@@ -73,7 +73,7 @@ def reduce_rows(
     watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and splits else None
     all_ids = batch.gathered(ids if candidate_ids is None else candidate_ids, where)
     # before candidates are sent: the host waits for the number, not for them
-    count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else None
+    count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else lambda: None
     pairs = tuple((x, batch.gathered(y, where)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
     layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)

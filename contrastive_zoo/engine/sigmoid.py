@@ -136,11 +136,7 @@ class _Sweep(Sweep):
             else:
                 block = _Block(self.operand(left), scale, bias, learns, weights)
                 parts = self._parts(block, exchange, dcandidates)
-            if learns:
-                dcandidates = exchange.return_gradients(dcandidates, parts)
-            else:
-                for _ in parts:
-                    pass
+            self.complete(exchange, dcandidates if learns else None, parts)
         products, danchors = block.products, block.danchors
         if self.on_kernel:  # kernels would round the weights of positives, the largest, to 16 bits
             of_pairs = torch.linalg.vecdot(anchors, columns)

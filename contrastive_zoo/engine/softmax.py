@@ -193,11 +193,7 @@ class _LogSumExp(Function):
                 ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale, row_statistics, column_statistics,
                 drows, dcolumns, tiles, products,
             )  # fmt: skip
-            if dcolumns is None:
-                for _ in parts:  # it yields nothing, but fills drows
-                    pass
-            else:
-                exchange.return_gradients(dcolumns, parts)
+            sweep.complete(exchange, dcolumns, parts)
             ctx.cached.release()
             sweep.partners.add_gradients(of_partners, rows, columns, drows, dcolumns)
             dscale = sweep.dscale(rows, drows, products) if ctx.needs_input_grad[3] else None

@@ -103,14 +103,14 @@ class RowLoss(AnchorLoss):
         raise NotImplementedError(f"{type(self).__name__} must define rows(similarity, positive, negative).")
 
     def lists_positives(self) -> bool:
-        """Return whether :meth:`rows` takes ``most_positives``: it computes one positive of each anchor after the other."""
+        """Return whether :meth:`rows` takes ``max_positives``: it computes one positive of each anchor after the other."""
         return False
 
     def on_block(self, block: AnchorBlock) -> tuple[Float[Tensor, " c"], Bool[Tensor, " c"]]:
         """Return the same from a whole block. Override this if the loss needs labels or the embeddings themselves."""
         similarity = block.with_equal_columns(self.similarity(block.anchors, block.candidates))
         # last, because an accelerator computes similarities while the host waits for the number
-        settings = {"most_positives": block.most_positives} if self.lists_positives() else {}
+        settings = {"max_positives": block.max_positives()} if self.lists_positives() else {}
         return self.rows(similarity, block.positive, block.negative, **settings)
 
     def block_loss(self, batch: Batch) -> BlockLoss:

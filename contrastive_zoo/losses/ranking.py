@@ -28,10 +28,10 @@ class _SoftRanks(RowLoss):
         return True
 
     def rows(
-        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, max_positives: int | None = None
     ) -> tuple[Tensor, Tensor]:
         relevant = ~negative if self.with_self else positive
-        most = None if most_positives is None else most_positives + self.with_self
+        most = None if max_positives is None else max_positives + self.with_self
         logits = similarity / self.temperature  # type: ignore[operator]  # here it is a number or a tensor
         ranked = logits.masked_fill(~(relevant | negative), -torch.inf)
 

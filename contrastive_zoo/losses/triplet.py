@@ -69,7 +69,7 @@ class Triplet(DissimilarityLoss):
         return self.soft and self.mining != "hard"
 
     def rows(
-        self, similarity: Tensor, positive: Tensor, negative: Tensor, most_positives: int | None = None
+        self, similarity: Tensor, positive: Tensor, negative: Tensor, max_positives: int | None = None
     ) -> tuple[Tensor, Tensor]:
         distance, margin, semi_hard = similarity, self.margin, self.mining == "semi-hard"
         if self.mining == "hard":
@@ -83,7 +83,7 @@ class Triplet(DissimilarityLoss):
         mined = active if semi_hard else positive.sum(1) * negative.sum(1)
         if self.soft:  # no triplet's loss is zero
             of_positive = soft_sums(self.penalty, distance, negative, margin, semi_hard=semi_hard)
-            return sum_over_positives(of_positive, positive, most_positives), mined
+            return sum_over_positives(of_positive, positive, max_positives), mined
         return losses, active if self.average == "nonzero" else mined
 
     def hardest(self, distance: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Angular(RowLoss):
 
         counts = block.positive.sum(1).where(block.negative.any(1), 0)
         positive = block.positive & block.negative.any(1, keepdim=True)
-        return sum_over_positives(pair_losses, positive, block.most_positives), counts
+        return sum_over_positives(pair_losses, positive, block.max_positives()), counts
 
 
 class MegaBatchMargin(Loss):
