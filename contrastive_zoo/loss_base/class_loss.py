@@ -11,7 +11,7 @@ from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Reduction, Size, field
-from contrastive_zoo.loss_base.state import of_size
+from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
@@ -60,7 +60,7 @@ class ClassLoss(LabelledLoss):
         self.num_classes, self.embedding_size, *more = sizes.values()
         centers, local = (more or [1])[0], class_shard(self.num_classes, self.__dict__.get("shard_over"))
         draw = partial(draw_weights, self.num_classes, centers, self.embedding_size, local=local)
-        weights = of_size(type(self).__name__, draw, **sizes)
+        weights = allocate(type(self).__name__, draw, **sizes)
         self.weights = nn.Parameter(weights[:, 0] if centers == 1 else weights)
 
     @property

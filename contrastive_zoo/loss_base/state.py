@@ -94,7 +94,7 @@ def move_towards(state: Tensor, target: Tensor, share: float | Tensor) -> None:
 T = TypeVar("T")
 
 
-def of_size(caller: str, make: Callable[[], T], **sizes: int) -> T:
+def allocate(caller: str, make: Callable[[], T], **sizes: int) -> T:
     """Return ``make()``, a tensor or an array whose shape consists of these settings."""
     try:
         return make()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
-from contrastive_zoo.loss_base.state import loading_problem, move_towards, of_size, own_tensors
+from contrastive_zoo.loss_base.state import allocate, loading_problem, move_towards, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
@@ -68,7 +68,7 @@ class MemoryQueue(Settings):
     def __post_init__(self) -> None:
         size, width = self.size, self.embedding_size = int(self.size), int(self.embedding_size)
         zeros = partial(torch.zeros, size, width, dtype=self.dtype)
-        self.embeddings = nn.Buffer(of_size("MemoryQueue", zeros, size=size, embedding_size=width))
+        self.embeddings = nn.Buffer(allocate("MemoryQueue", zeros, size=size, embedding_size=width))
         self.ids = nn.Buffer(torch.zeros(size, dtype=torch.int64))
         self.pointer, self.filled = (nn.Buffer(torch.zeros((), dtype=torch.int64)) for _ in range(2))
 

@@ -15,7 +15,7 @@ from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Reduction, Share, Size
-from contrastive_zoo.loss_base.state import of_size
+from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
 Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]
@@ -280,7 +280,7 @@ class Margin(RowLoss):
             raise ValueError(f"{type(self).__name__}: {problem}")
         initial, self.num_classes = float(arguments), None if self.num_classes is None else int(self.num_classes)
         size = self.num_classes or 1  # one number as [1]: FSDP shards no parameter of shape []
-        betas = of_size("Margin", lambda: torch.full((size,), initial), num_classes=size)
+        betas = allocate("Margin", lambda: torch.full((size,), initial), num_classes=size)
         self.beta = nn.Parameter(betas, requires_grad=self.learn_beta)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too

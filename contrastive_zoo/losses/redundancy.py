@@ -23,7 +23,7 @@ from contrastive_zoo.engine.statistics import (
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
-from contrastive_zoo.loss_base.state import move_towards, of_size
+from contrastive_zoo.loss_base.state import allocate, move_towards
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
 
@@ -190,7 +190,7 @@ class TiCo(TwoViewLoss):
 
     def __post_init__(self) -> None:
         size = self.embedding_size = int(self.embedding_size)
-        zeros = of_size(type(self).__name__, lambda: torch.zeros(size, size), embedding_size=size)
+        zeros = allocate(type(self).__name__, lambda: torch.zeros(size, size), embedding_size=size)
         self.covariance = nn.Buffer(zeros)
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:

@@ -17,7 +17,7 @@ from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
-from contrastive_zoo.loss_base.state import move_towards, of_size
+from contrastive_zoo.loss_base.state import allocate, move_towards
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described
 
@@ -98,7 +98,7 @@ class DINO(Loss):
 
     def __post_init__(self) -> None:
         size = self.out_dim = int(self.out_dim)
-        self.centre = nn.Buffer(of_size(type(self).__name__, lambda: torch.zeros(size), out_dim=size))
+        self.centre = nn.Buffer(allocate(type(self).__name__, lambda: torch.zeros(size), out_dim=size))
 
     def inputs(
         self,
@@ -198,7 +198,7 @@ class SwAV(ViewLoss):
         self.num_prototypes, self.embedding_size = int(self.num_prototypes), int(self.embedding_size)
         sizes = {"num_prototypes": self.num_prototypes, "embedding_size": self.embedding_size}
         draw = partial(draw_weights, *sizes.values(), local=slice(0, self.num_prototypes))
-        self.prototypes = nn.Parameter(of_size(type(self).__name__, draw, **sizes))
+        self.prototypes = nn.Parameter(allocate(type(self).__name__, draw, **sizes))
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
         stated = super().inputs(*views)

@@ -17,7 +17,7 @@ from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
-from contrastive_zoo.loss_base.state import of_size
+from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.row_checks import described
 
 Mining = Literal["all", "hard", "semi-hard"]
@@ -222,7 +222,7 @@ class DynamicSoftMargin(Loss):
 
     def __post_init__(self) -> None:
         self.num_bins = int(self.num_bins)
-        zeros = of_size("DynamicSoftMargin", lambda: torch.zeros(self.num_bins + 1), num_bins=self.num_bins)
+        zeros = allocate("DynamicSoftMargin", lambda: torch.zeros(self.num_bins + 1), num_bins=self.num_bins)
         self.histogram = nn.Buffer(zeros)
 
     def inputs(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Inputs:

@@ -20,7 +20,7 @@ from contrastive_zoo.engine.statistics import log_potentials, second_moments, wa
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss, of_views
 from contrastive_zoo.loss_base.loss import Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
-from contrastive_zoo.loss_base.state import of_size
+from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described
@@ -265,7 +265,7 @@ class SIGReg(EmbeddingLoss):
     def directions(self) -> Float[Tensor, "d m"]:
         """Return the directions of the current step, standard normal numbers."""
         sizes = {"embedding_size": int(self.embedding_size), "num_slices": int(self.num_slices)}
-        return of_size(type(self).__name__, partial(_drawn, self.step, *sizes.values()), **sizes)
+        return allocate(type(self).__name__, partial(_drawn, self.step, *sizes.values()), **sizes)
 
     def directions_problem(self, name: str, rows: Tensor) -> str | None:
         if rows.shape[1] != int(self.embedding_size):
