@@ -159,7 +159,7 @@ class Batch:
                 return x.gathered()
         return gather_rows(rows, self.samples if shards is None else shards, self.world)
 
-    def all_rows(self, rows: Tensor) -> Tensor:
+    def gather_with_gradient(self, rows: Tensor) -> Tensor:
         """Return the embeddings of all ranks, from which every rank computes the same: each gets the gradient of its own."""
         return all_gather(rows, gradient="complete", shards=self.samples, process_group=self.world)
 
