@@ -152,7 +152,7 @@ class Batch:
         shards = self.samples if name is None else self.shards[name]
         return torch.arange(shards.start, shards.start + shards.size, device=self.first.device).repeat(times)
 
-    def gathered(self, rows: Tensor, shards: Shards | None = None) -> Tensor:
+    def gather_detached(self, rows: Tensor, shards: Shards | None = None) -> Tensor:
         """Return the rows of all ranks, without gradient; do not write to them, as losses of a sum may share them."""
         for x in self.shared_rows.values():
             if x.local is rows:

@@ -78,7 +78,7 @@ class ClassPairs:
             return self._over_blocks(on_block, z, self.targets, batch.shared(self.centers), scale, by_class=False)
         shards = batch.samples.times(len(self.names))
         gathered = all_gather(z, shards=shards, process_group=batch.world)
-        targets = batch.gathered(self.targets, shards) - classes.start
+        targets = batch.gather_detached(self.targets, shards) - classes.start
         target, negatives = self._over_blocks(on_block, gathered, targets, self.centers, scale, by_class=False)
         target = batch.sum(target, gradient="partial")
         negatives = batch.log_sum_exp(negatives, gradient="partial")

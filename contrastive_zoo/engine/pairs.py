@@ -261,7 +261,7 @@ class LabelledPairs(_Pairs):
         A log-sum-exp leaves out the only positive of an anchor.
         """
         batch, z, shards = self.batch, self.embeddings, self.batch.samples.times(self.views)
-        class_index, counts = class_numbers(batch.gathered(self.ids, shards))
+        class_index, counts = class_numbers(batch.gather_detached(self.ids, shards))
         local = class_index[shards.local]
         sums = batch.sum(z.new_zeros(len(counts), z.shape[1]).index_add(0, local, z), gradient="partial")
         positives = counts[local] - 1

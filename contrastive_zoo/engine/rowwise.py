@@ -71,10 +71,10 @@ def reduce_rows(
     candidates = candidates.local if isinstance(candidates, Candidates) else candidates
     where, is_one_tower, splits = candidate_shards or shards, candidates is None, batch.plan.work == "own anchors"
     watch = StateWatch(loss.module or nn.Module(), anchors.device) if may_draw and splits else None
-    all_ids = batch.gathered(ids if candidate_ids is None else candidate_ids, where)
+    all_ids = batch.gather_detached(ids if candidate_ids is None else candidate_ids, where)
     # before candidates are sent: the host waits for the number, not for them
     count = start_count(ids, all_ids, anchors_are_candidates=is_one_tower) if loss.lists_positives else lambda: None
-    pairs = tuple((x, batch.gathered(y, where)) for x, y in companions)
+    pairs = tuple((x, batch.gather_detached(y, where)) for x, y in companions)
     copies = torch.arange(shards.start, shards.start + len(ids), device=ids.device) if is_one_tower else own_candidates
     layout = BatchLayout(ids, all_ids, pairs, where, world, copies, count)
     if batch.plan.is_plain:

@@ -195,7 +195,7 @@ def pair_histograms(
     """Return histograms of positive and of negative pairs of all ranks, each with sum 1, or 0 without a pair."""
     shards, world = batch.samples, batch.world
     candidates = all_gather(z, shards=shards, process_group=world)
-    layout = BatchLayout(ids, batch.gathered(ids), (), shards, world, batch.indices())
+    layout = BatchLayout(ids, batch.gather_detached(ids), (), shards, world, batch.indices())
     total = z.new_zeros(2, num_bins + 1)
     # an empty block connects the candidates, whose backward pass is a message, with an empty shard
     for rows in [slice(0, len(z))] if batch.plan.is_plain else row_blocks(len(z), 4 * len(candidates), z.dtype):

@@ -168,7 +168,7 @@ class CrossBatchMemory(Loss):
             slots = self._enqueue(batch, rows, partners, mask)
             batch = replace(batch, rows={"embeddings": rows, "labels": partners}, local_slice=None)
             if mask is not None:
-                slots = slots[~batch.gathered(mask).to(slots.device)]
+                slots = slots[~batch.gather_detached(mask).to(slots.device)]
                 anchors = {name: x[~mask] for name, x in batch.rows.items()}
                 shards = batch.world.shards(anchors["embeddings"])
                 batch = replace(batch, rows=anchors, shards=dict.fromkeys(anchors, shards))

@@ -181,7 +181,7 @@ class NPairs(LabelledLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.int64(batch.rows["labels"])
-        shards, all_ids = batch.samples, batch.gathered(ids)
+        shards, all_ids = batch.samples, batch.gather_detached(ids)
         order = all_ids.argsort(stable=True)
         position = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=z.device))
         start = torch.searchsorted(all_ids[order], all_ids)

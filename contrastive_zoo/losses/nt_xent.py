@@ -93,7 +93,7 @@ class DCL(TwoViewLoss):
         a, b = z.local.tensor_split(2)
         weight, sigma = a.new_ones(len(a)), batch.settings.sigma
         if sigma is not None:
-            logits = batch.gathered((a * b).sum(-1).detach() / sigma)
+            logits = batch.gather_detached((a * b).sum(-1).detach() / sigma)
             weight = 2 - batch.total * logits.softmax(0)[batch.samples.local]
         view = torch.arange(2, device=a.device).repeat_interleave(len(a))
         loss = BlockLoss(_decoupled, temperature=batch.settings.temperature, denominators=self.denominators)

@@ -170,7 +170,7 @@ class IntraPairVariance(LabelledLoss):
 
 def _mean_similarities(batch: Batch, z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean similarities of positive and of negative pairs; each class's pairs are the square of its sum."""
-    index, counts = class_numbers(batch.gathered(ids))
+    index, counts = class_numbers(batch.gather_detached(ids))
     sums = z.new_zeros(len(counts), z.shape[1]).index_add(0, index[batch.samples.local], z)
     self_pairs = z.new_zeros(1, z.shape[1]) + z.square().sum() / z.shape[1]  # rides along as a row
     total = batch.sum(torch.cat([sums, self_pairs]), gradient="complete")

@@ -287,7 +287,7 @@ class SupConOfMask(cz.SupCon):
 
     def compute(self, batch: Batch) -> Tensor:
         labels = batch.rows["labels"]
-        of_all = batch.gathered(labels)
+        of_all = batch.gather_detached(labels)
         mask = (labels[:, None] == of_all) | (labels[:, None] + 1 == of_all)
         return super().compute(replace(batch, rows={"embeddings": batch.rows["embeddings"], "mask": mask}))
 
