@@ -66,7 +66,7 @@ class Composition(Loss):
         name = type(self).__name__
         if problem := self.settings_problem():
             return CallInputs(name, Inputs({}), problem=problem)
-        args, named = _distinct(*devices.beside_rows(args, named))
+        args, named = _distinct(*devices.to_device_of_embeddings(args, named))
         return merged(name, [_member_stated(loss, args, named, known) for loss in self.members()])
 
     def compute(self, batch: Batch) -> Float[Tensor, "..."]:

@@ -234,7 +234,7 @@ class Loss(Settings, nn.Module):
         tensors = [x for x in (*args, *named.values()) if x is not None]
         one_device = all(map(on_cpu, tensors)) or len({x.device for x in tensors}) < 2  # the usual case
         if not one_device:
-            args, named = devices.beside_rows(args, named)
+            args, named = devices.to_device_of_embeddings(args, named)
         settings, computed, problem = self.evaluated()
         if known is None or not self.has_static_inputs:
             inputs = self.inputs(*args, **named)

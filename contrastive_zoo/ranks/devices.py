@@ -11,7 +11,7 @@ on_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
 """Whether the host can read the values of a tensor without waiting for another device."""
 
 
-def beside_rows(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a loss with labels, masks and indices on the device of its embeddings.
 
     A data loader leaves labels on the CPU. They are moved before ranks agree on anything, so that the rows of all ranks are

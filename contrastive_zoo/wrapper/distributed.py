@@ -247,7 +247,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         if isinstance(bare, Loss):
             if bare.is_plain:
                 return bare.stated(rows, named_rows), compared
-            rows, named_rows = devices.beside_rows(rows, named_rows)
+            rows, named_rows = devices.to_device_of_embeddings(rows, named_rows)
         # a miner's indices come later, also where the loss requires them
         takes = signature(bare)
         bound = (takes.bind if self.miner is None else takes.bind_partial)(*rows, **named_rows)
