@@ -50,7 +50,7 @@ class Partners:
         partners = [columns[offset :: self.stride][: len(rows)] for offset in self.offsets]
         return [(rows[: len(x)], x) for x in partners]
 
-    def fill(self, tile: Tensor, value: float, i: slice, j: slice, *, mirrored: bool) -> None:
+    def fill(self, tile: Tensor, value: float | bool, i: slice, j: slice, *, mirrored: bool) -> None:
         """Write a value over those of partners in a tile of the local block, of rows i and columns j.
 
         ``mirrored`` says whether rows are also partners of columns, as in a tile on the diagonal of one tower.
