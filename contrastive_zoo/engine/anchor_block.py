@@ -230,17 +230,12 @@ class RowwiseSweep:
             danchors[rows], by_candidates, *by_learnable = torch.autograd.grad(
                 block_losses, inputs, weight, allow_unused=True, materialize_grads=True
             )
-            add_gradient(dcandidates, by_candidates)
+            if by_candidates.is_sparse:
+                dcandidates.index_add_(0, by_candidates._indices()[0], by_candidates._values())
+            else:
+                dcandidates += by_candidates
             for total, part in zip(dlearnable, by_learnable, strict=True):
                 total += part
         dcandidates = reduce_scatter_rows(dcandidates, self.layout.candidate_shards, self.layout.world)
         dlearnable = [sum_over_ranks(x, gradient="partial", world=self.layout.world) for x in dlearnable]
         return [losses, counts, danchors, dcandidates, *dlearnable]
-
-
-def add_gradient(total: Tensor, part: Tensor) -> None:
-    """Add a gradient, which may be sparse, to a dense total."""
-    if part.is_sparse:
-        total.index_add_(0, part._indices()[0], part._values())
-    else:
-        total += part

@@ -123,17 +123,12 @@ class SendReceive:
         return self.received[: self.count]
 
 
-def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors, added one after the other."""
-    return reduce(torch.add, parts)
-
-
 def merge_at_owners(
     total: Tensor,
     parts: Iterable[Tensor],
     blocks: Sequence[RankBlock],
     world: World,
-    merge: Callable[[Sequence[Tensor]], Tensor] = add_up,
+    merge: Callable[[Sequence[Tensor]], Tensor] = lambda parts: reduce(torch.add, parts),
 ) -> Tensor:
     """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs.
 
@@ -165,7 +160,8 @@ class Ring:
     def __iter__(self) -> Iterator[Tensor]:
         visiting = self.columns
         for block in self.blocks[1:]:
-            arriving = self._fetch(block)
+            rows = self.message[block.sent]
+            arriving = SendReceive(rows, block.behind, _length(block.columns), block.ahead, self.world)
             yield visiting
             visiting = arriving.wait().to(self.columns.dtype)
         yield visiting
@@ -174,11 +170,6 @@ class Ring:
         """Yield each block, and what ``prepare`` makes of its columns."""
         for block, columns in zip(self.blocks, self, strict=True):
             yield [block], prepare(columns)
-
-    def _fetch(self, block: RankBlock) -> SendReceive:
-        """Start to receive the columns of a block from their owner, and to send the local ones to the rank behind."""
-        rows = self.message[block.sent]
-        return SendReceive(rows, block.behind, _length(block.columns), block.ahead, self.world)
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
         """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""

@@ -14,8 +14,9 @@ from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, is_embedd
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.sigmoid import sum_over_sigmoid_pairs
 from contrastive_zoo.engine.small_batch import Comparison, small_batch_info_nce, small_batch_siglip
-from contrastive_zoo.engine.softmax import cross_log_sum_exp, self_log_sum_exp
+from contrastive_zoo.engine.softmax import log_sum_exps
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, cross_entropy_of_several, log_sum_exp
+from contrastive_zoo.engine.softmax_sweep import Partners
 from contrastive_zoo.ranks.world import Shards
 
 
@@ -78,10 +79,10 @@ class ViewPairs(_Pairs):
     def sums(self) -> tuple[Float[Tensor, " a"], Float[Tensor, "p a"]]:
         """Return the log-sum-exps over all but the anchor and its positives, view after view, and the positives' logits."""
         n, count = len(self.rows[0]), len(self.rows)
-        others, logits = self_log_sum_exp(
-            self.batch.concatenated(self.rows), partner_offsets=[n * step for step in range(1, count)],
-            factors=None if self.factors is None else self.batch.concatenated(self.factors),
-            shards=self.batch.samples.times(count), gathered=self._gather_shared(*range(count)), **self._settings,
+        others, _, logits = log_sum_exps(
+            self.batch.concatenated(self.rows), partners=Partners([n * step for step in range(1, count)]),
+            factors=None if self.factors is None else [self.batch.concatenated(self.factors)],
+            row_shards=self.batch.samples.times(count), gathered=self._gather_shared(*range(count)), **self._settings,
         )  # fmt: skip
         # each pair counts for both of its views; logits[step - 1] are those of a view and the one ``step`` later
         by_step = [x.unflatten(0, (count - step, -1)) for step, x in enumerate(logits, 1)]
@@ -123,9 +124,9 @@ class TowerPairs(_Pairs):
         """Return log-sum-exps over other queries' keys, over other keys' queries if asked, and positives' logits."""
         samples, (q, k, *_) = self.batch.samples, self.rows
         count = k.shape[1] if k.ndim == 3 else 1
-        return cross_log_sum_exp(
+        return log_sum_exps(
             q, k.flatten(0, -2), factors=self._factors(0, 1), row_shards=samples, column_shards=samples.times(count),
-            columnwise=symmetric, partner_offsets=range(count), stride=count, gathered=self._gather_shared(1),
+            columnwise=symmetric, partners=Partners(range(count), count), gathered=self._gather_shared(1),
             **self._settings,
         )  # fmt: skip
 
@@ -148,19 +149,15 @@ class TowerPairs(_Pairs):
         towers: dict[Direction, int] = {"query_to_query": 0, "doc_to_doc": 1}
         for direction, tower in towers.items():
             if direction in directions:
-                factors = None if self.factors is None else self.factors[tower]
-                sums[direction], _ = self_log_sum_exp(
-                    self.rows[tower],
-                    factors=factors,
-                    shards=batch.samples,
-                    gathered=self._gather_shared(tower),
-                    **self._settings,
-                )
+                sums[direction], *_ = log_sum_exps(
+                    self.rows[tower], factors=self._factors(tower, tower), row_shards=batch.samples,
+                    gathered=self._gather_shared(tower), **self._settings,
+                )  # fmt: skip
         return sums, positive
 
     def sum_over(self, index: int) -> Float[Tensor, " n"]:
         """Return the queries' log-sum-exps over further candidates of all ranks, [m, d], the embeddings of this index."""
-        return cross_log_sum_exp(
+        return log_sum_exps(
             self.rows[0], self.rows[index], factors=self._factors(0, index), row_shards=self.batch.samples,
             column_shards=self.negative_shards[index - 2], columnwise=False, gathered=self._gather_shared(index),
             **self._settings,
@@ -267,8 +264,8 @@ class LabelledPairs(_Pairs):
         positives = counts[local] - 1
         mean = self.scale * (z * (sums.index_select(0, local) - z)).sum(-1) / positives.clamp(min=1)
         only = only_positives(class_index, counts)
-        others, _ = self_log_sum_exp(
-            z, factors=None if self.factors is None else self.factors[0].flatten(0, -2), shards=shards,
+        others, *_ = log_sum_exps(
+            z, factors=None if self.factors is None else [self.factors[0].flatten(0, -2)], row_shards=shards,
             excluded=None if only is None else only[shards.local], gathered=self._gather_shared(0), **self._settings,
         )  # fmt: skip
         return others, mean, positives

@@ -52,7 +52,7 @@ def sum_over_sigmoid_pairs(
 
     Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal
     id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. ``unit_norm`` and
-    ``factors``, of anchors and candidates, are those of :func:`contrastive_zoo.engine.softmax.cross_log_sum_exp`.
+    ``factors``, of anchors and candidates, are those of :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
     ``arithmetic`` is that of the plan: tiles, or a kernel without ids and not for ``"none"``.
     ``gathered`` are the candidates of all ranks, as they are sent, if they are here already.
     """

@@ -40,80 +40,50 @@ Scale = float | Tensor
 
 
 @without_autocast
-def self_log_sum_exp(
-    z: Float[Tensor, "n d"],
-    *,
-    scale: Scale,
-    unit_norm: bool = False,
-    factors: Float[Tensor, "n d"] | None = None,
-    partner_offsets: Sequence[int] = (),
-    excluded: Int[Tensor, " n"] | None = None,
-    shards: Shards,
-    world: World,
-    arithmetic: Arithmetic,
-    gathered: Tensor | None = None,
-) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " k"]]]:
-    """Return log-sum-exps R of local rows over all rows but themselves and their partners, and partners' logits.
-
-    Without partners: ``logsumexp((scale * z @ Z.T).fill_diagonal_(-inf), 1)`` of local rows z and all rows Z; −inf where no
-    row is left. The logits are ``(scale * z[:-o] * z[o:]).sum(1)`` for each offset o.
-
-    Rows i and i + o of the same rank are partners of each other, for each offset o. ``excluded`` is the index, among all
-    ranks' rows, of one more row that a row's sum leaves out, and the reverse; or its own. It is None on every rank, or on
-    none. Each rank's gradient of the scale is that of its local rows. ``unit_norm``: all rows are known to have norms of
-    at most 1. If the input has 16 bits, it is given as ``factors``, which matmuls take in place of z; with
-    ``unit_norm`` the products are divided by their norms.
-    ``arithmetic`` is that of the plan: plain, tiles, or a kernel, which takes one partner offset at most.
-    ``gathered``: the columns of all ranks, as they are sent, if they are here already.
-    """
-    r, _, positives = _log_sum_exps(
-        arithmetic, z, z, scale, gathered, row_shards=shards, column_shards=shards, world=world, unit_norm=unit_norm,
-        factors=None if factors is None else (factors, factors), partners=Partners(partner_offsets), one_tower=True,
-        excluded=excluded,
-    )  # fmt: skip
-    return r, positives
-
-
-@without_autocast
-def cross_log_sum_exp(
+def log_sum_exps(
     rows: Float[Tensor, "n d"],
-    columns: Float[Tensor, "m d"],
+    columns: Float[Tensor, "m d"] | None = None,
     *,
     scale: Scale,
     row_shards: Shards,
-    column_shards: Shards,
+    column_shards: Shards | None = None,
     columnwise: bool = True,
     unit_norm: bool = False,
-    factors: tuple[Float[Tensor, "n d"], Float[Tensor, "m d"]] | None = None,
-    partner_offsets: Sequence[int] = (),
-    stride: int = 1,
+    factors: Sequence[Tensor] | None = None,
+    partners: Partners = Partners(),  # noqa: B008  # it is immutable
+    excluded: Int[Tensor, " n"] | None = None,
     world: World,
     arithmetic: Arithmetic,
     gathered: Tensor | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"] | None, list[Float[Tensor, " k"]]]:
     """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
 
-    Without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0, None unless
-    ``columnwise``). Column ``stride`` · i + o of the same rank is a partner of row i, for each offset o; their logits
-    are ``(scale * A @ B.T)[:, o::stride].diagonal()`` of the local rows and columns. Kernels take a stride of 1. Other
-    arguments are those of :func:`self_log_sum_exp`.
+    Two towers without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0, None
+    unless ``columnwise``). One tower, columns None: ``logsumexp((scale * A @ A.T).fill_diagonal_(-inf), 1)``, and None for
+    the columns. −inf where nothing is left. Each rank's gradient of the scale is that of its local rows.
+
+    Args:
+        columnwise: whether columns have log-sum-exps, too.
+        unit_norm: all rows and columns are known to have norms of at most 1.
+        factors: of an input of 16 bits, what matmuls take in place of rows, and of columns; with ``unit_norm`` the products
+            are divided by their norms.
+        partners: the columns of the same rank that a row's sum leaves out, and the reverse. Kernels take one offset at most.
+        excluded: with one tower, the index, among all ranks' rows, of one more row that a row's sum leaves out, and the
+            reverse; or its own. None on every rank, or on none.
+        arithmetic: that of the plan: plain, tiles, or a kernel.
+        gathered: the columns of all ranks, as they are sent, if they are here already.
     """
-    return _log_sum_exps(
-        arithmetic, rows, columns, scale, gathered, row_shards=row_shards, column_shards=column_shards, world=world,
-        unit_norm=unit_norm, factors=factors, partners=Partners(partner_offsets, stride), columnwise=columnwise,
-    )  # fmt: skip
-
-
-def _log_sum_exps(
-    arithmetic: Arithmetic, rows: Tensor, columns: Tensor, scale: Scale, gathered: Tensor | None, **fields: Any
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Return log-sum-exps of rows and of columns, and the logits of partners; the fields are those of a sweep."""
     kind = SoftmaxSweep
     if arithmetic == "kernel":
         from contrastive_zoo.engine.softmax_kernels import KernelSweep  # imported here: Triton is optional
 
         kind = KernelSweep
-    sweep = kind(learnable_scale=isinstance(scale, Tensor), **fields)
+    sweep = kind(
+        row_shards=row_shards, column_shards=column_shards or row_shards, world=world, unit_norm=unit_norm,
+        learnable_scale=isinstance(scale, Tensor), factors=None if factors is None else (factors[0], factors[-1]),
+        partners=partners, one_tower=columns is None, columnwise=columnwise, excluded=excluded,
+    )  # fmt: skip
+    columns = rows if columns is None else columns
     if arithmetic == "plain":
         return _of_whole_matrix(sweep, rows, columns, scale)
     scale = scale.to(rows) if isinstance(scale, Tensor) else scale

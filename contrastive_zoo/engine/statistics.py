@@ -13,7 +13,7 @@ from contrastive_zoo.engine.implementation import is_dense
 from contrastive_zoo.engine.pairwise import row_sums
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
-from contrastive_zoo.engine.softmax import self_log_sum_exp
+from contrastive_zoo.engine.softmax import log_sum_exps
 from contrastive_zoo.engine.tiling import row_blocks, tile_bytes
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.collectives import all_gather
@@ -167,9 +167,9 @@ def _points_at_once(x: Tensor) -> int:
 
 def log_potentials(batch: Batch, views: Sequence[Candidates], scale: float | Tensor) -> Float[Tensor, " v"]:
     """Return of each view ``log Σ_{i≠j} exp(scale · z_i·z_j)`` over the pairs of all ranks' embeddings, two or more."""
-    settings: Any = {"scale": scale, "unit_norm": True, "shards": batch.samples, "world": batch.world}
+    settings: Any = {"scale": scale, "unit_norm": True, "row_shards": batch.samples, "world": batch.world}
     settings["arithmetic"] = batch.plan.arithmetic
-    sums = [self_log_sum_exp(z.local, gathered=z.gathered(), **settings)[0].logsumexp(0) for z in views]
+    sums = [log_sum_exps(z.local, gathered=z.gathered(), **settings)[0].logsumexp(0) for z in views]
     return batch.log_sum_exp(torch.stack(sums), gradient="complete")
 
 

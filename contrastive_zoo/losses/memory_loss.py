@@ -49,17 +49,13 @@ class MemoryLoss(Loss):
         queue = self.queue
         if devices.on_cpu(queue.filled):
             return queue.embeddings[: len(queue)], None
-        return queue.embeddings, unfilled(queue.embeddings, queue.filled)
+        return queue.embeddings, torch.arange(len(queue.embeddings), device=queue.filled.device) >= queue.filled
 
     def remember(self, rows: Tensor, batch: Batch) -> None:
         """Store the embeddings of all ranks with unit length, in training mode."""
         if self.training:
             unit = batch.prepared(rows.detach(), normalize=True)
             self.queue.write(unit, None, None, batch.samples, batch.world)
-
-
-def unfilled(memory: Tensor, filled: Tensor) -> Tensor:
-    return torch.arange(len(memory), device=filled.device) >= filled
 
 
 class NNCLR(MemoryLoss):

@@ -80,18 +80,18 @@ class MultiPositive(Loss):
             problem = (
                 "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
             )
-        return Inputs.of(rows, problem, values=[] if weights is None else [_weights_rule(weights)])
+        if weights is None:
+            return Inputs.of(rows, problem)
+        negative = f"weights are non-negative, one per id, got some of {described(weights)} that are negative or NaN."
+        rule = ValueRule(weights, lambda x: (x >= 0).all(), lambda valid: None if valid[0] else negative)
+        return Inputs.of(rows, problem, values=[rule])
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in ("queries", "keys"))
         ids, weights = batch.rows["ids"], batch.rows.get("weights")
         ids_of_keys = batch.rows.get("key_ids", ids)
         targets = ids[:, None] if ids.ndim == 1 else ids
-        weights = (
-            q.local.new_ones(targets.shape)
-            if weights is None
-            else weights.detach().to(q.local.dtype).view(targets.shape)
-        )
+        weights = torch.ones_like(targets) if weights is None else weights.detach().view(targets.shape)
         loss = BlockLoss(
             _block_losses, temperature=batch.settings.temperature, paired="key_ids" not in batch.rows,
             duplicates=self.duplicates,
@@ -101,7 +101,7 @@ class MultiPositive(Loss):
             return reduce_rows(
                 batch, loss, anchors, batch.indices(), candidates=candidates, candidate_ids=batch.indices("keys"),
                 candidate_shards=batch.shards["keys"], reduction=self.reduction,
-                companions=[(targets, ids_of_keys), (weights, ids_of_keys)],
+                companions=[(targets, ids_of_keys), (weights.to(q.local), ids_of_keys)],
             )  # fmt: skip
 
         return (direction(q, k) + direction(k, q)) / 2 if self.symmetric else direction(q, k)
@@ -139,11 +139,6 @@ def _pairing_problem(
     if weights is not None and weights.shape != ids.shape:
         return f"weights are non-negative, one per id, got {described(weights)} for ids {described(ids)}."
     return None
-
-
-def _weights_rule(weights: Tensor) -> ValueRule:
-    problem = f"weights are non-negative, one per id, got some of {described(weights)} that are negative or NaN."
-    return ValueRule(weights, lambda x: (x >= 0).all(), lambda valid: None if valid[0] else problem)
 
 
 class NPairs(LabelledLoss):

@@ -287,12 +287,7 @@ class MMCR(ViewLoss):
         z, eps = torch.stack([batch.prepared(x, normalize=True) for x in batch.rows.values()], 1), batch.settings.eps
         centroids = z.mean(1)
         spread = _smooth_nuclear_norm(second_moments(batch, centroids, centroids), eps)
-        return batch.settings.lambda_ * batch.reduce(_smooth_nuclear_norm(_products(z), eps)) - spread
-
-
-@without_autocast
-def _products(z: Float[Tensor, "n v d"]) -> Float[Tensor, "n v v"]:
-    return matmul(z, z.mT)
+        return batch.settings.lambda_ * batch.reduce(_smooth_nuclear_norm(matmul(z, z.mT), eps)) - spread
 
 
 @without_autocast

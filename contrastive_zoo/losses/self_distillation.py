@@ -120,14 +120,11 @@ class DINO(Loss):
             pairs -= min(views)
         loss = batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction)
         if self.training:
-            self._move_centre(batch, teacher)
+            with torch.no_grad():
+                rows = teacher.flatten(0, -2).to(self.centre.dtype)
+                total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
+                move_towards(self.centre, total[:-1] / total[-1], 1 - batch.settings.centre_momentum)
         return loss
-
-    @torch.no_grad()
-    def _move_centre(self, batch: Batch, teacher: Tensor) -> None:
-        rows = teacher.flatten(0, -2).to(self.centre.dtype)
-        total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
-        move_towards(self.centre, total[:-1] / total[-1], 1 - batch.settings.centre_momentum)
 
 
 def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:

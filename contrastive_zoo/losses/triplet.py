@@ -14,6 +14,7 @@ from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positi
 from contrastive_zoo.engine.masked import log1p_sum_exp, masked_max, masked_min
 from contrastive_zoo.engine.pairwise import distances, dot_products
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
+from contrastive_zoo.engine.statistics import nearest_nodes
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
@@ -234,7 +235,8 @@ class DynamicSoftMargin(Loss):
     def compute(self, batch: Batch) -> Tensor:
         difference = _differences(batch)
         valid = torch.full_like(difference, batch.total > 1)
-        lower, share = _nodes(difference.detach(), len(self.histogram))
+        lower, share = nearest_nodes(difference.detach() / 2, len(self.histogram) - 1)
+        share = share.clamp(0, 1)
         histogram = _moved(batch, self.histogram.to(difference), lower, share, valid)
         below = histogram.cumsum(0)
         weights = (1 - share) * below[lower] + share * below[lower + 1]
@@ -264,13 +266,6 @@ def _differences(batch: Batch) -> Tensor:
 def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:
     distance = block.with_equal_columns(distances(block.anchors, block.candidates))
     return masked_min(distance, block.negative), block.negative.any(1)
-
-
-def _nodes(difference: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Return the node below each difference, and the share of the next one."""
-    position = (difference + 2) * ((nodes - 1) / 4)
-    lower = position.long().clamp(0, nodes - 2)
-    return lower, (position - lower).clamp(0, 1)
 
 
 def _moved(batch: Batch, histogram: Tensor, lower: Tensor, share: Tensor, valid: Tensor) -> Tensor:

@@ -97,15 +97,13 @@ class SpectralContrastive(TwoViewLoss):
 
     def compute(self, batch: Batch) -> Tensor:
         max_norm, n = batch.settings.mu**0.5, batch.total
-        a, b = (_clip_norms(batch.prepared(x, normalize=False), max_norm) for x in batch.rows.values())
+        a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
+        if max_norm < math.inf:
+            a, b = (z * (max_norm / vector_norm(z, dim=1, keepdim=True).clamp(min=max_norm)) for z in (a, b))
         of_pairs = (a * b).sum(1)
         all_pairs = (second_moments(batch, a, a) * second_moments(batch, b, b)).sum()
         others = all_pairs - batch.reduce(of_pairs.square(), reduction="sum")
         return -2 * batch.reduce(of_pairs) + others / max(1, n * (n - 1))
-
-
-def _clip_norms(z: Tensor, max_norm: float) -> Tensor:
-    return z if max_norm == torch.inf else z * (max_norm / vector_norm(z, dim=1, keepdim=True).clamp(min=max_norm))
 
 
 class OrthogonalRegularization(EmbeddingLoss):

@@ -20,6 +20,7 @@ from contrastive_zoo.engine.anchor_block import (
     only_positives,
 )
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.plan import Plan
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
 from contrastive_zoo.losses.triplet import Triplet
@@ -291,7 +292,8 @@ def test_no_block_is_computed_again_where_weights_are_known(terms: int, passes: 
         return torch.stack([losses] * terms, 1), torch.ones(len(losses), terms)
 
     loss, z = BlockLoss(of_terms, terms=terms), numbers(6, 3, seed=0).requires_grad_()
-    reduce_rows(Batch({"z": z}, {"z": Shards((6,))}), loss, z, torch.arange(6)).backward()
+    batch = Batch({"z": z}, {"z": Shards((6,))}, plan=Plan(arithmetic="blocks"))
+    reduce_rows(batch, loss, z, torch.arange(6)).backward()
     assert computed == [6] * passes
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from contrastive_zoo.engine import exchange, softmax, tiling
 from contrastive_zoo.engine.exchange import RankBlock
 from contrastive_zoo.engine.softmax_arithmetic import ExactSums
-from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep, gradient_buffer
+from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.ranks import transport
 from contrastive_zoo.ranks.session import Session
 from contrastive_zoo.ranks.world import Shards, World
@@ -142,21 +142,22 @@ def job(options: Options, kind: str, sizes: tuple[int, ...], columns: tuple[int,
     w, v = local_shard(numbers(sum(sizes), seed=3), sizes), local_shard(numbers(sum(columns), seed=4), columns)
     scale = torch.tensor(options.scale, dtype=torch.float64, requires_grad=True)
     rows, cols = Shards(sizes, rank), Shards(columns, rank)
-    settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "world": world}
+    settings: Any = {"scale": scale, "unit_norm": options.unit_norm, "world": world, "arithmetic": "tiles"}
     of_rows, of_columns = options.factors(sum(sizes), 1, sizes), options.factors(sum(columns), 2, columns)
     with patch.object(tiling, "TILE_BYTES", options.tile_bytes), tiling.memory_budget(options.keep):
         if kind == "one tower":
             excluded = options.excluded(sum(sizes))
             excluded = None if excluded is None else local_shard(excluded, sizes)
-            r, p = softmax.self_log_sum_exp(
-                a, factors=of_rows, partner_offsets=options.nonzero_offsets, excluded=excluded, shards=rows, **settings
-            )
+            r, _, p = softmax.log_sum_exps(
+                a, factors=None if of_rows is None else [of_rows], partners=Partners(options.nonzero_offsets),
+                excluded=excluded, row_shards=rows, **settings,
+            )  # fmt: skip
             value = finite(w * r) + weighed(p)
             return [value.detach(), *torch.autograd.grad(value, (a, scale))]
-        r, c, p = softmax.cross_log_sum_exp(
+        r, c, p = softmax.log_sum_exps(
             a, b, factors=None if of_rows is None or of_columns is None else (of_rows, of_columns),
             row_shards=rows, column_shards=cols, columnwise=kind == "two towers",
-            partner_offsets=options.partner_offsets, stride=options.stride, **settings,
+            partners=Partners(options.partner_offsets, options.stride), **settings,
         )  # fmt: skip
         value = finite(w * r) + (0 if c is None else finite(v * c)) + weighed(p)
         return [value.detach(), *torch.autograd.grad(value, (a, b, scale))]
@@ -166,6 +167,11 @@ def together(found: list[list[Tensor]]) -> list[Tensor]:
     """Values and scales' gradients add up, rows stand in rank order."""
     parts = list(zip(*found, strict=True))
     return [sum(parts[0]), *(torch.cat(part) for part in parts[1:-1]), sum(parts[-1])]
+
+
+def alone(n: int) -> dict[str, Any]:
+    """Return what is known of so many rows on one process."""
+    return {"row_shards": Shards((n,)), "world": World(), "arithmetic": "tiles"}
 
 
 KINDS = ("one tower", "two towers", "rows alone")
@@ -251,7 +257,7 @@ def test_one_exponential_where_it_can(scale: float, exact: bool, monkeypatch: py
     """At CLIP's largest scale, float32 and rows that have some neighbour, too."""
     made = calls_of(monkeypatch, "transform")
     z = torch.nn.functional.normalize(numbers(64, 32, seed=0).float(), dim=1)
-    found, _ = softmax.self_log_sum_exp(z, scale=scale, unit_norm=True, shards=Shards((64,)), world=World())
+    found, *_ = softmax.log_sum_exps(z, scale=scale, unit_norm=True, **alone(64))
     s = (scale * z.double() @ z.double().T).fill_diagonal_(-torch.inf)
     assert bool(made) == exact
     torch.testing.assert_close(found.double(), s.logsumexp(1), rtol=1e-6, atol=2e-5 * scale / 10)
@@ -261,8 +267,7 @@ def test_a_row_far_from_all_others_is_not_lost() -> None:
     """Its sum is below what a common shift can hold; without the second arithmetic R is off or infinite."""
     z = torch.zeros(5, 3)
     z[:4, 0], z[4, 0] = 1.0, -1.0
-    args = {"unit_norm": True, "shards": Shards((5,)), "world": World()}
-    r, _ = softmax.self_log_sum_exp(z.requires_grad_(), scale=100.0, **args)
+    r, *_ = softmax.log_sum_exps(z.requires_grad_(), scale=100.0, unit_norm=True, **alone(5))
     torch.testing.assert_close(r[4], torch.tensor(4.0).log() - 100)
     (g,) = torch.autograd.grad(r[4], z)
     torch.testing.assert_close(g[4], torch.tensor([100.0, 0, 0]), rtol=1e-5, atol=1e-5)
@@ -271,8 +276,7 @@ def test_a_row_far_from_all_others_is_not_lost() -> None:
 def test_a_column_far_from_all_rows_is_not_lost() -> None:
     """Every row has another column that it is close to; norms are known of no rows."""
     rows, columns = torch.tensor([[30.0, 0.0]] * 3), torch.tensor([[30.0, 0.0], [20.0, 20.0], [-1.0, 0.0]])
-    args = {"row_shards": Shards((3,)), "column_shards": Shards((3,)), "world": World()}
-    r, c, _ = softmax.cross_log_sum_exp(rows, columns, scale=1.0, **args)
+    r, c, _ = softmax.log_sum_exps(rows, columns, scale=1.0, **alone(3))
     s = rows.double() @ columns.double().T
     assert c is not None
     torch.testing.assert_close((r.double(), c.double()), (s.logsumexp(1), s.logsumexp(0)), rtol=1e-6, atol=0)
@@ -296,7 +300,7 @@ def test_similarities_that_lost_digits_are_let_go(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(SoftmaxSweep, "sums", watched)
     z = numbers(8, 4, seed=0).requires_grad_()
-    r, _ = softmax.self_log_sum_exp(z, scale=1e4, shards=Shards((8,)), world=World())
+    r, *_ = softmax.log_sum_exps(z, scale=1e4, **alone(8))
     assert (alive, len(kept)) == ([0, 0], 2)
     assert kept[1]() is not None
     del r
@@ -310,7 +314,7 @@ def test_losses_that_wait_for_their_backward_passes_share_the_budget(monkeypatch
 
     def forward(*, learns: bool = True) -> Tensor:
         z = numbers(8, 4, seed=0).requires_grad_(learns)
-        return softmax.self_log_sum_exp(z, scale=1.0, shards=Shards((8,)), world=World())[0]
+        return softmax.log_sum_exps(z, scale=1.0, **alone(8))[0]
 
     def keeps(r: Tensor) -> bool:
         return any(x is not None and x.shape == (8, 8) for x in r.grad_fn.saved_tensors)
@@ -340,9 +344,9 @@ def test_the_backward_pass_gathers_nothing_again(worlds: Worlds) -> None:
     def job() -> tuple[int, int]:
         world = World.of()
         a, b = (numbers(4, 3, seed=seed + world.rank).requires_grad_() for seed in (0, 2))
-        shards = {"row_shards": Shards((4, 4), world.rank), "column_shards": Shards((4, 4), world.rank)}
+        step: Any = {"row_shards": Shards((4, 4), world.rank), "world": world, "arithmetic": "tiles"}
         (r, _, _), forward = of_pass(
-            lambda: softmax.cross_log_sum_exp(a, b, scale=1.0, columnwise=False, unit_norm=True, world=world, **shards)
+            lambda: softmax.log_sum_exps(a, b, scale=1.0, columnwise=False, unit_norm=True, **step)
         )
         return forward, of_pass(lambda: r.sum().backward())[1]
 
