@@ -87,9 +87,10 @@ class Batch:
         part = self.parts[index]
         rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
         shared = {name: self.shared_rows[merged] for name, merged in part.names.items() if merged in self.shared_rows}
-        of_member: Any = {"rows": rows, "shards": shards, "parts": part.parts, "host": part.host, "name": part.name}
-        of_member["shared_rows"] = shared
-        return replace(self, plan=self.plan.members[index], settings=self.settings.members[index], **of_member)
+        return replace(
+            self, rows=rows, shards=shards, settings=self.settings.members[index], plan=self.plan.members[index],
+            parts=part.parts, host=part.host, name=part.name, shared_rows=shared,
+        )  # fmt: skip
 
     def with_shared_rows(self) -> "Batch":
         """Return the batch of a sum of losses, which gathers each tensor once; a ring gathers none."""
@@ -103,7 +104,7 @@ class Batch:
 
     def prepared(self, rows: Tensor, *, normalize: bool) -> Tensor:
         """Return embeddings in at least float32, of unit length if asked; zeros stay zeros."""
-        return _unit_rows(rows) if normalize else at_least_float32(rows)
+        return prepared(rows, normalize=normalize)
 
     def candidates(self, *names: str, normalize: bool) -> "Candidates":
         """Return the prepared embeddings of these names, concatenated, [n, d]."""
@@ -218,19 +219,16 @@ class Batch:
         return (total if reduction == "sum" else total / mean_divisor(count.detach())).sum().to(losses.dtype)
 
 
-def _unit_rows(rows: Tensor) -> Tensor:
-    return unit_rows(at_least_float32(rows))
+def prepared(rows: Tensor, *, normalize: bool) -> Tensor:
+    wide = at_least_float32(rows)
+    return unit_rows(wide) if normalize else wide
 
 
 @without_autocast
 def _joined(normalize: bool | None, *rows: Tensor) -> Tensor:
     """Return rows of equal length, prepared unless ``normalize`` is None, and concatenated."""
-    function = {None: unchanged, True: _unit_rows, False: at_least_float32}[normalize]
-    return function(rows[0]) if len(rows) == 1 else torch.cat([function(x) for x in rows])
-
-
-def unchanged(rows: Tensor) -> Tensor:
-    return rows
+    parts = rows if normalize is None else [prepared(x, normalize=normalize) for x in rows]
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,6 +61,17 @@ class _Pairs:
             "arithmetic": batch.plan.arithmetic,
         }
 
+    def _sum_of_signs(
+        self, x: Tensor, y: Tensor | None, ids: Tensor | None, bias: float | Tensor, reduction: Reduction
+    ) -> Tensor:
+        """Return the sigmoid loss of anchors x, of one tower or two."""
+        batch, index = self.batch, 0 if y is None else 1
+        return sum_over_sigmoid_pairs(
+            x, y, ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
+            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
+            gathered=self._gather_shared(index),
+        )  # fmt: skip
+
 
 class ViewPairs(_Pairs):
     """Similarities z_i·z_k / t of all views of all samples; the positives of an anchor are the other views of its sample."""
@@ -115,8 +126,23 @@ class TowerPairs(_Pairs):
             return small_batch_info_nce(
                 batch, *batch.rows.values(), temperature=self.temperature, comparison=comparison, reduction=reduction
             )
-        losses = self._losses(symmetric=symmetric, in_batch_negatives=in_batch_negatives)
-        return batch.reduce(losses.to(self.rows[0].dtype), reduction=reduction)
+        q, k, *extra = self.rows
+        other_queries = None
+        if in_batch_negatives:
+            other_keys, other_queries, (positive,) = self.sums(symmetric=symmetric)
+            others = [other_keys]
+        else:
+            positive = self.scale * (q * k).sum(-1)
+            others = [torch.full_like(positive, -torch.inf)]
+        for index, (x, shards) in enumerate(zip(extra, self.negative_shards, strict=True), 2):
+            if x.ndim == 3:
+                others.append(torch.logsumexp(self.scale * (q[:, None] * x).sum(-1), 1))
+            elif shards.total:
+                others.append(self.sum_over(index))
+        losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
+        if other_queries is not None:
+            losses = (losses + cross_entropy(positive, other_queries)) / 2
+        return batch.reduce(losses.to(q.dtype), reduction=reduction)
 
     def sums(
         self, *, symmetric: bool = False
@@ -177,28 +203,7 @@ class TowerPairs(_Pairs):
         if batch.plan.is_plain:
             ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
             return reduce_rows(batch, loss, x, ids, candidates=y, candidate_ids=ids, reduction=reduction)
-        return sum_over_sigmoid_pairs(
-            x, y, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
-            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
-            gathered=self._gather_shared(1),
-        )  # fmt: skip
-
-    def _losses(self, *, symmetric: bool, in_batch_negatives: bool) -> Tensor:
-        q, k, *extra = self.rows
-        other_queries = None
-        if in_batch_negatives:
-            other_keys, other_queries, (positive,) = self.sums(symmetric=symmetric)
-            others = [other_keys]
-        else:
-            positive = self.scale * (q * k).sum(-1)
-            others = [torch.full_like(positive, -torch.inf)]
-        for index, (x, shards) in enumerate(zip(extra, self.negative_shards, strict=True), 2):
-            if x.ndim == 3:
-                others.append(torch.logsumexp(self.scale * (q[:, None] * x).sum(-1), 1))
-            elif shards.total:
-                others.append(self.sum_over(index))
-        losses = cross_entropy(positive, log_sum_exp(torch.stack(others), 0))
-        return losses if other_queries is None else (losses + cross_entropy(positive, other_queries)) / 2
+        return self._sum_of_signs(x, y, None, bias, reduction)
 
     @cached_property
     def negative_shards(self) -> list[Shards]:
@@ -297,8 +302,4 @@ class LabelledPairs(_Pairs):
         batch, z = self.batch, self.embeddings
         if batch.plan.is_plain:
             return reduce_rows(batch, sigmoid_block_loss(self.temperature, bias), z, self.ids, reduction=reduction)
-        return sum_over_sigmoid_pairs(
-            z, None, self.ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
-            shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
-            gathered=self._gather_shared(0),
-        )  # fmt: skip
+        return self._sum_of_signs(z, None, self.ids, bias, reduction)

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +120,24 @@ class SoftmaxSweep(Sweep):
             cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
 
+    def _write_logits(
+        self, out: Tensor, left: Operand, right: Operand, scale: float | Tensor, i: slice, j: slice,
+        excluded: Tensor | None, *, local: bool, diagonal: bool,
+    ) -> None:  # fmt: skip
+        """Write scaled products of rows i and columns j into ``out``; −inf where a sum leaves them out."""
+        a, b = left[i], right[j]
+        if isinstance(scale, Tensor):
+            torch.mm(a.rows, b.rows.T, out=out).mul_(scale)
+        else:
+            torch.addmm(out, a.rows, b.rows.T, beta=0, alpha=scale, out=out)
+        a.normalize(out, b)
+        if excluded is not None:
+            clear_excluded(out, excluded[i] - j.start, -torch.inf)
+        if diagonal:
+            out.fill_diagonal_(-torch.inf)
+        if local:
+            self.partners.fill(out, -torch.inf, i, j, mirrored=diagonal)
+
     def sums(
         self,
         arithmetic: Arithmetic,
@@ -140,20 +156,16 @@ class SoftmaxSweep(Sweep):
             left, right = self.operand(rows[block.rows]), self.operand(columns)
             row_total, excluded = total[block.rows], self._excluded_columns(block)
             column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
-            for i, strip in groupby(cut, itemgetter(0)):
-                strip_total = row_total[i]
-                for _, j, diagonal in strip:
-                    tile = tile_of(scratch, i, j)
-                    keep = cached.reserve(tile.nbytes)
-                    out = torch.empty_like(tile) if keep else tile
-                    s = _logits(left[i], right[j], scale, out, diagonal, _in_tile(excluded, i, j))
-                    if index == 0:
-                        self.partners.fill(s, -torch.inf, i, j, mirrored=diagonal)
-                    arithmetic.transform(s)
-                    arithmetic.add(strip_total, s, 1)
-                    if self.columnwise and not diagonal:
-                        arithmetic.add(column_total[j], s, 0)
-                    stored.append(s if keep else None)
+            for i, j, diagonal in cut:
+                tile = tile_of(scratch, i, j)
+                keep = cached.reserve(tile.nbytes)
+                s = torch.empty_like(tile) if keep else tile
+                self._write_logits(s, left, right, scale, i, j, excluded, local=index == 0, diagonal=diagonal)
+                arithmetic.transform(s)
+                arithmetic.add(row_total[i], s, 1)
+                if self.columnwise and not diagonal:
+                    arithmetic.add(column_total[j], s, 0)
+                stored.append(s if keep else None)
             parts.append(column_total)
         if not self.columnwise:
             return total, None, stored
@@ -190,26 +202,22 @@ class SoftmaxSweep(Sweep):
             excluded = self._excluded_columns(block)
             by_column = None if column_weights is None else column_weights[block.ahead][block.columns]
             part = dcolumns if index == 0 or dcolumns is None else gradient_buffer(columns, block)
-            for i, strip in groupby(cut, itemgetter(0)):
-                a, da, strip_weights = left[i], block_drows[i], block_weights[i]
-                for _, j, diagonal in strip:
-                    b, s = right[j], next(cached)
-                    if s is None:
-                        s = _logits(a, b, scale, tile_of(scratch, i, j), diagonal, _in_tile(excluded, i, j))
-                        if index == 0:
-                            self.partners.fill(s, -torch.inf, i, j, mirrored=diagonal)
-                        arithmetic.transform(s)
-                    weights = arithmetic.weights(
-                        s, strip_weights, None if by_column is None else by_column[j], tile_of(out, i, j)
-                    )
-                    if b.inverse is not None:
-                        weights.mul_(b.inverse)
-                    # the first matmul into a buffer overwrites its content
-                    da.addmm_(weights, b.rows, beta=0 if index == j.start == 0 else 1, alpha=alpha)
-                    if part is not None and not diagonal:
-                        if a.inverse is not None:
-                            weights.mul_(a.inverse[:, None]).div_(b.inverse)
-                        part[j].addmm_(weights.T, a.rows, beta=0 if i.start == 0 else 1, alpha=alpha)
+            for i, j, diagonal in cut:
+                a, b, s = left[i], right[j], next(cached)
+                if s is None:
+                    s = tile_of(scratch, i, j)
+                    self._write_logits(s, left, right, scale, i, j, excluded, local=index == 0, diagonal=diagonal)
+                    arithmetic.transform(s)
+                of_columns = None if by_column is None else by_column[j]
+                weights = arithmetic.weights(s, block_weights[i], of_columns, tile_of(out, i, j))
+                if b.inverse is not None:
+                    weights.mul_(b.inverse)
+                # the first matmul into a buffer overwrites its content
+                block_drows[i].addmm_(weights, b.rows, beta=0 if index == j.start == 0 else 1, alpha=alpha)
+                if part is not None and not diagonal:
+                    if a.inverse is not None:
+                        weights.mul_(a.inverse[:, None]).div_(b.inverse)
+                    part[j].addmm_(weights.T, a.rows, beta=0 if i.start == 0 else 1, alpha=alpha)
             if index and part is not None:
                 yield part
 
@@ -222,21 +230,3 @@ def gradient_buffer(like: Tensor, block: RankBlock) -> Tensor:
     """Return uninitialised memory for the gradient of a block's rows or columns; zeros if the block has no pairs."""
     some = block.rows.start < block.rows.stop and block.columns.start < block.columns.stop
     return torch.empty_like(like) if some else torch.zeros_like(like)
-
-
-def _in_tile(excluded: Tensor | None, i: slice, j: slice) -> Tensor | None:
-    return None if excluded is None else excluded[i] - j.start
-
-
-def _logits(
-    a: Operand, b: Operand, scale: float | Tensor, out: Tensor, diagonal: bool, excluded: Tensor | None
-) -> Tensor:
-    """Write scaled products into ``out``; −inf at ``excluded`` columns and, on a diagonal tile, of a row and itself."""
-    if isinstance(scale, Tensor):
-        torch.mm(a.rows, b.rows.T, out=out).mul_(scale)
-    else:
-        torch.addmm(out, a.rows, b.rows.T, beta=0, alpha=scale, out=out)
-    a.normalize(out, b)
-    if excluded is not None:
-        clear_excluded(out, excluded, -torch.inf)
-    return out.fill_diagonal_(-torch.inf) if diagonal else out

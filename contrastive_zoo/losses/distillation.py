@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from contrastive_zoo.engine.batch import Batch, Candidates
 from contrastive_zoo.engine.masked import masked_log_sum_exp
-from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Temperature
@@ -135,13 +134,9 @@ class MarginMSE(Loss):
     def compute(self, batch: Batch) -> Tensor:
         *rows, margins = batch.rows.values()
         q, p, n = (batch.prepared(x, normalize=self.normalize) for x in rows)
-        return batch.reduce(_squared_errors(q, p, n, margins.detach()), reduction=self.reduction)
-
-
-@without_autocast
-def _squared_errors(q: Tensor, p: Tensor, n: Tensor, margins: Tensor) -> Tensor:
-    differences = (q[:, None] * (p[:, None] - n)).sum(2)
-    return (differences - margins.to(q.dtype)).square().mean(1)
+        differences = (q[:, None] * (p[:, None] - n)).sum(2)
+        errors = (differences - margins.detach().to(q.dtype)).square()
+        return batch.reduce(errors.mean(1), reduction=self.reduction)
 
 
 class ScoreDistillation(Loss):
@@ -188,11 +183,6 @@ class ScoreDistillation(Loss):
         q, c = (batch.prepared(x, normalize=self.normalize) for x in rows)
         targets = (scores.detach().to(q.dtype) / batch.settings.teacher_temperature).log_softmax(1)
         scale = batch.scale(batch.settings.temperature)
-        losses = _divergences(q, c, targets, scale) / scale**2
+        predicted = (scale * (q[:, None] * c).sum(2)).log_softmax(1)
+        losses = F.kl_div(predicted, targets, reduction="none", log_target=True).sum(1) / scale**2
         return batch.reduce(losses, reduction=self.reduction)
-
-
-@without_autocast
-def _divergences(q: Tensor, c: Tensor, targets: Tensor, scale: float | Tensor) -> Tensor:
-    logits = scale * (q[:, None] * c).sum(2)
-    return F.kl_div(logits.log_softmax(1), targets, reduction="none", log_target=True).sum(1)

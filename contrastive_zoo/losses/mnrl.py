@@ -236,8 +236,10 @@ def _pair_losses(
         logits, allowed = similarity / temperature, distinct & ~is_own
         if direction == "query_to_doc":
             allowed = distinct & ~(is_own & x.is_pair)  # also negatives that were mined for the query
-            hard = _hard(hardness_mode, is_own, x.is_pair)
-            logits = logits if hard is None else logits + (hardness_strength * similarity.detach()).where(hard, 0)
+            if hardness_mode is not None:
+                masks = {"in_batch_negatives": ~is_own, "hard_negatives": is_own & ~x.is_pair}
+                hard = masks.get(hardness_mode, ~(is_own & x.is_pair))
+                logits = logits + (hardness_strength * similarity.detach()).where(hard, 0)
         elif direction != "doc_to_doc" or has_guide:
             allowed = allowed & x.is_pair
         if threshold is not None and direction in compared:
@@ -246,15 +248,6 @@ def _pair_losses(
         others[direction] = masked_log_sum_exp(logits, allowed)
     positive = (x.first * x.second).sum(1) / temperature
     return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
-
-
-def _hard(hardness_mode: Hardness | None, is_own: Tensor, is_pair: Tensor) -> Tensor | None:
-    """Return the negatives whose logits get a weight, of the own pair, mined for the own query, and all others."""
-    if hardness_mode is None:
-        return None
-    if hardness_mode == "in_batch_negatives":
-        return ~is_own
-    return is_own & ~is_pair if hardness_mode == "hard_negatives" else ~(is_own & is_pair)
 
 
 def _ids_problem(negative_ids: Tensor | None, document_ids: Tensor | None) -> str | None:
