@@ -257,7 +257,7 @@ class Sweep:
         """Compute ``parts``, the gradients of other ranks' columns, and send them if those of the local ones are wanted."""
         if total is not None:
             exchange.return_gradients(total, parts)
-        for _ in parts:  # it yields nothing more
+        for _ in parts:  # otherwise they are not read, but the gradients of the rows are computed with them
             pass
 
 
