@@ -85,7 +85,8 @@ class Batch:
 
     def member(self, index: int) -> "Batch":
         part = self.parts[index]
-        rows, shards = ({name: of[merged] for name, merged in part.names.items()} for of in (self.rows, self.shards))
+        rows = {name: self.rows[merged] for name, merged in part.names.items()}
+        shards = {name: self.shards[merged] for name, merged in part.names.items()}
         shared = {name: self.shared_rows[merged] for name, merged in part.names.items() if merged in self.shared_rows}
         return replace(
             self, rows=rows, shards=shards, settings=self.settings.members[index], plan=self.plan.members[index],
