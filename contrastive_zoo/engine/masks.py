@@ -84,12 +84,7 @@ def pair_masks(ids: Int[Tensor, " n"], *, process_group: Processes = None) -> Pa
     """
     world = World.of(process_group, "pair_masks")
     (shards,) = agree_on_shards("pair_masks", {"ids": ids}, world=world, problem=labels_problem("ids", ids))
-    return block_masks(ids, all_gather(ids, shards=shards, process_group=world), start=shards.start)
-
-
-def block_masks(ids: Int[Tensor, " c"], all_ids: Int[Tensor, " N"], start: int) -> PairMasks:
-    """The masks of a block of anchors, the first of which is row ``start`` of the gathered rows."""
-    alike = ids[:, None] == all_ids[None, :]
-    self_pairs = torch.zeros_like(alike)
-    self_pairs.diagonal(start).fill_(True)
-    return PairMasks(self_pairs, alike & ~self_pairs, ~alike)
+    equal = ids[:, None] == all_gather(ids, shards=shards, process_group=world)
+    self_pairs = torch.zeros_like(equal)
+    self_pairs.diagonal(shards.start).fill_(True)
+    return PairMasks(self_pairs, equal & ~self_pairs, ~equal)

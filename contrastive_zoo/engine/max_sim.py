@@ -76,11 +76,8 @@ def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "
         of_set = batch.rows[name], batch.shards[name], shards, read, None if factors is None else factors[0], gathered
         sets.append(TokenSets(prepared, *of_set))
     queries, *others = sets
-    others = [_with_first_of_equals(x) for x in others]
-    plain = batch.plan.is_plain
-    parts = [
-        max_sim_scores(queries, documents, unit_norm=normalize, world=batch.world, plain=plain) for documents in others
-    ]
+    how: Any = {"unit_norm": normalize, "world": batch.world, "plain": batch.plan.is_plain}
+    parts = [max_sim_scores(queries, _with_first_of_equals(x), **how) for x in others]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -105,7 +102,10 @@ def max_sim_scores(
     """
     lengths, read = documents.all_lengths(world)
     if plain:
-        return _dense_scores(queries, documents, read, world)
+        tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=world)
+        products = queries.tokens @ tokens.T
+        best = [x.max(1).values for x in products.split([*read], 1)]
+        return sum_by_set(torch.stack(best, 1) if best else products, queries.lengths)
     factors = None
     if queries.factors is not None and documents.factors is not None:
         factors = queries.factors, documents.factors
@@ -116,13 +116,6 @@ def max_sim_scores(
     )  # fmt: skip
     scores: Tensor = _MaxSim.apply(sweep, queries.tokens, documents.tokens, documents.gathered)
     return scores
-
-
-def _dense_scores(queries: TokenSets, documents: TokenSets, lengths: Sequence[int], world: World) -> Tensor:
-    tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=world)
-    products = queries.tokens @ tokens.T
-    best = [x.max(1).values for x in products.split(list(lengths), 1)]
-    return sum_by_set(torch.stack(best, 1) if best else products, queries.lengths)
 
 
 class _MaxSim(Function):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
-from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window
+from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window, statistics
 from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
@@ -144,10 +144,10 @@ class _LogSumExp(Function):
         rows, columns, scale, r, c, gathered, *tiles = ctx.saved_tensors
         sweep = ctx.sweep
         with torch.no_grad(), matmul_rounding(sweep.dtype, rows.device.type):
-            row_statistics = ctx.arithmetic.statistics(r, g)
+            row_statistics = statistics(r, g)
             column_statistics = row_statistics if sweep.one_tower else None
             if c is not None and h is not None:
-                column_statistics = ctx.arithmetic.statistics(c, h)
+                column_statistics = statistics(c, h)
             exchange = sweep.exchange(columns, gathered)
             local = exchange.blocks[0]
             drows = gradient_buffer(rows, local)

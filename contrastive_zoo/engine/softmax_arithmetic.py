@@ -2,8 +2,8 @@
 
 Both classes have the same methods. ``empty`` is the accumulator before the first tile, ``transform`` changes a tile of
 logits in place, ``add`` accumulates the tile over a dimension, ``merge`` joins accumulators, ``log`` turns an
-accumulator into log-sum-exps. For the backward pass ``statistics`` joins accumulators and the gradients of log-sum-exps,
-[n, 2], ``coefficients`` prepares them, and from these ``weights`` computes G of a tile.
+accumulator into log-sum-exps. For the backward pass ``coefficients`` prepares the :func:`statistics` of accumulators, and
+from these ``weights`` computes G of a tile.
 """
 
 import functools
@@ -56,14 +56,13 @@ def log_sum_of_inversions(s: Float[Tensor, " N"], y: Shaped[Tensor, " N"]) -> Fl
     return torch.cat([s.new_zeros(1), terms]).logsumexp(0)
 
 
-class Sums:
-    def statistics(self, total: Tensor, gradient: Tensor) -> Tensor:
-        """Join sums, one or several numbers each, and the gradients of their logarithms."""
-        return torch.column_stack([total, gradient.to(total.dtype)])
+def statistics(total: Tensor, gradient: Tensor) -> Tensor:
+    """Join sums, one or several numbers each, and the gradients of their logarithms."""
+    return torch.column_stack([total, gradient.to(total.dtype)])
 
 
 @dataclass(frozen=True)
-class ShiftedSums(Sums):
+class ShiftedSums:
     """Accumulate sums of exp(s − u), with one exponential for rows, columns and both passes.
 
     G = exp(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c. Their logarithms have an error of 4e-6 in float32
@@ -97,7 +96,7 @@ class ShiftedSums(Sums):
         return torch.add(rows[:, None], columns, out=out).mul_(e)
 
 
-class ExactSums(Sums):
+class ExactSums:
     """Accumulate log-sum-exps of s, with a maximum for every row and column of a tile."""
 
     def empty(self, count: int, like: Tensor) -> Tensor:

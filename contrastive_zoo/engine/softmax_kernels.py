@@ -18,7 +18,6 @@ from contrastive_zoo.engine.kernels.blocks import NO_PARTNER, Operand, as_scalar
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING
 from contrastive_zoo.engine.precision import MIN_NORM
-from contrastive_zoo.engine.softmax_arithmetic import Sums
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
 from contrastive_zoo.ranks.transport import gather_rows
 
@@ -27,7 +26,7 @@ EMPTY = 2.0**20
 SMALLEST = 2.0**-126  # the least unit of weights, so that gradients of 0 are not divided by 0
 
 
-class ExponentSums(Sums):
+class ExponentSums:
     """Accumulate sums of exponentials [n, 2], integer exponents and mantissas, a view of the [2, n] that kernels write.
 
     The methods are those of :mod:`contrastive_zoo.engine.softmax_arithmetic`, but for what kernels do themselves.

@@ -19,7 +19,6 @@ from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
-from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
@@ -236,8 +235,7 @@ class CrossBatchMemory(Loss):
         return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)
 
     def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
-        split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
-        gathered = (all_gather(x, gradient="complete", **split) for x in (queries, keys))
+        gathered = map(batch.gather_with_gradient, (queries, keys))
         compute = partial(self.loss, *gathered, negatives=self._stored(keys))
         return self._alike(compute, batch, queries.device)
 
@@ -273,9 +271,8 @@ class CrossBatchMemory(Loss):
 
     def _against_references(self, batch: Batch, slots: Tensor) -> Tensor:
         """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
-        split: dict[str, Any] = {"shards": batch.samples, "process_group": batch.world}
         rows, labels = batch.rows.values()
-        rows, labels = all_gather(rows, gradient="complete", **split), all_gather(labels, **split)
+        rows, labels = batch.gather_with_gradient(rows), batch.gather_detached(labels)
         references, ref_labels, slots = self._stored(rows), self.memory.labels.to(labels), slots.to(rows.device)
 
         def compute() -> Tensor:

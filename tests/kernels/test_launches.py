@@ -12,6 +12,7 @@ from torch import Tensor
 from contrastive_zoo.engine.exchange import GatherExchange, schedule
 from contrastive_zoo.engine.precision import MIN_NORM
 from contrastive_zoo.engine.sigmoid import parts_of_kernels
+from contrastive_zoo.engine.softmax_arithmetic import statistics
 from contrastive_zoo.engine.softmax_sweep import Partners
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -71,7 +72,7 @@ def softmax_step(shards: Shards, *, one_tower: bool) -> None:
     )  # fmt: skip
     arithmetic, exchange = sweep.exact_sums, exchange_of(shards, rows, half=one_tower)
     r, c, _ = sweep.sums(arithmetic, rows, exchange, scale, None)
-    of_rows, of_columns = (arithmetic.statistics(x, x[:, 0]) for x in (r, r if c is None else c))
+    of_rows, of_columns = (statistics(x, x[:, 0]) for x in (r, r if c is None else c))
     drows = torch.empty_like(rows)
     dcolumns = drows if one_tower else torch.empty_like(rows)
     step = arithmetic, rows, exchange, scale, of_rows, of_columns, drows, dcolumns, None, rows.new_zeros(())
