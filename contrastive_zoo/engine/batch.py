@@ -174,11 +174,9 @@ class Batch:
         return reduced_everywhere(x, "max", self.world)
 
     def log_sum_exp(self, x: Tensor, *, gradient: Gradient) -> Tensor:
-        """Return the elementwise ``logsumexp`` of ``x`` over ranks; −inf, without gradient, where it is on all of them."""
+        """Return the elementwise ``logsumexp`` of ``x`` over ranks; it may be −inf on some of them, but not on all."""
         top = self.maximum(x.detach())
-        top = top.where(top > -torch.inf, 0)
-        total = self.sum((x - top).exp(), gradient=gradient)
-        return (top + total.where(total > 0, 1).log()).where(total > 0, -torch.inf)
+        return top + self.sum((x - top).exp(), gradient=gradient).log()
 
     def shared(self, x: Tensor) -> Tensor:
         """Return a parameter for use with local embeddings: its gradient is summed over ranks."""

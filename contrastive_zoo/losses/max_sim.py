@@ -164,7 +164,10 @@ def _losses(result: Scores, scale: float | Tensor, batch: Batch | None) -> Tenso
     losses = cross_entropy(positive, log_sum_exp(others, 1))
     if batch is None:
         return losses
-    of_documents = batch.log_sum_exp(log_sum_exp(others[:, : batch.total], 0), gradient="partial")[batch.samples.local]
+    of_documents = torch.full_like(positive, -torch.inf)
+    if batch.total > 1:
+        of_columns = log_sum_exp(others[:, : batch.total], 0)
+        of_documents = batch.log_sum_exp(of_columns, gradient="partial")[batch.samples.local]
     return (losses + cross_entropy(positive, of_documents)) / 2
 
 
