@@ -249,9 +249,12 @@ class Sweep:
 
     def exchange(self, columns: Tensor, gathered: Tensor | None = None) -> GatherExchange | Ring:
         """Start to bring the factors of other ranks' columns here, unless an earlier exchange has gathered them."""
+        blocks = schedule(self.row_shards, self.column_shards, half=self.one_tower)
         sent = None if self.factors is None else self.factors[1]
-        shards = self.row_shards, self.column_shards
-        return start_exchange(columns, *shards, self.world, sent, half=self.one_tower, gathered=gathered)
+        columns = columns if sent is None else sent.detach().to(columns.dtype)
+        if isinstance(self.world, Session) and self.world.ring:
+            return Ring(columns, blocks, self.world, sent)
+        return GatherExchange(columns, blocks, self.column_shards, self.world, sent, gathered)
 
     def complete(self, exchange: GatherExchange | Ring, total: Tensor | None, parts: Iterable[Tensor]) -> None:
         """Compute ``parts``, the gradients of other ranks' columns, and send them if those of the local ones are wanted."""
@@ -259,21 +262,3 @@ class Sweep:
             exchange.return_gradients(total, parts)
         for _ in parts:  # otherwise they are not read, but the gradients of the rows are computed with them
             pass
-
-
-def start_exchange(
-    columns: Tensor,
-    row_shards: Shards,
-    shards: Shards,
-    world: World,
-    sent: Tensor | None = None,
-    *,
-    half: bool = False,
-    gathered: Tensor | None = None,
-) -> GatherExchange | Ring:
-    """Start to bring other ranks' columns, or what is ``sent`` in place of them, here: in the session's ring, or at once."""
-    blocks = schedule(row_shards, shards, half=half)
-    columns = columns if sent is None else sent.detach().to(columns.dtype)
-    if isinstance(world, Session) and world.ring:
-        return Ring(columns, blocks, world, sent)
-    return GatherExchange(columns, blocks, shards, world, sent, gathered)
