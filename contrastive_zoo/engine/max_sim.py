@@ -150,20 +150,11 @@ class _MaxSim(Function):
 
 def read_lengths(rows: Mapping[str, Tensor], masks: Mapping[str, Tensor | None]) -> dict[str, list[int]]:
     """Return the number of valid tokens, not 0 in a mask [n, L], of each set, by name; the host waits once for all."""
-    arguments = {name: mask for name, mask in masks.items() if mask is not None}
-    counts = dict(zip(arguments, _counts([*arguments.values()]), strict=True))
-    return {name: counts.get(name, [x.shape[1]] * len(x)) for name, x in rows.items()}
-
-
-def _counts(masks: Sequence[Tensor]) -> list[list[int]]:
-    """Return the number of valid tokens of each set, by mask; those that are on an accelerator are read together."""
-    counts = [(mask != 0).sum(1) for mask in masks]
-    waiting = [index for index, x in enumerate(counts) if not devices.on_cpu(x)]
-    if waiting:
-        together = torch.cat([counts[index] for index in waiting]).cpu()
-        for index, x in zip(waiting, together.split([len(masks[index]) for index in waiting]), strict=True):
-            counts[index] = x
-    return [x.tolist() for x in counts]
+    counts = {name: (mask != 0).sum(1) for name, mask in masks.items() if mask is not None}
+    if waiting := {name: x for name, x in counts.items() if not devices.on_cpu(x)}:
+        together = torch.cat([*waiting.values()]).cpu().split([len(x) for x in waiting.values()])
+        counts |= dict(zip(waiting, together, strict=True))
+    return {name: counts[name].tolist() if name in counts else [x.shape[1]] * len(x) for name, x in rows.items()}
 
 
 def packed_tokens(
