@@ -3,8 +3,9 @@
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.data.column_samplers import MPerClassBatchSampler, NoDuplicatesBatchSampler, TokenBatchSampler
 from contrastive_zoo.data.dataset_sampler import OneDatasetBatchSampler
-from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler, mine_hard_negatives
+from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler
 from contrastive_zoo.data.miner import DistributedMiner
+from contrastive_zoo.data.mining import mine_hard_negatives
 from contrastive_zoo.wrapper.token_chunks import token_chunks
 
 __all__ = [

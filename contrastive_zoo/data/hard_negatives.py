@@ -1,8 +1,7 @@
-"""Hard negatives: of the queries of all ranks in the corpus of all ranks, and as near neighbours in a batch."""
+"""Batches of near neighbours, whose in-batch negatives are hard."""
 
-import warnings
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,141 +11,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, grouped, size_problem
-from contrastive_zoo.data.mining import Guide, Mined, Mining, Output, Sampling, Selection
-from contrastive_zoo.metrics.local_search import ApproximateIndex
+from contrastive_zoo.data.mining import as_tensor
 from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, World
-
-Rows: TypeAlias = Tensor | NDArray[np.generic]
-
-
-def mine_hard_negatives(
-    queries: Rows,
-    corpus: Rows,
-    positives: Rows,
-    *,
-    num_negatives: int = 3,
-    range_min: int = 0,
-    range_max: int | None = None,
-    max_score: float | None = None,
-    min_score: float | None = None,
-    absolute_margin: float | None = None,
-    relative_margin: float | None = None,
-    sampling: Sampling = "top",
-    seed: int = 0,
-    query_labels: Rows | None = None,
-    corpus_labels: Rows | None = None,
-    corpus_ids: Rows | None = None,
-    guide: Guide | None = None,
-    guide_margin: float = 0.0,
-    output: Output = "triplet",
-    normalize: bool = True,
-    index: ApproximateIndex | None = None,
-    progress: bool = False,
-    process_group: Processes = None,
-) -> dict[str, NDArray[Any]]:
-    """Return hard negatives of this rank's queries in the corpus of all ranks, as columns.
-
-    All indices count the queries, or the corpus, of all ranks in rank order. The columns of all ranks, concatenated in rank
-    order, are the same bits for every split: candidates are the exact nearest items, scores are computed in float64, and a
-    random choice is a function of the seed, the query and the candidate.
-
-    The candidates of a query are the items of the corpus without its positives and without those of the same label or id,
-    by descending score. Those on ranks ``range_min`` … ``range_max − 1`` are looked at; of these the ones that pass all
-    thresholds are negatives. Margins refer to the query's positive with the lowest score.
-
-    Memory: a rank's own embeddings, the candidates of 16,384 queries, and ``num_negatives`` per query. The corpus may
-    be a NumPy memory map, which is read in blocks.
-
-    Args:
-        queries: [n, d], this rank's; ranks may hold different numbers, including zero.
-        corpus: [m, d], this rank's part of the corpus.
-        positives: [n] or [n, p], global indices of each query's positives in the corpus; −1 for none.
-        num_negatives: negatives per query.
-        range_min: the best candidates to skip: they may be positives without a label.
-        range_max: end of the ranks to look at; None is ``range_min`` plus ``num_negatives``, or ten times as many where
-            thresholds, a guide or random sampling need a choice.
-        max_score: the highest score of a negative.
-        min_score: the lowest score of a negative.
-        absolute_margin: a negative's score is at least this much below the positive's.
-        relative_margin: the same as a share of the positive's absolute score (NV-Retriever: 0.05).
-        sampling: ``"top"`` takes the best ones, ``"random"`` any.
-        seed: of random sampling.
-        query_labels: [n] integers; items of the corpus with the query's label are no negatives.
-        corpus_labels: [m] integers, to go with ``query_labels``.
-        corpus_ids: [m] integers; items with the id of one of the query's positives are no negatives, such as duplicates.
-        guide: returns scores of a better model for pairs of query and corpus indices (global). A candidate whose score is
-            higher than that of the query's worst positive minus ``guide_margin`` is taken for a false negative. It is called
-            on each rank with this rank's queries, and sends no messages.
-        guide_margin: how much below the positive the guide's score must be.
-        output: ``"triplet"`` has a row for each (query, positive, negative); ``"n-tuple"`` a row for each (query, positive)
-            with all ``num_negatives``, without queries that have fewer.
-        normalize: whether scores are cosines; otherwise dot products.
-        index: search approximately; None for an exact search.
-        progress: whether rank 0 shows a progress bar (tqdm).
-        process_group: who holds embeddings.
-
-    Returns:
-        Arrays of one length by name: ``query``, ``positive``, ``negative`` (int64), ``positive_score`` and
-        ``negative_score`` (float64); ``negative`` and ``negative_score`` are [rows, num_negatives] for n-tuples. Suitable
-        for ``datasets.Dataset.from_dict`` and ``pyarrow.table``.
-
-    Raises:
-        ValueError: on every rank alike: shapes, widths or dtypes that do not belong together, embeddings that are not
-            finite, positives that are not in the corpus, settings that select nothing or differ between ranks, or a guide
-            that raised on some ranks only or returned anything but one number per pair; faiss is not installed, or tqdm
-            with ``progress``.
-
-    Examples:
-        >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])
-        >>> mined = mine_hard_negatives(corpus[:2], corpus, torch.tensor([1, 0]), num_negatives=1, range_min=1)
-        >>> mined["query"], mined["positive"], mined["negative"]
-        (array([0, 1]), array([1, 0]), array([2, 2]))
-
-    Source: Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808; margins: Moreira et al. 2024 (NV-Retriever),
-    https://arxiv.org/abs/2407.15831
-    """
-    selection = Selection(
-        num_negatives, range_min, range_max, max_score, min_score, absolute_margin, relative_margin, guide_margin,
-        sampling, seed,
-    )  # fmt: skip
-    rows = map(as_tensor, (queries, corpus, positives))
-    others = map(as_tensor, (query_labels, corpus_labels, corpus_ids))
-    mining = Mining(*rows, selection, *others, guide, normalize, index, progress, output, process_group)  # type: ignore[call-arg]  # a map
-    return _columns(*mining.run(), mining.table, output)
-
-
-def _columns(start: int, mined: Mined, positives: Int[Tensor, "n p"], output: str) -> dict[str, NDArray[Any]]:
-    """Return a row for each pair of query and positive, or for each triplet."""
-    exists = mined.negatives >= 0
-    complete = exists.all(1, keepdim=True) if output == "n-tuple" else exists.any(1, keepdim=True)
-    query, column = ((positives >= 0) & complete).nonzero(as_tuple=True)
-    columns = {
-        "query": query + start,
-        "positive": positives[query, column],
-        "negative": mined.negatives[query],
-        "positive_score": mined.positive_scores[query, column],
-        "negative_score": mined.scores[query],
-    }
-    if output == "triplet":
-        pair, rank = exists[query].nonzero(as_tuple=True)
-        columns = {name: x[pair, rank] if x.ndim == 2 else x[pair] for name, x in columns.items()}
-    return {name: x.numpy() for name, x in columns.items()}
-
-
-def as_tensor(rows: Any) -> Any:
-    """Return an array as a tensor that shares its memory, also a read-only memory map; None stays None."""
-    if not isinstance(rows, (np.ndarray, list, tuple)):
-        return rows  # None, a tensor, or something that is refused in words later
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
-        try:
-            return torch.as_tensor(rows)
-        except (TypeError, ValueError, RuntimeError):  # an array of text, or lists of unequal length
-            return rows
 
 
 class HardNegativeBatchSampler(BaseBatchSampler):

@@ -1,17 +1,20 @@
-"""One mining: how negatives are selected, its arguments that all ranks agree on, and the search step by step."""
+"""Hard negatives of the queries of all ranks in the corpus of all ranks."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import starmap
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
@@ -30,9 +33,9 @@ NO_LABEL = torch.iinfo(torch.int64).min  # the label of a query that no item has
 
 _NAME = "mine_hard_negatives"
 
+Rows: TypeAlias = Tensor | NDArray[np.generic]
 Guide: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of query indices [p] and corpus indices [p] that returns scores [p]."""
-
 
 Sampling = Literal["top", "random"]
 Output = Literal["triplet", "n-tuple"]
@@ -40,88 +43,104 @@ Output = Literal["triplet", "n-tuple"]
 _INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max", 0, 2**62), ("seed", 0, math.inf))
 """The settings that are integers, and their bounds. The result has ``num_negatives`` columns."""
 
+_THRESHOLDS = ("max_score", "min_score", "absolute_margin", "relative_margin")
+_SETTINGS = (*(name for name, *_ in _INTEGERS), *_THRESHOLDS, "guide_margin", "sampling", "output", "normalize")
+_ROWS, _LABELS = ("queries", "corpus", "positives"), ("query_labels", "corpus_labels", "corpus_ids")
+
+
+def mine_hard_negatives(
+    queries: Rows,
+    corpus: Rows,
+    positives: Rows,
+    *,
+    num_negatives: int = 3,
+    range_min: int = 0,
+    range_max: int | None = None,
+    max_score: float | None = None,
+    min_score: float | None = None,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    sampling: Sampling = "top",
+    seed: int = 0,
+    query_labels: Rows | None = None,
+    corpus_labels: Rows | None = None,
+    corpus_ids: Rows | None = None,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    output: Output = "triplet",
+    normalize: bool = True,
+    index: ApproximateIndex | None = None,
+    progress: bool = False,
+    process_group: Processes = None,
+) -> dict[str, NDArray[Any]]:
+    """Return hard negatives of this rank's queries in the corpus of all ranks, as columns.
+
+    Indices count the queries, or the corpus, of all ranks in rank order. The columns of all ranks, concatenated, are the
+    same bits for every split. The corpus may be a NumPy memory map.
+
+    Args:
+        queries: [n, d], this rank's; n may differ between ranks.
+        corpus: [m, d], this rank's part.
+        positives: [n] or [n, p], indices of each query's positives; −1 for none.
+        num_negatives: negatives per query.
+        range_min: the best candidates to skip.
+        range_max: end of the ranks to look at; None is ``range_min`` plus ``num_negatives``, or ten times as many where
+            some may be refused.
+        max_score: of a negative.
+        min_score: of a negative.
+        absolute_margin: how much a negative scores below the query's worst positive.
+        relative_margin: the same as a share of the positive's absolute score.
+        sampling: ``"top"`` takes the best ones, ``"random"`` any.
+        seed: of random sampling.
+        query_labels: [n] integers; items with the query's label are no negatives.
+        corpus_labels: [m] integers.
+        corpus_ids: [m] integers; items with the id of a positive are no negatives.
+        guide: returns a better model's scores for pairs of indices of queries and items. Items that it places above the
+            worst positive minus ``guide_margin`` are no negatives. It sends no messages.
+        guide_margin: see ``guide``.
+        output: ``"triplet"``: a row for each negative; ``"n-tuple"``: a row with ``num_negatives`` for each positive,
+            without queries that have fewer.
+        normalize: compare cosines, not dot products.
+        index: search approximately.
+        progress: show a progress bar.
+        process_group: who holds embeddings.
+
+    Returns:
+        ``query``, ``positive``, ``negative``, ``positive_score`` and ``negative_score``, arrays of one length.
+
+    Raises:
+        ValueError: on every rank alike: bad inputs, settings that differ between ranks, faiss or tqdm is missing.
+
+    Examples:
+        >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])
+        >>> mined = mine_hard_negatives(corpus[:2], corpus, torch.tensor([1, 0]), num_negatives=1, range_min=1)
+        >>> mined["query"], mined["positive"], mined["negative"]
+        (array([0, 1]), array([1, 0]), array([2, 2]))
+
+    Source: Xiong et al. 2021 (ANCE), https://arxiv.org/abs/2007.00808; margins: Moreira et al. 2024 (NV-Retriever),
+    https://arxiv.org/abs/2407.15831
+    """
+    arguments: dict[str, Any] = dict(locals())
+    return Mining(**arguments | {name: as_tensor(arguments[name]) for name in (*_ROWS, *_LABELS)}).columns()
+
+
+def as_tensor(rows: Any) -> Any:
+    """Return an array as a tensor that shares its memory, also a read-only memory map; None stays None."""
+    if not isinstance(rows, (np.ndarray, list, tuple)):
+        return rows  # None, a tensor, or something that is refused in words later
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+        try:
+            return torch.as_tensor(rows)
+        except (TypeError, ValueError, RuntimeError):  # an array of text, or lists of unequal length
+            return rows
+
 
 def _is_score(x: object) -> bool:
     """Return whether scores can be compared with x: an integer of 64 bits, or another number that is not NaN."""
     if isinstance(x, int):
         return not isinstance(x, bool) and abs(x) < 2**63
     return isinstance(x, (float, np.integer, np.floating)) and not math.isnan(x)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """How negatives are chosen among candidates ordered by score, by the arguments of ``mine_hard_negatives``."""
-
-    num_negatives: int = 3
-    range_min: int = 0
-    range_max: int | None = None
-    max_score: float | None = None
-    min_score: float | None = None
-    absolute_margin: float | None = None
-    relative_margin: float | None = None
-    guide_margin: float = 0.0
-    sampling: Sampling = "top"
-    seed: int = 0
-
-    @property
-    def problem(self) -> str | None:
-        for name, at_least, at_most in _INTEGERS:
-            value = getattr(self, name)
-            if not (is_integer(value, at_least=at_least, at_most=at_most) or (name == "range_max" and value is None)):
-                most = f", {at_least} … {at_most}" if at_most < math.inf else f" of at least {at_least}"
-                return f"{name} is an integer{most}, got {described(value)}."
-        if problem := word_problem("sampling", self.sampling, Sampling):
-            return problem
-        if self.range_max is not None and self.range_max - self.range_min < self.num_negatives:
-            return (
-                f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
-                f"num_negatives={self.num_negatives}. Raise range_max."
-            )
-        arguments = [self.guide_margin, *(x for x in self.thresholds if x is not None)]
-        if not all(map(_is_score, arguments)):
-            return f"scores and margins are numbers, got {(*self.thresholds, self.guide_margin)}."
-        return None
-
-    @property
-    def thresholds(self) -> tuple[float | None, ...]:
-        """What scores are compared with."""
-        return self.max_score, self.min_score, self.absolute_margin, self.relative_margin
-
-    def depth(self, guided: bool) -> int:
-        """Return how many candidates are looked at: ``range_max``, or ten per negative where some may be refused."""
-        if self.range_max is not None:
-            return self.range_max
-        refused = guided or any(x is not None for x in self.thresholds)
-        return self.range_min + self.num_negatives * (10 if refused or self.sampling == "random" else 1)
-
-    def allowed(self, scores: Float[Tensor, "n k"], positive: Float[Tensor, " n"]) -> Bool[Tensor, "n k"]:
-        """Return which candidates may be negatives by their scores; the lowest positive score is +∞ if there is none."""
-        fine = scores > -torch.inf
-        threshold = positive[:, None]
-        if self.absolute_margin is not None:
-            fine &= scores <= threshold - self.absolute_margin
-        if self.relative_margin is not None:
-            bound = threshold - threshold.abs() * self.relative_margin
-            fine &= (scores <= bound) | threshold.isinf()
-        if self.max_score is not None:
-            fine &= scores <= self.max_score
-        if self.min_score is not None:
-            fine &= scores >= self.min_score
-        return fine
-
-    def chosen(
-        self, allowed: Bool[Tensor, "n k"], candidates: Int[Tensor, "n k"], query: Int[Tensor, " n"]
-    ) -> Int[Tensor, "n num"]:
-        """Return the chosen candidates' positions, best first, then −1; random by the seed and both indices."""
-        ranks = torch.arange(allowed.shape[1]).expand(allowed.shape)
-        if self.sampling == "random":
-            keys = random_keys(self.seed, query[:, None].numpy(), candidates.numpy()) >> np.uint64(1)
-            order = torch.from_numpy(keys.astype(np.int64)).masked_fill(~allowed, torch.iinfo(torch.int64).max)
-            drawn = order.argsort(dim=1, stable=True)[:, : self.num_negatives]
-            allowed = torch.zeros_like(allowed).scatter(1, drawn, True) & allowed
-        best = ranks.masked_fill(~allowed, allowed.shape[1]).sort(1).values[:, : self.num_negatives]
-        best = torch.nn.functional.pad(best, (0, self.num_negatives - best.shape[1]), value=allowed.shape[1])
-        return best.masked_fill(best == allowed.shape[1], -1)
 
 
 class Mined(NamedTuple):
@@ -132,29 +151,41 @@ class Mined(NamedTuple):
     positive_scores: Float[Tensor, "n p"]  # the similarities of the positives
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Mining:
     """The arguments of :func:`mine_hard_negatives` as tensors, and the search; ranks call each method of it together."""
 
     queries: Tensor
     corpus: Tensor
     positives: Tensor
-    selection: Selection
-    query_labels: Tensor | None = None
-    corpus_labels: Tensor | None = None
-    corpus_ids: Tensor | None = None
-    guide: Guide | None = None
-    normalize: bool = True
-    index: ApproximateIndex | None = None
-    progress: bool = False
-    output: Output = "triplet"
-    process_group: Processes = None
+    num_negatives: int
+    range_min: int
+    range_max: int | None
+    max_score: float | None
+    min_score: float | None
+    absolute_margin: float | None
+    relative_margin: float | None
+    sampling: Sampling
+    seed: int
+    query_labels: Tensor | None
+    corpus_labels: Tensor | None
+    corpus_ids: Tensor | None
+    guide: Guide | None
+    guide_margin: float
+    output: Output
+    normalize: bool
+    index: ApproximateIndex | None
+    progress: bool
+    process_group: Processes
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        names = ("queries", "corpus", "positives", "query_labels", "corpus_labels", "corpus_ids")
-        arguments = {name: x for name in names if (x := getattr(self, name)) is not None or name in names[:3]}
+        arguments = {name: x for name in (*_ROWS, *_LABELS) if (x := getattr(self, name)) is not None or name in _ROWS}
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+
+    @property
+    def thresholds(self) -> list[float | None]:
+        return [getattr(self, name) for name in _THRESHOLDS]
 
     @property
     def problem(self) -> str | None:
@@ -174,38 +205,99 @@ class Mining:
             return f"positives are [n] or [n, p], got {described(self.positives)}."
         for name, tensor in self.rows.items():
             of = self.corpus if name.startswith("corpus") else self.queries
-            single = name not in ("queries", "corpus", "positives")
-            if not tensor.ndim or len(tensor) != len(of) or (single and tensor.ndim != 1):
+            if not tensor.ndim or len(tensor) != len(of) or (name in _LABELS and tensor.ndim != 1):
                 return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
                 return f"{name} are int64, got {described(tensor)}."
-        return self.selection.problem or word_problem("output", self.output, Output)
+        return self._selection_problem() or word_problem("output", self.output, Output)
+
+    def _selection_problem(self) -> str | None:
+        for name, at_least, at_most in _INTEGERS:
+            value = getattr(self, name)
+            if not (is_integer(value, at_least=at_least, at_most=at_most) or (name == "range_max" and value is None)):
+                most = f", {at_least} … {at_most}" if at_most < math.inf else f" of at least {at_least}"
+                return f"{name} is an integer{most}, got {described(value)}."
+        if problem := word_problem("sampling", self.sampling, Sampling):
+            return problem
+        if self.range_max is not None and self.range_max - self.range_min < self.num_negatives:
+            return (
+                f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
+                f"num_negatives={self.num_negatives}. Raise range_max."
+            )
+        if not all(x is None or _is_score(x) for x in self.thresholds) or not _is_score(self.guide_margin):
+            return f"scores and margins are numbers, got {(*self.thresholds, self.guide_margin)}."
+        return None
+
+    @property
+    def depth(self) -> int:
+        """How many candidates are looked at: ``range_max``, or ten per negative where some may be refused."""
+        if self.range_max is not None:
+            return self.range_max
+        refuses = self.guide is not None or any(x is not None for x in self.thresholds)
+        return self.range_min + self.num_negatives * (10 if refuses or self.sampling == "random" else 1)
+
+    def allowed(self, scores: Float[Tensor, "n k"], positive: Float[Tensor, "n 1"]) -> Bool[Tensor, "n k"]:
+        """Return which candidates may be negatives by their scores; the lowest positive score is +∞ if there is none."""
+        fine = scores > -torch.inf
+        if self.absolute_margin is not None:
+            fine &= scores <= positive - self.absolute_margin
+        if self.relative_margin is not None:
+            fine &= (scores <= positive - positive.abs() * self.relative_margin) | positive.isinf()
+        if self.max_score is not None:
+            fine &= scores <= self.max_score
+        if self.min_score is not None:
+            fine &= scores >= self.min_score
+        fine[:, : self.range_min] = False
+        return fine
+
+    def chosen(
+        self, allowed: Bool[Tensor, "n k"], candidates: Int[Tensor, "n k"], query: Int[Tensor, " n"]
+    ) -> Int[Tensor, "n num"]:
+        """Return the chosen candidates' positions, best first, then −1; random by the seed and both indices."""
+        if self.sampling == "random":
+            keys = random_keys(self.seed, query[:, None].numpy(), candidates.numpy()) >> np.uint64(1)
+            order = torch.from_numpy(keys.astype(np.int64)).masked_fill(~allowed, torch.iinfo(torch.int64).max)
+            drawn = order.argsort(dim=1, stable=True)[:, : self.num_negatives]
+            allowed = torch.zeros_like(allowed).scatter(1, drawn, True) & allowed
+        ranks, end = torch.arange(allowed.shape[1]).expand(allowed.shape), allowed.shape[1]
+        best = ranks.masked_fill(~allowed, end).sort(1).values[:, : self.num_negatives]
+        best = pad(best, (0, self.num_negatives - best.shape[1]), value=end)
+        return best.masked_fill(best == end, -1)
 
     @torch.no_grad()
-    def run(self) -> tuple[int, Mined]:
-        """Return the global index of this rank's first query, and the negatives of its queries."""
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return a row for each pair of query and positive, or for each triplet."""
         self.world = World.of(self.process_group, _NAME)
         session = Session.of(self.world, check_finite=False)  # the search checks embeddings
-        settings = {"selection": self.selection, "normalize": self.normalize, "guide": self.guide is not None}
-        settings["output"] = self.output
+        settings = {name: getattr(self, name) for name in _SETTINGS} | {"guide": self.guide is not None}
         shards = agree_on_shards(_NAME, self.rows, world=session, problem=self.problem, settings=settings)
         queries, self.shards = shards[:2]  # of the queries, and of the corpus
         with reported(self.world):
             # with a second dimension, on the CPU
-            self.table = (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
-            labels = [x for x in (self.corpus_labels, self.corpus_ids) if x is not None]
-            # [m, l], labels of this rank's items; a candidate is no negative if one of them is the query's
-            self.labels = torch.stack(labels, 1) if labels else None
-            outside = (self.table < -1) | (self.table >= self.shards.total)
-            problem = None
+            positives = (self.positives if self.positives.ndim == 2 else self.positives[:, None]).detach().cpu()
+            outside, problem = (positives < -1) | (positives >= self.shards.total), None
             if self.shards.total == 0:
                 problem = "the corpus is empty on every rank."
             elif outside.any():
-                first = self.table[outside][0].item()
+                first = positives[outside][0].item()
                 problem = f"positives are indices into the {self.shards.total} rows of the corpus, or -1, got {first}."
             agree_on_shards(_NAME, {}, world=self.world, problem=problem)
-            blocks = [self._mined(part, queries.start) for part in self._steps(queries)]
-        return queries.start, Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
+            blocks = [self._mined(part, positives[part], queries.start) for part in self._steps(queries)]
+        mined = Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
+        exists = mined.negatives >= 0
+        complete = exists.all(1, keepdim=True) if self.output == "n-tuple" else exists.any(1, keepdim=True)
+        query, column = ((positives >= 0) & complete).nonzero(as_tuple=True)
+        columns = {
+            "query": query + queries.start,
+            "positive": positives[query, column],
+            "negative": mined.negatives[query],
+            "positive_score": mined.positive_scores[query, column],
+            "negative_score": mined.scores[query],
+        }
+        if self.output == "triplet":
+            pair, rank = exists[query].nonzero(as_tuple=True)
+            columns = {name: x[pair, rank] if x.ndim == 2 else x[pair] for name, x in columns.items()}
+        return {name: x.numpy() for name, x in columns.items()}
 
     def _steps(self, queries: Shards) -> Iterable[slice]:
         """Return parts of this rank's queries: equally many on every rank, some possibly empty, but at least one."""
@@ -218,19 +310,17 @@ class Mining:
         bar: Iterable[slice] = tqdm(parts, desc="Mining hard negatives", unit=" steps", disable=self.world.rank != 0)
         return bar
 
-    def _mined(self, part: slice, start: int) -> Mined:
-        selection, queries, positives = self.selection, self.queries[part], self.table[part]
-        positive_scores = self._positive_scores(queries, positives)
-        depth = selection.depth(self.guide is not None)
-        result = self._candidates(queries, positives, self._query_labels(positives, part), depth)
-        lowest = positive_scores.amin(1) if positives.shape[1] else torch.full((len(queries),), torch.inf).double()
-        allowed = selection.allowed(result.scores, lowest)
-        allowed[:, : selection.range_min] = False
+    def _mined(self, part: slice, positives: Int[Tensor, "n p"], start: int) -> Mined:
+        queries = self.queries[part]
+        left, right = (prepared(x, normalize=self.normalize) for x in (queries, self._fetched(self.corpus, positives)))
+        positive_scores = similarities(left[:, None], right)[:, 0].masked_fill(positives < 0, torch.inf)
+        result = self._candidates(queries, positives, self._query_labels(positives, part))
+        allowed = self.allowed(result.scores, _lowest(positive_scores))
         query = torch.arange(len(queries)) + start + part.start
         if self.guide is not None:
-            judge = partial(_guided, self.guide, query, positives, result.indices, allowed, selection.guide_margin)
+            judge = partial(_guided, self.guide, query, positives, result.indices, allowed, self.guide_margin)
             allowed &= failing_together(f"{_NAME}: the guide", judge, self.world)
-        chosen = selection.chosen(allowed, result.indices, query)
+        chosen = self.chosen(allowed, result.indices, query)
         missing, place = chosen < 0, chosen.clamp(min=0)
         return Mined(
             result.indices.gather(1, place).masked_fill(missing, -1),
@@ -239,18 +329,21 @@ class Mining:
         )
 
     def _candidates(
-        self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None, k: int
+        self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None
     ) -> Neighbors:
-        """Return the k best items of each query that are not excluded and have none of the query's labels."""
+        """Return the best items of each query that are not excluded and have none of the query's labels."""
         # How many items have a query's labels is not known, so all ranks repeat the search with twice the depth.
-        depth = k = min(k, self.shards.total)
+        depth = k = min(self.depth, self.shards.total)
         search = partial(top_k, normalize=self.normalize, index=self.index, process_group=self.world)
         nearest = search(queries, self.corpus, k=k, excluded=excluded)
         if labels is None:
             return nearest
+        # [m, l], labels of this rank's items; a candidate is no negative if one of them is the query's
+        of_items = torch.stack([x for x in (self.corpus_labels, self.corpus_ids) if x is not None], 1)
         result, unfinished = Neighbors(nearest.scores.clone(), nearest.indices.clone()), torch.arange(len(queries))
         while True:
-            differs = self._differs(nearest.indices, labels[unfinished])
+            theirs, ours = self._fetched(of_items, nearest.indices)[..., None], labels[unfinished][:, None]
+            differs = ~((theirs == ours) & (ours != NO_LABEL)).flatten(2).any(2) & (nearest.indices >= 0)
             order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
             result.scores[unfinished] = nearest.scores.masked_fill(~differs, -torch.inf).gather(1, order)
             result.indices[unfinished] = nearest.indices.masked_fill(~differs, -1).gather(1, order)
@@ -261,19 +354,6 @@ class Mining:
             depth = min(2 * depth, self.shards.total)
             nearest = search(queries[unfinished], self.corpus, k=depth, excluded=excluded[unfinished])
 
-    def _differs(self, indices: Int[Tensor, "n k"], labels: Int[Tensor, "n l q"]) -> Tensor:
-        """Return which candidates exist and have none of the query's labels."""
-        assert self.labels is not None
-        theirs = self._fetched(self.labels, indices)
-        same = (theirs[..., None] == labels[:, None]) & (labels[:, None] != NO_LABEL)
-        return ~same.flatten(2).any(2) & (indices >= 0)
-
-    def _positive_scores(self, queries: Tensor, positives: Int[Tensor, "n p"]) -> Float[Tensor, "n p"]:
-        """Return the similarities of the positives; +∞ for none."""
-        rows = self._fetched(self.corpus, positives)
-        left, right = (prepared(x, normalize=self.normalize) for x in (queries, rows))
-        return similarities(left[:, None], right)[:, 0].masked_fill(positives < 0, torch.inf)
-
     def _query_labels(self, positives: Int[Tensor, "n p"], part: slice) -> Int[Tensor, "n l q"] | None:
         """Return for each kind of label those that a query's negatives must not have."""
         result = []
@@ -281,11 +361,9 @@ class Mining:
             result.append(self.query_labels[part].cpu()[:, None])
         if self.corpus_ids is not None:
             result.append(self._fetched(self.corpus_ids, positives).masked_fill(positives < 0, NO_LABEL))
-        if not result:
-            return None
-        width = max(x.shape[1] for x in result)
-        padded = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in result]
-        return torch.stack(padded, 1)
+        width = max((x.shape[1] for x in result), default=0)
+        padded = [pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in result]
+        return torch.stack(padded, 1) if result else None
 
     def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:
         """Return the rows of the corpus with these global indices, [*wanted, *row] on the CPU; any row for −1."""
@@ -296,6 +374,11 @@ class Mining:
             return rows[(indices - self.shards.start).to(rows.device)].cpu()
 
         return ask(owners, needed, of_rank, self.world)[place]
+
+
+def _lowest(scores: Float[Tensor, "n p"]) -> Float[Tensor, "n 1"]:
+    """Return the lowest score of each query's positives; +∞ if there are none."""
+    return pad(scores, (0, 1), value=torch.inf).amin(1, keepdim=True)
 
 
 def _guided(
@@ -311,6 +394,4 @@ def _guided(
 
     if not len(query):
         return allowed
-    of_positives = scores(positives >= 0, positives)
-    lowest = of_positives.amin(1, keepdim=True) if positives.shape[1] else torch.full((len(query), 1), torch.inf)
-    return scores(allowed, candidates) <= lowest - margin
+    return scores(allowed, candidates) <= _lowest(scores(positives >= 0, positives)) - margin
