@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.rounds import ask
-from contrastive_zoo.metrics.search import Neighbors, rows_problem, settings_problem, top_k
+from contrastive_zoo.metrics.search import Neighbors, detached, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -180,8 +180,7 @@ class Mining:
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        arguments = {name: x for name in (*_ROWS, *_LABELS) if (x := getattr(self, name)) is not None or name in _ROWS}
-        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        return detached({x: getattr(self, x) for x in (*_ROWS, *_LABELS) if x in _ROWS or getattr(self, x) is not None})
 
     @property
     def thresholds(self) -> list[float | None]:

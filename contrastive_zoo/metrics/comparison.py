@@ -69,10 +69,8 @@ def paired_bootstrap(
     world = Session.of(World.of(process_group, name), check_finite=False)
     problem = _values_problem("first", first) or _values_problem("second", second)
     if problem is None and not torch.equal(first.isnan().cpu(), second.isnan().cpu()):
-        problem = (
-            f"first and second are values of the same queries, NaN where these do not count, got {described(first)} and "
-            f"{described(second)}."
-        )
+        got = f"{described(first)} and {described(second)}"
+        problem = f"first and second are values of the same queries, NaN where these do not count, got {got}."
     if not is_integer(resamples, at_least=1, at_most=10**6):
         problem = f"resamples is an integer in 1 … 1000000, got {described(resamples)}."
     if not is_integer(seed, at_least=0):

@@ -21,16 +21,14 @@ from contrastive_zoo.ranks.world import World
 
 _UNIT = 2**52
 _HALF = 2**26
+_ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
 
 K = TypeVar("K")
 
 
 def means_over_ranks(values: Mapping[K, Floats], world: World) -> dict[K, float]:
-    """Return the mean of all ranks' numbers of each name, the same on all ranks; the mean of none is NaN.
-
-    Numbers are 0 to 1, or NaN, which does not count. They are rounded to multiples of 2^-52, so that sums are integers.
-    """
-    sums: list[int] = []
+    """Return the mean of all ranks' numbers of each name, from 0 to 1; NaN does not count, and is the mean of none."""
+    sums: list[int] = []  # of multiples of 2^-52
     for x in values.values():
         units = np.rint(x[~np.isnan(x)] * _UNIT).astype(np.int64)
         sums += int((units // _HALF).sum()), int((units % _HALF).sum()), len(units)
@@ -63,10 +61,9 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"]) -> Float[Tensor, "... n m"]:
-    """Return all dot products of queries and items in float64.
+    """Return all dot products in float64, each a function of its two embeddings alone.
 
-    Each result is a function of its two embeddings alone. It differs from the true dot product by less than
-    ``2^-40 d · max|x| · max|y|`` for d up to 4,096; typically by 1e-14 of the product of the norms.
+    For d up to 4,096 the error is below ``2^-40 d · max|x| · max|y|``; typically 1e-14 of the product of the norms.
     """
     if rows.shape[-2] == 0 or queries.shape[-2] == 0 or rows.shape[-1] == 0:
         return queries.new_zeros(*queries.shape[:-1], rows.shape[-2], dtype=torch.float64)
@@ -84,9 +81,6 @@ def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:
     high, low, scale = _slices(rows)
     coarse, fine = (high * high).sum(-1, keepdim=True), (high * low).sum(-1, keepdim=True)
     return torch.sqrt(coarse.add_(fine, alpha=2.0)).mul_(scale)
-
-
-_ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
 
 
 def prepared(

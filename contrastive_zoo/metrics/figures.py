@@ -41,15 +41,13 @@ class Samples:
 
     encoders: Mapping[str, Sequence[Tensor]]  # by name the embeddings of each encoder, one tensor [n, d] for each view
     shards: Mapping[str, Shards]  # how the samples of each encoder are split over the ranks
-    labels: Tensor | None = None
-    """Classes [n] of the one encoder's embeddings; None: that of another view or encoder at the same index is positive."""
+    labels: Tensor | None = None  # classes [n] of the one encoder's embeddings; None: the same index is positive
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor], shards: Sequence[Shards]) -> "Samples":
         """Find the embeddings of a call by the rules of :class:`Monitor`; all ranks find the same, as they have agreed."""
         assert samples_problem(rows) is None
-        (name, first), *others = rows.items()
-        of = shards[0]
+        ((name, first), *others), of = rows.items(), shards[0]
         views = [first] if first.ndim == 2 else list(first.unbind(1))
         if others:
             other, second = others[0]
@@ -116,12 +114,11 @@ def pair_sums(
     among_themselves: bool = True,
     bins: int = BINS,
 ) -> dict[str, Tensor]:
-    """Return this rank's sums over the pairs of its anchors with the candidates of all ranks, both of unit length.
+    """Return this rank's sums over the pairs of its unit anchors with the unit candidates of all ranks, in float64.
 
-    With labels of both, candidates with the anchor's label are positive; without, the candidate with the anchor's index.
-    Results by name, in float64: ``counts`` [2, bins] and ``sums`` [2] of positive and negative similarities; ``hits``:
-    anchors whose best positive is more similar than every negative; ``without_positive``; ``beaten`` [N], only without
-    labels: whether one of this rank's anchors is at least as similar to a candidate as its partner is.
+    Positive candidates have the anchor's label, or without labels its index. ``counts`` [2, bins] and ``sums`` [2] are of
+    positive and negative similarities; ``hits`` are anchors whose best positive is more similar than every negative;
+    ``beaten`` [N], without labels: whether an anchor here is at least as similar to a candidate as its partner is.
     """
     if labels is None:  # the bits of a block's, as both are functions of the two embeddings alone
         shared = similarities(anchors[:, None], candidates[:, None]).flatten(1)
@@ -165,10 +162,10 @@ def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
 
 
 def sketch(module: nn.Module | None) -> Tensor:
-    """Return a count sketch of all parameters that are equal on every rank, not the sharded ones, [WIDTH] in float64.
+    """Return a count sketch of all parameters that are not sharded, [WIDTH] in float64.
 
-    Parameter k is added to number k mod WIDTH, with a random sign that is the same on every rank. So the expected squared
-    distance of two sketches is that of the parameters. Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
+    The expected squared distance of two sketches is that of the parameters: number k mod WIDTH gets parameter k, with a
+    random sign. Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     result = torch.zeros(WIDTH, dtype=torch.float64)
     if module is None:
@@ -312,8 +309,7 @@ class Measurement:
             return {}
         result: dict[str, float] = {}
         counts = self.counts()
-        sums = self.totals["sums"].tolist()
-        for kind, of_kind, total in zip(("positive", "negative"), counts, sums, strict=True):
+        for kind, of_kind, total in zip(("positive", "negative"), counts, self.totals["sums"].tolist(), strict=True):
             result[f"{kind}_similarity"] = _ratio(total, of_kind.sum().item())
             for q in self.quantiles:
                 index = _quantile_bin(of_kind, q)

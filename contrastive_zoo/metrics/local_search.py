@@ -20,28 +20,19 @@ from contrastive_zoo.metrics.rounds import Round
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import World
 
-_BLOCK_ELEMENTS = 2**24
-"""Elements of the queries that faiss searches at once, 64 MiB in float32; every block costs it one more heap."""
-
+_BLOCK_ELEMENTS = 2**24  # elements of the queries that faiss searches at once, 64 MiB in float32
 _ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 MiB each
-
-_PAIR_ELEMENTS = 2**19
-"""Elements of the candidates that are held at once: they stay in the cache (three times as fast as 2^22)."""
-
+_PAIR_ELEMENTS = 2**19  # elements of candidates at once: they stay in the cache (three times as fast as 2^22)
 _UNCERTAIN = 256  # queries that are compared with all embeddings at once
-
+# Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
+# Of float64 it is the rounding of ``exact.similarities``.
 _TIE_BITS, _TIE_BITS_OF_FLOAT64 = 21, 40
-"""Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
-
-Of float64 it is the rounding of :func:`contrastive_zoo.metrics.exact.similarities`.
-"""
-
 _MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
 
 
 @contextmanager
 def _faiss() -> Iterator[Any]:
-    """Yield faiss, with as many threads as torch has: the ranks of one machine share its cores."""
+    """Yield faiss with torch's number of threads: the ranks of one machine share its cores."""
     import faiss
 
     before = faiss.omp_get_max_threads()
@@ -94,8 +85,8 @@ class ApproximateIndex:
         return index
 
 
+# scores and positions of the nearest embeddings, and for which queries they are complete
 Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
-"""Scores and positions of the nearest embeddings, and for which queries they are complete."""
 
 
 class Proposals(NamedTuple):
@@ -113,10 +104,9 @@ class Proposals(NamedTuple):
 
 
 class Gallery:
-    """The embeddings [m, d] of one rank to search in. They are normalised block by block: a memory map stays on the disk.
+    """The embeddings [m, d] of one rank to search in, normalised block by block: a memory map stays on the disk.
 
-    Every rank makes its own at the same time. If faiss cannot build the index of some rank's items, all ranks raise.
-    With ``ties``, cosines are rounded, so that those are equal which differ by the rounding of the normalisation only.
+    Every rank makes its own at the same time. With ``ties``, cosines that differ by rounding are equal.
     """
 
     index: Any = None  # faiss' approximate index of the items; None for an exact search
@@ -155,10 +145,9 @@ class Gallery:
             yield start, self.take(slice(start, start + step))
 
     def nearest(self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Nearest:
-        """Return scores and positions of this rank's items among the k nearest of all ranks, and where they are complete.
+        """Return this rank's items among the k nearest of all ranks, by score and position; −∞ and −1 where there is none.
 
-        They are ordered by score, then by position, without the ``excluded`` positions; −∞ and −1 where there is none. If a
-        query is complete, all items follow that have the score of this rank's k-th; otherwise there may be more.
+        If a query is complete, all items follow that have the score of this rank's k-th; otherwise there may be more.
         """
         k_local = min(k, len(self))
         proposals = self.proposals(queries, k_local, excluded)
@@ -247,8 +236,7 @@ class Gallery:
 
     def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and positions of the k best of all items, where candidates were not certain."""
-        best = torch.empty(len(queries), 0, dtype=torch.float64)
-        positions = torch.empty(len(queries), 0, dtype=torch.int64)
+        best, positions = torch.empty(len(queries), 0).double(), torch.empty(len(queries), 0).long()
         for start, scores in self.score_blocks(queries, excluded):
             here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
             best, positions = ordered(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
@@ -258,8 +246,7 @@ class Gallery:
         """Yield the exact scores of all items in blocks; −∞ for excluded ones."""
         for start, rows in self.blocks(_ELEMENTS):
             for first in range(0, len(rows), step := max(1, _ELEMENTS // max(1, len(queries)))):
-                scores = self._similarities(queries, rows[first : first + step])
-                begin = start + first
+                scores, begin = self._similarities(queries, rows[first : first + step]), start + first
                 which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
                 scores[which, excluded[which, column] - begin] = -torch.inf
                 yield begin, scores

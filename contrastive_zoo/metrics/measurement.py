@@ -1,4 +1,7 @@
-"""Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities."""
+"""Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities.
+
+Ranks answer for their own part of the gallery; the owners of the queries build the rankings.
+"""
 
 from collections.abc import Sequence
 
@@ -6,21 +9,21 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.exact import means_over_ranks, prepared
 from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery
-from contrastive_zoo.metrics.passes import nearest_ranking, whole_ranking
-from contrastive_zoo.metrics.ranking import Floats, Ties
-from contrastive_zoo.metrics.rounds import rounds
-from contrastive_zoo.metrics.task import DEFAULT, Evaluation, agreed_task
+from contrastive_zoo.metrics.ranking import Floats, Graded, Groups, Ranking, Ties, changes, levels_of, parts_of
+from contrastive_zoo.metrics.rounds import Round, exchanged, rounds
+from contrastive_zoo.metrics.task import DEFAULT, Evaluation, Question, Relevance, agreed_task, expanded
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.session import refuse
 from contrastive_zoo.ranks.world import Processes, World
 
 _QUERIES = 1024  # largest number of queries of a round that counts all positions
-
 _PAIRS = 2**20  # largest number of relevant pairs of such a round, unless one query has more
+_AT_ONCE = 256  # queries that are compared with a block of items at once where every score is needed
 
 
 def evaluate(
@@ -41,73 +44,46 @@ def evaluate(
 ) -> dict[str, float]:
     """Return retrieval metrics of the queries and the gallery of all ranks, the same number on every rank.
 
-    Equal to the metrics of one process with all embeddings, bit for bit, for every split over ranks and every order of
-    them. Each metric is a mean over queries. What is relevant to query i:
+    The numbers are those of one process with all embeddings, bit for bit, for every split over ranks. Each metric is a mean
+    over the queries that have a relevant item; ``knn_accuracy`` counts every query. With R the number of relevant items:
 
-    - ``evaluate(queries, gallery)``: item i of the gallery of all ranks, its partner.
-    - ``labels`` and ``gallery_labels``: every item of the gallery with its label. Grades are 1.
-    - ``labels`` without a gallery: every other query with its label (leave one out).
-    - ``judgements``: items of the gallery by id, with a grade. Without a gallery, a judgement of a query about itself
-      does not count.
-
-    A query without a relevant item does not count, except for ``knn_accuracy``.
-
-    Metrics, k being a number:
-
-    - ``precision@k``: relevant items among the first k, divided by k.
-    - ``recall@k``: relevant items among the first k, divided by R, the number of relevant items.
+    - ``precision@k``, ``r_precision``: relevant items among the first k (or R), divided by k (or R).
+    - ``recall@k``: relevant items among the first k, divided by R.
     - ``hit_rate@k``: whether one of the first k is relevant; metric learning calls this recall@k.
-    - ``r_precision``: precision at R.
     - ``map``, ``map@k``, ``map@r``: precision at each relevant item (within the first k or R), summed and divided by R.
     - ``mrr``, ``mrr@k``: 1 / position of the first relevant item.
-    - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by the largest possible value. For the exponential gain of
-      Burges et al. 2005 pass ``2^grade − 1`` as grades.
-    - ``knn_accuracy@k``: whether most of the k nearest items have the label of the query.
-
-    Metrics with a k alone need one faiss search. The others compare every query with every item in float64, which takes
-    about ten times as long.
+    - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by the largest possible value.
+    - ``knn_accuracy@k``: whether most of the k nearest items have the query's label.
 
     Args:
-        queries: this rank's queries; ranks may hold different numbers, including zero.
-        gallery: this rank's embeddings to search in; None: among the queries themselves, of which none finds itself.
+        queries: this rank's; numbers may differ between ranks.
+        gallery: this rank's embeddings to search in; None: the other queries.
         metrics: names.
-        labels: one integer per query.
-        gallery_labels: one integer per item of the gallery.
-        judgements: query ids [j], gallery ids [j], and grades [j] of this rank's queries. A grade above 0 is relevant, 0 is
-            not, and below 0 means that the item is ignored for this query. Needs ``ids`` and ``gallery_ids``.
-        ids: one integer per query. One that repeats the id of an earlier one is dropped, as those of padded samplers.
-        gallery_ids: one integer per item of the gallery, of which repetitions are dropped, too.
-        ignore_label: samples with this label are neither queries nor in the gallery.
-        ties: ``"pessimistic"``: of equal scores irrelevant items come first; ``"optimistic"``: relevant ones come first;
-            ``"expected"``: the mean over all orders of equal scores. Cosines are equal if they round to the same multiple
-            of 2^-21, or of 2^-40 for float64: embeddings of one direction and several lengths differ by the rounding of
-            their normalisation, by which a collapsed encoder must not be ranked. Dot products are equal in every bit.
-        normalize: compare cosines; otherwise dot products.
+        labels: one integer per query; items with its label are relevant. None: item i belongs to query i.
+        gallery_labels: one integer per item.
+        judgements: query ids, item ids and grades, [j] each; relevant above 0, ignored below 0.
+        ids: one integer per query; repetitions are dropped.
+        gallery_ids: one integer per item; repetitions are dropped.
+        ignore_label: samples with this label are dropped.
+        ties: of equal scores, ``"pessimistic"``: irrelevant items come first; ``"optimistic"``: relevant ones;
+            ``"expected"``: the mean over all orders.
+        normalize: compare cosines, not dot products.
         index: search approximately, for metrics with a k.
         process_group: who holds embeddings.
 
-    Returns:
-        The metrics by name, from 0 to 1; NaN if no query counts.
-
     Raises:
-        ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite or whose
-            dot products overflow float64, a k beyond the gallery, judgements whose ids are unknown, ranks that disagree on
-            settings, or faiss is not installed or cannot build the index of some rank's embeddings.
+        ValueError: on every rank alike: arguments that do not belong together or differ between ranks, embeddings that
+            are not finite, a k beyond the gallery, or faiss is missing.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
         >>> evaluate(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1", "map"])
         {'hit_rate@1': 0.75, 'map': 0.8333333333333333}
 
-    Source: ``mrr``: Voorhees 1999, https://trec.nist.gov/pubs/trec8/papers/qa_report.pdf; ``map@r``: Musgrave et al. 2020,
-    https://arxiv.org/abs/2003.08505; ``ndcg``: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; ties:
-    McSherry & Najork 2008, https://doi.org/10.1007/978-3-540-78646-7_38
+    Source: https://arxiv.org/abs/2003.08505 (``map@r``), https://doi.org/10.1145/582415.582418 (``ndcg``),
+    https://doi.org/10.1007/978-3-540-78646-7_38 (ties)
     """
-    evaluation = Evaluation(
-        queries, gallery, metrics, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label,
-        ties, normalize, index,
-    )  # fmt: skip
-    return measured("evaluate", evaluation, World.of(process_group, "evaluate"))
+    return measured("evaluate", Evaluation(**dict(locals())))
 
 
 def evaluate_queries(
@@ -126,63 +102,53 @@ def evaluate_queries(
     index: ApproximateIndex | None = None,
     process_group: Processes = None,
 ) -> dict[str, Float[Tensor, " n"]]:
-    """Return the metrics of each of this rank's queries, whose means over all ranks are those of :func:`evaluate`.
+    """Return the metrics of each of this rank's queries, in float64 on the CPU; NaN for a query that does not count.
 
-    To compare two encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`. The arguments are those of
-    :func:`evaluate`.
-
-    Returns:
-        The values of each metric in float64, on the CPU; NaN for a query that does not count.
-
-    Raises:
-        ValueError: on every rank alike, what :func:`evaluate` raises.
+    Their means over all ranks are those of :func:`evaluate`, which has the same arguments and errors. To compare two
+    encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
         >>> evaluate_queries(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1"])
         {'hit_rate@1': tensor([1., 1., 1., 0.], dtype=torch.float64)}
     """
-    world = World.of(process_group, "evaluate_queries")
-    evaluation = Evaluation(
-        queries, gallery, metrics, labels, gallery_labels, judgements, ids, gallery_ids, ignore_label,
-        ties, normalize, index,
-    )  # fmt: skip
-    kept, values = measured_queries("evaluate_queries", evaluation, world)
+    kept, values = measured_queries("evaluate_queries", Evaluation(**dict(locals())))
     nothing = torch.full((len(queries),), torch.nan, dtype=torch.float64)
     return {name: nothing.masked_scatter(kept, torch.from_numpy(x)) for name, x in values.items()}
 
 
-def measured(caller: str, evaluation: Evaluation, world: World) -> dict[str, float]:
+def measured(caller: str, evaluation: Evaluation) -> dict[str, float]:
     """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
-    return means_over_ranks(measured_queries(caller, evaluation, world)[1], world)
+    return means_over_ranks(measured_queries(caller, evaluation)[1], World.of(evaluation.process_group, caller))
 
 
 @torch.no_grad()
-def measured_queries(caller: str, evaluation: Evaluation, world: World) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
+def measured_queries(caller: str, evaluation: Evaluation) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
     """Return which of this rank's queries are kept, and the metrics of each of these; NaN where a query does not count."""
-    task = agreed_task(caller, evaluation, world)
+    world = World.of(evaluation.process_group, caller)
+    local_queries, local_items, shards, gallery_shards, relevance, kept = agreed_task(caller, evaluation, world)
     metrics, ties = evaluation.valid_metrics, evaluation.ties
     depth = max(metric.k or 0 for metric in metrics)
-    candidates = max(0, task.gallery_shards.total - (evaluation.gallery is None))
+    candidates = max(0, gallery_shards.total - (evaluation.gallery is None))
     if depth > candidates:
         raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     with reported(world):
-        local = Gallery(caller, task.gallery, evaluation.normalize, evaluation.index, world, ties=True)
-        rows = prepared(task.queries, normalize=evaluation.normalize)
-        totals = task.relevance.totals(world)
+        local = Gallery(caller, local_items, evaluation.normalize, evaluation.index, world, ties=True)
+        rows = prepared(local_queries, normalize=evaluation.normalize)
+        totals = relevance.totals(world)
         most = int(np.bincount(totals.where, weights=totals.number).max(initial=0))  # relevant items of one query
         values = {metric.name: np.empty(len(rows)) for metric in metrics}
         near, whole = ([metric for metric in metrics if metric.whole is which] for which in (False, True))
-        for block in rounds(task.query_shards, world) if near else ():
-            ranking = nearest_ranking(block, local, task.relevance, rows, depth, totals)
+        for block in rounds(shards, world) if near else ():
+            ranking = nearest_ranking(block, local, relevance, rows, depth, totals)
             for metric in near:
                 values[metric.name][block.local] = metric.values(ranking, ties)
         size = max(1, min(_QUERIES, _PAIRS // max(1, *(x for (x,) in world.exchange([most])))))
-        for block in rounds(task.query_shards, world, size=size) if whole else ():
-            ranking = whole_ranking(block, local, task.relevance, rows, totals)
+        for block in rounds(shards, world, size=size) if whole else ():
+            ranking = whole_ranking(block, local, relevance, rows, totals)
             for metric in whole:
                 values[metric.name][block.local] = metric.values(ranking, ties)
-    return task.kept, values
+    return kept, values
 
 
 def recall_at_k(
@@ -197,19 +163,13 @@ def recall_at_k(
 ) -> float:
     """Return the share of queries that find a relevant item among their k nearest: ``hit_rate@k`` of :func:`evaluate`.
 
-    What is relevant is what :func:`evaluate` says of the same arguments. Ties count against the query: it finds a relevant
-    item if fewer than k irrelevant ones score as high or higher. So a constant embedding scores 0, and the order of the
-    gallery does not matter.
+    Ties count against the query, so a constant embedding scores 0.
 
     Args:
         k: how many neighbours are looked at; the other arguments are those of :func:`evaluate`.
 
-    Returns:
-        A share between 0 and 1, the same on every rank and for every split; NaN if no query counts.
-
     Raises:
-        ValueError: on every rank alike: shapes or labels that do not belong together, embeddings that are not finite, or k
-            outside of 1 … embeddings to search in; faiss is not installed.
+        ValueError: on every rank alike, what :func:`evaluate` raises.
 
     Examples:
         >>> queries = torch.tensor([[1.0, 0.0], [0.8, 0.2]])
@@ -224,8 +184,10 @@ def recall_at_k(
     if not is_integer(k, at_least=1):
         refuse("recall_at_k", f"k is between 1 and the rows to search in, got {described(k)}.", world=world)
     name = f"hit_rate@{k}"
-    evaluation = Evaluation(queries, gallery, [name], labels, gallery_labels, normalize=normalize)
-    return measured("recall_at_k", evaluation, world)[name]
+    evaluation = Evaluation(
+        queries, gallery, [name], labels, gallery_labels, normalize=normalize, process_group=process_group
+    )
+    return measured("recall_at_k", evaluation)[name]
 
 
 def cross_modal_recall(
@@ -269,6 +231,103 @@ def cross_modal_recall(
         ("first_to_second", (first, second, names, labels, second_labels)),
         ("second_to_first", (second, first, names, second_labels, labels)),
     ):
-        values = measured("evaluate", Evaluation(*sides, ties=ties, normalize=normalize), world)
+        evaluation = Evaluation(*sides, ties=ties, normalize=normalize, process_group=process_group)
+        values = measured("evaluate", evaluation)
         result |= {f"{direction}@{number}": values[name] for number, name in zip(k, names, strict=True)}
     return result
+
+
+def nearest_ranking(
+    block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, k: int, totals: Graded
+) -> Ranking:
+    """Return the nearest items for a round's local queries; levels are complete where fewer than k items score higher."""
+    question = relevance.question(block)
+    parts = block.answered_unevenly(*_nearest_groups(block, gallery, relevance, question, block.gathered(queries), k))
+    groups = Groups.joined([Groups(*(x.numpy() for x in part)) for part in parts])
+    grade = relevance.grades(block, torch.from_numpy(groups.query), torch.from_numpy(groups.value)).numpy()
+    levels, where = levels_of(groups)
+    kept = grade > 0
+    relevant = Graded(where[kept], grade[kept], groups.size[kept])
+    return Ranking.of(levels, relevant, _of_round(totals, block), relevance.labels(block), groups)
+
+
+def _nearest_groups(
+    block: Round, gallery: Gallery, relevance: Relevance, question: Question, queries: Float[Tensor, "g d"], k: int
+) -> list[Tensor]:
+    """Return query, score, value, count of this rank's items among the k nearest, or tied with the k-th, by query."""
+    scores, positions, complete = gallery.nearest(block, queries, k, question.excluded)
+    depth = min(k, len(gallery))
+    kth = scores[:, depth - 1] if depth else torch.empty(len(queries), dtype=torch.float64)
+    scanned = (~complete & (kth > -torch.inf)) if gallery.index is None else torch.zeros_like(complete)
+    kept = (scores > kth[:, None]) | ((scores == kth[:, None]) & ~scanned[:, None])
+    query, column = (kept & (scores > -torch.inf)).nonzero(as_tuple=True)
+    values = relevance.values(question, query, positions[query, column])
+    parts = [(query, scores[query, column], values, torch.ones_like(query))]
+    for some in scanned.nonzero().flatten().split(_AT_ONCE):
+        for start, of_block in gallery.score_blocks(queries[some], question.excluded[some]):
+            which, position = (of_block == kth[some, None]).nonzero(as_tuple=True)
+            values = relevance.values(question, some[which], position + start)
+            which, values, count = _counted(which, values)
+            parts.append((some[which], kth[some[which]], values, count))
+    columns = [torch.cat(x) for x in zip(*parts, strict=True)]
+    order = columns[0].argsort(stable=True)
+    return [x[order] for x in columns]
+
+
+def _counted(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the different pairs of query and value, and how often each occurs."""
+    values, code = value.unique(return_inverse=True)
+    pairs, count = (query * len(values) + code).unique(return_counts=True)
+    return pairs // max(1, len(values)), values[pairs % max(1, len(values))], count
+
+
+def whole_ranking(block: Round, gallery: Gallery, relevance: Relevance, queries: Tensor, totals: Graded) -> Ranking:
+    """Return the positions of all relevant items: owners send scores round, ranks count what is higher or equal."""
+    question, rows = relevance.question(block), block.gathered(queries)
+    pairs = relevance.pairs(question)
+    scores = gallery.pair_scores(rows, pairs.query, pairs.position[:, None])[:, 0]
+    parts = block.answered_unevenly(pairs.query, scores, pairs.grade)
+    query, score, grade = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
+    order = np.lexsort((grade, -score, query))
+    query, score, grade = query[order], score[order], grade[order]
+    first = changes(query, score)
+    local_query, thresholds = torch.from_numpy(query[first]), torch.from_numpy(score[first])
+    shards = block.world.shards(local_query)
+    all_queries = block.gathered_unevenly(local_query + block.shards.start)
+    counts = _counts_at(gallery, question, rows, all_queries, block.gathered_unevenly(thresholds))
+    by_rank = exchanged(counts, shards.sizes, [shards.size] * block.world.size, block.world)
+    higher, tied = by_rank.view(block.world.size, shards.size, 2).sum(0).numpy().T
+    relevant = Graded(parts_of(first, len(query)), grade, np.ones(len(query), dtype=np.int64))
+    return Ranking.of((query[first], higher, tied), relevant, _of_round(totals, block), relevance.labels(block))
+
+
+def _counts_at(
+    gallery: Gallery, question: Question, queries: Float[Tensor, "g d"], query: Tensor, thresholds: Tensor
+) -> Int[Tensor, "t 2"]:
+    """Return how many local items score above, and at, each of a query's different, falling thresholds."""
+    sizes, result = torch.bincount(query, minlength=len(queries)), torch.zeros(len(query), 2, dtype=torch.int64)
+    ends = sizes.cumsum(0)
+    for some in torch.arange(len(queries)).split(_AT_ONCE):
+        part = slice(int(ends[some[0]] - sizes[some[0]]), int(ends[some[-1]]))
+        owner, column = expanded(sizes[some])
+        width = int(sizes[some].max())
+        column = width - 1 - column  # ascending, and padded on the left
+        ladder = torch.full((len(some), width), -torch.inf, dtype=torch.float64)
+        ladder[owner, column] = thresholds[part]
+        lower = torch.zeros(len(some), width + 1, dtype=torch.int64)
+        equal = torch.zeros_like(lower)
+        for _, scores in gallery.score_blocks(queries[some], question.excluded[some]):
+            below = torch.searchsorted(ladder, scores)
+            same = pad(ladder, (0, 1), value=torch.inf).gather(1, below) == scores
+            lower.scatter_add_(1, below, torch.ones_like(below))
+            equal.scatter_add_(1, below, same.long())
+        # a score is higher than threshold j if more than j thresholds are below it
+        higher = lower.flip(1).cumsum(1).flip(1)[:, 1:]
+        result[part] = torch.stack([higher[owner, column], equal[owner, column]], 1)
+    return result
+
+
+def _of_round(totals: Graded, block: Round) -> Graded:
+    query, grade, count = totals
+    begin, end = np.searchsorted(query, [block.local.start, block.local.stop])
+    return Graded(query[begin:end] - block.local.start, grade[begin:end], count[begin:end])

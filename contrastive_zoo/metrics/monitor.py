@@ -21,42 +21,29 @@ if TYPE_CHECKING:
 class Monitor:
     """Measure the embeddings that a :class:`DistributedLoss` receives, at every k-th call in training mode.
 
-    The figures are those of the global batch, not of a rank: the same numbers on every rank, and for every split of the
-    samples over ranks, uneven and empty shards included. Value, gradients and random numbers of the loss do not change.
-    A measured call gathers the embeddings in rounds, compares them block by block, never N × N at once, and adds up one
-    message. Every rank monitors, with equal settings; otherwise the call raises on all of them.
+    The figures are those of the global batch: the same numbers on every rank and for every split. The loss does not change.
+    Every rank monitors, with equal settings. With s the cosine of two embeddings:
 
-    With s the cosine of two embeddings. Partners are the other view of a sample, the embedding of the other encoder
-    with the same index, or, with labels, the other embeddings of the same class; all other compared pairs are negative.
-    Views are compared with each other, not within themselves.
-
-    - ``positive_similarity``, ``negative_similarity``: mean s of all positive and of all negative pairs; ``…_q5``:
-      quantiles, the smallest s that at least 5 % do not exceed. They are counted in 2,048 bins between −1 and 1, so a
-      quantile is at most 2^-11 off, and the same bits for every split.
-    - ``top1_forward``: share of anchors whose nearest candidate is positive; ties count as misses, and anchors without a
-      positive do not count. ``top1_backward``: the same from the second view or encoder to the first.
-    - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of all pairs of
-      different embeddings of one view.
-    - ``effective_rank``: exp of the entropy of the eigenvalues of ZᵀZ / N, from 1 to min(N, d).
-    - ``variance_min``, ``variance_mean``, ``variance_max``: over the d dimensions of unit embeddings; the mean is at most
-      1 / d.
+    - ``positive_similarity``, ``negative_similarity``: mean s of pairs; ``…_q5``: the 5 % quantile, at most 2^-11 off.
+    - ``top1_forward``: share of anchors whose nearest candidate is positive; ties are misses. ``top1_backward``: the same
+      from the second view or encoder to the first.
+    - ``alignment``: mean ‖x − y‖² of positive pairs. ``uniformity``: log of the mean exp(−2 ‖x − y‖²) of all pairs.
+    - ``effective_rank``: exp of the entropy of the eigenvalues of ZᵀZ / N.
+    - ``variance_min``, ``variance_mean``, ``variance_max``: over the d dimensions of unit embeddings.
     - ``anchors_without_positive``: share of anchors.
-    - ``likely_false_negatives``: share of negative pairs in or above the bin of a quantile of the positive similarities.
+    - ``likely_false_negatives``: share of negative pairs at or above a quantile of the positive similarities.
     - ``temperature``: of the loss, if it has one.
-    - ``loss_drift``, ``encoder_drift``: the largest distance of a rank's parameters from rank 0's, relative to their norm;
-      0 if they are the same bits, otherwise estimated from 64 numbers of each rank.
+    - ``loss_drift``, ``encoder_drift``: the largest relative distance of a rank's parameters from rank 0's.
 
-    With two encoders, names of the figures of one begin with the name of its argument, as in ``queries/effective_rank``.
+    With two encoders, names begin with the name of its argument, as in ``queries/effective_rank``.
 
     Args:
         loss_fn: the loss. The first argument of its calls is embeddings, [n, d] or [n, views, d]; integers behind it are
             labels; arguments named ``view…`` are views; a second argument [n, d] is another encoder's. Others are ignored.
         every: k; the first call is measured. Calls in eval mode do not count.
-        encoder: a module whose parameters are compared between ranks, besides the loss's. Sharded parameters and buffers,
-            such as running means of BatchNorm, are left out.
+        encoder: a module whose parameters are compared between ranks, but for sharded ones.
         quantiles: of the similarities, each above 0 and at most 1.
-        false_negative_quantile: of the positive similarities; 0.5 counts the negative pairs that are as similar as half of
-            the positive pairs.
+        false_negative_quantile: of the positive similarities.
 
     Raises:
         ValueError: a loss that is no ``DistributedLoss`` or has a monitor already; ``every`` below 1; a quantile outside

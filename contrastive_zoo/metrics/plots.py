@@ -47,9 +47,7 @@ def similarity_histogram(
     bins: int = 100,
     process_group: Processes = None,
 ) -> Figure:
-    """Draw the distribution of the cosines of positive and of negative pairs of all ranks.
-
-    Every rank compares its embeddings with the queries of all ranks; counts are the same for every split.
+    """Draw the distribution of the cosines of positive and of negative pairs of all ranks, the same on every rank.
 
     Args:
         queries: this rank's embeddings.
@@ -58,9 +56,6 @@ def similarity_histogram(
         gallery_labels: one integer per embedding of the gallery.
         bins: number of bins between −1 and 1.
         process_group: who holds embeddings.
-
-    Returns:
-        A figure with one axis, the same on every rank.
 
     Raises:
         ValueError: on every rank alike: embeddings or labels that do not belong together, or embeddings that are not finite.
@@ -213,7 +208,8 @@ def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: st
 def measurement_picture(measurement: Measurement) -> Figure:
     """Draw the similarities of pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension."""
     with styled_figure(1, 3, figsize=(13.0, 3.6)) as (figure, axes):
-        draw_similarities(axes[0], measurement)
+        for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
+            draw_density(axes[0], counts.view(-1, _JOINED).sum(1), name, colour)
         for colour, encoder in zip((DARK, *TEN), measurement.encoders, strict=False):
             spectrum, variance = measurement.spectrum(encoder), measurement.variance(encoder).sort(descending=True)[0]
             d = len(variance)
@@ -230,11 +226,6 @@ def measurement_picture(measurement: Measurement) -> Figure:
     return figure
 
 
-def draw_similarities(axis: Any, measurement: Measurement) -> None:
-    for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
-        draw_density(axis, counts.view(-1, _JOINED).sum(1), name, colour)
-
-
 def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
     centred = rows - rows.mean(0)
     return centred @ torch.linalg.svd(centred).Vh.T[:, :2]
@@ -244,9 +235,12 @@ def _pair_counts(
     queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
     """Return how many positive and negative pairs of all ranks have a cosine in each bin."""
-    inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
+    inputs, among_themselves = (
+        Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels),
+        gallery is None,
+    )
     problem = inputs.inputs_problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
-    settings, among_themselves = {"bins": bins, "among the queries": gallery is None}, gallery is None
+    settings = {"bins": bins, "among the queries": among_themselves}
     shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, problem=problem, settings=settings)
     of_rows = labels if gallery_labels is None else gallery_labels
     sums = pair_sums(

@@ -40,10 +40,9 @@ class Groups(NamedTuple):
         return cls(query[first], score[first], value[first], sums_between(count, first))
 
 
-Levels = tuple[Ints, Ints, Ints]
-"""Items of a query with equal score: the query, how many score higher, and how many there are."""
-
-
+Levels = tuple[
+    Ints, Ints, Ints
+]  # of items of a query with equal score: the query, items that score higher, these items
 NO_GROUPS = Groups(*np.zeros((4, 0), np.int64))
 
 
@@ -100,10 +99,8 @@ class Ranking:
 
 def changes(*columns: NDArray[np.generic]) -> Ints:
     """Return where a new combination of values begins."""
-    if len(columns[0]) == 0:
-        return np.zeros(0, dtype=np.int64)
     new = np.logical_or.reduce([x[1:] != x[:-1] for x in columns])
-    return np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.int64)
+    return np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.int64)[: len(columns[0])]
 
 
 def parts_of(first: Ints, size: int) -> Ints:
@@ -116,8 +113,8 @@ def sums_between(x: Ints, first: Ints) -> Ints:
     return np.add.reduceat(x, first) if len(first) else x[:0]
 
 
-def whole_sums(where: Ints, x: Ints, size: int) -> Ints:
-    return np.bincount(where, weights=x, minlength=size).astype(np.int64)  # exact below 2^53
+def whole_sums(where: Ints, x: NDArray[Any], size: int) -> Ints:
+    return _sums(where, x, size).astype(np.int64)  # exact below 2^53
 
 
 def running_before(where: Ints, x: Ints) -> Ints:
@@ -136,22 +133,11 @@ def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     return _sums(ranking.query, at_level, ranking.queries)
 
 
-def precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    return hits(ranking, cutoff, ties) / np.maximum(cutoff, 1)
-
-
-def recall(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    return hits(ranking, cutoff, ties) / np.maximum(ranking.total, 1)
-
-
 def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return whether a relevant item is among the first ``cutoff`` items.
-
-    Its expected value over the orders of t ties, r of them relevant and p of them within the cutoff, is
-    ``1 − C(t − r, p) / C(t, p)``.
-    """
+    """Return whether a relevant item is among the first ``cutoff`` items."""
     if ties != "expected":
         return (hits(ranking, cutoff, ties) > 0).astype(np.float64)
+    # of t ties, r of them relevant and p of them within the cutoff, none is with probability C(t − r, p) / C(t, p)
     places, result = _places(ranking, cutoff), ranking.relevant
     few, many = np.minimum(places, result), np.maximum(places, result)
     none = np.ones(len(places))
@@ -178,11 +164,7 @@ def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
 
 def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return the sum of precisions at the relevant items within the cutoff, divided by the number of relevant items.
-
-    The expected value over the orders of ties is that of McSherry and Najork 2008, equation 7
-    (https://doi.org/10.1007/978-3-540-78646-7_38).
-    """
+    """Return the sum of precisions at the relevant items within the cutoff, divided by the number of relevant items."""
     result, higher = ranking.relevant, ranking.higher
     above = running_before(ranking.query, result)
     if ties != "expected":
@@ -190,6 +172,7 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
         level, number = _within(start, result, cutoff[ranking.query])
         query, values = ranking.query[level], (above[level] + number) / (start[level] + number)
     else:
+        # McSherry & Najork 2008, equation 7, https://doi.org/10.1007/978-3-540-78646-7_38
         query, places = ranking.query, _places(ranking, cutoff)
         harmonic = _inverse_sums(higher, places)
         others = (result - 1) / np.maximum(1, ranking.tied - 1)
@@ -199,46 +182,41 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
 def ndcg(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return Σ grade / log2(1 + position) over the first ``cutoff`` items, divided by that of the best possible order."""
-    limit, queries = cutoff[ranking.query], ranking.queries
+    level, grade, count = ranking.groups.ordered(best_first=ties == "optimistic")
     if ties == "expected":
-        level, grade, count = ranking.groups
         mean = _sums(level, grade * count, len(ranking.query)) / ranking.tied
-        gained = _gained(ranking.query, mean, ranking.higher, ranking.tied, limit, queries)
+        gained = _gained(ranking.query, mean, ranking.higher, ranking.tied, cutoff)
     else:
-        level, grade, count = ranking.groups.ordered(best_first=ties == "optimistic")
         start = _before(ranking, ties)[level] + running_before(level, count)
-        gained = _gained(ranking.query[level], grade, start, count, limit[level], queries)
+        gained = _gained(ranking.query[level], grade, start, count, cutoff)
     query, grade, count = ranking.ideal.ordered(best_first=True)
-    best = _gained(query, grade, running_before(query, count), count, cutoff[query], queries)
+    best = _gained(query, grade, running_before(query, count), count, cutoff)
     return gained / np.where(best > 0, best, 1.0)
 
 
 def knn_accuracy(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return whether most of the k nearest items have the label of the query.
 
-    Items that tie for the last places share them equally, whatever ``ties`` says. Of labels with equally many votes
-    ``"pessimistic"`` chooses a wrong one, ``"optimistic"`` the right one, ``"expected"`` each with the same probability.
+    Items that tie for the last places share them equally. Of labels with equally many votes ``"pessimistic"`` chooses a
+    wrong one, ``"optimistic"`` the right one, ``"expected"`` each with the same probability.
     """
     groups, labels = ranking.nearest, ranking.labels
-    first = changes(groups.query, groups.score)
-    sizes = np.diff(np.append(first, len(groups.query)))
-    tied = np.add.reduceat(groups.size, first) if len(first) else first
-    higher = running_before(groups.query[first], tied)
-    places = np.clip(cutoff[groups.query[first]] - higher, 0, tied)
+    (of_level, higher, tied), level = levels_of(groups)
+    places = np.clip(cutoff[of_level] - higher, 0, tied)
     # votes are counted in units of 1 / (items that tie for the last places), so that they are integers
     unit = np.ones(len(labels), dtype=np.int64)
     partial = (places > 0) & (places < tied)
-    unit[groups.query[first][partial]] = tied[partial]
-    share = np.repeat(np.where(partial, places, (places > 0) * unit[groups.query[first]]), sizes)
+    unit[of_level[partial]] = tied[partial]
+    share = np.where(partial, places, (places > 0) * unit[of_level])[level]
     order = np.lexsort((groups.value, groups.query))
     query, value, votes = groups.query[order], groups.value[order], (groups.size * share)[order]
     start = changes(query, value)
-    voter, label = query[start], value[start]
-    votes = np.add.reduceat(votes, start) if len(start) else votes
+    voter, label, votes = query[start], value[start], sums_between(votes, start)
     most = np.zeros(len(labels), dtype=np.int64)
     np.maximum.at(most, voter, votes)
-    winners = whole_sums(voter, (votes == most[voter]).astype(np.int64), len(labels))
-    right = whole_sums(voter, ((votes == most[voter]) & (label == labels[voter])).astype(np.int64), len(labels))
+    wins = votes == most[voter]
+    winners = whole_sums(voter, wins, len(labels))
+    right = whole_sums(voter, wins & (label == labels[voter]), len(labels))
     if ties == "pessimistic":
         return ((right == 1) & (winners == 1)).astype(np.float64)
     chosen: Floats = right / (np.maximum(winners, 1) if ties == "expected" else 1)
@@ -255,7 +233,7 @@ def _before(ranking: Ranking, ties: Ties) -> Ints:
     return ranking.higher + (ranking.tied - ranking.relevant) * (ties == "pessimistic")
 
 
-def _sums(where: Ints, x: Floats, size: int) -> Floats:
+def _sums(where: Ints, x: NDArray[Any], size: int) -> Floats:
     """Return the sums of x with equal ``where``, added in the order of x: the same bits for every split."""
     return np.asarray(np.bincount(where, weights=x, minlength=size), dtype=np.float64)
 
@@ -267,10 +245,10 @@ def _within(start: Ints, count: Ints, cutoff: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - np.repeat(inside.cumsum() - inside, inside) + 1
 
 
-def _gained(query: Ints, grade: Floats, start: Ints, count: Ints, cutoff: Ints, queries: int) -> Floats:
+def _gained(query: Ints, grade: Floats, start: Ints, count: Ints, cutoff: Ints) -> Floats:
     """Return the discounted gain of each query: groups of items with one grade, at the positions after ``start``."""
-    owner, number = _within(start, count, cutoff)
-    return _sums(query[owner], grade[owner] / np.log2(start[owner] + number + 1), queries)
+    owner, number = _within(start, count, cutoff[query])
+    return _sums(query[owner], grade[owner] / np.log2(start[owner] + number + 1), len(cutoff))
 
 
 def _inverse_sums(higher: Ints, places: Ints) -> Floats:
@@ -291,8 +269,8 @@ def _expected_reciprocal(higher: int, tied: int, relevant: int, limit: int) -> f
 
 
 _AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {
-    "precision": precision,
-    "recall": recall,
+    "precision": lambda ranking, cutoff, ties: hits(ranking, cutoff, ties) / np.maximum(cutoff, 1),
+    "recall": lambda ranking, cutoff, ties: hits(ranking, cutoff, ties) / np.maximum(ranking.total, 1),
     "hit_rate": hit_rate,
     "map": average_precision,
     "mrr": reciprocal_rank,
@@ -300,15 +278,10 @@ _AT_CUTOFF: dict[str, Callable[[Ranking, Ints, Ties], Floats]] = {
     KNN: knn_accuracy,
 }
 
-_WHOLE = {
-    "r_precision": ("precision", 0),
-    "map@r": ("map", 0),
-    **{name: (name, None) for name in ("map", "mrr", "ndcg")},
-}
-"""Metrics of all positions: function and cutoff, as of :class:`Metric`."""
+# metrics of all positions: kind and cutoff, as of a Metric
+_WHOLE = {"r_precision": ("precision", 0), "map@r": ("map", 0)} | {x: (x, None) for x in ("map", "mrr", "ndcg")}
 
 NAMES = "precision@k, recall@k, hit_rate@k, r_precision, map, map@k, map@r, mrr, mrr@k, ndcg, ndcg@k, knn_accuracy@k"
-"""What users may write, k being a number."""
 
 
 @dataclass(frozen=True)

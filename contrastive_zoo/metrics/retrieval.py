@@ -14,8 +14,7 @@ from contrastive_zoo.metrics.task import DEFAULT, JUDGED, NUMBERS, ROWS, Evaluat
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, World
 
-STATES = (*ROWS, *NUMBERS, *JUDGED)
-"""What is collected, by name; an attribute each."""
+STATES = (*ROWS, *NUMBERS, *JUDGED)  # what is collected, an attribute each
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -23,9 +22,8 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class RetrievalMetrics(nn.Module):
     """Collect embeddings with ``update``, and return the metrics of all ranks' embeddings with ``compute``.
 
-    The methods are those of a torchmetrics metric. ``compute`` communicates by itself, so the embeddings of all ranks are
-    never gathered; every rank must call it, also one without embeddings. The same as a torchmetrics metric, for ``self.log``
-    of Lightning and ``MetricCollection``: :class:`contrastive_zoo.adapters.torchmetrics.RetrievalMetric`.
+    Every rank calls ``compute``, which never gathers embeddings. As a torchmetrics metric, for Lightning's ``self.log`` and
+    ``MetricCollection``: :class:`contrastive_zoo.adapters.torchmetrics.RetrievalMetric`.
 
     Args:
         metrics: names as in :func:`contrastive_zoo.metrics.evaluate`; ``compute`` returns a number if it is one
@@ -57,9 +55,7 @@ class RetrievalMetrics(nn.Module):
         names = [metrics] if isinstance(metrics, str) else metrics
         if (problem := names_problem(names)) is not None:
             raise ValueError(f"RetrievalMetrics: {problem}")
-        self.names = list(names)
-        self.single = isinstance(metrics, str)
-        self.process_group = process_group
+        self.names, self.single, self.process_group = list(names), isinstance(metrics, str), process_group
         self.settings: dict[str, Any] = {"metrics": self.names, "ignore_label": ignore_label}
         self.settings |= {"ties": ties, "normalize": normalize, "index": index}
         self.reset()
@@ -85,19 +81,13 @@ class RetrievalMetrics(nn.Module):
         gallery_ids: Int[Tensor, " m"] | None = None,
         judgements: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """Collect a batch of queries, of embeddings to search in, or of both; they are copied to the CPU.
+        """Copy a batch of queries, [0, d] for none, and of embeddings to search in to the CPU.
 
-        A batch that is refused leaves nothing behind.
-
-        Args:
-            queries: embeddings; [0, d] for a batch of the gallery alone.
-            gallery: embeddings to search in; if no batch has any, queries search among themselves. The other arguments
-                are those of :func:`contrastive_zoo.metrics.evaluate`.
+        The arguments are those of :func:`contrastive_zoo.metrics.evaluate`.
 
         Raises:
-            ValueError: on this rank: embeddings that are not [n, d] of one width and dtype, or of another width than those
-                of earlier batches, numbers that are not one integer per embedding, or judgements that are not three tensors
-                of one length.
+            ValueError: on this rank: embeddings of another width than earlier ones, or arguments that do not belong
+                together. Nothing is stored then.
         """
         inputs = Evaluation(queries, gallery, (), labels, gallery_labels, judgements, ids, gallery_ids)
         if (problem := inputs.shapes_problem()) is not None:
@@ -132,15 +122,14 @@ class RetrievalMetrics(nn.Module):
         arguments: dict[str, Any] = {**self._collected(world), **self.settings}
         if JUDGED[0] in arguments:
             arguments["judgements"] = tuple(arguments.pop(name) for name in JUDGED)
-        result = measured("RetrievalMetrics", Evaluation(**arguments), world)
+        result = measured("RetrievalMetrics", Evaluation(**arguments, process_group=self.process_group))
         numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in result.items()}
         return numbers[self.names[0]] if self.single else numbers
 
     def _store(self, batches: Mapping[str, list[Tensor]]) -> None:
-        """Store batches; their widths are checked before any of them is stored."""
+        """Store batches, or none of them if one has another width."""
         for name, before in self.batches.items():
-            different = [x for x in batches.get(name, ()) if x.shape[1:] != before[0].shape[1:]]
-            if different:
+            if different := [x for x in batches.get(name, ()) if x.shape[1:] != before[0].shape[1:]]:
                 raise ValueError(
                     f"RetrievalMetrics: {name} are as wide as those of earlier batches, {described(before[0])}, got "
                     f"{described(different[0])}. Call reset() between evaluations."

@@ -14,8 +14,8 @@ from torch import Tensor
 from contrastive_zoo.ranks.transport import exchange_rows, gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
+# In every round a rank reads and normalises all of its items. At d = 128 these queries take 4 MiB, 100 results 13 MiB.
 QUERIES_OF_A_ROUND = 8192
-"""In every round a rank reads and normalises all of its items. At d = 128 these queries take 4 MiB, 100 results 13 MiB."""
 
 
 @dataclass(frozen=True)

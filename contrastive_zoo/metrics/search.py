@@ -1,6 +1,7 @@
 """The k nearest embeddings of all ranks, for the queries of all ranks."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -44,17 +45,12 @@ def top_k(
 ) -> Neighbors:
     """Return the k nearest embeddings of the gallery of all ranks, for this rank's queries.
 
-    Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index. Scores
-    and indices are the same bits for every split of the queries and of the gallery: faiss proposes candidates in float32,
-    their scores are computed in float64 independently of the shapes of blocks, and a query whose neighbours float32 cannot
-    tell from the next ones is compared with the whole gallery.
-
-    Each rank searches in its own embeddings. It holds these, k numbers per query, and blocks of constant size.
+    Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index, and the
+    same bits for every split. Each rank holds its own embeddings, k numbers per query, and blocks of constant size.
 
     Args:
         queries: this rank's queries; ranks may hold different numbers, including zero.
-        gallery: this rank's embeddings to search in, of the dtype of the queries; None for the queries themselves, of
-            which none finds itself. A memory map is read block by block.
+        gallery: this rank's embeddings to search in; None for the other queries. A memory map is read block by block.
         k: number of neighbours.
         excluded: indices into the gallery of all ranks that a query must not find; −1 for none. The same e on every rank.
         normalize: compare cosines; otherwise dot products. float64 embeddings are normalised in float64, others in float32.
@@ -78,8 +74,7 @@ def top_k(
     problem = problem or settings_problem(k=k, normalize=normalize, index=index)
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
-    detached = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    shards = agree_on_shards("top_k", detached, world=world, problem=problem, settings=settings)
+    shards = agree_on_shards("top_k", detached(arguments), world=world, problem=problem, settings=settings)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
@@ -100,6 +95,10 @@ def top_k(
             scores, indices = (torch.cat(block.answered(x), 1) for x in (scores, indices))
             result.scores[block.local], result.indices[block.local] = ordered(scores, indices, k)
     return result
+
+
+def detached(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
 def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | None:
@@ -129,11 +128,9 @@ def overflow_problem(normalize: bool, **rows: Tensor) -> str | None:
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
-    if problem := flag_problem(normalize=normalize):
-        return problem
-    if not (index is None or isinstance(index, ApproximateIndex)):
-        return f"index is an ApproximateIndex or None, got {described(index)}."
-    return None
+    right = index is None or isinstance(index, ApproximateIndex)
+    problem = None if right else f"index is an ApproximateIndex or None, got {described(index)}."
+    return flag_problem(normalize=normalize) or problem
 
 
 def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:

@@ -4,29 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
-from contrastive_zoo.metrics.passes import Judgements, Labels
-from contrastive_zoo.metrics.ranking import KNN, Metric, Ties, names_problem
-from contrastive_zoo.metrics.rounds import ask
-from contrastive_zoo.metrics.search import overflow_problem, rows_problem, settings_problem
+from contrastive_zoo.metrics.ranking import KNN, Graded, Ints, Metric, Ties, names_problem
+from contrastive_zoo.metrics.rounds import Round, ask, local_positions
+from contrastive_zoo.metrics.search import detached, overflow_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import Processes, Shards, World
 
-_GRADES = 1e300
-"""The largest grade: a query has fewer than 1e8 judged items."""
-
+_GRADES = 1e300  # the largest grade: a query has fewer than 1e8 judged items
 ROWS, NUMBERS = ("queries", "gallery"), ("labels", "gallery_labels", "ids", "gallery_ids")
 JUDGED = ("judged_queries", "judged_items", "grades")
-
-
 DEFAULT = ("precision@1", "r_precision", "map@r")
-"""The metrics of an evaluation that names none."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,7 @@ class Evaluation:
     ties: Ties = "pessimistic"
     normalize: bool = True
     index: ApproximateIndex | None = None
+    process_group: Processes = None
 
     @property
     def rows(self) -> Tensor:
@@ -59,7 +55,7 @@ class Evaluation:
         result = {name: x for name in (*ROWS, *NUMBERS) if (x := getattr(self, name)) is not None}
         if isinstance(self.judgements, (list, tuple)) and len(self.judgements) == 3:
             result |= zip(JUDGED, self.judgements, strict=True)
-        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in result.items()}
+        return detached(result)
 
     def shapes_problem(self) -> str | None:
         if (problem := rows_problem(self.queries, self.rows)) is not None:
@@ -67,19 +63,16 @@ class Evaluation:
         for name in NUMBERS:
             x, of = getattr(self, name), self.gallery if name.startswith("gallery") else self.queries
             if x is not None and of is None:
-                name_of_queries = name.removeprefix("gallery_")
-                return (
-                    f"{name} belong to a gallery, got none. Rows that search among themselves have {name_of_queries}."
-                )
+                own = name.removeprefix("gallery_")
+                return f"{name} belong to a gallery, got none. Rows that search among themselves have {own}."
             if x is not None and of is not None and (problem := labels_problem(name, x, len(of))):
                 return problem
         if self.judgements is None:
             return None
         if not isinstance(self.judgements, (list, tuple)) or len(self.judgements) != 3:
             return f"judgements are query ids, gallery ids and grades, three tensors, got {described(self.judgements)}."
-        for name, x in zip(JUDGED, self.judgements, strict=True):
-            if problem := tensor_problem(name, x):
-                return problem
+        if problem := next(filter(None, map(tensor_problem, JUDGED, self.judgements)), None):
+            return problem
         query, item, grade = self.judgements
         if not (query.ndim == 1 and query.shape == item.shape == grade.shape):
             shapes = ", ".join(described(x) for x in self.judgements)
@@ -92,7 +85,6 @@ class Evaluation:
         return faiss_problem() or names_problem(self.metrics) or self.inputs_problem() or self._settings_problem()
 
     def _settings_problem(self) -> str | None:
-        """Return why these settings, of valid metrics, do not go with the arguments."""
         metrics = self.valid_metrics
         problem = settings_problem(normalize=self.normalize, index=self.index) or word_problem("ties", self.ties, Ties)
         if problem is None and self.index is not None and (whole := [x.name for x in metrics if x.whole]):
@@ -102,7 +94,6 @@ class Evaluation:
         return problem or overflow_problem(self.normalize, queries=self.queries, gallery=self.rows)
 
     def inputs_problem(self) -> str | None:
-        """Return why the rows, and what is known about them, do not belong together, in words."""
         if (problem := self.shapes_problem()) is not None:
             return problem
         if self.gallery is None and self.labels is None and self.judgements is None:
@@ -129,19 +120,145 @@ class Evaluation:
         return None
 
 
-class Task(NamedTuple):
-    """This rank's queries and gallery that count, their split over the ranks, what is relevant, and which queries count."""
+class Pairs(NamedTuple):
+    """Relevant pairs, ordered by query: the query within the round, the item of this rank's gallery, and a grade above 0."""
 
-    queries: Tensor
-    gallery: Tensor
-    query_shards: Shards
-    gallery_shards: Shards
-    relevance: Labels | Judgements
-    kept: Bool[Tensor, " n"]
+    query: Int[Tensor, " p"]
+    position: Int[Tensor, " p"]
+    grade: Float[Tensor, " p"]
 
 
-def agreed_task(caller: str, evaluation: Evaluation, world: World) -> Task:
-    """Return the task, agreed on by all ranks; repeated ids and ignored labels do not count."""
+class Question(NamedTuple):
+    """What a rank needs to know about the queries of a round."""
+
+    labels: Int[Tensor, " g"]  # their labels; empty with judgements
+    judged: Pairs  # judged items of this rank, those with a grade above 0; empty with labels
+    excluded: Int[Tensor, "g e"]  # items of this rank that a query must not find; −1 for none
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Relevant is what has the label of the query, with grade 1."""
+
+    queries: Int[Tensor, " n"]
+    gallery: Int[Tensor, " m"]
+    positions: Int[Tensor, " n"] | None  # this rank's queries in the gallery of all ranks; None if they are not there
+    start: int  # the index of this rank's first item in the gallery of all ranks
+
+    def question(self, block: Round) -> Question:
+        labels = block.gathered(self.queries)
+        excluded = torch.empty(len(labels), 0, dtype=torch.int64)
+        if self.positions is not None:
+            excluded = local_positions(block.gathered(self.positions), self.start, len(self.gallery))[:, None]
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Question(labels, Pairs(nothing, nothing, nothing.double()), excluded)
+
+    def labels(self, block: Round) -> Ints:
+        return self.queries[block.local].numpy()
+
+    def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
+        return self.gallery[position]
+
+    def grades(self, block: Round, query: Tensor, values: Tensor) -> Float[Tensor, " p"]:
+        """Return the grades of items with these values, for local queries of the round."""
+        return (self.queries[block.local][query] == values).double()
+
+    def pairs(self, question: Question) -> Pairs:
+        by_label, order = self.gallery.sort(stable=True)
+        first, count = _occurrences(by_label, question.labels)
+        query, offset = expanded(count)
+        position = order[first[query] + offset]
+        kept = (position[:, None] != question.excluded[query]).all(1)
+        return Pairs(query[kept], position[kept], torch.ones(int(kept.sum()), dtype=torch.float64))
+
+    def totals(self, world: World) -> Graded:
+        """Return how many items are relevant to each query: rank ``label mod W`` counts those of a label."""
+        at_home: list[Tensor] = []
+
+        def keep(labels: Tensor) -> Tensor:
+            at_home.append(labels.sort().values)
+            return labels
+
+        ask(self.gallery.remainder(world.size), self.gallery, keep, world)
+        counts = ask(self.queries.remainder(world.size), self.queries, lambda x: _occurrences(at_home[0], x)[1], world)
+        number = (counts - int(self.positions is not None)).numpy()  # a query does not find itself
+        return Graded(np.arange(len(number)), np.ones(len(number)), number)
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """Relevant is what has been judged with a grade above 0; what has a grade below 0 is ignored for the query."""
+
+    query: Int[Tensor, " j"]  # local, in ascending order
+    item: Int[Tensor, " j"]  # ids of items on any rank
+    grade: Float[Tensor, " j"]
+    gallery_ids: Int[Tensor, " m"]
+    world: World
+    caller: str
+
+    def question(self, block: Round) -> Question:
+        begin, end = torch.searchsorted(self.query, torch.tensor([block.local.start, block.local.stop])).tolist()
+        query = self.query[begin:end] - block.local.start + block.shards.start
+        query, item, grade = (block.gathered_unevenly(x) for x in (query, self.item[begin:end], self.grade[begin:end]))
+        by_id, order = self.gallery_ids.sort()
+        place, count = _occurrences(by_id, item)
+        here = count > 0
+        missing = len(item) - sum(x[0] for x in self.world.exchange([int(here.sum())]))
+        if missing:
+            raise ValueError(
+                f"{self.caller}: {missing} of {len(item)} judgements name items that are in no rank's gallery_ids. "
+                "Remove them, or add the rows."
+            )
+        query, position, grade = query[here], order[place[here]], grade[here]
+        counts = torch.bincount(query[grade < 0], minlength=block.shards.total)
+        excluded = torch.full((len(counts), int(counts.max()) if len(counts) else 0), -1)
+        excluded[expanded(counts)] = position[grade < 0]
+        kept = grade > 0
+        return Question(torch.empty(0, dtype=torch.int64), Pairs(query[kept], position[kept], grade[kept]), excluded)
+
+    def labels(self, block: Round) -> Ints:
+        return np.zeros(block.shards.size, np.int64)
+
+    def values(self, question: Question, query: Tensor, position: Tensor) -> Int[Tensor, " p"]:
+        """Return the grades of items, as the bits of float64."""
+        judged, rows = question.judged, max(1, len(self.gallery_ids))
+        keys, order = (judged.query * rows + judged.position).sort()
+        place, count = _occurrences(keys, query * rows + position)
+        grades = torch.zeros(len(query), dtype=torch.float64)
+        grades[count > 0] = judged.grade[order][place[count > 0]]
+        return grades.view(torch.int64)
+
+    def grades(self, block: Round, query: Tensor, values: Tensor) -> Float[Tensor, " p"]:
+        return values.view(torch.float64)
+
+    def pairs(self, question: Question) -> Pairs:
+        return question.judged
+
+    def totals(self, world: World) -> Graded:
+        kept = self.grade > 0
+        query, grade = self.query[kept].numpy(), self.grade[kept].numpy()
+        return Graded(query, grade, np.ones(len(query), np.int64)).ordered(best_first=False)
+
+
+def _occurrences(ascending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each wanted value begins among values in ascending order, and how often it occurs."""
+    first, last = (torch.searchsorted(ascending, wanted, right=right) for right in (False, True))
+    return first, last - first
+
+
+Relevance = Labels | Judgements
+
+
+def expanded(counts: Int[Tensor, " n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
+    """Return for each of Σ counts places whose it is, and its number among them."""
+    owner = torch.repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+
+
+def agreed_task(
+    caller: str, evaluation: Evaluation, world: World
+) -> tuple[Tensor, Tensor, Shards, Shards, Relevance, Bool[Tensor, " n"]]:
+    """Return this rank's queries and gallery that count, their split, what is relevant, and which queries count."""
     leave_one_out = evaluation.gallery is None
     settings = {name: getattr(evaluation, name) for name in ("metrics", "ties", "normalize", "index", "ignore_label")}
     settings |= {"leave one out": leave_one_out}
@@ -167,7 +284,7 @@ def agreed_task(caller: str, evaluation: Evaluation, world: World) -> Task:
             for x, which in ((evaluation.queries, kept), (evaluation.rows, gallery_kept))
         )
         query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
-        relevance: Labels | Judgements
+        relevance: Relevance
         if evaluation.judgements is None:
             positions = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
             relevance = Labels(labels[kept], gallery_labels[gallery_kept], positions, gallery_shards.start)
@@ -176,7 +293,7 @@ def agreed_task(caller: str, evaluation: Evaluation, world: World) -> Task:
             gallery_ids = evaluation.ids if evaluation.gallery_ids is None else evaluation.gallery_ids
             ids_that_count = evaluation.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
             relevance = _judgements(caller, evaluation, *ids_that_count, world)
-    return Task(rows, gallery_rows, query_shards, gallery_shards, relevance, kept)
+    return rows, gallery_rows, query_shards, gallery_shards, relevance, kept
 
 
 def _judgements(caller: str, evaluation: Evaluation, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
