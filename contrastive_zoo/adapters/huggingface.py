@@ -15,18 +15,13 @@ else:
 class ContrastiveTrainerMixin(_Trainer):
     """Train with a loss of the global batch, in every configuration of the Hugging Face Trainer.
 
-    The Trainer expects a sum over tokens that the model has divided by ``num_items_in_batch``, the number of tokens of
-    all processes and accumulation steps. If the model's ``forward`` takes ``**kwargs``, or ``compute_loss_func`` is
-    given, and batches have a column ``labels``, the Trainer multiplies the loss by the number of processes
-    (``average_tokens_across_devices=True``) and does not divide it by the number of accumulation steps. Both are wrong
-    for a mean. With the mixin the Trainer never counts tokens: the loss is not multiplied, and it is divided by the
-    number of accumulation steps.
+    The Trainer expects a sum over tokens. For batches with ``labels`` it may multiply the loss by the number of processes
+    (``average_tokens_across_devices=True``), and not divide it by the number of accumulation steps. Both are wrong for a
+    mean. With the mixin the Trainer never counts tokens.
 
-    The parameters of a loss outside the model are trained as well. If ``compute_loss_func`` is a ``nn.Module``, it moves
-    to the Trainer's device, and its parameters join the optimizer that the Trainer creates, without weight decay. All
-    gradients of the optimizer are cleared after each step; ``model.zero_grad()`` of the Trainer clears those of the model
-    only. Two things remain with the model: ``max_grad_norm`` clips the gradients of the model, and checkpoints hold the
-    parameters of the model. A loss inside the model has neither limit.
+    If ``compute_loss_func`` is a ``nn.Module``, it moves to the Trainer's device, and its parameters join the optimizer that
+    the Trainer creates, without weight decay. ``max_grad_norm`` and checkpoints know the parameters of the model only; a
+    loss inside the model has neither limit.
 
     Place the mixin before the Trainer among the base classes. A method ``compute_loss`` of your own works as well.
 
@@ -57,10 +52,9 @@ class ContrastiveTrainerMixin(_Trainer):
         """
         is_given = self.optimizer is not None
         self.optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        if not isinstance(self.loss_function, nn.Module):
-            return self.optimizer
+        of_loss = self.loss_function.parameters() if isinstance(self.loss_function, nn.Module) else ()
         known = {x for group in self.optimizer.param_groups for x in group["params"]}
-        missing = [x for x in self.loss_function.parameters() if x.requires_grad and x not in known]
+        missing = [x for x in of_loss if x.requires_grad and x not in known]
         if missing and is_given:
             raise ValueError(
                 f"{type(self).__name__}: the optimizer lacks {len(missing)} parameters of compute_loss_func. Create it "

@@ -23,11 +23,9 @@ class ClipLoss(nn.Module):
     """Compute :class:`contrastive_zoo.Clip` by the call of open_clip's ``ClipLoss``.
 
     Called as ``loss(**model(images, texts), output_dict=True)``, with open_clip's names: ``image_features`` and
-    ``text_features``, [n, d], as the model normalises them; ``logit_scale``, 1/t > 0, with one element, which the model has
-    made of its parameter. n may differ between ranks. The value is that of open_clip's loss on one process that holds all
-    ranks' pairs, as ``{"contrastive_loss": value}``, or the tensor itself without ``output_dict``. The gradients of the
-    model, its scale included, are those of that process after the gradient all-reduce. A ``logit_bias`` cancels in
-    the softmax; its gradient is 0.
+    ``text_features``, [n, d], normalised; ``logit_scale``, 1/t > 0, with one element. n may differ between ranks. The value
+    is that of open_clip's loss on one process with all pairs, as ``{"contrastive_loss": value}``, or the tensor itself
+    without ``output_dict``. So are the gradients, that of the scale included. A ``logit_bias`` has the gradient 0.
 
     Args:
         options: those of :class:`contrastive_zoo.DistributedLoss`, such as ``process_group`` and ``ring``. open_clip's

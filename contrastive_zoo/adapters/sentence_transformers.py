@@ -1,11 +1,8 @@
 """Losses of sentence-transformers on the sentences of all ranks, with unchanged calls and trainers.
 
-Such a loss holds its encoder and calls it on tokens. Tokens are not gathered: during the call the encoder returns all
-ranks' embeddings of a column, gathered in rank order. Every rank then computes the same loss from them, and so holds the
-complete gradient. A loss with a gradient cache embeds mini-batches, of which ranks may have different numbers: here its
-``calculate_loss`` takes all ranks' embeddings, and each rank's backward pass embeds its own mini-batches again. Other than
-in DistributedLoss, the loss does not see one process: the encoder in it sends messages of its own (SyncBatchNorm, FSDP),
-and a loss that gathers is refused.
+Such a loss holds its encoder and calls it on tokens. During the call the encoder returns all ranks' embeddings of a column;
+every rank then computes the same loss. Of a loss with a gradient cache, ``calculate_loss`` takes all ranks' embeddings. The
+loss does not see one process: the encoder in it sends messages of its own (SyncBatchNorm, FSDP).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,44 +32,34 @@ from contrastive_zoo.wrapper.distributed import LossAttributes
 from contrastive_zoo.wrapper.options import GradReduction
 
 ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
-_OF_SAMPLES = (
-    "sentence_embedding",
-    "sentence_embedding_backbone",
-    *(f"decoded_embedding_{name}" for name in ("k", "4k", "aux", "k_pre_bias")),
-)
-"""What losses read of an encoder's output; those after the first are a SparseAutoEncoder's."""
+# what losses read of an encoder's output; those after the first are a SparseAutoEncoder's
+_OF_SPARSE = ("sentence_embedding_backbone", *(f"decoded_embedding_{x}" for x in ("k", "4k", "aux", "k_pre_bias")))
+_OF_SAMPLES = ("sentence_embedding", *_OF_SPARSE)
 _OF_TOKENS = "token_embeddings", "attention_mask"  # of a MultiVectorEncoder's output
 
 
 class DistributedSentenceLoss(LossAttributes):
     """Compute a loss of sentence-transformers on the sentences of all ranks.
 
-    Let L be the value of ``loss(sentence_features, labels)`` on one process that holds all ranks' sentences in rank
-    order. For every split of these, every rank returns L. After the gradient all-reduce of DDP the encoder's gradient
-    is ∂L/∂θ. The gradient of the loss's own parameters (a classifier, a projection) is ∂L/∂φ on every rank, before any
-    reduction. The first call with several ranks copies these parameters and the loss's buffers from rank 0. One process
-    computes ``loss`` unchanged.
+    Every rank returns the value L of ``loss(sentence_features, labels)`` on one process with all ranks' sentences. After
+    DDP's gradient all-reduce the encoder's gradient is ∂L/∂θ. The gradient of the loss's own parameters is ∂L/∂φ on every
+    rank, before any reduction; the first call copies them, and buffers, from rank 0.
 
-    The wrapper has the loss's attributes, so a trainer works unchanged: it replaces ``model`` by DDP (whatever name the
-    loss gives its encoder) and reads ``get_config_dict()``, ``citation`` and parameters. Of losses that contain others
-    (MatryoshkaLoss) wrap the outermost one. Each rank draws its own dropout masks in the encoder.
+    The wrapper has the loss's attributes, so a trainer works unchanged. Of losses that contain others (MatryoshkaLoss)
+    wrap the outermost one. Each rank draws its own dropout masks in the encoder.
 
     Args:
         loss: any loss around a ``SentenceTransformer``, ``SparseEncoder`` or ``MultiVectorEncoder``, with a gradient cache
             (``Cached…``) or without.
-        process_group: the ranks: a process group, a 1-d DeviceMesh, or None for the default group at the time of the
-            call.
-        grad_reduction: how the trainer reduces the ranks' gradients; ``SentenceTransformerTrainer`` averages them,
-            ``"mean"``. ``"sum"``: a sum communication hook, a divide factor of 1.
+        process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
+        grad_reduction: what the trainer does with gradients; ``SentenceTransformerTrainer`` averages them, ``"mean"``.
         check_finite: whether embeddings with NaN or infinite values are refused.
 
     Raises:
-        ValueError: an unknown ``grad_reduction``; a loss without such an encoder, one with
-            ``gather_across_devices=True``, one that trains two encoders or a decoder, a loss with a gradient cache
-            inside one without, a loss of a ``MultiVectorEncoder`` that embeds chunks (``mini_batch_size``) without a
-            gradient cache. At the call with several ranks, on every rank alike: ranks that differ in columns, widths or
-            dtypes, columns or labels that are not one per sample, NaN or infinite embeddings, an empty global batch;
-            ``AdaptiveLayerLoss`` around a compiled encoder.
+        ValueError: an unknown ``grad_reduction``; a loss without such an encoder, one that gathers, trains two encoders or
+            a decoder, or embeds chunks otherwise than by a gradient cache of its own. At the call with several ranks, on
+            every rank alike: ranks that differ in columns, widths or dtypes, columns or labels that are not one per
+            sample, NaN or infinite embeddings, an empty global batch; ``AdaptiveLayerLoss`` around a compiled encoder.
 
     Examples:
         >>> import torch
@@ -100,10 +87,8 @@ class DistributedSentenceLoss(LossAttributes):
         if problem := _problem(loss, encoders):
             raise ValueError(f"DistributedSentenceLoss: {type(loss).__name__} {problem}")
         # first, so that the encoder's parameters have the same names as in the bare loss
-        self.model: nn.Module = encoders["model"] if "model" in encoders else next(iter(encoders.values()))
-        self.process_group = process_group
-        self.grad_reduction = grad_reduction
-        self.check_finite = check_finite
+        self.model: nn.Module = encoders.get("model", next(iter(encoders.values())))
+        self.process_group, self.grad_reduction, self.check_finite = process_group, grad_reduction, check_finite
         self.loss = loss
         self._guides = [x for x in encoders.values() if x is not self.model]
         self._cached = next((x for x in loss.modules() if _is_cached(x)), None)
@@ -305,7 +290,7 @@ def _gathered(
 
 @contextmanager
 def _patched(module: nn.Module, name: str, patch: Callable[..., Any]) -> Iterator[None]:
-    """Run the body with the method ``module.name(…)`` replaced by ``patch(method, …)``."""
+    """Context manager: the method ``module.name(…)`` is ``patch(method, …)``."""
     method, of_instance = getattr(module, name), vars(module).get(name)
     setattr(module, name, lambda *args, **kwargs: patch(method, *args, **kwargs))
     try:

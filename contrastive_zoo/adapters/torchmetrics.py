@@ -12,15 +12,11 @@ from contrastive_zoo.metrics.retrieval import STATES, RetrievalMetrics
 class RetrievalMetric(RetrievalMetrics, torchmetrics.Metric):  # type: ignore[misc]  # both merge states and forward batches
     """:class:`contrastive_zoo.metrics.RetrievalMetrics` as a torchmetrics metric.
 
-    What is collected are registered states, so metrics of a ``MetricCollection`` collect it once (``compute_groups``), and
-    ``merge_state`` and pickles hold it. Several names are computed in one search. ``compute`` communicates by itself, and
-    states are not gathered. Lightning computes and resets it at the end of the epoch: ``self.log("map@r", self.metric)``;
-    of several names, log ``self.metric.compute()`` by ``self.log_dict``. A batch by itself has no value: ``forward``
-    returns None.
+    Metrics of a ``MetricCollection`` collect embeddings once (``compute_groups``). ``compute`` communicates by itself.
+    Lightning computes and resets it at the end of the epoch: ``self.log("map@r", self.metric)``; of several names, log
+    ``self.metric.compute()`` by ``self.log_dict``. ``forward`` returns None.
 
-    Where torchmetrics' own metrics differ: ``RetrievalMAP(top_k=k)`` divides by the relevant items among the first k, and
-    ``map@k`` by all of them; a query without a relevant item counts as 0 there (``empty_target_action="neg"``), and does
-    not count here.
+    Other than in ``RetrievalMAP(top_k=k)``, ``map@k`` divides by all relevant items, and a query without any does not count.
 
     Args:
         metrics: one name, for which ``compute`` returns a number, or a list, for which it returns numbers by name.

@@ -49,8 +49,7 @@ class Arguments:
         if self.tree is not None:
             names = list(dict.fromkeys(path.partition("[")[0] for path in paths))
             paths.sort(key=lambda path: (names.index(path.partition("[")[0]), path))
-        leaves = ((path, self.leaves[path]) for path in paths)
-        tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
+        tensors = {path: x for path in paths if isinstance(x := self.leaves[path], Tensor) and x.ndim > 0}
         return tensors if self.roles is NO_ROLES else self.roles.of_rows(tensors)
 
     @cached_property
@@ -65,7 +64,7 @@ class Arguments:
 
     @property
     def padded_sizes(self) -> list[int]:
-        """The size of each dimension that is padded; 0 where there are no rows, since none is needed there."""
+        """The size of each dimension that is padded; 0 where there are no rows."""
         return [self.rows[path].shape[dim] if len(self.rows[path]) else 0 for path, dim in self._padded_dims]
 
     @property

@@ -20,11 +20,8 @@ BUCKET_BYTES = 25 * 2**20  # gradients are sent together in messages of about th
 def average_gradients(module: nn.Module, process_group: Processes = None) -> None:
     """Replace every gradient of ``module`` by its mean over all ranks: what DDP does during the backward pass.
 
-    Equal to ``p.grad = all_reduce(p.grad) / W`` for every parameter p. A parameter without a gradient on some
-    ranks counts as zero there; a parameter without a gradient on all ranks keeps none.
-
-    Call it after ``backward()`` and before ``optimizer.step()``, on every rank. It averages, so ``DistributedLoss`` keeps
-    its default, ``grad_reduction="mean"``.
+    Call it after ``backward()`` and before ``optimizer.step()``, on every rank, with ``grad_reduction="mean"``, the default
+    of ``DistributedLoss``. A missing gradient counts as zero; where all ranks miss it, it stays missing.
 
     Args:
         module: a module with equal parameters on every rank.
@@ -45,19 +42,16 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
     world = World.of(process_group, "average_gradients")
     if (problem := _module_problem(module)) is not None:
         refuse("average_gradients", problem, world=world)
-    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    parameters = list(named.values())
-    kinds = {name: described(parameter) for name, parameter in named.items()}
+    named = {name: x for name, x in module.named_parameters() if x.requires_grad}
+    parameters, kinds = list(named.values()), {name: described(x) for name, x in named.items()}
     agree_on_shards("average_gradients", {}, world=world, settings=kinds)
     if world.size == 1 or not parameters:
         return
     with torch.no_grad():
-        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        has = torch.tensor([x.grad is not None for x in parameters], dtype=torch.int32)
         anywhere = sum_over_ranks(has.to(world.device), gradient="complete", world=world).tolist()
-        touched = [parameter for parameter, ranks in zip(parameters, anywhere, strict=True) if ranks]
-        for bucket in _buckets(touched):
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+        for bucket in _buckets([x for x, ranks in zip(parameters, anywhere, strict=True) if ranks]):
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
             parts = reduced_everywhere(flat, "mean", world).split([p.numel() for p in bucket])
             for parameter, mean in zip(bucket, parts, strict=True):
                 if parameter.grad is None:

@@ -4,8 +4,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,6 @@ from contrastive_zoo.ranks.compiling import Function
 from contrastive_zoo.ranks.world import World
 
 
-def random_states(devices: Iterable[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
-
-
 def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
     torch.set_rng_state(states[0])
     for state, device in zip(states[1:], devices, strict=True):
@@ -31,7 +26,7 @@ def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device])
 
 @contextmanager
 def buffers_before(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Run the body; then yielded are the values before it of the buffers that it changes, such as BatchNorm's statistics."""
+    """Context manager: yields a dict that gets the former values of the buffers that the body changes."""
     before: dict[str, Tensor] = {}
     changed: dict[str, Tensor] = {}
 
@@ -50,7 +45,7 @@ def buffers_before(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Run the body; afterwards buffers have the values that they had before."""
+    """Context manager: restores buffers, such as BatchNorm's statistics."""
     with buffers_before(module) as before:
         yield
     set_buffers(module, before)
@@ -83,7 +78,7 @@ def has_samples(x: Any) -> bool:
 
 
 def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors at which a graph ends: of FSDP the gathered parameters, which the module does not keep."""
+    """Return the tensors at which a graph ends: with FSDP the gathered parameters, which the module does not keep."""
     nodes: dict[Any, None] = dict.fromkeys(x.grad_fn for x in outputs)
     remaining = list(nodes)
     while remaining:
@@ -93,13 +88,6 @@ def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
-@dataclass
-class LastReduction:
-    """The backward pass in which ZeRO 3 has last reduced an encoder's gradients."""
-
-    backward_pass: int = -1
-
-
 class ChunkedEncoder:
     """An encoder, its chunks, and the state that the second pass restores."""
 
@@ -107,8 +95,9 @@ class ChunkedEncoder:
     sizes: list[list[int]]  # of each chunk, the number of embeddings of each output tensor
     repetitions = 0  # of the last chunk, without effect, where other ranks have more chunks
 
-    def __init__(self, model: nn.Module, chunks: list[Chunk], last_reduction: LastReduction | None = None) -> None:
-        self.model, self.chunks, self.last_reduction = model, chunks, last_reduction or LastReduction()
+    def __init__(self, model: nn.Module, chunks: list[Chunk], last_reduction: list[int] | None = None) -> None:
+        # with ZeRO 3, the backward pass in which gradients were reduced last
+        self.model, self.chunks, self.last_reduction = model, chunks, last_reduction or [-1]
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
@@ -116,9 +105,12 @@ class ChunkedEncoder:
         self.buffers: Mapping[str, Tensor] = {}  # before the first pass, those that it changes
         self.random_states: list[list[Tensor]] = []  # before each chunk of the first pass
 
+    def _random_numbers_kept(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(self.devices, device_type=self.devices[0].type if self.devices else "cuda")
+
     @contextmanager
     def _autocast_of_construction(self) -> Iterator[None]:
-        """Run the body without autocast's cache, which would pass on weights that were cast without a graph."""
+        """Context manager: without autocast's cache, which would pass on weights that were cast without a graph."""
         with ExitStack() as stack:
             for kind in self.autocast:
                 stack.enter_context(torch.autocast(*kind, cache_enabled=False))
@@ -129,20 +121,19 @@ class ChunkedEncoder:
         result = []
         with torch.no_grad(), self._autocast_of_construction(), buffers_before(self.module) as self.buffers:
             for chunk in self.chunks:
-                self.random_states.append(random_states(self.devices))
+                of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
+                self.random_states.append([torch.get_rng_state(), *of_devices])
                 leaves, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
                 result.append(leaves)
-            present_states = random_states(self.devices)
-            with buffers_kept(self.module):
+            with self._random_numbers_kept(), buffers_kept(self.module):
                 for _ in range(self.repetitions):
                     self.model(*self.chunks[-1].args, **self.chunks[-1].kwargs)
-            set_random_states(present_states, self.devices)
         self.sizes = [[len(x) for x in leaves] for leaves in result]
         return [torch.cat(parts) for parts in zip(*result, strict=True)]
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients the node returns: none if hooks of DDP, FSDP or ZeRO 3 collect them."""
+        """The parameters whose gradients the node returns: none if hooks of DDP, FSDP or ZeRO 3 collect them."""
         hooked = self._is_sharded or self._partitioned or any(hasattr(x, "no_sync") for x in self.model.modules())
         return [] if hooked else [x for x in self.model.parameters() if x.requires_grad]
 
@@ -153,12 +144,12 @@ class ChunkedEncoder:
 
     @property
     def _partitioned(self) -> list[Any]:
-        """Return the trainable parameters that stage 3 of ZeRO gathers for each module, and whose gradients it reduces."""
+        """The trainable parameters that stage 3 of ZeRO gathers for each module, and whose gradients it reduces."""
         return [x for x in self.model.parameters() if x.requires_grad and hasattr(x, "ds_id")]
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Run the body such that gradients add up on this rank; ZeRO 3 reads a mark of each parameter."""
+        """Context manager: gradients add up on this rank; ZeRO 3 reads a mark of each parameter."""
         parameters = self._partitioned
         with getattr(self.model, "no_sync", nullcontext)():
             for x in parameters:
@@ -171,9 +162,9 @@ class ChunkedEncoder:
 
     @contextmanager
     def _reduced(self) -> Iterator[None]:
-        """Run the body, in which hooks reduce gradients; those of ZeRO 3 only once, of parameters that the body uses."""
+        """Context manager: hooks reduce gradients; those of ZeRO 3 only once, of parameters that the body uses."""
         parameters, arrived = self._partitioned, set[Tensor]()
-        if parameters and self.last_reduction.backward_pass == backward_pass():
+        if parameters and self.last_reduction == [backward_pass()]:
             raise ValueError(
                 "GradCache: ZeRO stage 3 reduces an encoder's gradients once in a backward pass, got two calls of it. "
                 "Encode all samples by one call, such as encode(torch.cat([view1, view2])).chunk(2)."
@@ -184,7 +175,7 @@ class ChunkedEncoder:
         finally:
             for handle in handles:
                 handle.remove()
-        self.last_reduction.backward_pass = backward_pass()
+        self.last_reduction[0] = backward_pass()
         for x in parameters:
             # DeepSpeed itself completes the gradients of its leaf modules
             if x.grad is not None and x not in arrived and not hasattr(x, "ds_z3_leaf_module"):
@@ -194,29 +185,23 @@ class ChunkedEncoder:
                 )
 
     def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
-        """Run the second pass: each chunk with a graph, and its outputs' gradients through that graph.
-
-        Gradients of :attr:`parameters` are added to ``totals``. With ``sync`` hooks of DDP or FSDP reduce all gradients
-        during the last chunk; they reduce none during the others.
-        """
+        """Run the second pass, which adds gradients to ``totals``; with ``sync`` hooks reduce them during the last chunk."""
         sizes = zip(*self.sizes, strict=True)
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
         chunks = list(zip(self.chunks, self.random_states, zip(*by_output, strict=True), strict=True))
-        present_states = random_states(self.devices)
-        _, _, of_last = chunks[-1]
-        repeated = self.chunks[-1], self.random_states[-1], tuple(map(torch.zeros_like, of_last))
+        repeated = self.chunks[-1], self.random_states[-1], tuple(map(torch.zeros_like, chunks[-1][2]))
         present = dict(self.module.named_buffers())
         after = {name: present[name].clone() for name in self.buffers}
         set_buffers(self.module, self.buffers)
-        try:
-            with buffers_kept(self.module):
-                for _ in range(self.repetitions):
-                    self._run_again(*repeated, totals, False)
-            for index, chunk in enumerate(chunks):
-                self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
-        finally:
-            set_buffers(self.module, after)
-            set_random_states(present_states, self.devices)
+        with self._random_numbers_kept():
+            try:
+                with buffers_kept(self.module):
+                    for _ in range(self.repetitions):
+                        self._run_again(*repeated, totals, False)
+                for index, chunk in enumerate(chunks):
+                    self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
+            finally:
+                set_buffers(self.module, after)
 
     def _run_again(
         self,
@@ -247,24 +232,22 @@ class ChunkedEncoder:
     def agree_on_passes(self, caller: str, world: World, sizes: Sequence[int]) -> None:
         """Repeat the last chunk where other ranks have more: in a forward pass FSDP gathers parameters, DDP sends buffers.
 
-        A rank without any chunk gets an empty one, shaped as another rank's. Every rank calls it with all numbers of chunks.
+        A rank without any chunk gets an empty one, shaped as another rank's.
         """
         if min(sizes) == 0:
-            self._add_empty_chunk(caller, world)
+            texts = world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-")
+            layout = next(text for text in texts if text != "-")
+            if not layout:
+                raise ValueError(
+                    f"{caller}: a rank has no chunk, and the chunks of other ranks do not consist of tensors alone, so that "
+                    "no empty one can be shaped as they are. Pass an empty chunk there, such as x[:0]."
+                )
+            if not self.chunks:
+                tree, tensors = json.loads(layout)
+                device = next((x.device for x in self.model.parameters()), None)
+                empty = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in tensors]
+                self.chunks.append(Chunk(*tree_unflatten(empty, treespec_loads(tree))))
         self.repetitions = max(sizes) - len(self.chunks)
-
-    def _add_empty_chunk(self, caller: str, world: World) -> None:
-        layouts = [text for text in world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-") if text != "-"]
-        if not layouts[0]:
-            raise ValueError(
-                f"{caller}: a rank has no chunk, and the chunks of other ranks do not consist of tensors alone, so that "
-                "no empty one can be shaped as they are. Pass an empty chunk there, such as x[:0]."
-            )
-        if not self.chunks:
-            tree, tensors = json.loads(layouts[0])
-            device = next((x.device for x in self.model.parameters()), None)
-            empty = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in tensors]
-            self.chunks.append(Chunk(*tree_unflatten(empty, treespec_loads(tree))))
 
 
 def _layout(chunk: Chunk) -> str:

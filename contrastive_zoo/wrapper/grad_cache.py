@@ -1,14 +1,7 @@
 """Large batches in small memory: the encoder holds the activations of one chunk and recomputes them for the gradient.
 
-A contrastive loss needs all embeddings at once, but the encoder does not: given ∂L/∂z, the gradient of its parameters is
-a sum over samples. So the encoder runs twice, one chunk at a time:
-
-    first pass      z_c = f(x_c)  for every chunk c, without a graph
-    the loss        L(z; φ), and its backward pass as far as  g = ∂L/∂z
-    second pass     z_c = f(x_c)  again, with a graph;  ∂L/∂θ += ⟨g_c, ∂z_c/∂θ⟩
-
-Both passes are one node of the autograd graph: the first is its forward, the second its backward. Everything else
-(factors on the loss, a GradScaler, parameters of the loss) is ordinary autograd.
+The encoder runs twice, one chunk at a time: without a graph for the embeddings z, of which the loss needs all, and once
+more with a graph for ∂L/∂θ = Σ_c ⟨∂L/∂z_c, ∂z_c/∂θ⟩. Both passes are one node of the autograd graph.
 
 Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
 """
@@ -29,7 +22,7 @@ from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_probl
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, World
-from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, LastReduction, encode_all, has_samples
+from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
 from contrastive_zoo.wrapper.token_chunks import mask_parts, mask_problem
 
 
@@ -44,10 +37,8 @@ def cached_step(
     """Run forward and backward of ``loss_fn(model(all chunks), *targets)``, with the activations of one chunk at a time.
 
     The gradients are those of ``loss_fn(torch.cat([model(x) for x in chunks]), *targets).backward()``: both passes draw
-    the same dropout masks under the same autocast, and buffers are updated once. DDP and FSDP2 reduce gradients once,
-    during the last chunk; without them, call :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold
-    different numbers of chunks, including none. Those with fewer repeat a chunk without effect, because a forward
-    pass may communicate: FSDP gathers parameters, DDP sends buffers. A rank without any runs the model on an empty chunk.
+    the same dropout masks, and buffers are updated once. DDP and FSDP2 reduce gradients once; without them, call
+    :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold different numbers of chunks, including none.
 
     Args:
         model: an encoder, or a sequence of encoders, one for each tower. A module may return several tensors.
@@ -119,21 +110,17 @@ def _step_problem(models: Sequence[Any], sequences: Any, loss_fn: object, severa
 class GradCache(nn.Module):
     """An encoder that holds the activations of ``chunk_size`` samples at a time; it is called like the encoder itself.
 
-    Its output is the encoder's. In the backward pass the encoder runs again chunk by chunk, as :func:`cached_step`
-    describes. Use it where a trainer calls ``backward``:
+    In the backward pass the encoder runs again chunk by chunk, as in :func:`cached_step`. Use it where a trainer calls
+    ``backward``; DDP may be inside of it or around it:
 
         encode = GradCache(DistributedDataParallel(encoder), chunk_size=64)
-        loss = loss_fn(encode(images), labels)
-        loss.backward()
-
-    DDP may also wrap it, as in trainers that wrap the whole model.
+        loss_fn(encode(images), labels).backward()
 
     With ``chunk_tokens`` the encoder takes a keyword ``attention_mask``, [n, tokens], padded on one side. Chunks are those
-    of :func:`contrastive_zoo.data.token_chunks`, cut to their longest sample: all tensors [n, tokens, …] lose the columns
-    that are padding in the whole chunk. Embeddings have the order of the input.
+    of :func:`contrastive_zoo.data.token_chunks`: all tensors [n, tokens, …] are cut to their longest sample.
 
     Encode two views by one call, ``encode(torch.cat([view1, view2])).chunk(2)``: then gradients are reduced once. Under
-    ``torch.no_grad()`` it is the encoder, chunk by chunk, and ranks do not wait for each other.
+    ``torch.no_grad()`` ranks do not wait for each other.
 
     Args:
         model: the encoder, with or without DDP around it.
@@ -144,10 +131,10 @@ class GradCache(nn.Module):
 
     Raises:
         ValueError: a chunk size below 1, or not one of ``chunk_size`` and ``chunk_tokens``. At the call, on every rank
-            alike: tensors that differ in their numbers of samples, no tensor at all, inputs that need a gradient, an
-            attention mask that is missing or padded on both sides, or a sample longer than ``chunk_tokens``. On its rank:
-            an encoder without one embedding per sample, with ``chunk_tokens``. In the backward pass, with stage 3 of ZeRO: a
-            second call of the encoder in it, or a last chunk that does not use a parameter of the others.
+            alike: tensors that differ in their numbers of samples, no tensor, inputs that need a gradient, a mask that is
+            missing or padded on both sides, or a sample longer than ``chunk_tokens``. On its rank: with ``chunk_tokens``, an
+            encoder without one embedding per sample. In the backward pass, with ZeRO 3: a second call of the encoder, or a
+            last chunk that does not use a parameter of the others.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
@@ -175,10 +162,9 @@ class GradCache(nn.Module):
                 "GradCache: a torch.nn.Module and at least one row a chunk, or one token, got "
                 f"{type(model).__name__}, chunk_size={described(chunk_size)} and chunk_tokens={described(chunk_tokens)}."
             )
-        self.model = model
+        self.model, self.process_group = model, process_group
         self.chunk_size, self.chunk_tokens = chunk_size, chunk_tokens
-        self.process_group = process_group
-        self._last_reduction = LastReduction()
+        self._last_reduction = [-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the encoder's output for all samples.
@@ -189,9 +175,7 @@ class GradCache(nn.Module):
         """
         leaves, tree = tree_flatten((args, kwargs))
         counts = {len(x) for x in leaves if has_samples(x)}
-        problem = None
-        if len(counts) != 1:
-            problem = f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."
+        problem = None if len(counts) == 1 else f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."
         sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout is not torch.strided]
         if sparse:  # before they are split
             refuse("GradCache", tensor_problem("each input", sparse[0]) or "", world=World.of(self.process_group))

@@ -17,17 +17,14 @@ class Roles:
     """The arguments that have a role, by name or path; a name stands for all that a tuple, list or dict of it holds."""
 
     shared: tuple[str, ...] = ()  # those that are equal on every rank, which each rank computes with its own of
+    # the dimension that counts samples; 0 states that an argument holds samples although it is equal on every rank
     batch_dim: Mapping[str, int] = field(default_factory=dict)
-    """The dimension that counts samples; 0 states that an argument holds samples although it is equal on every rank."""
+    # by path, dimensions whose sizes may differ between ranks; gathered rows are padded to the largest
     pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By path, dimensions whose sizes may differ between ranks; gathered rows are padded to the largest."""
 
     def __str__(self) -> str:
         # sorted: ranks compare it, and a set or a dict may stand in another order on each
-        shared, dims = (
-            ", ".join(x) for x in (map(repr, self.shared), (f"{k!r}: {v}" for k, v in sorted(self.batch_dim.items())))
-        )
-        return f"shared={{{shared}}}, batch_dim={{{dims}}}"
+        return f"shared={{{', '.join(map(repr, self.shared))}}}, batch_dim={dict(sorted(self.batch_dim.items()))}"
 
     def is_shared(self, path: str) -> bool:
         return any(_covers(name, path) for name in self.shared)
@@ -38,12 +35,12 @@ class Roles:
 
     def with_rows_first(self, path: str, x: Any) -> Any:
         """A tensor with its rows in dimension 0; anything else, and a tensor without that dimension, unchanged."""
-        dim = self.dim(path) if self.batch_dim else None
+        dim = self.dim(path)
         return x.movedim(dim, 0) if dim and isinstance(x, Tensor) and dim < x.ndim else x
 
     def with_rows_back(self, path: str, rows: Tensor) -> Tensor:
         """What :meth:`with_rows_first` moved, where it was and contiguous, as a loss may view it in another shape."""
-        dim = self.dim(path) if self.batch_dim else None
+        dim = self.dim(path)
         return rows.movedim(0, dim).contiguous() if dim else rows
 
     def of_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,8 +51,8 @@ class Roles:
         for option in ("pad_dims", "shared", "batch_dim"):
             for name in getattr(self, option):
                 if name not in leaves and (option == "pad_dims" or not any(_covers(name, path) for path in leaves)):
-                    passed = ", ".join(leaves)
-                    return f"{option} names {name}, which is no argument of this call. Its arguments are {passed}."
+                    names = ", ".join(leaves)
+                    return f"{option} names {name}, which is no argument of this call. Its arguments are {names}."
         dims = [("pad_dims", path, of_path) for path, of_path in self.pad_dims.items()]
         dims += [("batch_dim", path, (dim,)) for path in leaves if (dim := self.dim(path)) is not None]
         for option, path, of_path in dims:
@@ -79,8 +76,8 @@ def roles_of(
     """Return the options as roles; refuse what they cannot be, and any of them for a loss that takes none."""
     names = () if shared is None else shared
     dims = {} if batch_dim is None else batch_dim
-    widths = dict(pad_dims) if isinstance(pad_dims, Mapping) else {}
-    padded = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in widths.items()}
+    widths = pad_dims.items() if isinstance(pad_dims, Mapping) else ()
+    padded = {name: (x,) if isinstance(x, int) else tuple(x) for name, x in widths}
     is_wrong = pad_dims is not None and not isinstance(pad_dims, Mapping)
     if is_wrong or not all(x and all(is_integer(i, at_least=1) for i in x) for x in padded.values()):
         raise ValueError(
@@ -127,16 +124,12 @@ Counts = Mapping[str, Sequence[int]]  # the number of samples on each rank, by a
 
 
 def has_own_count(path: str, counts: Counts) -> bool:
-    """Return whether an argument pairs with no other one: neither has k rows for each row of the other."""
+    """Return whether no other argument has k rows for each of this one's, or the reverse, as views in one tensor have."""
     others = [sizes for other, sizes in counts.items() if other != path]
-    return bool(others) and not any(_counts_alike(counts[path], sizes) for sizes in others)
-
-
-def _counts_alike(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether one has k rows for each row of the other, as two views in one tensor do."""
-    least, most = sorted((tuple(sizes), tuple(others)), key=sum)
-    factor = sum(most) // max(sum(least), 1)
-    return most == tuple(factor * size for size in least)
+    ordered = [sorted((tuple(counts[path]), tuple(sizes)), key=sum) for sizes in others]
+    return bool(others) and not any(
+        most == tuple(sum(most) // max(sum(least), 1) * x for x in least) for least, most in ordered
+    )
 
 
 def stacked_views(shapes: Mapping[str, Sequence[int]], counts: Counts, paths: Collection[str]) -> str | None:

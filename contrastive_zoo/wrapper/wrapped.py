@@ -23,10 +23,7 @@ def unwrapped_miner(caller: str, miner: Any, *, process_group: Any = None) -> An
 
 
 def unwrapped(caller: str, role: str, x: Any) -> Any:
-    """Return a loss or a miner without its outermost wrapper, as ``role`` says.
-
-    No module inside of it is a wrapper. One that torch does not know as a part, as in a function, sees one process.
-    """
+    """Return a loss or a miner, as ``role`` says, without its outermost wrapper; refuse wrappers inside of it."""
     if isinstance(x, type):
         raise ValueError(
             f"{caller}: a {role} is an instance, got the class {x.__name__}. Pass an instance, {x.__name__}(...)."
