@@ -24,8 +24,8 @@ class ClipLoss(nn.Module):
 
     Called as ``loss(**model(images, texts), output_dict=True)``, with open_clip's names: ``image_features`` and
     ``text_features``, [n, d], normalised; ``logit_scale``, 1/t > 0, with one element. n may differ between ranks. The value
-    is that of open_clip's loss on one process with all pairs, as ``{"contrastive_loss": value}``, or the tensor itself
-    without ``output_dict``. So are the gradients, that of the scale included. A ``logit_bias`` has the gradient 0.
+    and the gradients, that of the scale included, are those of open_clip's loss on one process with all pairs. The result is
+    ``{"contrastive_loss": value}``, or the tensor itself without ``output_dict``. A ``logit_bias`` has the gradient 0.
 
     Args:
         options: those of :class:`contrastive_zoo.DistributedLoss`, such as ``process_group`` and ``ring``. open_clip's
@@ -188,8 +188,6 @@ class DistillClipLoss(ClipLoss):
 
 
 class _MeanOverTokens(Loss):
-    """Divide the sum of all samples' losses by the number of their tokens."""
-
     def inputs(self, losses: Tensor, tokens: Tensor) -> Inputs:
         return Inputs({"losses": losses, "tokens": tokens})
 

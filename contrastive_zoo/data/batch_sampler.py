@@ -38,11 +38,8 @@ class Where(TypedDict, total=False):
 
 @lru_cache(maxsize=1024)  # most batches of an epoch have one size
 def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
-    """Return W + 1 bounds: rank r takes samples ``bounds[r]`` … ``bounds[r + 1] − 1`` of ``total``.
-
-    ``bounds[r] = ⌈total · (w₀ + … + wᵣ₋₁) / (w₀ + … + w_W₋₁)⌉``, computed with fractions, so that no rounding depends on
-    the machine. Each rank's number of samples differs from its exact share by less than 1.
-    """
+    """Return W + 1 bounds ``⌈total · (w₀ + … + wᵣ₋₁) / Σw⌉``: rank r takes samples ``bounds[r]`` … ``bounds[r + 1] − 1``."""
+    # fractions, so that no rounding depends on the machine
     sums = [Fraction(0), *accumulate(map(Fraction, weights))]
     return [math.ceil(total * x / sums[-1]) for x in sums]
 
@@ -53,10 +50,8 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
     if not isinstance(weights, (list, tuple)) or not all(isinstance(x, (int, float)) for x in weights):
         return f"rank_weights are a list of one number per rank, got {described(weights)}."
     if len(weights) != world_size:
-        return (
-            f"rank_weights are one number per rank, got {len(weights)} for W = {world_size}. Pass one weight for each "
-            "rank, or None for an even split."
-        )
+        fix = "Pass one weight for each rank, or None for an even split."
+        return f"rank_weights are one number per rank, got {len(weights)} for W = {world_size}. {fix}"
     if not all(math.isfinite(x) and x >= 0 for x in weights) or not any(weights):
         return f"rank_weights are finite, at least 0, and not all 0, got {list(weights)}."
     return None
@@ -65,27 +60,21 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
 class BaseBatchSampler(Sampler[list[int]], ABC):
     """Base class of batch samplers whose global batches do not depend on the world size.
 
-    A subclass returns the global batches of an epoch from the data, the seed and the epoch (:meth:`global_batches`).
-    Iteration yields this rank's consecutive part of each global batch, as a list of sample indices; concatenated in rank
-    order the parts are the global batch. All ranks yield equally many batches, and a rank without samples yields an empty
-    list: collate it with :class:`CollateEmptyBatches`.
+    A subclass returns the global batches of an epoch (:meth:`global_batches`). Iteration yields this rank's consecutive
+    part of each, a list of sample indices, which may be empty: collate it with :class:`CollateEmptyBatches`.
 
-    Iteration does not change the position, since a DataLoader reads ahead of the training. The position is set by
-    :meth:`set_epoch` and :meth:`load_state_dict`. :meth:`state_dict` takes the number of batches trained.
+    Iteration does not change the position, since a DataLoader reads ahead of the training. :meth:`set_epoch` and
+    :meth:`load_state_dict` do. A trainer that asks for ``drop_last`` would split parts again, and gets a ValueError.
 
-    Every rank trains all batches that it gets. A trainer that asks for ``drop_last`` would split them over the ranks again,
-    and gets a ValueError.
-
-    Construct it on every rank of the process group: ranks compare their data and settings. A
-    :class:`contrastive_zoo.World` as ``process_group`` is that world's view, without messages.
+    Construct it on every rank: ranks compare their data and settings. A :class:`contrastive_zoo.World` as
+    ``process_group`` is that world's view, without messages.
 
     Args:
         settings: what determines the global batches, by name: numbers, words and arrays.
         problem: an error in the subclass's arguments, in words.
         seed: the random order is a function of seed and epoch.
         rank_weights: each rank's share of a global batch; None is an even split.
-        process_group: who trains: a process group, a 1-d DeviceMesh, or None for the default group at the time of the
-            call.
+        process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
 
     Raises:
         ValueError: on every rank alike: a problem on any rank, a seed that is no integer ≥ 0, weights that are not one
@@ -134,12 +123,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """Return the sample indices of each global batch of an epoch: a function of the data, the seed and the epoch."""
 
     def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
-        """Return W + 1 bounds: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``. A subclass may split in another way.
-
-        Args:
-            batch: the sample indices of a global batch.
-            weights: each rank's share, with any sum.
-        """
+        """Return W + 1 bounds, given each rank's share: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``."""
         return rank_bounds(len(batch), weights)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -173,11 +157,9 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
             self.epoch, self.step = int(epoch), 0
 
     def state_dict(self, *, step: int) -> dict[str, Any]:
-        """Return the position after ``step`` batches of the current epoch have been trained, whichever rank asks.
+        """Return the position after ``step`` batches of the epoch, which you count: a DataLoader's workers have read more.
 
-        Args:
-            step: batches trained, counted from the beginning of the epoch. The sampler cannot count them: workers of a
-                DataLoader have read more. After the last batch the position is the beginning of the next epoch.
+        After the last batch the position is the beginning of the next epoch.
 
         Raises:
             ValueError: ``step`` is not in 0 … number of batches.
@@ -187,10 +169,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         return {"epoch": epoch, "step": step, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position, on any number of ranks.
-
-        Args:
-            state: what :meth:`state_dict` returned, or a dict with ``epoch`` and ``step``.
+        """Continue at a position, a dict with ``epoch`` and ``step``, on any number of ranks.
 
         Raises:
             ValueError: an epoch or a step is missing or out of range, or the position belongs to other data, another seed
@@ -219,7 +198,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     @property
     def drop_last(self) -> bool:
-        """What only trainers ask for that are about to split this rank's parts again: they are refused before the training.
+        """Asked for by trainers that would split this rank's parts again.
 
         Raises:
             ValueError: there are several ranks.
@@ -257,8 +236,8 @@ def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
 class GlobalBatchSampler(BaseBatchSampler):
     """Global batches of ``batch_size`` samples, each sample once per epoch.
 
-    It replaces torch's DistributedSampler with a BatchSampler, whose ranks repeat samples to make their numbers equal, and
-    whose global batches depend on W. Here the last batch is smaller, and is split over the ranks like the others.
+    torch's DistributedSampler repeats samples, and global batches depend on W. Here the last batch is smaller, and split
+    over the ranks like the others.
 
     Args:
         num_samples: the length of the dataset.
@@ -270,7 +249,6 @@ class GlobalBatchSampler(BaseBatchSampler):
         ValueError: sizes that are no integers of at least 1, or what the base class refuses.
 
     Examples:
-        >>> from contrastive_zoo import World
         >>> for rank in range(2):
         ...     sampler = GlobalBatchSampler(9, batch_size=4, shuffle=False, process_group=World(rank, 2))
         ...     print(list(sampler))
@@ -300,9 +278,7 @@ def size_problem(name: str, size: Any, at_least: int = 1) -> str | None:
 class CollateEmptyBatches:
     """``collate_fn`` for ranks that may have no samples in a batch: an empty batch has the structure of the others.
 
-    torch's and Hugging Face's collate functions need a sample. This one remembers the batch of one example; a batch without
-    samples is the same structure with tensors of length 0, of the same dtype and the same further dimensions, and with
-    empty lists of words and numbers.
+    A batch without samples is that of one example with tensors of length 0, and with empty lists of words and numbers.
 
     Args:
         example: any one sample, such as ``dataset[0]``.

@@ -17,8 +17,7 @@ from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_pro
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.token_chunks import chunk_ends, lengths_problem
 
-Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]
-"""One value per sample: a tensor, an array or a sequence, of integers or strings."""
+Column: TypeAlias = Tensor | NDArray[np.generic] | Sequence[Hashable]  # one integer or string per sample
 
 
 def columns_problem(columns: Sequence[Column]) -> str | None:
@@ -52,13 +51,10 @@ class MPerClassBatchSampler(BaseBatchSampler):
     """Global batches with m samples of each of p classes, each sample once per epoch.
 
     In every epoch the samples of a class are shuffled and cut into groups of m. Two or more that remain are a group of their
-    own; a single one joins another group, which then has m + 1. So every sample of a class with at least two has a positive
-    in its global batch, nothing is repeated and nothing is dropped.
+    own; a single one joins another group. So every sample of a class with at least two has a positive in its global batch.
 
-    A batch holds groups of p different classes; only the last batch has fewer. If one class has more groups than that
-    leaves batches, an epoch has as many batches as that class has groups, and the groups are spread evenly over them: fewer
-    than p classes each; a warning on rank 0 says how many. Batches of large classes do not all come first: their order is
-    random.
+    A batch holds groups of p different classes; only the last batch has fewer. If one class has more groups than there
+    would be batches, groups are spread evenly over as many batches as it has groups; a warning on rank 0 says so.
 
     Args:
         labels: the class of each sample: integers or strings.
@@ -73,7 +69,6 @@ class MPerClassBatchSampler(BaseBatchSampler):
             what the base class refuses.
 
     Examples:
-        >>> from contrastive_zoo import World
         >>> labels = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])
         >>> sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, process_group=World())
         >>> [sorted(labels[batch].tolist()) for batch in sampler]
@@ -97,6 +92,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         counts = np.bincount(self._classes, minlength=len(values))
         problem = shape_problem or size_problem("m", m, at_least=2)
         problem = problem or size_problem("classes_per_batch", classes_per_batch)
+        problem = problem or word_problem("singletons", singletons, Singletons)
         problem = problem or _classes_problem(counts, values, classes_per_batch, singletons)
         settings = {"labels": self._classes, "m": m, "classes_per_batch": classes_per_batch, "singletons": singletons}
         super().__init__(settings, problem, **where)
@@ -132,11 +128,8 @@ class MPerClassBatchSampler(BaseBatchSampler):
 
 
 def _distinct(groups: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the batch of each group, class after class, such that no batch holds two groups of a class.
-
-    Each batch takes the classes with the most groups left, ties at random: the fewest batches that are possible. All full
-    batches are then shuffled.
-    """
+    """Return the batch of each group, class after class, such that no batch holds two groups of a class."""
+    # each batch takes the classes with the most groups left, ties at random: the fewest batches that are possible
     total, most = int(groups.sum()), int(groups.max())
     if most > -(-total // size):  # one class decides the number of batches
         size = -(-total // most)
@@ -163,8 +156,6 @@ def _distinct(groups: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) ->
 def _classes_problem(
     counts: NDArray[np.int64], values: Sequence[object], per_batch: int, singletons: str
 ) -> str | None:
-    if problem := word_problem("singletons", singletons, Singletons):
-        return problem
     if not len(counts):
         return "labels are one per sample, got none."
     alone = [value for value, count in zip(values, counts.tolist(), strict=True) if count == 1]
@@ -183,13 +174,11 @@ def _classes_problem(
 class NoDuplicatesBatchSampler(BaseBatchSampler):
     """Global batches in which no two samples share a value, each sample once per epoch.
 
-    A loss with in-batch negatives takes another sample's positive for a negative; if two samples have the same query or the
-    same document, that is a false negative. Here all values of a global batch are different, also across columns and
-    across ranks.
+    In-batch negatives with the same query or document are false negatives. Here all values of a global batch are different,
+    also across columns and ranks.
 
-    An epoch has ⌈samples / batch_size⌉ batches, or as many as the most frequent value has samples. Samples are spread evenly
-    over them, so the sizes differ by few samples and no batch is left with the duplicates. With several columns there may
-    be more batches, depending on the epoch.
+    An epoch has ⌈samples / batch_size⌉ batches, or as many as the most frequent value has samples, and with several columns
+    perhaps more. Samples are spread evenly over them.
 
     Args:
         columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
@@ -201,7 +190,6 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
             class refuses.
 
     Examples:
-        >>> from contrastive_zoo import World
         >>> queries = ["a", "a", "a", "b", "c"]
         >>> sampler = NoDuplicatesBatchSampler(queries, batch_size=4, process_group=World())
         >>> [sorted(queries[index] for index in batch) for batch in sampler]
@@ -243,16 +231,12 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
 
 def _first_without_conflict(values: NDArray[np.int64], number: int, size: int) -> NDArray[np.int64]:
     """Return a batch for each sample in turn: the next one round that is not full and has none of its values."""
-    held: list[set[int]] = [set() for _ in range(number)]
-    sizes = [0] * number
+    held, sizes = [set[int]() for _ in range(number)], [0] * number
     batch_of, cursor = [], 0
     for row in values.tolist():
-        for offset in range(len(held)):
-            batch = (cursor + offset) % len(held)
-            if sizes[batch] < size and held[batch].isdisjoint(row):
-                break
-        else:
-            batch = len(held)
+        places = ((cursor + offset) % len(held) for offset in range(len(held)))
+        batch = next((x for x in places if sizes[x] < size and held[x].isdisjoint(row)), len(held))
+        if batch == len(held):
             held.append(set())
             sizes.append(0)
         held[batch].update(row)
@@ -265,12 +249,9 @@ def _first_without_conflict(values: NDArray[np.int64], number: int, size: int) -
 class TokenBatchSampler(BaseBatchSampler):
     """Global batches of ``chunks_per_batch`` chunks of at most ``chunk_tokens`` padded tokens, each sample once per epoch.
 
-    The epoch's random order is cut into batches: each takes as many samples as :func:`token_chunks` packs into
-    ``chunks_per_batch`` chunks. A batch has its longest samples first, so a chunk has samples of similar lengths, while the
-    batch has samples of all lengths.
-
-    Ranks share whole chunks, ⌈``chunks_per_batch`` / W⌉ at most: one each if there are as many ranks as chunks, none for
-    some if there are more. So ranks have different numbers of samples, and as many padded tokens as their chunks allow.
+    Each batch takes as many samples of the epoch's random order as :func:`token_chunks` packs into ``chunks_per_batch``
+    chunks, its longest samples first. Ranks share whole chunks, ⌈``chunks_per_batch`` / W⌉ at most, so they have different
+    numbers of samples.
 
     Args:
         lengths: tokens of each sample, [n], the same on every rank.
@@ -283,7 +264,6 @@ class TokenBatchSampler(BaseBatchSampler):
             sizes that are no integers of at least 1, or what the base class refuses.
 
     Examples:
-        >>> from contrastive_zoo import World
         >>> lengths = np.array([9, 2, 3, 2, 5, 3, 4])
         >>> for rank in range(2):
         ...     sampler = TokenBatchSampler(
@@ -306,14 +286,14 @@ class TokenBatchSampler(BaseBatchSampler):
         order = np.argsort(random_keys(self.seed, epoch, np.arange(len(self.lengths))))
         lengths = self.lengths[order]
         # no batch has more tokens than all its chunks
-        tokens, budget = np.cumsum(lengths, dtype=np.float64), float(self.chunk_tokens * self.chunks_per_batch)
+        tokens, budget = (
+            np.cumsum(np.append(0, lengths), dtype=np.float64),
+            float(self.chunk_tokens * self.chunks_per_batch),
+        )
         batches, start = [], 0
         while start < len(order):
-            before = tokens[start - 1] if start else 0.0
-            most = int(np.searchsorted(tokens, before + budget, "right")) - start
-            size = bisect_right(
-                range(1, most + 1), self.chunks_per_batch, key=lambda k: self._chunks(lengths[start:][:k])
-            )
+            sizes = range(1, int(np.searchsorted(tokens, tokens[start] + budget, "right")) - start)
+            size = bisect_right(sizes, self.chunks_per_batch, key=lambda k: self._chunks(lengths[start:][:k]))
             batch = order[start : start + max(size, 1)]
             batches.append(batch[np.argsort(-self.lengths[batch], kind="stable")])
             start += len(batch)

@@ -18,17 +18,15 @@ Exhausted = Literal["first", "last"]
 class OneDatasetBatchSampler(BaseBatchSampler):
     """Global batches each of one of several data sets, in random order; each data set has its own sampler.
 
-    In-batch negatives of another data set are easy, since another topic or language tells them apart. Here no batch has any.
-    Indices are those of ``torch.utils.data.ConcatDataset``.
+    In-batch negatives of another data set would be easy. Indices are those of ``torch.utils.data.ConcatDataset``.
 
     With bᵢ the number of batches of data set i, b the largest of them and T the temperature, an epoch has
 
         bᵢ · (b / bᵢ)^(1 − 1/T)
 
     batches of data set i, rounded. At T = 1 these are all batches, each once; at T = ∞ all data sets have b. A data set that
-    is exhausted begins again, in a new order. With ``exhausted="first"``, b is the smallest of them: nothing is repeated,
-    and an epoch leaves out batches of larger data sets, others in each epoch if their samplers shuffle. The turns of the
-    data sets are shuffled; batches of one data set keep their sampler's order.
+    is exhausted begins again, in a new order. With ``exhausted="first"``, b is the smallest of them, and an epoch leaves
+    out batches of larger data sets. Turns are shuffled; batches of one data set keep their sampler's order.
 
     Args:
         samplers: a batch sampler for each data set, without ``rank_weights``: any of this library or your own.
@@ -38,9 +36,8 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
-        ValueError: no samplers, or others than batch samplers without ``rank_weights``; sizes that are not one integer of
-            at least 1 per sampler; a temperature below 1; another word for ``exhausted``; what the base class refuses. At an
-            epoch: a sampler without batches or with indices beyond its data set.
+        ValueError: samplers, sizes or settings that are not as above; what the base class refuses. At an epoch: a sampler
+            without batches or with indices beyond its data set.
 
     Examples:
         >>> from contrastive_zoo import World

@@ -37,7 +37,6 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             batch, or what the base class refuses.
 
     Examples:
-        >>> from contrastive_zoo import World
         >>> neighbours = [[1, 2], [0, 2], [3, 1], [2, 1]]  # 0 and 1, 2 and 3
         >>> sampler = HardNegativeBatchSampler(neighbours, batch_size=2, group_size=2, process_group=World())
         >>> sorted(sorted(batch) for batch in sampler)

@@ -20,23 +20,20 @@ from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.wrapper.wrapped import unwrapped_miner
 
+# private attributes of pytorch-metric-learning's miners that list what record-keeper writes
 _RECORDED = ("_record_these", "_record_these_stats")
-"""Private attributes of pytorch-metric-learning's miners that list what record-keeper writes."""
 
 
 class DistributedMiner(nn.Module):
     """``miner`` on the embeddings of all ranks: the indices that one process finds, on every rank.
 
-    They count embeddings in the order in which :class:`contrastive_zoo.DistributedLoss` gathers them, and it takes them as
-    ``indices_tuple``. If nothing is done with them in between, ``DistributedLoss(loss, miner=miner)`` does the same and
-    gathers once. Attributes of the miner, such as the statistics that pytorch-metric-learning keeps, are read through
-    this wrapper; keys of its state begin with ``miner.``.
+    :class:`contrastive_zoo.DistributedLoss` takes them as ``indices_tuple``; ``DistributedLoss(loss, miner=miner)`` does the
+    same and gathers once. Attributes of the miner are read through this wrapper; keys of its state begin with ``miner.``.
 
     Args:
         miner: called as ``miner(embeddings, labels)``, or ``miner(embeddings, labels, ref_emb, ref_labels)``; returns a
             tuple of index tensors.
-        process_group: who holds embeddings: a process group, a 1-d DeviceMesh, or None for the default group at the time of
-            the call.
+        process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
         check_finite: whether embeddings with NaN or infinite values are refused, if there are several ranks.
 
     Raises:
@@ -62,23 +59,14 @@ class DistributedMiner(nn.Module):
         miner = unwrapped_miner("DistributedMiner", miner) if not isinstance(miner, DistributedMiner) else miner
         if not callable(miner) or isinstance(miner, DistributedMiner):
             raise ValueError(f"DistributedMiner: a bare miner can be called, got {type(miner).__name__}.")
-        self.process_group = process_group
-        self.check_finite = check_finite
-        self.miner = miner
+        self.process_group, self.check_finite, self.miner = process_group, check_finite, miner
 
     @uncompiled
     @torch.no_grad()
     def forward(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
     ) -> GlobalIndices:
-        """What the miner finds among all ranks' embeddings.
-
-        Args:
-            embeddings: this rank's, [n, d].
-            labels: their labels.
-            ref_emb: this rank's reference embeddings, among which positives and negatives are chosen; None: all embeddings.
-            ref_labels: labels of the reference embeddings.
-        """
+        """What the miner finds among all ranks' embeddings, or reference embeddings, from this rank's."""
         name = getattr(self.miner, "__name__", type(self.miner).__name__)
         world = World.of(self.process_group, name)
         session = Session.of(world, check_finite=self.check_finite)

@@ -1,7 +1,4 @@
-"""One measurement: embeddings are found among the arguments, compared block by block, and added up over ranks.
-
-The N × N matrix of similarities never exists. Figures are computed from the sums when they are first asked for.
-"""
+"""One measurement: embeddings are found among the arguments, compared block by block, and added up over ranks."""
 
 import itertools
 import math
@@ -21,16 +18,11 @@ from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 
-BINS = 2048
-"""Bins of similarities between −1 and 1: 2^-10 wide, so that a quantile, a bin's centre, is at most 2^-11 off."""
-
+BINS = 2048  # of similarities between −1 and 1: 2^-10 wide, so that a quantile, a bin's centre, is at most 2^-11 off
 CANDIDATES = 2048  # embeddings of all ranks that are compared at once with a block of this rank's
-
 _BLOCK = 2**20  # similarities of a block; 8 MiB in float64, of which about ten are alive
-
-_POSITIVE, _NEGATIVE, _ITSELF = range(3)
-
 WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %
+_POSITIVE, _NEGATIVE, _ITSELF = range(3)
 
 Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
@@ -153,14 +145,6 @@ def pair_sums(
     }
 
 
-def potential_sum(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    """Return Σ exp(−2 ‖x − y‖²) over the pairs of a unit embedding x of this rank with another one y of any rank."""
-    total = rows.new_zeros(())
-    for some, _, candidates, itself in _blocks(len(rows), rows, shards, world):
-        total += (rows[some] @ candidates.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum()
-    return total
-
-
 def sketch(module: nn.Module | None) -> Tensor:
     """Return a count sketch of all parameters that are not sharded, [WIDTH] in float64.
 
@@ -168,10 +152,8 @@ def sketch(module: nn.Module | None) -> Tensor:
     random sign. Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     result = torch.zeros(WIDTH, dtype=torch.float64)
-    if module is None:
-        return result
     generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
-    for x in LossModules(module).shared_state().values():
+    for x in () if module is None else LossModules(module).shared_state().values():
         if not isinstance(x, nn.Parameter) or x.is_meta:
             continue
         flat = nn.functional.pad(x.detach().flatten(), (0, -x.numel() % WIDTH)).view(-1, WIDTH)
@@ -210,7 +192,10 @@ def _local_sums(like: Tensor, samples: Samples, world: World) -> dict[str, Tenso
     for name, views in samples.encoders.items():
         rows, shards = torch.cat(list(views)), samples.shards[name]
         result[f"{name} sum"], result[f"{name} moments"] = rows.sum(0), rows.mT @ rows
-        result[f"{name} potential"] = torch.stack([potential_sum(x, shards, world) for x in views]).sum()
+        # Σ exp(−2 ‖x − y‖²) over the pairs of a unit embedding x of this rank with another one y of the view
+        blocks = ((x[some], *others) for x in views for some, _, *others in _blocks(len(x), x, shards, world))
+        potentials = [(x @ y.T).sub_(1).mul_(4).exp_().masked_fill_(itself, 0.0).sum() for x, y, itself in blocks]
+        result[f"{name} potential"] = sum(potentials, rows.new_zeros(()))
         result[f"{name} rows"] = rows.new_tensor(len(rows))
         result[f"{name} ordered pairs"] = rows.new_tensor(len(views) * shards.size * (shards.total - 1))
     return result
@@ -239,13 +224,6 @@ _MEANINGS = {
 class Measurement:
     """The sums of one call, and the figures that follow from them; see :class:`contrastive_zoo.Monitor`.
 
-    Args:
-        call: the call that was measured, counted from 0.
-        encoders: names of the encoders.
-        totals: sums over all ranks.
-        quantiles: the quantiles of similarities.
-        false_negative_quantile: of positive similarities; a negative at or above it is a likely false negative.
-
     Examples:
         >>> import contrastive_zoo as cz
         >>> loss_fn = cz.DistributedLoss(cz.NTXent())
@@ -254,8 +232,8 @@ class Measurement:
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
-    call: int
-    encoders: Sequence[str]
+    call: int  # counted from 0
+    encoders: Sequence[str]  # their names
     totals: Totals
     quantiles: Sequence[float]
     false_negative_quantile: float

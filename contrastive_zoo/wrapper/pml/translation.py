@@ -12,8 +12,7 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.losses.compositions import WeightedSum
 from contrastive_zoo.losses.info_nce import InfoNCE
 from contrastive_zoo.losses.nt_xent import NTXent
-from contrastive_zoo.wrapper.pml.settings import NoExactTranslation, epsilon, mining, reduction, require
-from contrastive_zoo.wrapper.pml.table import LOSSES
+from contrastive_zoo.wrapper.pml.table import LOSSES, NoExactTranslation, epsilon, mining, reduction, require
 
 
 def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
@@ -50,7 +49,9 @@ def _translate(loss: Any, miner: Any) -> Loss:
     if type(loss) is losses.SelfSupervisedLoss:
         return _self_supervised(loss, miner)
     if type(loss) is losses.MultipleLosses:
-        return _multiple_losses(loss, miner)
+        require(miner is None or not loss.miners, "it has miners of its own.")
+        members = _members(loss)
+        return WeightedSum([_translate(x, own or miner) for x, own, _ in members], weights=[x for *_, x in members])
     native = LOSSES.get(type(loss), "it is no loss of pytorch-metric-learning itself.")
     if isinstance(native, str):
         raise NoExactTranslation(native)
@@ -88,7 +89,7 @@ def _with_weights(native: type[Loss], settings: dict[str, Any], loss: Any) -> Lo
 
 
 def _class_weights(loss: Any) -> Tensor:
-    """Return weights [d, C k], a class's centres side by side, as [C, d] or [C, k, d]; proxies are [C, d]."""
+    """Return [C, d] or [C, k, d] from weights [d, C k], a class's centres side by side, or proxies [C, d]."""
     if hasattr(loss, "proxies"):
         return loss.proxies
     rows = (loss.fc if hasattr(loss, "fc") else loss.W).T.contiguous()
@@ -97,7 +98,6 @@ def _class_weights(loss: Any) -> Tensor:
 
 
 def _self_supervised(loss: Any, miner: Any) -> Loss:
-    """An anchor's only positive is the other view of the sample."""
     inner = loss.loss
     softmax = losses.NTXentLoss if not loss.symmetric else (losses.NTXentLoss, losses.SupConLoss)
     if isinstance(inner, softmax) and miner is None:
@@ -114,14 +114,6 @@ def _members(loss: Any) -> list[tuple[Any, Any, float]]:
     keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
     own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
     return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
-
-
-def _multiple_losses(loss: Any, miner: Any) -> WeightedSum:
-    require(miner is None or not loss.miners, "it has miners of its own.")
-    result = _members(loss)
-    return WeightedSum(
-        [_translate(x, own_miner or miner) for x, own_miner, _ in result], weights=[w for *_, w in result]
-    )
 
 
 _WITH_VIEWS = (
