@@ -5,10 +5,11 @@ every rank then computes the same loss. Of a loss with a gradient cache, ``calcu
 loss does not see one process: the encoder in it sends messages of its own (SyncBatchNorm, FSDP).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +149,7 @@ class DistributedSentenceLoss(LossAttributes):
                 return {**output, **of_all}
 
             for model in (encoder, *self._guides):
-                patches.enter_context(_patched(model, "forward", gathered_encode))
+                patches.enter_context(patch.object(model, "forward", partial(gathered_encode, model.forward)))
             # a merged call would return the columns of one rank after the other, not all ranks' embeddings of a column
             patches.enter_context(column_merging_disabled())
             shared_stream.enter_context(one_stream(world, device))
@@ -185,7 +186,7 @@ class DistributedSentenceLoss(LossAttributes):
             torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])
             return value
 
-        with _patched(cached, "calculate_loss", gathered_calculate):
+        with patch.object(cached, "calculate_loss", partial(gathered_calculate, cached.calculate_loss)):
             value = self.loss(columns, labels)
         if rows is not None and rows.size == 0 and torch.is_grad_enabled():
             # DDP waits for a backward pass of every rank
@@ -286,16 +287,3 @@ def _gathered(
     gather = partial(all_gather, gradient="complete", shards=shards, process_group=world)
     scaled = {key: scale_gradient(x, world.size) if x.is_floating_point() else x for key, x in local.items()}
     return {key: gather(x) for key, x in scaled.items()}, shards
-
-
-@contextmanager
-def _patched(module: nn.Module, name: str, patch: Callable[..., Any]) -> Iterator[None]:
-    """Context manager: the method ``module.name(…)`` is ``patch(method, …)``."""
-    method, of_instance = getattr(module, name), vars(module).get(name)
-    setattr(module, name, lambda *args, **kwargs: patch(method, *args, **kwargs))
-    try:
-        yield
-    finally:
-        delattr(module, name)
-        if of_instance is not None:
-            setattr(module, name, of_instance)

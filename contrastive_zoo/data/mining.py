@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.exact import prepared, similarities
-from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.rounds import ask
-from contrastive_zoo.metrics.search import Neighbors, detached, rows_problem, settings_problem, top_k
+from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, detached, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -188,7 +187,7 @@ class Mining:
 
     @property
     def problem(self) -> str | None:
-        problem = flag_problem(progress=self.progress) or faiss_problem()
+        problem = flag_problem(progress=self.progress)
         if problem is None and self.progress and find_spec("tqdm") is None:
             problem = "progress=True needs tqdm, which is not installed: pip install contrastive_zoo[mining]."
         problem = problem or next(filter(None, starmap(tensor_problem, self.rows.items())), None)

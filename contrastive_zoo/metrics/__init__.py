@@ -1,7 +1,6 @@
 """How good embeddings are, the same bits for every split over the ranks: search, retrieval metrics, pictures, a monitor."""
 
 from contrastive_zoo.metrics.comparison import Difference, paired_bootstrap
-from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import (
     cross_modal_recall,
     evaluate,
@@ -9,7 +8,7 @@ from contrastive_zoo.metrics.measurement import (
     recall_at_k,
 )
 from contrastive_zoo.metrics.retrieval import RetrievalMetrics
-from contrastive_zoo.metrics.search import Neighbors, top_k
+from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, top_k
 
 __all__ = [
     "ApproximateIndex",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.exact import means_over_ranks, prepared
-from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery
 from contrastive_zoo.metrics.ranking import Floats, Graded, Groups, Ranking, Ties, changes, levels_of, parts_of
 from contrastive_zoo.metrics.rounds import Round, exchanged, rounds
+from contrastive_zoo.metrics.search import ApproximateIndex, Gallery
 from contrastive_zoo.metrics.task import DEFAULT, Evaluation, Question, Relevance, agreed_task, expanded
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer

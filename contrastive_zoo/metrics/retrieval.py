@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.metrics.local_search import ApproximateIndex
 from contrastive_zoo.metrics.measurement import measured
 from contrastive_zoo.metrics.ranking import Ties, names_problem
+from contrastive_zoo.metrics.search import ApproximateIndex
 from contrastive_zoo.metrics.task import DEFAULT, JUDGED, NUMBERS, ROWS, Evaluation
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, World

@@ -1,19 +1,260 @@
-"""The k nearest embeddings of all ranks, for the queries of all ranks."""
+"""The k nearest embeddings of all ranks: each rank searches in its own, and the owners of queries merge the answers.
 
-from collections.abc import Mapping
+faiss proposes candidates in float32. The scores of those that may be among the neighbours of all ranks are computed again
+in float64. A query is certain if its k-th score is higher than anything that faiss may have missed, given the rounding of
+float32. The rest is compared with every embedding.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from contrastive_zoo.metrics.exact import prepared
-from contrastive_zoo.metrics.local_search import ApproximateIndex, Gallery, faiss_problem, ordered
-from contrastive_zoo.metrics.rounds import local_positions, rounds
+from contrastive_zoo.metrics.exact import norms, prepared, rounded, similarities
+from contrastive_zoo.metrics.rounds import Round, local_positions, rounds
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.world import Processes, World
+
+_BLOCK_ELEMENTS = 2**24  # elements of the queries that faiss searches at once, 64 MiB in float32
+_ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 MiB each
+_PAIR_ELEMENTS = 2**19  # elements of candidates at once: they stay in the cache (three times as fast as 2^22)
+_UNCERTAIN = 256  # queries that are compared with all embeddings at once
+# Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
+# Of float64 it is the rounding of ``exact.similarities``.
+_TIE_BITS, _TIE_BITS_OF_FLOAT64 = 21, 40
+_MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
+
+
+@contextmanager
+def _faiss() -> Iterator[Any]:
+    """Yield faiss with torch's number of threads: the ranks of one machine share its cores."""
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    try:
+        yield faiss
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class ApproximateIndex:
+    """An index that finds most of the nearest neighbours, faster than an exact search.
+
+    Every rank builds one of its own part of the gallery, so what it misses depends on how the gallery is split over ranks.
+    The scores of what it finds are exact. To measure what it misses, compare with an exact search.
+
+    Args:
+        factory: faiss' description, such as ``"IVF1024,Flat"`` or ``"HNSW32"``
+            (https://github.com/facebookresearch/faiss/wiki/The-index-factory).
+        parameters: search parameters as faiss' ``ParameterSpace`` reads them, such as ``"nprobe=16"``.
+
+    Examples:
+        >>> ApproximateIndex("IVF1024,Flat", "nprobe=16")
+        ApproximateIndex(factory='IVF1024,Flat', parameters='nprobe=16')
+    """
+
+    factory: str
+    parameters: str = ""
+
+    def built(self, rows: Tensor) -> Any:
+        """Return a trained faiss index of inner products that holds the embeddings; on all GPUs if faiss has some."""
+        vectors = rows.float().numpy()
+        with _faiss() as faiss:
+            index = faiss.index_factory(rows.shape[1], self.factory, faiss.METRIC_INNER_PRODUCT)
+            if getattr(faiss, "get_num_gpus", int)():
+                index = faiss.index_cpu_to_all_gpus(index)
+            index.train(vectors)
+            index.add(vectors)
+            if self.parameters:
+                faiss.ParameterSpace().set_index_parameters(index, self.parameters)
+        return index
+
+
+# scores and positions of the nearest embeddings, and for which queries they are complete
+Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
+
+
+class Proposals(NamedTuple):
+    """Candidates of n queries among the embeddings of one rank, best first, before their exact scores are known."""
+
+    positions: Int[Tensor, "n c"]  # −1 where there is none
+    scores: Float[Tensor, "n c"]  # scores in float32, held in float64; −∞ where there is no candidate
+    error: Float[Tensor, "n 1"]  # how much they may differ from the exact scores; ∞ for an approximate index
+    missed: Float[Tensor, "n 1"]  # what no item exceeds that is not a candidate; −∞ if there is no such item
+
+    def reached(self, k: int) -> Float[Tensor, "n k"]:
+        """Return k scores that different items reach at least; −∞ where there are fewer candidates."""
+        best = (self.scores - self.error).topk(min(k, self.scores.shape[1])).values
+        return pad(best, (0, k - best.shape[1]), value=-torch.inf)
+
+
+class Gallery:
+    """The embeddings [m, d] of one rank to search in, normalised block by block: a memory map stays on the disk.
+
+    Every rank makes its own at the same time. With ``ties``, cosines that differ by rounding are equal.
+    """
+
+    index: Any = None  # faiss' approximate index of the items; None for an exact search
+
+    def __init__(
+        self, caller: str, rows: Tensor, normalize: bool, index: ApproximateIndex | None, world: World, *, ties: bool
+    ) -> None:
+        self.rows, self.normalize = rows, normalize
+        bits = _TIE_BITS_OF_FLOAT64 if rows.dtype == torch.float64 else _TIE_BITS
+        self.tie_bits = bits if ties and normalize else None
+        step = max(1, _ELEMENTS // max(1, rows.shape[1]))
+        self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
+        if index is None:
+            return
+        problem = None
+        try:
+            self.index = index.built(self.take(slice(None))) if len(rows) else None
+        except RuntimeError as error:  # faiss': too few items to train it, or an unknown description
+            reason = str(error).splitlines()[0].rpartition("failed: ")[2].rstrip(".")  # without the place in its source
+            problem = (
+                f"faiss cannot build the index {index.factory!r} with parameters {index.parameters!r} of {len(rows)} rows: "
+                f"{reason}. Each rank indexes its own rows: choose an index for as few, or pass index=None."
+            )
+        agree_on_shards(caller, {}, world=world, problem=problem)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, which: slice | Tensor) -> Tensor:
+        return prepared(self.rows[which], normalize=self.normalize, lengths=self.lengths[which])
+
+    def blocks(self, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Tensor]]:
+        """Yield all embeddings in blocks, each with the position of its first."""
+        step = max(1, elements // max(1, self.rows.shape[1]))
+        for start in range(0, len(self), step):
+            yield start, self.take(slice(start, start + step))
+
+    def nearest(self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Nearest:
+        """Return this rank's items among the k nearest of all ranks, by score and position; −∞ and −1 where there is none.
+
+        If a query is complete, all items follow that have the score of this rank's k-th; otherwise there may be more.
+        """
+        k_local = min(k, len(self))
+        proposals = self.proposals(queries, k_local, excluded)
+        return self.top(queries, k_local, excluded, proposals, block.floors(proposals.reached(k)))
+
+    def proposals(self, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Proposals:
+        """Return the best k candidates by faiss, and some more, as rounding may exchange neighbours in order."""
+        depth = min(len(self), k + excluded.shape[1] + _MARGIN + k // 8)
+        if self.index is not None:
+            with _faiss():
+                positions = torch.from_numpy(self.index.search(queries.float().contiguous().numpy(), depth)[1])
+            scores = torch.zeros(positions.shape, dtype=torch.float64)
+            error = missed = torch.full((len(queries), 1), torch.inf, dtype=torch.float64)
+        else:
+            scores, positions = self._found_by_faiss(queries, depth)
+            error = self._rounding(queries)
+            missed = scores[:, -1:] + error if depth < len(self) else torch.full_like(error, -torch.inf)
+            overflow = ~(scores.isfinite() & (positions >= 0)).all(1, keepdim=True)
+            scores = scores.masked_fill(overflow, 0.0)
+            error, missed = (x.masked_fill(overflow, torch.inf) for x in (error, missed))
+        for column in excluded.T:
+            positions = positions.masked_fill(positions == column[:, None], -1)
+        return Proposals(positions, scores.masked_fill(positions < 0, -torch.inf), error, missed)
+
+    def top(
+        self, queries: Tensor, k: int, excluded: Tensor, proposals: Proposals, floor: Float[Tensor, "n 1"]
+    ) -> Nearest:
+        """Return what :meth:`nearest` does; the floor is a score that k items of all ranks reach, −∞ if none is known."""
+        if k == 0:
+            nothing = torch.empty(len(queries), 0)
+            return nothing.double(), nothing.long(), torch.ones(len(queries), dtype=torch.bool)
+        needed = (proposals.positions >= 0) & (proposals.scores + proposals.error >= floor)
+        positions = proposals.positions.masked_fill(~needed, -1)
+        scores = self.pair_scores(queries, torch.arange(len(queries)), positions)
+        scores, positions = ordered(scores, positions, scores.shape[1])
+        complete = torch.maximum(scores[:, k - 1 : k], floor) > proposals.missed
+        complete = (complete | (proposals.missed == -torch.inf))[:, 0]
+        if self.index is None:
+            for some in (~complete).nonzero().flatten().split(_UNCERTAIN):
+                exact = self._compared_with_all(queries[some], k, excluded[some])
+                scores[some], positions[some] = ordered(*exact, scores.shape[1])
+        return scores, positions, complete
+
+    def _rounding(self, queries: Tensor) -> Float[Tensor, "n 1"]:
+        """Return how much the float32 scores of each query may differ from the exact ones."""
+        width = queries.shape[1]
+        longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.amax().item() if len(self) else 0.0
+        lengths = norms(queries)
+        flushed = width**0.5 * (lengths + longest) + width  # float32 has no elements below 2^-126
+        of_ties = 0.0 if self.tie_bits is None else 2.0 ** -(self.tie_bits + 1)
+        return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126 + of_ties
+
+    def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
+        """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
+        best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+        for start, rows in self.blocks():
+            vectors = queries.float().numpy(), rows.float().numpy()
+            with _faiss() as faiss:
+                nearest = faiss.knn(*vectors, min(depth, len(rows)), faiss.METRIC_INNER_PRODUCT)
+            scores, places = map(torch.from_numpy, nearest)
+            best = torch.cat([best, scores], 1)
+            positions = torch.cat([positions, (places + start).masked_fill(places < 0, -1)], 1)
+            if best.shape[1] > depth:
+                best, order = best.topk(depth, dim=1)
+                positions = positions.gather(1, order)
+        return best.double(), positions
+
+    def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, "p c"]) -> Float[Tensor, "p c"]:
+        """Return the exact scores of query ``which[i]`` and items ``positions[i]``; −∞ where a position is −1."""
+        scores = torch.full(positions.shape, -torch.inf, dtype=torch.float64)
+        step = max(1, _PAIR_ELEMENTS // max(1, positions.shape[1] * queries.shape[1]))
+        for start in range(0, len(which), step):
+            some = slice(start, start + step)
+            # candidates are ordered by their float32 scores, so those that are needed come first
+            width = positions.shape[1] - int((positions[some] >= 0).any(0).flip(0).int().argmax())
+            kept = positions[some, :width]
+            rows = self.take(kept.clamp(min=0).flatten()).view(*kept.shape, queries.shape[1])
+            of_pairs = self._similarities(queries[which[some], None], rows)[:, 0]
+            scores[some, :width] = of_pairs.masked_fill_(kept < 0, -torch.inf)
+        return scores
+
+    def _similarities(self, queries: Tensor, rows: Tensor) -> Tensor:
+        """Return the exact scores of queries and rows, rounded where equal ones are to be found."""
+        scores = similarities(queries, rows)
+        return scores if self.tie_bits is None else rounded(scores, self.tie_bits)
+
+    def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and positions of the k best of all items, where candidates were not certain."""
+        best, positions = torch.empty(len(queries), 0).double(), torch.empty(len(queries), 0).long()
+        for start, scores in self.score_blocks(queries, excluded):
+            here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
+            best, positions = ordered(torch.cat([best, scores], 1), torch.cat([positions, here], 1), k)
+        return best, positions
+
+    def score_blocks(self, queries: Tensor, excluded: Tensor) -> Iterator[tuple[int, Float[Tensor, "n c"]]]:
+        """Yield the exact scores of all items in blocks; −∞ for excluded ones."""
+        for start, rows in self.blocks(_ELEMENTS):
+            for first in range(0, len(rows), step := max(1, _ELEMENTS // max(1, len(queries)))):
+                scores, begin = self._similarities(queries, rows[first : first + step]), start + first
+                which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
+                scores[which, excluded[which, column] - begin] = -torch.inf
+                yield begin, scores
+
+
+def ordered(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of each row by score, then by position; padded with −∞ and −1."""
+    positions, order = positions.sort(dim=1)
+    scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
+    scores, positions = scores[:, :k], positions.gather(1, order[:, :k])
+    if (missing := k - scores.shape[1]) > 0:
+        scores = pad(scores, (0, missing), value=-torch.inf)
+        positions = pad(positions, (0, missing), value=-1)
+    return scores, positions.masked_fill(scores == -torch.inf, -1)
 
 
 class Neighbors(NamedTuple):
@@ -70,8 +311,8 @@ def top_k(
     world = World.of(process_group, "top_k")
     rows = queries if gallery is None else gallery
     arguments = {"queries": queries, "gallery": rows} | ({} if excluded is None else {"excluded": excluded})
-    problem = faiss_problem() or rows_problem(queries, rows) or _excluded_problem(excluded, queries)
-    problem = problem or settings_problem(k=k, normalize=normalize, index=index)
+    problem = settings_problem(k=k, normalize=normalize, index=index) or rows_problem(queries, rows)
+    problem = problem or _excluded_problem(excluded, queries)
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
     shards = agree_on_shards("top_k", detached(arguments), world=world, problem=problem, settings=settings)
@@ -126,6 +367,11 @@ def overflow_problem(normalize: bool, **rows: Tensor) -> str | None:
 
 
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
+    """Return why nothing can be searched with these settings, in words."""
+    try:
+        import faiss  # noqa: F401 - whether it can be imported
+    except ImportError:
+        return "searches with faiss, which is not installed: pip install contrastive_zoo[faiss]."
     if not is_integer(k):
         return f"k is an integer, got {described(k)}."
     right = index is None or isinstance(index, ApproximateIndex)

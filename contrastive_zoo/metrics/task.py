@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.metrics.local_search import ApproximateIndex, faiss_problem
 from contrastive_zoo.metrics.ranking import KNN, Graded, Ints, Metric, Ties, names_problem
 from contrastive_zoo.metrics.rounds import Round, ask, local_positions
-from contrastive_zoo.metrics.search import detached, overflow_problem, rows_problem, settings_problem
+from contrastive_zoo.metrics.search import ApproximateIndex, detached, overflow_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -82,7 +81,7 @@ class Evaluation:
         return None
 
     def problem(self) -> str | None:
-        return faiss_problem() or names_problem(self.metrics) or self.inputs_problem() or self._settings_problem()
+        return names_problem(self.metrics) or self.inputs_problem() or self._settings_problem()
 
     def _settings_problem(self) -> str | None:
         metrics = self.valid_metrics

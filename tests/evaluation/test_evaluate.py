@@ -58,7 +58,7 @@ def measured_in_shards(measure, arguments, seed):
 @pytest.mark.parametrize(
     ("place", "mistake"),
     [
-        ("local_search.rounded", lambda scores, bits: scores),  # ties are equal in every bit only
+        ("search.rounded", lambda scores, bits: scores),  # ties are equal in every bit only
         ("ranking._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
         ("task.first_of_each", lambda ids, world: torch.ones_like(ids, dtype=torch.bool)),  # repeated samples count
     ],

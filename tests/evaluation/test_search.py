@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.exact import prepared
-from contrastive_zoo.metrics.local_search import Gallery
+from contrastive_zoo.metrics.search import Gallery
 from contrastive_zoo.ranks.world import World
 from tests.helpers import common_error, local_shard, numbers
 
