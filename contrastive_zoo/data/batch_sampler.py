@@ -50,8 +50,10 @@ def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | N
     if not isinstance(weights, (list, tuple)) or not all(isinstance(x, (int, float)) for x in weights):
         return f"rank_weights are a list of one number per rank, got {described(weights)}."
     if len(weights) != world_size:
-        fix = "Pass one weight for each rank, or None for an even split."
-        return f"rank_weights are one number per rank, got {len(weights)} for W = {world_size}. {fix}"
+        return (
+            f"rank_weights are one number per rank, got {len(weights)} for W = {world_size}. Pass one weight for each "
+            "rank, or None for an even split."
+        )
     if not all(math.isfinite(x) and x >= 0 for x in weights) or not any(weights):
         return f"rank_weights are finite, at least 0, and not all 0, got {list(weights)}."
     return None

@@ -35,12 +35,12 @@ class Roles:
 
     def with_rows_first(self, path: str, x: Any) -> Any:
         """A tensor with its rows in dimension 0; anything else, and a tensor without that dimension, unchanged."""
-        dim = self.dim(path)
+        dim = self.dim(path) if self.batch_dim else None
         return x.movedim(dim, 0) if dim and isinstance(x, Tensor) and dim < x.ndim else x
 
     def with_rows_back(self, path: str, rows: Tensor) -> Tensor:
         """What :meth:`with_rows_first` moved, where it was and contiguous, as a loss may view it in another shape."""
-        dim = self.dim(path)
+        dim = self.dim(path) if self.batch_dim else None
         return rows.movedim(0, dim).contiguous() if dim else rows
 
     def of_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
