@@ -79,8 +79,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
 
     Raises:
-        ValueError: on every rank alike: a problem on any rank, a seed that is no integer ≥ 0, weights that are not one
-            number ≥ 0 per rank, or ranks whose data or settings differ.
+        ValueError: on every rank alike: a problem on any rank, or ranks whose data or settings differ.
 
     Examples:
         >>> class Halves(BaseBatchSampler):

@@ -65,8 +65,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
-        ValueError: m below 2, p below 1 or above the number of classes, no labels, singletons that are not to be there, or
-            what the base class refuses.
+        ValueError: labels or settings that are not as above, more classes than there are, or what the base class refuses.
 
     Examples:
         >>> labels = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])
@@ -186,8 +185,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
-        ValueError: no columns, columns of different lengths or without samples, a batch size below 1, or what the base
-            class refuses.
+        ValueError: columns of different lengths or without samples, a bad batch size, or what the base class refuses.
 
     Examples:
         >>> queries = ["a", "a", "a", "b", "c"]
@@ -260,8 +258,8 @@ class TokenBatchSampler(BaseBatchSampler):
         where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
-        ValueError: no lengths, lengths that are not integers of at least 1, a sample that is longer than ``chunk_tokens``,
-            sizes that are no integers of at least 1, or what the base class refuses.
+        ValueError: lengths or sizes that are not integers of at least 1, a sample that is longer than ``chunk_tokens``, or
+            what the base class refuses.
 
     Examples:
         >>> lengths = np.array([9, 2, 3, 2, 5, 3, 4])

@@ -23,7 +23,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
     """Global batches of near neighbours, each sample once per epoch: in-batch negatives are hard negatives.
 
     A batch is filled with groups: a random sample that no batch has yet, and its nearest neighbours that no batch has yet,
-    up to ``group_size``. Neighbours that are used up make a group smaller; the batch is then filled with further groups.
+    up to ``group_size``.
 
     Args:
         neighbours: [n, k] indices of each sample's neighbours, nearest first, the same on every rank; −1 is none. The
@@ -33,8 +33,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
-        ValueError: neighbours that are not integers [n, k] between −1 and n − 1, sizes below 1, a group larger than a
-            batch, or what the base class refuses.
+        ValueError: neighbours or sizes that are not as above, or what the base class refuses.
 
     Examples:
         >>> neighbours = [[1, 2], [0, 2], [3, 1], [2, 1]]  # 0 and 1, 2 and 3
@@ -83,8 +82,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             settings: ``batch_size``, ``group_size``, ``seed`` and ``rank_weights``.
 
         Raises:
-            ValueError: on every rank alike: embeddings that are not finite or not of one width, more neighbours than other
-                embeddings, what the constructor refuses, or faiss is not installed.
+            ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.top_k` and the constructor refuse.
 
         Examples:
             >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])
@@ -101,8 +99,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
     def global_batches(self, epoch: int) -> Batches:
         size = len(self.neighbours)
         unused = [True] * size
-        order: list[int] = []
-        keys = random_keys(self.seed, epoch, np.arange(size))
+        order, keys = list[int](), random_keys(self.seed, epoch, np.arange(size))
         for first in np.argsort(keys).tolist():
             if not unused[first]:
                 continue

@@ -81,12 +81,9 @@ class DistributedMiner(nn.Module):
         with reported(session), one_stream(session, device):  # every rank mines the same rows
             result = in_one_process(lambda: self.miner(*rows.values()), name, session)
         if not isinstance(result, (tuple, list)):
-            refuse(
-                name,
-                f"a miner returns a tuple of indices, (anchors, positives, negatives) or (anchors, positives, anchors, "
-                f"negatives), got {type(result).__name__}.",
-                world=session,
-            )
+            forms = "(anchors, positives, negatives) or (anchors, positives, anchors, negatives)"
+            words = f"a miner returns a tuple of indices, {forms}, got {type(result).__name__}."
+            refuse(name, words, world=session)
         return GlobalIndices(result)
 
     def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:

@@ -39,10 +39,9 @@ def paired_bootstrap(
 ) -> Difference:
     """Return how much better the second of two encoders is on the same queries, with a confidence interval.
 
-    The queries of all ranks are drawn with replacement, ``resamples`` times; each draw has a mean of ``second − first``, and
-    the interval is between quantiles of these. It tells what other queries of the same kind would have shown, not what
-    another training would: repeat that with several seeds. Differences are paired, as two encoders find the same queries
-    difficult. Each rank computes a part of the resamples; the result is the same bits for every split of the queries.
+    The queries of all ranks are drawn with replacement, ``resamples`` times; the interval is between quantiles of the means
+    of ``second − first``. It tells what other queries of the same kind would have shown, not what another training would.
+    The result is the same bits for every split of the queries.
 
     Args:
         first: the values of this rank's queries, as of :func:`contrastive_zoo.metrics.evaluate_queries`; NaN does not count.
@@ -53,8 +52,8 @@ def paired_bootstrap(
         process_group: who holds queries.
 
     Raises:
-        ValueError: on every rank alike: values outside of 0 … 1, different numbers of them, queries that count in one of
-            both only, no query that counts, or settings outside of their bounds or different between ranks.
+        ValueError: on every rank alike: values outside of 0 … 1 or not of the same queries, no query that counts, or
+            settings outside of their bounds or different between ranks.
 
     Examples:
         >>> first, second = torch.zeros(200), torch.arange(200) % 4 / 4.0

@@ -1,6 +1,6 @@
 """Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install contrastive_zoo[plot]``.
 
-No display is needed, and matplotlib's settings do not change. Save a picture with ``figure.savefig("picture.png")``.
+No display is needed, and matplotlib's settings do not change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -196,7 +196,6 @@ def matches(
 
 
 def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: str) -> None:
-    """Draw the density of cosines, given their number in each bin between −1 and 1."""
     bins = len(counts)
     density, edges = (counts / max(1, int(counts.sum())) * bins / 2).tolist(), torch.linspace(-1, 1, bins + 1).tolist()
     axis.stairs(density, edges, fill=True, alpha=0.35, color=colour)
@@ -206,7 +205,6 @@ def draw_density(axis: Any, counts: Int[Tensor, " bins"], label: str, colour: st
 
 
 def measurement_picture(measurement: Measurement) -> Figure:
-    """Draw the similarities of pairs, the eigenvalues of ZᵀZ / N and the variance of each dimension."""
     with styled_figure(1, 3, figsize=(13.0, 3.6)) as (figure, axes):
         for counts, name, colour in zip(measurement.counts(), ("positive", "negative"), (RIGHT, WRONG), strict=True):
             draw_density(axes[0], counts.view(-1, _JOINED).sum(1), name, colour)

@@ -1,6 +1,6 @@
 """Explain a call: which path its step takes, and what that costs, without computing it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,37 +70,28 @@ class Explanation:
         work, movement, arithmetic = plan.because
         yield f"  work        {plan.work}: {work}"
         yield f"  embeddings  {plan.movement}: {movement}"
-        for name, of in zip(self._members(), plan.members or [plan], strict=True):
-            yield f"  arithmetic  {name}{of.arithmetic}: {of.because[2] if plan.members else arithmetic}"
+        for index, of in enumerate(plan.members or [plan]):
+            name, why = (f"loss {index}: ", of.because[2]) if plan.members else ("", arithmetic)
+            yield f"  arithmetic  {name}{of.arithmetic}: {why}"
         backward = f", {cost.backward_messages} of them in the backward pass" if cost.backward_messages else ""
-        yield f"  messages    {cost.messages:,}{backward}; a rank sends {in_bytes(cost.bytes_sent)}"
-        yield f"  matmuls     {in_flop(cost.matmul_flop)} a rank"
-        yield f"  memory      {in_bytes(cost.peak_bytes)} beside the embeddings"
+        yield f"  messages    {cost.messages:,}{backward}; a rank sends {with_unit(cost.bytes_sent, 'B')}"
+        yield f"  matmuls     {with_unit(cost.matmul_flop, 'FLOP')} a rank"
+        yield f"  memory      {with_unit(cost.peak_bytes, 'B')} beside the embeddings"
         for what, then in self.changes.items():
             yield f"  {what:<26} {then}"
 
-    def _members(self) -> Sequence[str]:
-        return [f"loss {index}: " for index in range(len(self.plan.members))] or [""]
 
-
-def in_bytes(count: float) -> str:
-    """Return bytes in a unit that leaves few digits.
+def with_unit(count: float, unit: str) -> str:
+    """Return a count with few digits.
 
     Examples:
-        >>> in_bytes(805_306_368), in_bytes(304)
+        >>> with_unit(805_306_368, "B"), with_unit(304, "B")
         ('805 MB', '304 B')
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def in_flop(count: float) -> str:
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e3:.3g} kFLOP"
+            return f"{count / size:.3g} {prefix}{unit}"
+    return f"{count:.0f} {unit}"
 
 
 def explain(
@@ -176,17 +167,9 @@ def _kernels(call: Any, place: torch.device) -> Kernels:
 
 def _changes(now: Explanation, explained: Callable[[Situation], tuple[Plan, Cost]]) -> Iterator[tuple[str, str]]:
     """Yield what a user may do, and what a step would cost then."""
-    situation = now.situation
-    if now.plan.movement == "gather" and now.plan.work == "own anchors":
-        plan, cost = explained(situation._replace(ring=True))
-        if plan.movement == "ring":
-            yield (
-                "ring=True",
-                f"{in_bytes(cost.peak_bytes)} held, {in_bytes(cost.bytes_sent)} sent, {cost.messages:,} messages",
-            )
-    if now.plan.movement == "ring":
-        _, cost = explained(situation._replace(ring=False))
-        yield (
-            "ring=False",
-            f"{in_bytes(cost.peak_bytes)} held, {in_bytes(cost.bytes_sent)} sent, {cost.messages:,} messages",
-        )
+    gathers, rings = now.plan.movement == "gather" and now.plan.work == "own anchors", now.plan.movement == "ring"
+    if gathers or rings:
+        plan, cost = explained(now.situation._replace(ring=gathers))
+        if rings or plan.movement == "ring":
+            held, sent = with_unit(cost.peak_bytes, "B"), with_unit(cost.bytes_sent, "B")
+            yield f"ring={gathers}", f"{held} held, {sent} sent, {cost.messages:,} messages"

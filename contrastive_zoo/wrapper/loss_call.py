@@ -16,8 +16,8 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles
 
+# arguments that tell which rows belong together; without them a loss pairs each row with its other view
 _NAME_PARTNERS = ("labels", "indices_tuple", "ref_labels")
-"""Arguments that tell which rows belong together; without them a loss pairs each row with its other view."""
 
 
 @dataclass
