@@ -72,10 +72,8 @@ class ClipLoss(nn.Module):
 class SigLipLoss(ClipLoss):
     """Compute :class:`contrastive_zoo.SigLIP` by the call of open_clip's ``SigLipLoss``.
 
-    Called as :class:`ClipLoss`; here ``logit_bias``, with one element, is required.
-
-    Args:
-        options: those of :class:`contrastive_zoo.DistributedLoss`. ``ring=True`` takes the place of ``dist_impl``.
+    Called as :class:`ClipLoss`, with the same options; ``logit_bias``, with one element, is required. ``ring=True`` takes
+    the place of ``dist_impl``.
 
     Raises:
         ValueError: as :class:`ClipLoss`; no bias.
@@ -136,10 +134,9 @@ class CoCaLoss(ClipLoss):
         output_dict: bool = False,
     ) -> Losses:
         """Return both losses, each with its weight."""
-        clip = logits.new_zeros(())
-        if self.clip_loss_weight:
-            loss = self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
-            clip = self.clip_loss_weight * loss
+        clip, weight = logits.new_zeros(()), self.clip_loss_weight
+        if weight:
+            clip = weight * self._contrastive_loss(image_features, text_features, logit_scale, logit_bias)
         of_tokens = F.cross_entropy(logits.mT, labels, ignore_index=self.pad_id, reduction="none").sum(1)
         caption = self.caption_loss_weight * self.caption(of_tokens, (labels != self.pad_id).sum(1))
         return {"contrastive_loss": clip, "caption_loss": caption} if output_dict else (clip, caption)
@@ -148,14 +145,8 @@ class CoCaLoss(ClipLoss):
 class DistillClipLoss(ClipLoss):
     """Compute CLIP's loss and that of a teacher's softmax by the call of open_clip's ``DistillClipLoss``.
 
-    Called as :class:`ClipLoss`, with the teacher's ``dist_image_features``, ``dist_text_features`` and
-    ``dist_logit_scale``, too, which get no gradient.
-
-    Args:
-        options: those of :class:`contrastive_zoo.DistributedLoss`.
-
-    Raises:
-        ValueError: as :class:`ClipLoss`.
+    Called as :class:`ClipLoss`, with the same options and errors, and with the teacher's ``dist_image_features``,
+    ``dist_text_features`` and ``dist_logit_scale``, which get no gradient.
 
     Examples:
         >>> import torch

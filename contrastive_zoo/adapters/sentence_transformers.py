@@ -97,12 +97,7 @@ class DistributedSentenceLoss(LossAttributes):
         self._parameters_are_equal = False
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
-        """Return the loss of all ranks' sentences, given the local ones.
-
-        Args:
-            sentence_features: for each column the encoder's inputs for the local samples.
-            labels: [n, …], one per sample, if the loss takes any.
-        """
+        """Return the loss of all ranks' sentences, given the local inputs of each column, and labels if it takes any."""
         world = World.of(self.process_group, type(self.loss).__name__)
         session = Session.of(world, check_finite=self.check_finite)
         for module, attribute in self._holders:  # a trainer replaces ``model`` by DDP, and no other attribute
@@ -246,7 +241,7 @@ def _problem(loss: nn.Module, encoders: Mapping[str, nn.Module]) -> str | None:
 
 
 def _core(model: nn.Module) -> nn.Module:
-    """Return the encoder inside of DDP or FSDP, whose layers some losses read; a compiled module is returned as it is."""
+    """Return the encoder inside of DDP or FSDP; a compiled module is returned as it is."""
     while not isinstance(model, SentenceTransformer) and not hasattr(model, "_orig_mod") and hasattr(model, "module"):
         model = cast(nn.Module, model.module)
     return model

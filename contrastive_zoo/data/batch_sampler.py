@@ -121,7 +121,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     @abstractmethod
     def global_batches(self, epoch: int) -> Batches:
-        """Return the sample indices of each global batch of an epoch: a function of the data, the seed and the epoch."""
+        """Return the sample indices of each global batch: a function of the data, the seed and the epoch."""
 
     def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
         """Return W + 1 bounds, given each rank's share: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``."""
@@ -207,7 +207,12 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """
         if World.of(self.process_group).size == 1:
             raise AttributeError(f"{type(self).__name__} has no drop_last: the last batch may be smaller.")
-        raise ValueError(f"{type(self).__name__}: {_SPLIT_AGAIN}")
+        raise ValueError(
+            f"{type(self).__name__}: the trainer asks for drop_last, to split this sampler's batches over the ranks. They "
+            "are split already. Accelerate, Hugging Face: do not prepare the loader, or pass it through "
+            "accelerate.data_loader.prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0, "
+            "put_on_device=True). Lightning: use_distributed_sampler=False."
+        )
 
     @property
     def sampler(self) -> "BaseBatchSampler":
@@ -218,13 +223,6 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     def batch_sampler(self) -> "BaseBatchSampler":
         """This sampler: Hugging Face's Trainer calls ``loader.batch_sampler.batch_sampler.set_epoch``."""
         return self
-
-
-_SPLIT_AGAIN = (
-    "the trainer asks for drop_last, to split this sampler's batches over the ranks. They are split already. Accelerate, "
-    "Hugging Face: do not prepare the loader, or pass it through accelerate.data_loader.prepare_data_loader(loader, "
-    "accelerator.device, num_processes=1, process_index=0, put_on_device=True). Lightning: use_distributed_sampler=False."
-)
 
 
 def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:

@@ -1,9 +1,8 @@
 """Similarities, and means, whose bits do not depend on how rows are split into blocks and ranks.
 
-A matmul adds products in an order that depends on the shapes and on the number of threads, so its last bits differ from
-split to split, and near-ties are ordered differently. Here each row is scaled by a power of two and cut into two slices of
-b bits each, x = 2^e (high + low), so few that every sum of d products has at most 53 bits. Such sums are exact in float64 in
-any order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1).
+A matmul's last bits depend on shapes and threads. Here each row is cut into two slices of b bits each, x = 2^e (high + low),
+so few that every sum of d products has at most 53 bits, and is exact in float64 in any order (Ozaki et al. 2012,
+https://doi.org/10.1007/s11075-011-9478-1).
 """
 
 import math

@@ -244,20 +244,7 @@ class Measurement:
         return {**self._of_pairs(), **self._of_encoders(), **self._of_parameters()}
 
     def __str__(self) -> str:
-        """Return the figures with their meaning, one a line.
-
-        Examples:
-            >>> import torch, contrastive_zoo as cz
-            >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=0.1))
-            >>> monitor = cz.Monitor(loss_fn)
-            >>> _ = loss_fn(torch.eye(4), torch.eye(4))
-            >>> print(monitor)
-            call 0                        value  meaning
-            positive_similarity               1  mean cosine of positive pairs
-            positive_similarity_q5       0.9995  5 % quantile
-            ...
-            temperature                     0.1  of the loss
-        """
+        """Return the figures with their meaning, one a line."""
         rows = [(f"call {self.call}", "value", "meaning")]
         for name, value in self.figures.items():
             plain, _, quantile = name.rpartition("/")[2].partition("_q")

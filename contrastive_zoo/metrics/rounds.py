@@ -1,7 +1,6 @@
 """Queries go round: every rank answers for its own part of the gallery, and the owner of a query merges the answers.
 
-A round is a block of consecutive queries of the global batch, wherever they are. So every rank has the same work in every
-round, however uneven the queries are split, and no rank holds more than a block of other ranks' queries.
+A round is a block of consecutive queries of the global batch, so every rank has the same work in every round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,10 @@ QUERIES_OF_A_ROUND = 8192
 
 @dataclass(frozen=True)
 class Round:
-    """One block of queries: how many of them each rank owns, and which of this rank's queries they are."""
+    """One block of queries."""
 
-    shards: Shards
-    local: slice
+    shards: Shards  # how many of them each rank owns
+    local: slice  # which of this rank's queries they are
     world: World
 
     def gathered(self, rows: Tensor) -> Tensor:

@@ -49,8 +49,7 @@ def _faiss() -> Iterator[Any]:
 class ApproximateIndex:
     """An index that finds most of the nearest neighbours, faster than an exact search.
 
-    Every rank builds one of its own part of the gallery, so what it misses depends on how the gallery is split over ranks.
-    The scores of what it finds are exact. To measure what it misses, compare with an exact search.
+    Every rank builds one of its own part of the gallery. What it misses depends on the split; its scores are exact.
 
     Args:
         factory: faiss' description, such as ``"IVF1024,Flat"`` or ``"HNSW32"``
@@ -299,9 +298,8 @@ def top_k(
         process_group: who holds embeddings.
 
     Raises:
-        ValueError: on every rank alike: shapes, dtypes or widths that do not belong together, embeddings that are not
-            finite or whose dot products overflow float64, or k outside of 1 … number of embeddings to search in; faiss is
-            not installed, or cannot build the index of some rank.
+        ValueError: on every rank alike: arguments that do not belong together, embeddings that are not finite or whose dot
+            products overflow float64, k outside of 1 … embeddings to search in; faiss is missing, or refuses the index.
 
     Examples:
         >>> found = top_k(torch.tensor([[1.0, 0.1]]), torch.eye(3)[:, :2], k=2)

@@ -88,7 +88,7 @@ def cached_step(
 
 
 def _is_sequence(x: object) -> bool:
-    """Return whether x holds inputs; arrays of no dimension have an iterator that fails."""
+    """Return whether x holds inputs; arrays without dimensions have an iterator that fails."""
     return isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0
 
 
@@ -167,12 +167,7 @@ class GradCache(nn.Module):
         self._last_reduction = [-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the encoder's output for all samples.
-
-        Args:
-            args: the encoder's arguments; tensors are split along dimension 0, anything else goes to every chunk.
-            kwargs: likewise.
-        """
+        """Return the encoder's output; tensors are split along dimension 0, anything else goes to every chunk."""
         leaves, tree = tree_flatten((args, kwargs))
         counts = {len(x) for x in leaves if has_samples(x)}
         problem = None if len(counts) == 1 else f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."

@@ -11,16 +11,15 @@ from contrastive_zoo.ranks.row_checks import described, is_integer
 def token_chunks(lengths: ArrayLike, chunk_tokens: int) -> list[NDArray[np.int64]]:
     """Return the samples of each chunk, such that no chunk has more than ``chunk_tokens`` padded tokens.
 
-    A chunk of k samples has k · (its longest sample) padded tokens. Samples are taken from the longest to the shortest,
-    equal lengths in their order, and each chunk takes as many as fit. No other division of the samples has fewer chunks.
+    A chunk of k samples has k · (its longest sample) padded tokens. Each chunk takes the longest samples that are left, as
+    many as fit. No other division of the samples has fewer chunks.
 
     Args:
         lengths: tokens of each sample, [n].
         chunk_tokens: the most padded tokens of a chunk.
 
     Raises:
-        ValueError: lengths that are not integers of at least 1, [n]; a budget that is no integer of at least 1; a sample
-            that is longer than the budget.
+        ValueError: lengths or a budget that are no integers of at least 1; a sample that is longer than the budget.
 
     Examples:
         >>> lengths = np.array([3, 9, 2, 4, 4])

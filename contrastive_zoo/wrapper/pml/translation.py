@@ -18,17 +18,15 @@ from contrastive_zoo.wrapper.pml.table import LOSSES, NoExactTranslation, epsilo
 def to_native(loss: nn.Module, miner: Callable[..., Any] | None = None) -> Loss:
     """Return this library's loss with the same formula, settings and weights.
 
-    Weights are copied to the parameter ``weights``, [C, d] for C classes or [C, k, d] with k centres each, whatever their
-    name and layout in pytorch-metric-learning; β of MarginLoss is copied to ``beta``. The translation has its own
-    parameters: give them to the optimizer.
+    Weights are copied to the parameter ``weights``, [C, d] for C classes or [C, k, d] with k centres each; β of MarginLoss
+    is copied to ``beta``. Give these parameters to the optimizer.
 
     Args:
         loss: a loss of pytorch-metric-learning.
         miner: the miner of that loss; a few miners are options of this library's losses.
 
     Raises:
-        ValueError: there is no exact translation, with the reason: a formula that this library does not have, or a
-            distance, reducer, regularizer or miner for which it has no option.
+        ValueError: there is no exact translation, with the reason.
 
     Examples:
         >>> native = to_native(losses.TripletMarginLoss(0.2), miners.BatchHardMiner())
