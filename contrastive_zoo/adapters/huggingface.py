@@ -83,11 +83,7 @@ class ContrastiveTrainerMixin(_Trainer):
 class _ClearGradients(TrainerCallback):
     """Clear all gradients of the optimizer, also those of parameters outside the model."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["optimizer"].zero_grad()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["optimizer"].zero_grad()
 
-
-__all__ = ["ContrastiveTrainerMixin"]
+    on_train_begin = on_step_end

@@ -173,8 +173,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         """Continue at a position, a dict with ``epoch`` and ``step``, on any number of ranks.
 
         Raises:
-            ValueError: an epoch or a step is missing or out of range, or the position belongs to other data, another seed
-                or other settings.
+            ValueError: no position, or one of other data, another seed or other settings.
         """
         name = type(self).__name__
         if not (isinstance(state, Mapping) and {"epoch", "step"} <= state.keys()):
@@ -216,13 +215,10 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     @property
     def sampler(self) -> "BaseBatchSampler":
-        """This sampler: Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
+        """This sampler: Lightning calls its ``sampler.set_epoch``, Hugging Face's Trainer ``batch_sampler.set_epoch``."""
         return self
 
-    @property
-    def batch_sampler(self) -> "BaseBatchSampler":
-        """This sampler: Hugging Face's Trainer calls ``loader.batch_sampler.batch_sampler.set_epoch``."""
-        return self
+    batch_sampler = sampler
 
 
 def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:

@@ -87,7 +87,6 @@ class DistributedMiner(nn.Module):
         return GlobalIndices(result)
 
     def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
-        """What all ranks have agreed on before they gather these."""
         problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
         if problem is not None:  # the statement is made of rows that can be sent
             refuse(name, problem, world=session)

@@ -86,9 +86,7 @@ class Monitor:
         self.every, self.encoder = every, encoder
         self.quantiles, self.false_negative_quantile = tuple(quantiles), false_negative_quantile
         self.measurement: Measurement | None = None
-        self._taken = True
-        self._calls = 0
-        self._loss_fn = loss_fn
+        self._taken, self._calls, self._loss_fn = True, 0, loss_fn
         loss_fn.observe_with(self)
 
     @property
@@ -152,12 +150,10 @@ class Monitor:
             return
         with torch.no_grad():
             samples = Samples.of(rows, shards)
-            modules = {"loss": loss if isinstance(loss, nn.Module) else None, "encoder": self.encoder}
-            sketches = {name: sketch(module) for name, module in modules.items()}
+            sketches = {"loss": sketch(loss if isinstance(loss, nn.Module) else None), "encoder": sketch(self.encoder)}
             result = totals(samples, sketches, _temperature(loss), world)
         settings = self.quantiles, self.false_negative_quantile
-        self.measurement = Measurement(call, list(samples.encoders), result, *settings)
-        self._taken = False
+        self.measurement, self._taken = Measurement(call, list(samples.encoders), result, *settings), False
 
     def __repr__(self) -> str:
         with_encoder = "" if self.encoder is None else f"encoder={type(self.encoder).__name__}, "

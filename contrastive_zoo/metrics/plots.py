@@ -26,13 +26,8 @@ TEN = ("#332288", "#3399CC", "#44AA99", "#117733", "#999933", "#DDAA33", "#CC667
 INK = "#333333"
 STYLE: Any = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK)
 STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
-STYLE |= {
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "font.size": 11,
-    "legend.handlelength": 3,
-    "figure.dpi": 160,
-}
+STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 12, "font.size": 11, "legend.handlelength": 3}
+STYLE |= {"figure.dpi": 160}
 
 _JOINED = 16  # bins of a measurement that are drawn as one
 
@@ -58,7 +53,7 @@ def similarity_histogram(
         process_group: who holds embeddings.
 
     Raises:
-        ValueError: on every rank alike: embeddings or labels that do not belong together, or embeddings that are not finite.
+        ValueError: on every rank alike: embeddings or labels that do not belong together or are not finite.
 
     Examples:
         >>> figure = similarity_histogram(torch.eye(3), labels=torch.tensor([0, 0, 1]), bins=10)

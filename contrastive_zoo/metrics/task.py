@@ -120,11 +120,11 @@ class Evaluation:
 
 
 class Pairs(NamedTuple):
-    """Relevant pairs, ordered by query: the query within the round, the item of this rank's gallery, and a grade above 0."""
+    """Relevant pairs, ordered by query."""
 
-    query: Int[Tensor, " p"]
-    position: Int[Tensor, " p"]
-    grade: Float[Tensor, " p"]
+    query: Int[Tensor, " p"]  # within the round
+    position: Int[Tensor, " p"]  # of the item in this rank's gallery
+    grade: Float[Tensor, " p"]  # above 0
 
 
 class Question(NamedTuple):
@@ -303,10 +303,8 @@ def _judgements(caller: str, evaluation: Evaluation, ids: Tensor, gallery_ids: T
         others = query != item
         query, item = torch.cat([query[others], ids]), torch.cat([item[others], ids])
         grade = torch.cat([grade[others].double(), torch.full((len(ids),), -1.0, dtype=torch.float64)])
-    by_id, order = ids.sort()
-    counts = torch.isin(query, ids)
-    query, item, grade = query[counts], item[counts].long(), grade[counts].double()
-    row = order[torch.searchsorted(by_id, query)]
+    counts, (by_id, order) = torch.isin(query, ids), ids.sort()
+    row, item, grade = order[torch.searchsorted(by_id, query[counts])], item[counts].long(), grade[counts].double()
     in_order = row.argsort(stable=True)
     return Judgements(row[in_order], item[in_order], grade[in_order], gallery_ids, world, caller)
 

@@ -21,23 +21,15 @@ from contrastive_zoo.wrapper.step import FROM_ELSEWHERE
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan of a call and its cost for one rank; ``print`` shows both, with what would change them.
+    """The plan of a call and its cost for one rank; ``print`` shows both, with what would change them."""
 
-    Args:
-        name: of the loss.
-        plan: who computes what, how embeddings get there, by which arithmetic, and why.
-        situation: the sizes and options that the plan was chosen by.
-        cost: the messages, bytes, multiplications and memory of one rank.
-        changes: what a user may do, and what the cost would be then.
-    """
-
-    name: str
-    plan: Plan
-    situation: Situation
-    cost: Cost
+    name: str  # of the loss
+    plan: Plan  # who computes what, how embeddings get there, by which arithmetic, and why
+    situation: Situation  # the sizes and options that the plan was chosen by
+    cost: Cost  # the messages, bytes, multiplications and memory of one rank
     device: str
     dtype: str
-    changes: Mapping[str, str]
+    changes: Mapping[str, str]  # what a user may do, and what the cost would be then
 
     @property
     def messages(self) -> int:

@@ -54,9 +54,8 @@ def cached_step(
         The loss, detached and unscaled.
 
     Raises:
-        ValueError: on every rank alike: no chunk on any rank; no chunk on one rank and chunks that do not consist of
-            tensors on the others; chunks that need a gradient; models that are not modules, or not as many as
-            sequences of chunks. On its rank: ``loss_fn`` returns several numbers.
+        ValueError: on every rank alike: no chunk; no chunk on one rank and chunks of other things than tensors on others;
+            chunks that need a gradient; bad models or chunks. On its rank: ``loss_fn`` returns several numbers.
         TypeError: ``loss_fn`` returns no tensor.
 
     Examples:
@@ -130,11 +129,10 @@ class GradCache(nn.Module):
             time of the call.
 
     Raises:
-        ValueError: a chunk size below 1, or not one of ``chunk_size`` and ``chunk_tokens``. At the call, on every rank
-            alike: tensors that differ in their numbers of samples, no tensor, inputs that need a gradient, a mask that is
-            missing or padded on both sides, or a sample longer than ``chunk_tokens``. On its rank: with ``chunk_tokens``, an
-            encoder without one embedding per sample. In the backward pass, with ZeRO 3: a second call of the encoder, or a
-            last chunk that does not use a parameter of the others.
+        ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank alike: tensors that
+            differ in their numbers of samples, no tensor, inputs that need a gradient, a mask that is missing or padded on
+            both sides, a sample longer than ``chunk_tokens``. With ``chunk_tokens``: an encoder without one embedding per
+            sample. With ZeRO 3: a second call of the encoder, or a last chunk that leaves out a parameter of the others.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
