@@ -111,7 +111,6 @@ class DistributedSentenceLoss(LossAttributes):
         return value
 
     def _of_all_ranks(self, columns: list[dict[str, Any]], labels: Tensor | None, world: World) -> Any:
-        """Return the loss on all ranks' embeddings and labels; every rank computes the same."""
         name, encoder = type(self.loss).__name__, _core(self.model)
         named = {"labels": labels} if isinstance(labels, Tensor) else {}
         is_of_layers = any(isinstance(x, AdaptiveLayerLoss) for x in self.loss.modules())
@@ -253,7 +252,6 @@ def _is_cached(loss: nn.Module) -> bool:
 
 
 def _of_chunks(chunks: list[Tensor], partners: list[Tensor]) -> dict[str, Tensor]:
-    """Return the rows of one column's mini-batches, and of what belongs to them."""
     if partners and chunks[0].ndim == 3:
         return dict(zip(_OF_TOKENS, cat_padded_token_embeddings(chunks, partners), strict=True))
     columns = {"sentence_embedding": chunks, "guide": partners}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.adjoints import device_of
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.handshake import Agreed, refuse_empty, reserve_payload
+from contrastive_zoo.ranks.handshake import refuse_empty, reserve_payload
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
@@ -77,7 +77,15 @@ class DistributedMiner(nn.Module):
         if world.size > 1:
             arguments = Arguments.of(rows)
             device = device_of(arguments.rows)
-            rows = arguments.gathered(self._agreed(name, arguments, session), session)
+            problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
+            if problem is not None:  # the statement is made of rows that can be sent
+                refuse(name, problem, world=session)
+            settings = {**LossModules(self.miner).settings(), **arguments.compared}
+            stated: dict[str, Any] = {"same": arguments.same, "payload": payload_of(arguments.rows.values(), session)}
+            agreed = agree(name, arguments.rows, world=session, settings=settings, **stated)
+            reserve_payload(agreed.needed, session)
+            refuse_empty(name, agreed.shards[0])
+            rows = arguments.gathered(agreed, session)
         with reported(session), one_stream(session, device):  # every rank mines the same rows
             result = in_one_process(lambda: self.miner(*rows.values()), name, session)
         if not isinstance(result, (tuple, list)):
@@ -85,19 +93,6 @@ class DistributedMiner(nn.Module):
             words = f"a miner returns a tuple of indices, {forms}, got {type(result).__name__}."
             refuse(name, words, world=session)
         return GlobalIndices(result)
-
-    def _agreed(self, name: str, arguments: Arguments, session: Session) -> Agreed:
-        problem = arguments.problem or unequal_problem(arguments.leaves) or paired_problem(arguments.leaves)
-        if problem is not None:  # the statement is made of rows that can be sent
-            refuse(name, problem, world=session)
-        settings = {**LossModules(self.miner).settings(), **arguments.compared}
-        agreed = agree(
-            name, arguments.rows, world=session, settings=settings, same=arguments.same,
-            payload=payload_of(arguments.rows.values(), session),
-        )  # fmt: skip
-        reserve_payload(agreed.needed, session)
-        refuse_empty(name, agreed.shards[0])
-        return agreed
 
     def __getattr__(self, name: str) -> Any:
         try:

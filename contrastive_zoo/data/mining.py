@@ -143,8 +143,6 @@ def _is_score(x: object) -> bool:
 
 
 class Mined(NamedTuple):
-    """The hard negatives of this rank's queries."""
-
     negatives: Int[Tensor, "n num"]  # global indices, best first; −1 where there are fewer
     scores: Float[Tensor, "n num"]  # their similarities to the query; −∞ where there are fewer
     positive_scores: Float[Tensor, "n p"]  # the similarities of the positives

@@ -94,7 +94,6 @@ def paired_bootstrap(
 
 
 def _values_problem(name: str, values: Tensor) -> str | None:
-    """Return why these are not values of queries, in words; None if they are."""
     if problem := tensor_problem(name, values):
         return problem
     if values.ndim != 1 or not values.is_floating_point() or bool((values.detach() - 0.5).abs().gt(0.5).any()):

@@ -275,7 +275,6 @@ def _nearest_groups(
 
 
 def _counted(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the different pairs of query and value, and how often each occurs."""
     values, code = value.unique(return_inverse=True)
     pairs, count = (query * len(values) + code).unique(return_counts=True)
     return pairs // max(1, len(values)), values[pairs % max(1, len(values))], count

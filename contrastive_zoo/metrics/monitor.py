@@ -168,7 +168,6 @@ class Monitor:
 
 
 def _temperature(loss: Any) -> float:
-    """Return the temperature of the first module that has one; NaN if none has."""
     for module in loss.modules() if isinstance(loss, nn.Module) else ():
         result: Any = getattr(module, "temperature", None)
         result = result() if isinstance(result, nn.Module) else result

@@ -227,7 +227,6 @@ def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
 def _pair_counts(
     queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
-    """Return how many positive and negative pairs of all ranks have a cosine in each bin."""
     inputs, among_themselves = (
         Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels),
         gallery is None,
@@ -248,7 +247,6 @@ def _pair_counts(
 def styled_figure(
     rows: int, columns: int, figsize: tuple[float, float], **settings: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """Yield a figure and its axes, in this module's style."""
     with rc_context(STYLE):
         figure = Figure(figsize=figsize, layout="constrained")
         yield figure, figure.subplots(rows, columns, **settings)

@@ -61,7 +61,6 @@ class Graded(NamedTuple):
     number: Ints
 
     def ordered(self, *, best_first: bool) -> Graded:
-        """Return the same by ascending ``where``, and then by grade."""
         order = np.lexsort((-self.grade if best_first else self.grade, self.where))
         return Graded(self.where[order], self.grade[order], self.number[order])
 
@@ -81,7 +80,6 @@ class Ranking:
 
     @classmethod
     def of(cls, levels: Levels, relevant: Graded, ideal: Graded, labels: Ints, nearest: Groups = NO_GROUPS) -> Ranking:
-        """Return the ranking of n queries, given relevant items by level."""
         used, where = np.unique(relevant.where, return_inverse=True)
         groups, total = Graded(where, *relevant[1:]), whole_sums(ideal.where, ideal.number, len(labels))
         query, higher, tied = (x[used] for x in levels)
@@ -134,7 +132,6 @@ def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 
 
 def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
-    """Return whether a relevant item is among the first ``cutoff`` items."""
     if ties != "expected":
         return (hits(ranking, cutoff, ties) > 0).astype(np.float64)
     # of t ties, r of them relevant and p of them within the cutoff, none is with probability C(t − r, p) / C(t, p)

@@ -27,11 +27,14 @@ class Round:
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Return what all ranks hold for these queries, given what this rank holds for all of its own."""
-        return _gathered(rows[self.local], self.shards, self.world)
+        return self._gathered(rows[self.local], self.shards)
 
     def gathered_unevenly(self, rows: Tensor) -> Tensor:
         """Return what all ranks hold for these queries, where each holds any number of rows for them."""
-        return _gathered(rows, self.world.shards(rows), self.world)
+        return self._gathered(rows, self.world.shards(rows))
+
+    def _gathered(self, rows: Tensor, shards: Shards) -> Tensor:
+        return gather_rows(rows.to(self.world.device).contiguous(), shards, self.world).cpu()
 
     def answered(self, answers: Tensor) -> list[Tensor]:
         """Send the owners this rank's answers, one row per query; return all ranks' answers for the local queries."""
@@ -41,7 +44,7 @@ class Round:
     def floors(self, reached: Tensor) -> Tensor:
         """Return for each query of the round a score that k items of all ranks reach, [g, 1], given this rank's k scores."""
         thresholds = torch.cat(self.answered(reached), 1).topk(reached.shape[1]).values[:, -1:]
-        return _gathered(thresholds, self.shards, self.world)
+        return self._gathered(thresholds, self.shards)
 
     def answered_unevenly(self, query: Tensor, *columns: Tensor) -> list[list[Tensor]]:
         """Send owners any number of rows by ascending ``query``; return those of each rank: local queries, and columns."""
@@ -68,12 +71,7 @@ def ask(ranks: Tensor, requests: Tensor, answer: Callable[[Tensor], Tensor], wor
     return received[order.argsort()]
 
 
-def _gathered(rows: Tensor, shards: Shards, world: World) -> Tensor:
-    return gather_rows(rows.to(world.device).contiguous(), shards, world).cpu()
-
-
 def rounds(queries: Shards, world: World, size: int = QUERIES_OF_A_ROUND) -> Iterator[Round]:
-    """Yield the blocks of ``size`` queries of all ranks."""
     ends = list(accumulate(queries.sizes))
     for start in range(0, queries.total, size):
         overlaps = [

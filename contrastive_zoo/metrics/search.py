@@ -194,18 +194,15 @@ class Gallery:
         return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126 + of_ties
 
     def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
-        """Return the float32 scores of ``depth`` candidates, best first, and their positions."""
         best, positions = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
         for start, rows in self.blocks():
             vectors = queries.float().numpy(), rows.float().numpy()
             with _faiss() as faiss:
                 nearest = faiss.knn(*vectors, min(depth, len(rows)), faiss.METRIC_INNER_PRODUCT)
             scores, places = map(torch.from_numpy, nearest)
-            best = torch.cat([best, scores], 1)
             positions = torch.cat([positions, (places + start).masked_fill(places < 0, -1)], 1)
-            if best.shape[1] > depth:
-                best, order = best.topk(depth, dim=1)
-                positions = positions.gather(1, order)
+            best, order = torch.cat([best, scores], 1).topk(min(depth, positions.shape[1]), dim=1)
+            positions = positions.gather(1, order)
         return best.double(), positions
 
     def pair_scores(self, queries: Tensor, which: Tensor, positions: Int[Tensor, "p c"]) -> Float[Tensor, "p c"]:
@@ -228,7 +225,6 @@ class Gallery:
         return scores if self.tie_bits is None else rounded(scores, self.tie_bits)
 
     def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and positions of the k best of all items, where candidates were not certain."""
         best, positions = torch.empty(len(queries), 0).double(), torch.empty(len(queries), 0).long()
         for start, scores in self.score_blocks(queries, excluded):
             here = torch.arange(start, start + scores.shape[1]).expand(scores.shape)
@@ -365,7 +361,6 @@ def overflow_problem(normalize: bool, **rows: Tensor) -> str | None:
 
 
 def settings_problem(*, k: object = 1, normalize: object, index: object) -> str | None:
-    """Return why nothing can be searched with these settings, in words."""
     try:
         import faiss  # noqa: F401 - whether it can be imported
     except ImportError:

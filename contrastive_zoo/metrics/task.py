@@ -81,16 +81,14 @@ class Evaluation:
         return None
 
     def problem(self) -> str | None:
-        return names_problem(self.metrics) or self.inputs_problem() or self._settings_problem()
-
-    def _settings_problem(self) -> str | None:
-        metrics = self.valid_metrics
-        problem = settings_problem(normalize=self.normalize, index=self.index) or word_problem("ties", self.ties, Ties)
-        if problem is None and self.index is not None and (whole := [x.name for x in metrics if x.whole]):
+        problem = names_problem(self.metrics) or self.inputs_problem() or word_problem("ties", self.ties, Ties)
+        if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
+            return problem
+        if self.index is not None and (whole := [x.name for x in self.valid_metrics if x.whole]):
             return f"{', '.join(whole)} needs all positions, which an approximate index does not find. Pass index=None."
-        if problem is None and self.judgements is not None and any(x.kind == KNN for x in metrics):
+        if self.judgements is not None and any(x.kind == KNN for x in self.valid_metrics):
             return "knn_accuracy needs labels, got judgements."
-        return problem or overflow_problem(self.normalize, queries=self.queries, gallery=self.rows)
+        return overflow_problem(self.normalize, queries=self.queries, gallery=self.rows)
 
     def inputs_problem(self) -> str | None:
         if (problem := self.shapes_problem()) is not None:

@@ -59,8 +59,6 @@ def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 class Chunk(NamedTuple):
-    """The arguments of one call of the encoder."""
-
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 

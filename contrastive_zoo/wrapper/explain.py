@@ -158,7 +158,6 @@ def _kernels(call: Any, place: torch.device) -> Kernels:
 
 
 def _changes(now: Explanation, explained: Callable[[Situation], tuple[Plan, Cost]]) -> Iterator[tuple[str, str]]:
-    """Yield what a user may do, and what a step would cost then."""
     gathers, rings = now.plan.movement == "gather" and now.plan.work == "own anchors", now.plan.movement == "ring"
     if gathers or rings:
         plan, cost = explained(now.situation._replace(ring=gathers))

@@ -203,7 +203,6 @@ class GradCache(nn.Module):
 
 
 def _trainer_problem(model: nn.Module) -> str | None:
-    """Return why the gradients of chunks would not arrive at a trainer, in words."""
     if hasattr(model, "backward") and hasattr(model, "step"):
         return f"{type(model).__name__} owns the backward pass. Put GradCache inside, around the encoder alone."
     if any(hasattr(x, "ds_id") for x in model.parameters()):

@@ -61,7 +61,6 @@ def lengths_problem(lengths: ArrayLike, chunk_tokens: object) -> str | None:
 
 
 def mask_problem(mask: object, chunk_tokens: int) -> str | None:
-    """Return why the samples of an attention mask have no chunks, in words."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
         return f"attention_mask is a keyword with integers or bools [n, tokens], got {described(mask)}."
     if not (_padded_right(mask) or _padded_right(mask.flip(1))):

@@ -70,7 +70,6 @@ def _translate(loss: Any, miner: Any) -> Loss:
 
 
 def _with_weights(native: type[Loss], settings: dict[str, Any], loss: Any) -> Loss:
-    """Return this library's loss with a copy of the other's weights, [C, d] or [C, k, d]."""
     if issubclass(native, ClassLoss):
         weights = _class_weights(loss)
         if weights.ndim == 3:
