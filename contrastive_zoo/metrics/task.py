@@ -62,8 +62,8 @@ class Evaluation:
         for name in NUMBERS:
             x, of = getattr(self, name), self.gallery if name.startswith("gallery") else self.queries
             if x is not None and of is None:
-                own = name.removeprefix("gallery_")
-                return f"{name} belong to a gallery, got none. Rows that search among themselves have {own}."
+                plain = name.removeprefix("gallery_")
+                return f"{name} belong to a gallery, got none. Rows that search among themselves have {plain}."
             if x is not None and of is not None and (problem := labels_problem(name, x, len(of))):
                 return problem
         if self.judgements is None:
