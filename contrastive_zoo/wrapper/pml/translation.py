@@ -49,7 +49,9 @@ def _translate(loss: Any, miner: Any) -> Loss:
     if type(loss) is losses.MultipleLosses:
         require(miner is None or not loss.miners, "it has miners of its own.")
         members = _members(loss)
-        return WeightedSum([_translate(x, miner_of_x or miner) for x, miner_of_x, _ in members], weights=[x for *_, x in members])
+        return WeightedSum(
+            [_translate(x, own_miner or miner) for x, own_miner, _ in members], weights=[x for *_, x in members]
+        )
     native = LOSSES.get(type(loss), "it is no loss of pytorch-metric-learning itself.")
     if isinstance(native, str):
         raise NoExactTranslation(native)
