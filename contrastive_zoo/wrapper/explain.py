@@ -143,9 +143,9 @@ def explain(
         return plan, cost_of(plan, situation, entries)
 
     plan, cost = explained(situation)
-    found = next((x.dtype for x in call.inputs.rows.values() if x.is_floating_point()), torch.float32)
+    shown_dtype = next((x.dtype for x in call.inputs.rows.values() if x.is_floating_point()), torch.float32)
     shown = {"cpu": "CPU", "cuda": "CUDA"}.get(place.type, place.type)
-    result = Explanation(name, plan, situation, cost, shown, str(found).removeprefix("torch."), {})
+    result = Explanation(name, plan, situation, cost, shown, str(shown_dtype).removeprefix("torch."), {})
     return replace(result, changes=dict(_changes(result, explained)))
 
 
