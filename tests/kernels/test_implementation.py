@@ -24,6 +24,7 @@ from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.wrapper import step
 from tests.helpers import drawn
 
 PROBE = kernels.installation_problem.__wrapped__
@@ -213,7 +214,7 @@ def test_what_one_rank_chooses_or_lacks_is_refused_on_all(
         rank, lacks = dist.get_rank(), differs == "probe"
         with pytest.MonkeyPatch.context() as patch, splitting(not small):
             if differs == "table":
-                patch.setattr(chosen, "LARGEST_MATRIX", 3000 + rank)
+                patch.setattr(step, "CHOOSES_KERNELS", f"torch, or triton above {3000 + rank} embeddings")
             patch.setattr(kernels, "device_problem", lambda device: None)
             patch.setattr(kernels, "installation_problem", lambda device: "is too old" if lacks and rank else None)
             with (
