@@ -2,7 +2,6 @@
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,67 +21,6 @@ from tests.helpers import learnt
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Sizes = Sequence[Sequence[int]]
 """Of each step, the samples of each rank."""
-
-
-class Case(ABC):
-    """A loss, its embeddings at each step, and how ranks exchange them."""
-
-    dtype: str
-    large: int
-
-    @property
-    def bound(self) -> float:
-        """By what number the dense formula's error is multiplied."""
-        return 1.5
-
-    @abstractmethod
-    def shards(self, world: int, index: int) -> Sizes:
-        """Return the sizes of each step of one of several cases."""
-
-    @abstractmethod
-    def found(
-        self, world: int, rank: int, sizes: Sequence[int], step: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a step's value, and the gradients of this rank's embeddings and of the parameters."""
-
-    @abstractmethod
-    def expected(self, sizes: Sequence[int], step: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return what the dense formula gives in a dtype, of all embeddings and by the parameters."""
-
-    @abstractmethod
-    def launched_as_large(self, patch: pytest.MonkeyPatch) -> None:
-        """Launch as a Hopper GPU does for large batches, in blocks of few pairs."""
-
-    @property
-    def smallest_value(self) -> float:
-        """What the error of the value is at least relative to."""
-        return 0.0
-
-    @property
-    def smallest_norm(self) -> float:
-        """What the error of a parameter's gradient is at least relative to."""
-        return 0.0
-
-    def errors(self, world: int, rank: int, shards: Sizes) -> list[tuple[float, float]]:
-        """Return, for each result of each step, the relative errors of kernels and of the dense formula."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # what fills new memory must not matter
-        steps = [self.found(world, rank, sizes, step) for step, sizes in enumerate(shards)]
-        torch.use_deterministic_algorithms(False)
-        errors = []
-        for step, ((value, rows, numbers), sizes) in enumerate(zip(steps, shards, strict=True)):
-            truth, dense = (self.expected(sizes, step, dtype) for dtype in (torch.float64, torch.float32))
-            errors.append(_errors(value, dense[0], truth[0], max(float(truth[0].norm()), self.smallest_value)))
-            for x, *others in zip(rows, dense[1:], truth[1:], strict=False):
-                y, z = (local(of, sizes, rank) for of in others)
-                # of a rank's few embeddings the gradient may be small by chance: relative to as many of the batch
-                norm = max(float(z.norm()), float(others[1].norm()) * (len(z) / len(others[1])) ** 0.5)
-                # as an encoder gets it, and as the factor of a trainer that divides by W rounds it
-                rounded = (world * y.to(x.dtype)).double() / world
-                errors.append(_errors(x.double() / world, rounded, z, norm))
-            for x, y, z in zip(numbers, dense[1 + len(rows) :], truth[1 + len(rows) :], strict=True):
-                errors.append(_errors(x, y, z, max(float(z.norm()), self.smallest_norm)))
-        return errors
 
 
 def _errors(found: Tensor, dense: Tensor, truth: Tensor, norm: float) -> tuple[float, float]:
@@ -120,7 +58,9 @@ LARGE_SIZES = {1: [(400,), (300,)], 2: [(400, 120), (0, 270)], 3: [(0, 400, 130)
 
 
 @dataclass(frozen=True)
-class RowCase(Case):
+class Case:
+    """A loss, its embeddings at each step, and how ranks exchange them."""
+
     loss: str
     dtype: str = "float32"
     temperature: float = 0.07
@@ -133,7 +73,7 @@ class RowCase(Case):
 
     @property
     def bound(self) -> float:
-        """2.1 where gradients are as precise as the weights: rounding these then doubles the error."""
+        """What the dense formula's error is multiplied by: 2.1 where gradients are as precise as rounded weights."""
         return 2.1 if self.dtype == "float16" else 1.5
 
     def shards(self, world: int, index: int) -> Sizes:
@@ -231,36 +171,57 @@ class RowCase(Case):
         value = value * self.anchors(sizes) if self.reduction == "sum" else value
         return [value.detach(), *torch.autograd.grad(value, [*rows, *numbers])]
 
+    def errors(self, world: int, rank: int, shards: Sizes) -> list[tuple[float, float]]:
+        """Return, for each result of each step, the relative errors of kernels and of the dense formula."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # what fills new memory must not matter
+        steps = [self.found(world, rank, sizes, step) for step, sizes in enumerate(shards)]
+        torch.use_deterministic_algorithms(False)
+        errors = []
+        for step, ((value, rows, numbers), sizes) in enumerate(zip(steps, shards, strict=True)):
+            truth, dense = (self.expected(sizes, step, dtype) for dtype in (torch.float64, torch.float32))
+            errors.append(_errors(value, dense[0], truth[0], max(float(truth[0].norm()), self.smallest_value)))
+            for x, *others in zip(rows, dense[1:], truth[1:], strict=False):
+                y, z = (local(of, sizes, rank) for of in others)
+                # of a rank's few embeddings the gradient may be small by chance: relative to as many of the batch
+                norm = max(float(z.norm()), float(others[1].norm()) * (len(z) / len(others[1])) ** 0.5)
+                # as an encoder gets it, and as the factor of a trainer that divides by W rounds it
+                rounded = (world * y.to(x.dtype)).double() / world
+                errors.append(_errors(x.double() / world, rounded, z, norm))
+            for x, y, z in zip(numbers, dense[1 + len(rows) :], truth[1 + len(rows) :], strict=True):
+                errors.append(_errors(x, y, z, max(float(z.norm()), self.smallest_norm)))
+        return errors
+
     @property
     def smallest_value(self) -> float:
-        """A tenth of the largest logit, which float32 rounds."""
+        """What the value's error is at least relative to: a tenth of the largest logit, which float32 rounds."""
         return 0.1 / self.temperature if self.rows == "nearly solved" else 0.0
 
     @property
     def smallest_norm(self) -> float:
-        """The size of the summands, which are as large as the loss at t = 1; those of one product do not cancel."""
+        """What a parameter's error is at least relative to: the size of the summands; those of one product do not cancel."""
         return 0.0 if self.rows == "one" else 1.0 / self.temperature
 
 
 _SUP_CON = [("float32", 0.07, False), ("float32", 0.01, True), ("bfloat16", 0.05, True), ("float16", 0.05, False)]
 
 CASES = [
-    *(RowCase(loss) for loss in LOSSES),
-    *(RowCase(loss, "bfloat16") for loss in ("NTXent", "Clip", "SigLIP")),
-    *(RowCase(loss, "float16", ring=True) for loss in ("NTXent", "Clip", "SigLIP", "InfoNCE, negatives")),
-    *(RowCase(loss, temperature=0.01, ring=True, width=33) for loss in ("NTXent", "Clip", "MNRL", "SigLIP")),
-    *(RowCase(loss, temperature=0.02, rows="solved") for loss in ("NTXent", "Clip", "SigLIP")),
-    *(RowCase(loss, rows="duplicates", reduction="none") for loss in ("NTXent", "Clip", "InfoNCE")),
-    *(RowCase(loss, reduction="sum") for loss in ("NTXent", "Clip", "SigLIP")),
-    *(RowCase("SupCon", dtype, temperature, ring=ring) for dtype, temperature, ring in _SUP_CON),
-    *(RowCase(loss, temperature=0.01, width=8, rows="opposite") for loss in ("SupCon", "Clip")),
-    *(RowCase(loss, temperature=0.02, width=9, rows="clustered") for loss in ("NTXent", "InfoNCE", "Clip", "SigLIP")),
-    *(RowCase("Clip", width=20, rows=rows) for rows in ("strided", "shifted")),
+    *(Case(loss) for loss in LOSSES),
+    *(Case(loss, "bfloat16") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case(loss, "float16", ring=True) for loss in ("NTXent", "Clip", "SigLIP", "InfoNCE, negatives")),
+    *(Case(loss, temperature=0.01, ring=True, width=33) for loss in ("NTXent", "Clip", "MNRL", "SigLIP")),
+    *(Case(loss, temperature=0.02, rows="solved") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case(loss, rows="duplicates", reduction="none") for loss in ("NTXent", "Clip", "InfoNCE")),
+    *(Case(loss, reduction="sum") for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case("SupCon", dtype, temperature, ring=ring) for dtype, temperature, ring in _SUP_CON),
+    *(Case(loss, temperature=0.01, width=8, rows="opposite") for loss in ("SupCon", "Clip")),
+    *(Case(loss, temperature=0.02, width=9, rows="clustered") for loss in ("NTXent", "InfoNCE", "Clip", "SigLIP")),
+    *(Case("Clip", width=20, rows=rows) for rows in ("strided", "shifted")),
 ]
 LARGE_CASES = [
-    RowCase("InfoNCE, negatives", "bfloat16", large=4096),  # of which most are far from the positives
-    *(RowCase(loss, "float16", ring=True, large=256) for loss in ("NTXent", "Clip", "SigLIP")),
-    *(RowCase(loss, "bfloat16", large=4096) for loss in ("NTXent", "Clip", "SigLIP")),
+    Case("InfoNCE, negatives", "bfloat16", large=4096),  # of which most are far from the positives
+    *(Case(loss, "float16", ring=True, large=256) for loss in ("NTXent", "Clip", "SigLIP")),
+    *(Case(loss, "bfloat16", large=4096) for loss in ("NTXent", "Clip", "SigLIP")),
 ]
 _ALIKE = [
     ("Clip", "bfloat16", 0.9, 0.07, True),
@@ -272,9 +233,9 @@ _ALIKE = [
     ("SupCon", "float16", 0.98, 0.1, False),
     ("InfoNCE", "bfloat16", 0.0, 0.5, False),
 ]
-ALIKE = [RowCase(*x, t, "alike", ring=ring, width=32, cosine=cosine) for *x, cosine, t, ring in _ALIKE]
-SOLVED = RowCase("Clip", "bfloat16", 0.03, "nearly solved", width=6)
-EQUAL = RowCase("SigLIP", "bfloat16", 0.1, "one")
+ALIKE = [Case(*x, t, "alike", ring=ring, width=32, cosine=cosine) for *x, cosine, t, ring in _ALIKE]
+SOLVED = Case("Clip", "bfloat16", 0.03, "nearly solved", width=6)
+EQUAL = Case("SigLIP", "bfloat16", 0.1, "one")
 
 
 def chosen(world: int, first: int, step: int) -> list[Case]:

@@ -16,7 +16,7 @@ from contrastive_zoo.engine.kernels.sigmoid import KernelBlock
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.softmax_kernels import ExponentSums, KernelSweep
 from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
-from tests.kernels.cases import ALIKE, DEVICE, EQUAL, SOLVED, Case, RowCase
+from tests.kernels.cases import ALIKE, DEVICE, EQUAL, SOLVED, Case
 from tests.simulated import READS
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -167,13 +167,13 @@ MUTANTS: list[tuple[Mutant, Case]] = [
     *((products_of_rounded_weights, case) for case in (*ALIKE[:2], EQUAL)),
     *((rounded_unit_rows, case) for case in ALIKE[:4]),
     (weights_in_bfloat16, SOLVED),
-    *((inner_logits_too_large, RowCase(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
-    (partners_on_every_rank, RowCase("Clip", ring=True)),
-    (partners_on_every_rank, RowCase("SigLIP", ring=True)),
-    (partners_among_all_columns, RowCase("NTXent")),
-    (shared_blocks_twice, RowCase("NTXent")),
-    (mantissas_only, RowCase("Clip")),
-    (never_recomputed, RowCase("Clip", temperature=0.01, width=8, rows="opposite")),
-    (not_transposed, RowCase("SupCon", temperature=0.01, width=8, rows="opposite")),
-    (reading, RowCase("Clip")),  # last, as it ends in the middle of a step
+    *((inner_logits_too_large, Case(loss, "bfloat16", large=4096)) for loss in ("Clip", "SigLIP")),
+    (partners_on_every_rank, Case("Clip", ring=True)),
+    (partners_on_every_rank, Case("SigLIP", ring=True)),
+    (partners_among_all_columns, Case("NTXent")),
+    (shared_blocks_twice, Case("NTXent")),
+    (mantissas_only, Case("Clip")),
+    (never_recomputed, Case("Clip", temperature=0.01, width=8, rows="opposite")),
+    (not_transposed, Case("SupCon", temperature=0.01, width=8, rows="opposite")),
+    (reading, Case("Clip")),  # last, as it ends in the middle of a step
 ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.kernels.cases import DEVICE, SIZES, Case, RowCase, chosen
+from tests.kernels.cases import DEVICE, SIZES, Case, chosen
 from tests.kernels.mutants import MUTANTS, Mutant, without_reads
 
 
@@ -46,7 +46,7 @@ def errors_of(case: Case, mutant: Mutant | None, index: int) -> list[tuple[float
     """Return the errors of all results of this rank; a mutant computes fewer steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = case.shards(world, index)
-    if mutant and isinstance(case, RowCase) and not case.large:
+    if mutant and not case.large:
         shards = [SIZES[world][0][0], SIZES[world][1][1]]
     elif mutant:
         shards = shards[:1]
