@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import contrastive_zoo as cz
 from contrastive_zoo.ranks.collectives import all_gather, all_reduce
 from contrastive_zoo.testing.measurement import Call
 from tools.gallery.recipe import (
@@ -98,35 +96,6 @@ def candidates_from_accelerate(view1, view2):
     return local_anchors(a, b, without_gradient(b)) / max(len(a), 1)
 
 
-@_wrong("detached candidates")
-def columns_detached_both_ways(view1, view2):
-    a, b = unit(view1, view2)
-    total = local_anchors(a, b, without_gradient(b)) + local_anchors(b, a, without_gradient(a))
-    return total / 2 / max(len(a), 1)
-
-
-@_wrong("own slice")
-def live_slice_in_a_detached_gather(view1, view2):
-    def gather(x):
-        parts = gather_detached(x)
-        parts[rank_and_size()[0]] = x
-        return torch.cat(parts)
-
-    a, b = unit(view1, view2)
-    return symmetric_cross_entropy(3.0 * gather(a) @ gather(b).T)
-
-
-@_wrong("times W")
-def live_slice_times_world_size(view1, view2):
-    return live_slice_in_a_detached_gather(view1, view2) * world_size()
-
-
-@_wrong("detached")
-def everything_detached(view1, view2):
-    a, b = (without_gradient(x) for x in unit(view1, view2))
-    return symmetric_cross_entropy(3.0 * a @ b.T) + 0 * view1.sum()
-
-
 class _CompleteTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -142,17 +111,6 @@ class _CompleteTwice(torch.autograd.Function):
 def gradient_reduced_twice(view1, view2):
     a, b = (_CompleteTwice.apply(x) for x in unit(view1, view2))
     return symmetric_cross_entropy(3.0 * a @ b.T)
-
-
-@_wrong("statistic without gradient")
-def cross_correlation_reduced_in_place(view1, view2):
-    a, b = unit(view1, view2)
-    local = a.T @ b
-    total = local.detach().clone()
-    if world_size() > 1:
-        dist.all_reduce(total)
-    c = (local + total - local.detach()) / sum(shard_sizes(a))
-    return (c - torch.eye(len(c))).square().sum()
 
 
 @_wrong("own rank first", "labels")
@@ -173,12 +131,6 @@ def own_rows_first_and_the_first_positive_of_a_tie(embeddings, labels):
     positive = (y[:, None] == y) & ~torch.eye(len(y), dtype=torch.bool)
     first = positive.float().argmax(1)
     return F.softplus((z - z[first]).square().sum(1)[positive.any(1)]).sum() / len(z)
-
-
-@_wrong("mask without offset")
-def targets_of_the_first_rank(view1, view2):
-    a, b = unit(view1, view2)
-    return global_mean(local_anchors(a, b, all_gather(b), start=0), len(a))
 
 
 def sup_con_of_local_anchors(embeddings, labels, start):
@@ -210,12 +162,6 @@ def offset_of_the_next_rank(view1, view2):
     return global_mean(total, len(a))
 
 
-@_wrong("labels not gathered", "labels")
-def labels_of_this_rank_for_all_rows(embeddings, labels):
-    z, count = all_gather(embeddings), max(len(labels), 1)
-    return dense_sup_con(z, labels.repeat(-(-len(z) // count))[: len(z)] if len(labels) else torch.zeros(len(z)))
-
-
 def hardest(local, labels, positives, negatives):
     """Return the triplets of local anchors, mined among these positives and negatives, each samples and labels."""
     if not len(local):
@@ -238,11 +184,6 @@ def hardest_negative_of_this_rank(embeddings, labels):
     return hardest(local, labels, (z, y), (local, labels))
 
 
-@_wrong("local negatives", "labels")
-def triplets_of_this_rank_averaged(embeddings, labels):
-    return hardest(embeddings, labels, (embeddings, labels), (embeddings, labels))
-
-
 def balanced(b, prototypes, gather):
     """Return the assignments of samples to prototypes, balanced over those that are gathered."""
     with torch.no_grad():
@@ -259,18 +200,6 @@ def assignments_balanced_on_this_rank(view1, view2):
     prototypes = torch.eye(a.shape[1])
     q = balanced(b, prototypes, lambda x: x)
     return -(q * F.log_softmax(a @ prototypes / 0.3, 1)).sum() / max(len(a), 1)
-
-
-@_wrong("labels by position")
-def ids_that_begin_anew_on_every_rank(view1, view2):
-    return dense_sup_con(all_gather(torch.cat([view1, view2])), all_gather(torch.arange(len(view1)).repeat(2)))
-
-
-@_wrong("views split wrongly")
-def one_gather_of_both_views(view1, view2):
-    both = all_gather(torch.cat(unit(view1, view2)))
-    a, b = both.chunk(2)
-    return symmetric_cross_entropy(3.0 * a @ b.T)
 
 
 @_wrong("mean of means", "labels")
@@ -295,17 +224,6 @@ def count_of_this_rank_times_world_size(view1, view2):
     return all_reduce(local_anchors(a, b, all_gather(b))) / max(len(a) * world_size(), 1)
 
 
-@_wrong("local loss")
-def mean_of_this_ranks_anchors(view1, view2):
-    a, b = unit(view1, view2)
-    return local_anchors(a, b, all_gather(b)) / max(len(a), 1)
-
-
-@_wrong("local loss × W")
-def mean_of_this_ranks_anchors_times_world_size(view1, view2):
-    return mean_of_this_ranks_anchors(view1, view2) * world_size()
-
-
 @_wrong("local normalisation")
 def standardised_by_this_rank(view1, view2):
     def standardised(x):
@@ -313,19 +231,6 @@ def standardised_by_this_rank(view1, view2):
 
     c = all_reduce(standardised(view1).T @ standardised(view2)) / sum(shard_sizes(view1))
     return (c - torch.eye(len(c))).square().sum()
-
-
-@_wrong("local parameters")
-class TemperatureOfThisRanksAnchors(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, view1, view2):
-        a, b = unit(view1, view2)
-        targets = torch.arange(len(a)) + offset(a)
-        total = F.cross_entropy(self.scale * a @ all_gather(b).T, targets, reduction="sum")
-        return all_reduce(total) / sum(shard_sizes(a))
 
 
 class Centred(nn.Module):
@@ -376,12 +281,6 @@ class Queue(nn.Module):
 
 
 @_wrong("state")
-class QueueOfThisRanksKeys(Queue):
-    def keys(self, local):
-        return local
-
-
-@_wrong("state")
 class QueueWithOwnKeysFirst(Queue):
     def keys(self, local):
         return own_first(local)
@@ -419,55 +318,8 @@ def keys_shuffled_by_every_rank_for_itself(view1, view2):
     return symmetric_cross_entropy(3.0 * a @ back.T)
 
 
-class _KeepsOnClass(torch.autograd.Function):
-    saved: Any = None
-
-    @staticmethod
-    def forward(ctx, z):
-        _KeepsOnClass.saved = z.detach()
-        return z.square().sum()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * dy * _KeepsOnClass.saved
-
-
-@_wrong("overwritten tensors", "labels")
-def tensors_kept_on_the_class(embeddings, labels):
-    return cz.DistributedLoss(lambda z, y: _KeepsOnClass.apply(z))(embeddings, labels)
-
-
-class _IgnoresFactor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z.square().sum()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * ctx.saved_tensors[0]
-
-
-@_wrong("ignored grad_output", "labels")
-def gradient_without_grad_output(embeddings, labels):
-    return cz.DistributedLoss(lambda z, y: _IgnoresFactor.apply(z))(embeddings, labels)
-
-
-@_wrong("overflow", "labels")
-def exponentials_added_over_ranks(embeddings, labels):
-    x = embeddings.square().sum(1)
-    return torch.logsumexp(x, 0) if world_size() == 1 else all_reduce(x.exp().sum()).log()
-
-
 @_wrong("hang", "labels")
 def ranks_without_pairs_return_early(embeddings, labels):
     if len(labels) < 2:
         return 0 * embeddings.sum()
     return dense_sup_con(all_gather(embeddings), all_gather(labels))
-
-
-@_wrong("uneven shards", "labels")
-def collective_of_equal_shards(embeddings, labels):
-    parts = [torch.empty_like(embeddings) for _ in range(world_size())]
-    dist.all_gather(parts, embeddings.detach())
-    return scale_gradient(1.0, all_gather(embeddings)).square().sum()
