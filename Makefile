@@ -49,8 +49,8 @@ search: .venv/.installed .venv/.peers-installed
 		tests/test_precision.py tests/test_solved_batches.py tests/test_faults.py tests/test_training.py \
 		tests/test_memory_queue.py tests/test_later_steps.py tests/test_accelerator.py \
 		tests/losses/test_settings.py tests/engine/test_softmax.py tests/engine/test_ring.py \
-		tests/engine/test_ring_16_bits.py tests/test_extremes.py tests/test_devices.py \
-		tests/test_accelerated_ranks.py tests/test_late_messages.py tests/test_host_reads.py \
+		tests/test_extremes.py tests/test_devices.py \
+		tests/test_accelerated_ranks.py tests/test_late_messages.py \
 		tests/adapters/test_native.py tests/adapters/test_sentence_transformers.py tests/adapters/test_peer_losses.py tests/engine/test_memory.py tests/test_counted_positives.py
 	HYPOTHESIS_PROFILE=long ALL_DTYPES=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 	HYPOTHESIS_PROFILE=long HYPOTHESIS_EXAMPLES=200 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz.py

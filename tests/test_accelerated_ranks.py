@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,10 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.device_entries import ENTRIES as OTHERS
+from tests.device_entries import ENTRIES as OTHER_ENTRIES
 from tests.helpers import EVERY_CASE, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO
-from tests.simulated import device, draws_of_a_device, on_cpu, put_by, value_and_gradients
+from tests.simulated import device, draws_of_a_device, on_cpu, put_by, send_from_device, value_and_gradients
 from tests.test_accelerator import may_read
 from tests.test_devices import LEFT_OUT
 from tests.zoo import Entry
@@ -129,15 +131,15 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
 
 def on_the_device(name: str) -> Any:
     with device() as mode:
-        return on_cpu(OTHERS[name](put_by(mode)))
+        return on_cpu(OTHER_ENTRIES[name](put_by(mode)))
 
 
 def on_the_cpu(name: str) -> Any:
-    return on_cpu(OTHERS[name](lambda x: copy.deepcopy(x) if isinstance(x, torch.nn.Module) else x))
+    return on_cpu(OTHER_ENTRIES[name](lambda x: copy.deepcopy(x) if isinstance(x, torch.nn.Module) else x))
 
 
 def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worlds, worlds: Worlds) -> None:
-    names = list(OTHERS)
+    names = list(OTHER_ENTRIES)
     expected = worlds.run(2, lambda: [on_the_cpu(name) for name in names], timeout=60)
     found = device_worlds.run(2, lambda: [on_the_device(name) for name in names], timeout=60)
     for of_rank, of_device in zip(expected, found, strict=True):
@@ -145,3 +147,63 @@ def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worl
             torch.testing.assert_close(
                 y, x, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "pages" / "accelerator.md"
+OTHERS = "all others"  # what the table calls the losses that it does not name
+OWN = [str(entry) for entry in ENTRIES if is_own(entry)]
+
+Reads = tuple[str, str]
+"""Of a step without checks and with the default options: "waits / copies", of which the host reads those a step later."""
+
+
+def of_rank(names: list[str]) -> dict[str, Reads]:
+    """Return the reads of the third step of each loss."""
+    found = {}
+    for entry in (entry for entry in ENTRIES if str(entry) in names):
+        rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3, labels="mixed", seed=5))
+        local = [x.split(SHARDS)[dist.get_rank()] for x in rows]
+        unchecked = Steps(entry, local, check_finite=False, check_equal=False, check_distinct=False)
+        off, on = (f"{len(x.reads)} / {len(x.copies)}" for x in (unchecked, Steps(entry, local)))
+        found[str(entry)] = (off, on)
+    return found
+
+
+def measured(names: list[str], pool: Worlds) -> dict[str, Reads]:
+    return pool.run(2, of_rank, names, timeout=300)[0]
+
+
+def stated() -> dict[str, Reads]:
+    """Return what the page says of every loss."""
+    lines = PAGE.read_text(encoding="utf-8").split("| without checks |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
+    named = {name: (off, on) for off, on, names in rows for name in names.split("; ")}
+    others = named.pop(OTHERS)
+    assert named.keys() <= set(OWN), f"{PAGE.name} names losses that are in no table tests/losses/zoo_*.py"
+    return {name: named.get(name, others) for name in OWN}
+
+
+@pytest.mark.parametrize("first", range(4) if EVERY_CASE else [0])
+def test_the_table_is_true(first: int, device_worlds: Worlds) -> None:
+    limits = stated()
+    for name, found in measured(OWN[first :: 4 if EVERY_CASE else 12], device_worlds).items():
+        for x, limit in zip(found, limits[name], strict=True):
+            is_kept = all(int(a) <= int(b) for a, b in zip(x.split(" / "), limit.split(" / "), strict=True))
+            assert is_kept, f"{name} reads {x}: name it in docs/pages/accelerator.md, or read less"
+
+
+def main() -> None:
+    """Print the table: losses with equal numbers in one row, and of the most frequent numbers no names."""
+    rows = defaultdict(list)
+    with Worlds(timeout=300) as pool:
+        pool.run(2, send_from_device)
+        for name, of_loss in sorted(measured(OWN, pool).items()):
+            rows[of_loss].append(name)
+    most = max(map(len, rows.values()))
+    print("| without checks | defaults | losses |\n|---|---|---|")
+    for (off, on), names in sorted(rows.items()):
+        print(f"| {off} | {on} | {OTHERS if len(names) == most else '; '.join(names)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,22 @@
-"""What an import of the package loads, which names it has, and which of its modules may import which."""
+"""What an import of the package loads, its names, which module may import which, SECURITY.md, and files of a release."""
 
 import ast
 import functools
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import contrastive_zoo as cz
+from contrastive_zoo.testing.auditing.launch import local_store
+from contrastive_zoo.testing.worlds import Worlds
 
 PACKAGE = Path(cz.__file__).parent
 NAME = PACKAGE.name
@@ -243,3 +248,132 @@ def test_proofs_do_not_depend_on_losses() -> None:
         names = imported_modules(module)
         assert not {x for x in names if x.startswith(("losses", "engine", "wrapper.distributed", "testing.catalogue"))}
         assert "" not in names, "names of the package itself include losses"
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def package_page() -> str:
+    """Return the README as the package page shows it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for rule in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    return text
+
+
+def test_the_version_is_written_once() -> None:
+    assert "version" in PROJECT["project"]["dynamic"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == cz.__version__  # type: ignore[index]  # None fails the test
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## \[(\d[^\]]*)\]", changes, re.MULTILINE)[1] == cz.__version__  # type: ignore[index]  # None fails the test
+
+
+def test_the_package_page_has_no_relative_link() -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", package_page())
+    assert [target for target in targets if not re.match(r"https?://|#", target)] == []
+    assert "(`docs/pages/which-all-gather.md`)" in package_page()
+
+
+def test_the_extras_of_the_readme_exist() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_top_level_names_are_the_agreed_ones() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    generated = {"dist", "site", "vectors", "demo-output", "shared"}
+    assert folders - generated - {"__pycache__"} == {
+        "contrastive_zoo",
+        "tests",
+        "benchmarks",
+        "docs",
+        "examples",
+        "tools",
+    }
+
+
+def test_the_addresses_of_sources_are_whole() -> None:
+    from contrastive_zoo.testing.catalogue import CATALOGUE
+
+    for entry in CATALOGUE.values():
+        for url in re.findall(r"https?://\S+", entry.source):
+            assert not url.endswith(("/", "-")), (entry.name, url)
+            assert re.search(r"abs/\d{4}\.\d{4,5}[,;]?$|(?<!arxiv\.org)/\S+\w[,;]?$", url), (entry.name, url)
+
+
+PROGRAMS = {"testing", "__main__.py"}
+"""Parts of the package that users start; the others are the library."""
+
+PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+OBJECTS = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+           "recv_object_list"}  # fmt: skip
+RUNNING = {"eval", "exec", "compile", "open", "torch.load", "np.load", "os.system", "os.popen", "os.fork"}
+"""Functions that run code, start processes, unpickle or open files."""
+
+
+def library() -> list[Path]:
+    """The modules of the library."""
+    return [x for x in PACKAGE.rglob("*.py") if x.relative_to(PACKAGE).parts[0] not in PROGRAMS]
+
+
+def called(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module calls: the whole expression, and the name of a method or of a module's function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+            yield ast.unparse(node.func).rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
+
+
+def test_the_library_pickles_nothing_and_starts_nothing() -> None:
+    names = {str(x.relative_to(PACKAGE)) for x in library()}
+    assert {"ranks/handshake.py", "ranks/world.py", "ranks/messages.py", "adapters/sentence_transformers.py"} <= names
+    refused = PICKLING | {"subprocess", "socket", "tempfile", "urllib", "requests", "http"}
+    for path in library():
+        tree = ast.parse(path.read_text())
+        assert not {x.partition(".")[0] for x in imported(tree)} & refused, path
+        calls = list(called(tree))
+        assert not set(calls) & OBJECTS, path
+        assert not set(calls[::2]) & RUNNING, path  # model.eval() is none
+
+
+def test_such_calls_are_noticed() -> None:
+    tree = ast.parse("import pickle\ndist.all_gather_object(x, y)\neval('1')\nmodel.eval()\ntorch.load(f)")
+    assert set(imported(tree)) & PICKLING == {"pickle"}
+    assert set(called(tree)) & OBJECTS == {"all_gather_object"}
+    assert set(list(called(tree))[::2]) & RUNNING == {"eval", "torch.load"}
+
+
+def listening(process: psutil.Process) -> list[str]:
+    """The addresses at which a process listens."""
+    return [x.laddr.ip for x in process.net_connections() if x.status == psutil.CONN_LISTEN]
+
+
+def test_ranks_of_the_test_pool_listen_on_this_machine_only(worlds: Worlds) -> None:
+    pids = worlds.run(2, os.getpid)
+    addresses = [address for pid in pids for address in listening(psutil.Process(pid))]
+    assert addresses
+    assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_the_store_of_an_audit_listens_on_this_machine_only() -> None:
+    before = listening(psutil.Process())
+    store = local_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    new = listening(psutil.Process())[len(before) :] or listening(psutil.Process())
+    assert set(new) <= {"127.0.0.1", "::1"}
+
+
+def test_the_pool_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Worlds() as pool:
+        pool.run(2, os.getpid)
+        assert [x.stat().st_mode & 0o777 for x in tmp_path.iterdir()] == [0o700]
+    assert list(tmp_path.iterdir()) == []

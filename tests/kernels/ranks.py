@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.kernels.cases import DEVICE, SIZES, Case, chosen
-from tests.kernels.mutants import MUTANTS, Mutant, without_reads
+from tests.kernels.cases import DEVICE, MUTANTS, SIZES, Case, Mutant, chosen, without_reads
 
 
 def interpret_bfloat16() -> None:
