@@ -21,8 +21,8 @@ from pytorch_metric_learning import losses, miners
 
 from tests.helpers import EVERY_CASE, EXACT, common_error, distance, numbers, split
 from tools.comparison import Batch, Compared, Run, measure, train
+from tools.pml_matrix.__main__ import Rows, page, verdict
 from tools.pml_matrix.cases import BASES, MODULES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
-from tools.pml_matrix.page import Rows, page, verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
 WHOLE = {"TripletMarginLoss", "ProxyAnchorLoss"}
