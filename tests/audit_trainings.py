@@ -1,10 +1,17 @@
-"""Trainings that the audit must name rightly, besides the mistakes of the examples, and right ones it must not accuse."""
+"""Trainings that the audit names or does not accuse, besides those of the examples, and how they are audited."""
 
+import importlib
 import math
+import os
+import random
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,10 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_zoo as cz
+from contrastive_zoo.testing import mistakes
+from contrastive_zoo.testing.auditing import diagnosis
+from contrastive_zoo.testing.auditing.launch import environment, judged, local_store, record_script, wait_for_records
+from contrastive_zoo.testing.auditing.running import audit
+from contrastive_zoo.testing.report import AuditReport, WorldReport
 from examples.ddp import add_up
 from examples.digits import make_dataset, make_encoder, make_loader, make_loss
 from examples.mistakes import BATCH_SIZE, LEARNING_RATE, SAMPLES, Right
 from examples.setup import Trained
+from tests.interpreter import forked
 
 TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
 """Trainings by name, each with the diagnosis that is expected; None for a right one."""
@@ -417,3 +430,143 @@ for _what, _divisor in {"not divided": 1.0, "divided twice": 16.0}.items():
 def run(name: str) -> Any:
     """Run a training by its name, on this rank."""
     return TRAININGS[name][0]().train()
+
+
+TIMEOUT = 60.0
+"""Seconds after which the audit of a set-up is ended."""
+
+STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
+"""Mistakes that show only after three steps."""
+
+
+def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -> WorldReport:
+    """Audit a training of this module, or a set-up of an example, in processes of their own."""
+    start, steps = time.monotonic(), steps or STEPS.get(name, 3)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(names: list[str]) -> None:
+            store = local_store()
+            jobs = [(folder, x, rank, len(names), store.port, module, name, steps) for rank, x in enumerate(names)]
+            with forked(_rank, jobs) as ranks:
+                wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
+
+        run([f"rank{rank}" for rank in range(processes)])
+        report = judged(Path(folder), processes, run)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _rank(folder: str, file: str, rank: int, world_size: int, port: int, module: str, name: str, steps: int) -> None:
+    for variable in set(os.environ) - set(variables := environment(rank, world_size, port, file.startswith("rank"))):
+        del os.environ[variable]
+    os.environ |= variables
+    log = os.open(Path(folder, f"{file}.log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    record_script(Path(folder), file, steps, (), setup(module, name))
+
+
+def setup(module: str, name: str) -> Callable[[], object]:
+    found = importlib.import_module(module)
+    setups = {x.name: x.train for x in getattr(found, "SETUPS", ())}
+    return setups.get(name, lambda: found.run(name))
+
+
+def audit_here(module: str, name: str, without: str = "") -> AuditReport:
+    """Audit a training on this rank of a pool, with a process group; without the probe or signature of a name."""
+    probes = tuple(x for x in diagnosis.PROBES if x.__name__ != without)
+    signatures = {
+        stage: {name: fits for name, fits in of_stage.items() if name != without}
+        for stage, of_stage in mistakes.SIGNATURES.items()
+    }
+    of_samples = (lambda records: ()) if without == "_of_samples" else diagnosis._of_samples
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(diagnosis, "_of_samples", of_samples),
+        patch.object(diagnosis, "PROBES", probes),
+        patch.object(mistakes, "SIGNATURES", signatures),
+    ):
+        return audit(setup(module, name), name=name)
+
+
+RANDOM_LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "NTXent": lambda: cz.NTXent(temperature=0.2),
+    "NTXent, learnt": lambda: cz.NTXent(temperature=cz.LearnableTemperature(0.5)),
+    "InfoNCE": lambda: cz.InfoNCE(symmetric=True),
+    "SigLIP": lambda: cz.SigLIP(),
+    "VICReg": lambda: cz.VICReg(),
+    "SupCon, labels": lambda: cz.SupCon(temperature=0.3),
+    "ProxyAnchor, labels": lambda: cz.ProxyAnchor(num_classes=4, embedding_size=5, alpha=4),
+    "MultiSimilarity, labels": lambda: cz.MultiSimilarity(),
+    "a function of labels": lambda: Centres(),
+}
+
+
+class Centres(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(-torch.cdist(embeddings.to(self.centres.dtype), self.centres), labels)
+
+
+def audit_random_training(seed: int, steps: int = 3) -> tuple[str, AuditReport]:
+    """Audit a right training whose loss, optimizer, precision, shards and accumulation are drawn from a seed."""
+    draw = random.Random(seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    name, dtype = draw.choice(list(RANDOM_LOSSES)), draw.choice([torch.float64, torch.float32])
+    inside, dropped, normalised = (draw.random() < p for p in (0.5, 0.3, 0.3))
+    accumulate, clip, weight = draw.choice([1, 1, 2, 3]), draw.choice([None, 0.5, 10.0]), draw.choice([1.0, 0.37])
+    scaled, low = draw.random() < 0.3, dtype is torch.float32 and draw.random() < 0.3
+    drawn = (
+        f"{name}, {dtype}, {inside=}, {dropped=}, {normalised=}, {accumulate=}, {clip=}, {weight=}, {scaled=}, {low=}"
+    )
+    layers = nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.3 * dropped), nn.Linear(8, 5)
+    encoder = nn.Sequential(*layers).to(dtype)
+    loss_fn = cz.DistributedLoss(RANDOM_LOSSES[name]().to(dtype), check_distinct=False)
+    model = DistributedDataParallel(encoder) if inside else encoder
+    parameters = [*encoder.parameters(), *loss_fn.parameters()]
+    optimizer = draw.choice(
+        [
+            partial(torch.optim.SGD, lr=0.05, weight_decay=0.1, nesterov=True, momentum=0.5),
+            partial(torch.optim.AdamW, lr=0.01),
+            partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
+        ]
+    )(parameters)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def shard(x: Tensor, sizes: list[int]) -> Tensor:
+        return x[sum(sizes[:rank]) :][: sizes[rank]]
+
+    def batch() -> list[Tensor]:
+        sizes = [draw.randint(0, 6) for _ in range(world_size)]  # of this rank perhaps none
+        sizes[draw.randrange(world_size)] += 6
+        views, labels = torch.randn(2, sum(sizes), 6, dtype=dtype), torch.randint(4, (sum(sizes),))
+        return [shard(x, sizes) for x in (*views, labels)]
+
+    data = [[[batch() for _ in range(accumulate)]] for _ in range(steps)]
+
+    def train() -> None:
+        torch.manual_seed(seed + rank)  # dropout differs between ranks
+        for (batches,) in DataLoader(data, batch_size=None):  # type: ignore[arg-type]  # a list is a dataset
+            optimizer.zero_grad()
+            for index, (x, y, labels) in enumerate(batches):
+                with model.no_sync() if inside and index + 1 < accumulate else nullcontext():  # type: ignore[operator]
+                    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                        z = [model(view) for view in ([x] if "labels" in name else [x, y])]
+                    z = [nn.functional.normalize(part) for part in z] if normalised else z
+                    value = loss_fn(*z, *[labels] * ("labels" in name))
+                    scaler.scale(weight * value / accumulate).backward()
+            if not inside:
+                cz.average_gradients(encoder)
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+            scaler.step(optimizer)
+            scaler.update()
+
+    kind = type(loss_fn.loss) if "function" in name else None
+    return drawn, audit(train, steps=steps, loss=kind, name=drawn)

@@ -25,8 +25,7 @@ from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 from contrastive_zoo.testing.worlds import Worlds
 from tests import audit_trainings
-from tests.audit_random import audit_random_training
-from tests.audit_runner import audit_apart, audit_here
+from tests.audit_trainings import audit_apart, audit_here, audit_random_training
 from tests.helpers import EVERY_CASE
 from tests.interpreter import torchrun
 
