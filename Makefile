@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up by themselves: a virtual environment in .venv, then the package.
 PYTHON ?= python3
 BIN := .venv/bin
-QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tests/test_repr.py tests/losses/test_settings.py
+QUICK := contrastive_zoo/losses contrastive_zoo/engine tests/test_package.py tests/losses/test_signatures.py tests/losses/test_settings.py
 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
@@ -47,9 +47,9 @@ search: .venv/.installed .venv/.peers-installed
 		tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py \
 		tests/evaluation/test_evaluate.py tests/sampling/test_invariants.py tests/mining/test_hard_negatives.py \
 		tests/test_precision.py tests/test_solved_batches.py tests/test_faults.py tests/test_training.py \
-		tests/test_memory_queue.py tests/test_later_steps.py tests/test_accelerator.py \
+		tests/test_memory_queue.py tests/test_distributed.py tests/test_accelerator.py \
 		tests/losses/test_settings.py tests/engine/test_softmax.py tests/engine/test_ring.py \
-		tests/test_extremes.py tests/test_devices.py \
+		tests/test_extremes.py \
 		tests/test_accelerated_ranks.py tests/test_late_messages.py \
 		tests/adapters/test_native.py tests/adapters/test_sentence_transformers.py tests/adapters/test_peer_losses.py tests/engine/test_memory.py tests/test_counted_positives.py
 	HYPOTHESIS_PROFILE=long ALL_DTYPES=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels

@@ -22,8 +22,7 @@ from tests.device_entries import ENTRIES as OTHER_ENTRIES
 from tests.helpers import EVERY_CASE, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, send_from_device, value_and_gradients
-from tests.test_accelerator import may_read
-from tests.test_devices import LEFT_OUT
+from tests.test_accelerator import LEFT_OUT, may_read
 from tests.zoo import Entry
 
 SPLITS = [(4, 4), (5, 3), (0, 8)]

@@ -1,5 +1,6 @@
 """The exchange that opens a step: what follows its header, and what it ends in; a step has one, and computes once."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,15 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.loss_base.families import TwoViewLoss
+from contrastive_zoo.ranks.fingerprint import (
+    DISTINCT,
+    ONE_ROW,
+    REPEATED,
+    equal_arguments,
+    fingerprint,
+    levels_differ,
+    norm_and_sketch,
+)
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -217,3 +227,85 @@ def computed(*, hooked: bool) -> list[int]:
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_formula_runs_once_in_a_step(worlds: Worlds, hooked: bool) -> None:
     assert worlds.run(2, computed, hooked=hooked) == [[1, 1] * len(STEPS)] * 2
+
+
+F32 = torch.finfo(torch.float32).eps
+
+
+def state() -> dict[str, Tensor]:
+    """A table that is larger than the direction of a sketch, and two of equal shape."""
+    return {"table": numbers(3000, 17, seed=0).float(), "a": numbers(5, 2, seed=1), "b": numbers(5, 2, seed=2)}
+
+
+def swapped(x: Tensor, i: int, j: int) -> Tensor:
+    result = x.clone()
+    result[i], result[j] = x[j], x[i]
+    return result
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "a share of a table": lambda x: {**x, "table": 1.003 * x["table"]},
+    "a share of a small tensor": lambda x: {**x, "a": 1.003 * x["a"]},
+    "a sign": lambda x: {**x, "b": -x["b"]},
+    "rows that change places": lambda x: {**x, "table": swapped(x["table"], 0, 1)},
+    "rows far apart that change places": lambda x: {**x, "table": swapped(x["table"], 0, 2999)},
+    "tensors that change places": lambda x: {**x, "a": x["b"], "b": x["a"]},
+    "one of many numbers": lambda x: {**x, "table": x["table"].index_fill(0, torch.tensor([2000]), 1.0)},
+    "zeros": lambda x: {**x, "a": torch.zeros_like(x["a"])},
+    "one number": lambda x: {**x, "a": x["a"] + torch.eye(5, 2)},
+}
+
+
+def level(x: dict[str, Tensor]) -> float:
+    found = fingerprint(x, {})().level
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_state_is_noticed(what: str) -> None:
+    first, second = state(), CHANGES[what](state())
+    assert levels_differ([level(first), level(second)], len(first), F32)
+
+
+def test_rounding_is_not() -> None:
+    rounded = {name: x.double() * (1 + 1e-7 * numbers(*x.shape, seed=9)) for name, x in state().items()}
+    assert not levels_differ([level(state()), level(rounded)], 3, F32)
+
+
+def test_a_level_is_that_of_any_order_and_layout() -> None:
+    reverse = dict(reversed(state().items()))
+    assert level({**reverse, "table": reverse["table"].T.contiguous().T}) == level(state())
+    assert level({}) == level({"empty": torch.empty(0)}) == 0
+
+
+def test_autocast_does_not_round_a_sketch() -> None:
+    x = state()["table"]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = norm_and_sketch(x)
+    assert torch.equal(rounded, norm_and_sketch(x))
+
+
+def kind(x: Tensor) -> int | None:
+    digest = fingerprint(None, {"x": x})().digests.get("x")
+    found, _ = equal_arguments(["x"], [(digest or 0,) * 2])
+    return found.get("x")
+
+
+def test_what_the_numbers_of_an_argument_are() -> None:
+    embeddings = numbers(40, 96, seed=0)
+    assert kind(embeddings) == kind(embeddings.bfloat16()) == kind(embeddings.relu()) == DISTINCT
+    assert kind(embeddings[:2]) == kind(embeddings[:3, :2]) == DISTINCT
+    assert kind(torch.eye(40)) == kind(torch.linspace(0, 1, 40)) == kind(embeddings.sign()) == REPEATED
+    assert kind(embeddings[:1]) == kind(embeddings[:1].expand(4, -1)) == kind(torch.ones(4)) == ONE_ROW
+    assert kind(torch.arange(4)) is kind(torch.empty(0, 4)) is None
+
+
+def test_equal_arguments_are_those_of_all_ranks() -> None:
+    a, b = (numbers(6, 4, seed=k) for k in range(2))
+    of_ranks = [fingerprint(None, {"x": x, "y": y})().digests for x, y in ((a, b), (a.clone(), a), (a, b))]
+    digests = [[of[name] for of in of_ranks] for name in "xy"]
+    assert equal_arguments("xy", digests) == ({"x": DISTINCT}, False)
+    assert equal_arguments("xy", [digests[0]] * 2) == ({"x": DISTINCT, "y": DISTINCT}, True)
+    assert equal_arguments("xy", [digests[0], [0, 0, 0]]) == ({"x": DISTINCT}, True)
+    assert equal_arguments("xy", [(0, 0), (0, 0)]) == ({}, False)

@@ -15,8 +15,7 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from contrastive_zoo.wrapper.arguments import Arguments
 from tests.helpers import EVERY_CASE
-from tests.stateful_losses import LOSSES, Loss, can_ring
-from tests.stateful_rank import Action, play
+from tests.stateful_rank import LOSSES, Action, Loss, can_ring, play
 
 THRESHOLDS = {
     "contrastive_zoo.engine.plan:SMALL_MATRIX": (2**18, -1, 12),
@@ -184,7 +183,7 @@ def test_every_loss_that_can_ring_is_here() -> None:
     }
     made = [LOSSES[name].make() for name in LOSSES if can_ring(name)]
     missing = {x for x in of_catalogue if not any(isinstance(loss, x) for loss in made)}
-    assert not missing, f"{missing}: add them to LOSSES in tests/stateful_losses.py, with what they are called with"
+    assert not missing, f"{missing}: add them to LOSSES in tests.stateful_rank.py, with what they are called with"
 
 
 def steps(**more: Any) -> list[Action]:

@@ -18,7 +18,7 @@ from contrastive_zoo.testing.measurement import set_float64_and_seed
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, EXACT, distance
 from tests.losses.whole_zoo import EVERY
-from tests.losses.zoo_tokens import dense_max_sim, tokens_of
+from tests.losses.zoo_pairs import dense_max_sim, tokens_of
 from tests.losses.zoo_weights import ENTRIES as WEIGHTS
 from tests.zoo import Entry, row
 

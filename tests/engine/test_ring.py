@@ -18,8 +18,7 @@ from contrastive_zoo.engine import exchange, rowwise
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message, local_shard, numbers
 from tests.losses import zoo_margins, zoo_softmax
-from tests.stateful_losses import LOSSES, can_ring
-from tests.stateful_rank import Action, limits, play
+from tests.stateful_rank import LOSSES, Action, can_ring, limits, play
 from tests.zoo import ZOO, Entry
 
 GENERAL_PATH = {

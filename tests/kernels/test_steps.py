@@ -14,8 +14,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import value_and_gradients
-from tests.test_accelerator import may_read
-from tests.test_devices import LEFT_OUT
+from tests.test_accelerator import LEFT_OUT, may_read
 from tests.zoo import Entry
 
 DEVICE = "cuda"

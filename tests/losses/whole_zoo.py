@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 import contrastive_zoo as cz
-from tests.losses import zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_tokens, zoo_weights
+from tests.losses import zoo_margins, zoo_pairs, zoo_softmax, zoo_statistics, zoo_weights
 from tests.zoo import ZOO, Entry, dense_info_nce, dense_nt_xent, info_nce
 
 
@@ -29,6 +29,6 @@ def dense_nested(*views: Tensor, temperature: Any) -> Tensor:
 
 FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics)
 COMPOSITIONS = [Entry("WeightedSum", summed, dense_summed), Entry("Matryoshka", nested, dense_nested)]
-WHOLE_ZOO = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES), *COMPOSITIONS, *zoo_tokens.ENTRIES]
+WHOLE_ZOO = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES), *COMPOSITIONS, *zoo_pairs.TOKENS]
 EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
 """Also the losses that care which of a class's embeddings come first."""
