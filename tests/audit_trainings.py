@@ -38,8 +38,6 @@ TRAININGS: dict[str, tuple[Callable[[], Any], str | None]] = {}
 
 
 def training(name: str, mistake: str | None = None) -> Callable[[type], type]:
-    """Register a training."""
-
     def register(cls: type) -> type:
         TRAININGS[name] = cls, mistake
         return cls
@@ -191,7 +189,6 @@ def logits_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def clip_loss(x: Tensor, y: Tensor) -> Tensor:
-    """Return the loss of pairs in one process."""
     logits, target = logits_of(x, y), torch.arange(len(x))
     return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
 
@@ -255,8 +252,6 @@ def _(x: Any) -> None:
 
 
 class WithEncoder(nn.Module):
-    """A loss that holds its encoder, with a second term."""
-
     def __init__(self, encoder: nn.Module, loss_fn: nn.Module) -> None:
         super().__init__()
         self.encoder, self.loss_fn = encoder, loss_fn
@@ -347,8 +342,6 @@ def _(x: Any) -> None:
 
 
 class Sentences(nn.Module):
-    """A transformer with dropout over padded tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -400,8 +393,6 @@ class AfterReference(OpenClip):
 
 
 class Accumulating(Right):
-    """Four micro-batches in a step."""
-
     divisor = 4.0
 
     def train(self) -> Trained:
@@ -428,7 +419,6 @@ for _what, _divisor in {"not divided": 1.0, "divided twice": 16.0}.items():
 
 
 def run(name: str) -> Any:
-    """Run a training by its name, on this rank."""
     return TRAININGS[name][0]().train()
 
 

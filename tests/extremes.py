@@ -27,7 +27,6 @@ an arc cosine has a pole at 1; singular values that should be zero are not."""
 
 
 def ordinary(entry: Entry, n: int = N, d: int = D) -> list[Tensor]:
-    """Embeddings around a few centres, partners close by; and labels of about four samples each."""
     labels = torch.arange(n) % max(2, n // 4)
     centres = numbers(n, d, seed=1)[labels]
     views = [centres + 0.7 * numbers(n, d, seed=2 + view) for view in range(entry.views)]
@@ -35,12 +34,10 @@ def ordinary(entry: Entry, n: int = N, d: int = D) -> list[Tensor]:
 
 
 def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Entry], list[Tensor]]:
-    """Ordinary embeddings, changed."""
     return lambda entry: [change(x) if x.is_floating_point() else x for x in ordinary(entry)]
 
 
 def labelled(labels: Tensor) -> Callable[[Entry], list[Tensor] | None]:
-    """Ordinary embeddings with these labels; None for losses without labels."""
     return lambda entry: [ordinary(entry)[0], labels] if entry.call == "labels" else None
 
 
@@ -78,14 +75,11 @@ SITUATIONS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Value and gradients of a loss; the gradient of embeddings that it does not use is zero."""
-
     value: Tensor
     gradients: list[Tensor]
 
     @classmethod
     def of(cls, loss: Callable[..., Tensor], rows: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Result:
-        """Compute the loss of embeddings in a dtype."""
         leaves = [x.to(dtype, copy=True).requires_grad_() if x.is_floating_point() else x for x in rows]
         value, floating = loss(*leaves), [x for x in leaves if x.requires_grad]
         if not value.requires_grad:
@@ -95,11 +89,9 @@ class Result:
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are."""
         return all(bool(x.isfinite().all()) for x in (self.value, *self.gradients))
 
     def equals(self, other: Result) -> bool:
-        """Whether all bits are equal."""
         pairs = zip((self.value, *self.gradients), (other.value, *other.gradients), strict=True)
         return all(torch.equal(x, y) for x, y in pairs)
 
@@ -148,8 +140,6 @@ def loss(entry: Entry, rows: list[Tensor], temperature: float, dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class Comparison:
-    """A loss and its formula in one situation."""
-
     found: Result | str
     """What the loss gives, or why it refuses the batch."""
     exact: Result | None

@@ -86,8 +86,6 @@ class Training:
         self.loss_fn(torch.randn(6, 4), torch.randn(6, 4))
 
     def call_in_worker(self) -> None:
-        """Call the loss in a worker of a DataLoader, forked from the rank."""
-
         def collate(batch: list[int]) -> Tensor:
             return self.loss_fn(torch.randn(6, 4), torch.randn(6, 4)).detach()
 
@@ -95,7 +93,6 @@ class Training:
         next(iter(torch.utils.data.DataLoader([0], collate_fn=collate, **how)))
 
     def wait_for_others(self) -> object:
-        """At the end of a shorter epoch, as trainers do."""
         time.sleep(2 * self.timeout)
         return ENDS
 
@@ -115,7 +112,6 @@ class Fault(NamedTuple):
 
 
 def fail(_: Training) -> None:
-    """An error of the user's code."""
     raise FileNotFoundError("no such file: cat.jpg")
 
 
@@ -136,7 +132,6 @@ def interrupt(_: Training) -> None:
 
 
 def exhaust_memory(_: Training) -> None:
-    """Allocate more than the process may have."""
     resource.setrlimit(resource.RLIMIT_AS, (2**36, resource.RLIM_INFINITY))
     torch.ones(2**40)
 

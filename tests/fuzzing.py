@@ -49,7 +49,6 @@ OTHERS: list[Any] = [
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str, seed: int) -> Any:
-    """Return a tensor, of such a layout where the dtype and the shape have one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layouts that are still in beta
         return _tensor(shape, dtype, values, layout, seed)
@@ -89,7 +88,6 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str
 
 
 def nonsense() -> st.SearchStrategy[Any]:
-    """Draw tensors of any kind, and anything else."""
     tensors = st.builds(
         tensor,
         st.sampled_from(SHAPES),
@@ -103,8 +101,6 @@ def nonsense() -> st.SearchStrategy[Any]:
 
 @dataclass(frozen=True)
 class Target:
-    """A public callable with valid arguments."""
-
     run: Callable[..., Any]
     arguments: Mapping[str, Any]
     dimensions: Mapping[str, str]
@@ -112,14 +108,12 @@ class Target:
 
 
 def annotation_of(parameter: inspect.Parameter) -> Any:
-    """The first jaxtyping annotation in a union, or the annotation."""
     found = parameter.annotation
     options = get_args(found) if get_origin(found) is not None or isinstance(found, types.UnionType) else (found,)
     return next((x for x in options if hasattr(x, "dim_str")), found)
 
 
 def valid(name: str, annotation: Any) -> Any:
-    """A valid tensor of a jaxtyping annotation."""
     shape = [SIZES[x] for x in annotation.dim_str.split() if x != "..."]
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     dtypes = annotation.dtypes if isinstance(annotation.dtypes, list | tuple) else ["float32"]
@@ -142,7 +136,6 @@ MADE = {
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that are fuzzed."""
     try:
         found = inspect.signature(function, eval_str=True).parameters.values()
     except TypeError:  # "A" | None is no type
@@ -191,7 +184,6 @@ def call_parameters(cls: type[Loss]) -> list[inspect.Parameter]:
 
 
 def of_loss(cls: type[Loss]) -> Target:
-    """A loss's constructor and one call."""
     defaults = {name: x.default for name, x in cls.fields.items() if x.init and name not in SKIPPED}
     settings = {name: MADE.get(name, x) for name, x in defaults.items()}
     called = call_parameters(cls)
@@ -216,12 +208,10 @@ def target(run: Callable[..., Any], dimensions: str = "", **arguments: Any) -> T
 
 
 def sampler(name: str, **arguments: Any) -> Target:
-    """A batch sampler, all of whose batches are drawn."""
     return target(lambda **named: list(getattr(cz.data, name)(**named)), **arguments, seed=0, rank_weights=None)
 
 
 def labelled(make: Callable[..., Any], **settings: Any) -> Target:
-    """A constructor, and one call of what it makes with embeddings and labels."""
     return target(
         lambda rows, labels, **named: make(**named)(rows, labels),
         "rows: n d, labels: n",

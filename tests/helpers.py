@@ -53,7 +53,6 @@ def close(found: Tensor, expected: Tensor, tolerance: float = EXACT) -> None:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the larger of 1 and the largest expected element."""
     if not found.numel():
         return 0.0
     found, expected = found.double(), expected.double()
@@ -72,12 +71,10 @@ def assert_same(
 
 
 def split(x: Tensor, shards: Sequence[int]) -> list[Tensor]:
-    """Return the shards of all ranks."""
     return list(x.split(list(shards)))
 
 
 def local_shard(x: Tensor, shards: Sequence[int]) -> Tensor:
-    """Return the shard of this rank, as a leaf."""
     return split(x, shards)[dist.get_rank()].detach().clone()
 
 
@@ -104,7 +101,6 @@ def later(loss: Any, **settings: Any) -> Any:
 
 
 def error_message(job: Callable[[], Any], kind: type[BaseException] = ValueError) -> str | None:
-    """Return the message of the error that ``job`` raises; None if it raises none. For use on a rank."""
     try:
         job()
     except kind as error:
@@ -122,7 +118,6 @@ def common_error(worlds: Worlds, world_size: int, bad: Callable[[], Any], good: 
 
 
 def a_step() -> float:
-    """A step of this rank that nothing is wrong with."""
     rows = (numbers(4, 3, seed=seed + dist.get_rank()).requires_grad_() for seed in (0, 9))
     return cz.DistributedLoss(cz.NTXent())(*rows).item()
 

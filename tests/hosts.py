@@ -37,7 +37,6 @@ class Host:
                 raise OSError(ctypes.get_errno(), "setns")
 
     def processes(self) -> list[int]:
-        """Return the processes on this host, except for the one that keeps it."""
         own, found = os.readlink(self.namespace), []
         for path in Path("/proc").glob("[0-9]*/ns/net"):
             with suppress(OSError):  # it has ended

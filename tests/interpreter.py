@@ -34,7 +34,6 @@ def python(*arguments: str, timeout: float = 120.0) -> Finished:
 
 
 def torchrun(processes: int, *arguments: str, timeout: float = 120.0) -> Finished:
-    """Run a program on several processes with the variables that torchrun sets."""
     store = local_store()
     return _finished([environment(rank, processes, store.port) for rank in range(processes)], arguments, timeout)
 
@@ -56,7 +55,6 @@ def _finished(variables: list[dict[str, str]], arguments: tuple[str, ...], timeo
 
 @contextmanager
 def forked(main: Callable[..., object], jobs: Iterable[tuple[Any, ...]]) -> Iterator[list[Any]]:
-    """Run a function in one process for each of these arguments; end the processes after it."""
     processes: list[Any] = []
     try:
         with prepared_forkserver([]):
@@ -71,7 +69,6 @@ def forked(main: Callable[..., object], jobs: Iterable[tuple[Any, ...]]) -> Iter
 
 
 def _wait(processes: list[Any], timeout: float) -> None:
-    """Wait until all processes have ended, or one has failed."""
     end = time.monotonic() + timeout
     while (left := end - time.monotonic()) > 0:
         running = [x.sentinel for x in processes if x.exitcode is None]

@@ -22,8 +22,6 @@ SHARDS = ((3, 5), (8, 0), (1, 7), (4, 4), (5, 3))
 
 
 class Annealed(nn.Module):
-    """A temperature that counts its calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
@@ -77,8 +75,6 @@ def scaled(z: Tensor, labels: Tensor, scale: float = 1.0, power: Any = 2.0) -> T
 
 
 class Called:
-    """A loss that is no module."""
-
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
@@ -236,8 +232,6 @@ def batch(name: str, step: int) -> list[Tensor]:
 
 
 class Outcome(NamedTuple):
-    """A step on one rank: the value and the gradients of embeddings and parameters, or what was refused."""
-
     value: Tensor | None = None
     rows: Sequence[Tensor] = ()
     parameters: Sequence[Tensor] = ()
@@ -249,7 +243,6 @@ def parameters_of(loss: Any) -> list[nn.Parameter]:
 
 
 def one_step(loss_fn: Callable[..., Tensor], rows: list[Tensor], learns: list[nn.Parameter], size: int = 1) -> Outcome:
-    """Call, go backward, and average what DDP averages."""
     rows = [x.clone().requires_grad_() if x.is_floating_point() else x for x in rows]
     leaves = [x for x in rows if x.requires_grad]
     value = loss_fn(*rows)
@@ -271,7 +264,6 @@ def largest_error(ranks: Sequence[Outcome], whole: Outcome) -> float:
 
 
 def alone(name: str) -> list[Outcome]:
-    """The training on one process."""
     loss = made(name)
     return [one_step(loss, batch(name, step), parameters_of(loss)) for step in range(len(SHARDS))]
 

@@ -21,8 +21,6 @@ SIZE = 20
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A loss and the kinds of its arguments, as the conformance vectors name them."""
-
     make: Callable[[], Loss]
     kinds: Mapping[str, str]
 
@@ -44,7 +42,6 @@ def memory(loss: Callable[[], Any]) -> Callable[[], Loss]:
 
 
 def squares(embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor) -> Tensor:
-    """Return a third-party loss against reference embeddings."""
     return (embeddings.sum(0) - ref_emb.sum(0)).square().sum()
 
 

@@ -34,8 +34,6 @@ COPIES = {"_to_copy", "copy_", "copy", "_copy_from", "_local_scalar_dense"}
 
 
 class OnDevice(Tensor):
-    """A tensor on the simulated device."""
-
     values: Tensor
 
     @staticmethod
@@ -90,7 +88,6 @@ class Simulated(TorchDispatchMode):
         self.host_messages: list[int] = []  # bytes of the messages of CPU tensors
 
     def put(self, x: Tensor) -> Tensor:
-        """Return x on the device."""
         return OnDevice(x, self.place) if not isinstance(x, OnDevice) else x
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -118,7 +118,6 @@ class Rank:
         self._compare([x.detach() for x in values], [_gradient(x) for x in leaves], expected, rank, size)
 
     def evaluate(self, batch: tuple[tuple[int, ...], int], how: Literal["no_grad", "eval"]) -> None:
-        """A validation step: the value alone."""
         rank, size, call = self._place("own")
         grad = contextlib.nullcontext() if how == "eval" else torch.no_grad()
         training = how == "no_grad"
@@ -131,7 +130,6 @@ class Rank:
         self.loss.train(), self.twin.train(), self.wrapper.train()
 
     def set_setting(self, value: Any) -> None:
-        """Another temperature, margin, …, on all ranks."""
         for loss in (self.loss, self.twin):
             _set(loss, self.kind.setting[0], value)
 
@@ -144,7 +142,6 @@ class Rank:
             self.wrapper, self.called = self._wrapped(), False
 
     def set_precision(self, precision: Precision) -> None:
-        """Embeddings of another dtype, or autocast around the loss."""
         self.precision = precision
         for loss in (self.loss, self.twin):
             loss.to(self._dtype)
@@ -156,7 +153,6 @@ class Rank:
             _hook(loss, on)
 
     def set_budget(self, size: int | None) -> None:
-        """Bytes of logits that may be held."""
         self.budget = size
 
     def make_again(
@@ -231,7 +227,6 @@ class Rank:
         return dist.get_rank(), dist.get_world_size(), call
 
     def _local(self, shards: Sequence[int], seed: int, rank: int, size: int) -> list[Tensor]:
-        """This rank's leaves."""
         shards = _among(shards, size)
         rows = global_rows(self.kind.compares, sum(shards), seed, self._dtype)
         mine = local_rows(self.kind.compares, rows, sum(shards[:rank]), shards[rank])
@@ -372,8 +367,6 @@ were mined for."""
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of the search."""
-
     make: Callable[..., Any]  # returns the loss; with a process group, of that group
     compares: Compares = "views"  # what it is called with
     # path of an attribute that may change, and its values
@@ -553,7 +546,6 @@ LOSSES |= _others()
 
 
 def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
-    """What one process calls the loss with; every rank can make all of it."""
     generator = torch.Generator().manual_seed(seed)
 
     def embeddings() -> Tensor:
@@ -580,7 +572,6 @@ def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -
 
 
 def local_rows(compares: Compares, rows: list[Tensor], start: int, size: int) -> list[Tensor]:
-    """This rank's part; owners count within it."""
     mine = [x[start : start + size] for x in rows]
     if compares == "mined":
         mine[3] = torch.where(mine[3] < 0, -1, mine[3] - start)
@@ -588,6 +579,5 @@ def local_rows(compares: Compares, rows: list[Tensor], start: int, size: int) ->
 
 
 def called(loss: Callable[..., Tensor], compares: Compares, *rows: Tensor) -> Tensor:
-    """Call a loss with its rows; a mask goes by name."""
     names = ("mask",) if compares == "mask" else ()
     return loss(*rows[: 1 if names else None], **dict(zip(names, rows[1:], strict=False)))

@@ -157,7 +157,6 @@ Reads = tuple[str, str]
 
 
 def of_rank(names: list[str]) -> dict[str, Reads]:
-    """Return the reads of the third step of each loss."""
     found = {}
     for entry in (entry for entry in ENTRIES if str(entry) in names):
         rows = whole_batch(entry.case(), GlobalBatch(SHARDS, d=3, labels="mixed", seed=5))
@@ -173,7 +172,6 @@ def measured(names: list[str], pool: Worlds) -> dict[str, Reads]:
 
 
 def stated() -> dict[str, Reads]:
-    """Return what the page says of every loss."""
     lines = PAGE.read_text(encoding="utf-8").split("| without checks |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
     named = {name: (off, on) for off, on, names in rows for name in names.split("; ")}

@@ -36,7 +36,6 @@ READS = {
 
 
 def all_directions() -> cz.MNRL:
-    """Return the loss with every comparison it can make."""
     return cz.MNRL(directions=("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc"))
 
 
@@ -86,8 +85,6 @@ def test_what_a_cpu_does_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Recorded:
-    """A context variable, and the values that were read of it."""
-
     def __init__(self, variable: ContextVar[int]) -> None:
         self.variable, self.seen = variable, set[int]()
 

@@ -34,8 +34,6 @@ class Change(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A training in which the last rank changes something before a step."""
-
     name: str  # of the loss
     splits: bool  # whether ranks split the loss of every batch
     at: int  # the step
@@ -201,7 +199,6 @@ def verdict(trial: Trial, ranks: list[list[Outcome]]) -> str | None:
 
 
 def searched(trials: list[Trial], world_size: int, worlds: Worlds, job: Callable[..., Any]) -> list[str]:
-    """What is wrong, one line a trial."""
     lines = []
     for trial, *outcomes in zip(trials, *worlds.run(world_size, job, trials, timeout=120), strict=True):
         if (problem := verdict(trial, [x for _, x in outcomes])) is not None:

@@ -46,12 +46,10 @@ def spoilt(value: float, rows: tuple[int, ...] = (2,)) -> Tensor:
 
 
 def third_party(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """A loss from elsewhere."""
     return embeddings[labels == 0].square().sum()
 
 
 def lenient(embeddings: Tensor, labels: Tensor | None = None, indices_tuple: Any = None) -> Tensor:
-    """One that can do without labels."""
     return embeddings.square().sum()
 
 
@@ -71,8 +69,6 @@ class Pair:
 
 
 class Mining(nn.Module):
-    """A miner with a setting."""
-
     def __init__(self, share: float = 0.5) -> None:
         super().__init__()
         self.share = share

@@ -205,7 +205,6 @@ MOST_CALLS = 560
 
 
 def calls_per_step(run: Callable[[], object]) -> float:
-    """Return how many Python functions a step calls, those of torch included."""
     calls = 0
 
     def listen(frame: FrameType, event: str, argument: Any) -> None:

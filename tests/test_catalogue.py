@@ -147,7 +147,6 @@ def raised(function: ast.FunctionDef) -> set[str]:
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, str]]:
-    """Yield public functions and methods by name, with the docstrings that may say what they raise."""
     for x in tree.body:
         if isinstance(x, ast.FunctionDef) and not x.name.startswith(("_", "pytest_")):
             yield x.name, x, ast.get_docstring(x) or ""
@@ -171,7 +170,6 @@ def undocumented(tree: ast.Module) -> list[str]:
 
 
 def public() -> dict[str, Any]:
-    """Return the public functions and classes: those of the tables of names, and of the pages of the reference."""
     rooms = ("collectives", "data", "engine", "metrics")
     names = {*cz.__all__, *(f"{room}.{name}" for room in rooms for name in getattr(cz, room).__all__)}
     for page in PAGES.glob("*.md"):

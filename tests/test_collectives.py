@@ -40,8 +40,6 @@ ROOTS = st.integers(0, 3)
 
 @dataclass(frozen=True)
 class At:
-    """The shard sizes, the root, this rank, and the group."""
-
     sizes: tuple[int, ...]
     root: int = 0
     rank: int = 0
@@ -60,8 +58,6 @@ Run = Callable[[Tensor, At], Tensor]
 
 
 class Collective(NamedTuple):
-    """One collective in one mode, on this rank's x."""
-
     run: Run
     expected: Callable[[list[Tensor], At], Sequence[Tensor]]  # computes every rank's result from all ranks' x
     # how many rows each rank brings: its ``"own"``, as many as ``"all"``, or all on the root, one elsewhere
@@ -267,12 +263,10 @@ def test_rows_are_split_as_tensor_split_does_unless_told(worlds: Worlds) -> None
 
 
 def partial_loss(value: Tensor, rank: int) -> Tensor:
-    """Return rank ``rank``'s part of L."""
     return (numbers(*value.shape, seed=40 + rank) * value**2).sum() + value.sin().sum()
 
 
 def derivatives(parts: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the sum of these parts, and those of a sum of these gradients."""
     options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
     first = torch.autograd.grad(sum(parts), xs, create_graph=True, **options)
     again = sum((dx * weight).sum() for dx, weight in zip(first, weights, strict=True)) + 0 * sum(x.sum() for x in xs)
@@ -282,7 +276,6 @@ def derivatives(parts: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence
 def errors(
     worlds: Worlds, name: str, run: Run, sizes: Sequence[int], root: int, seed: int, complete: bool = False
 ) -> list[float]:
-    """The largest error of any rank's first and second derivative."""
     ranks = range(len(sizes))
 
     def drawn(rank: int) -> list[Tensor]:
@@ -325,8 +318,6 @@ def test_complete_means_that_every_rank_computes_the_same_from_the_result(name, 
 
 
 class Mutant(torch.autograd.Function):
-    """A collective's values with another backward pass."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.adjoint = adjoint
@@ -538,7 +529,6 @@ def of_many_ranks() -> AbstractContextManager[None]:
 
 
 def gathered(*, one_tag: bool) -> bool:
-    """Whether two gathers that are under way at a time bring the rows of all ranks."""
     world = World.of()
     all_rows = torch.arange(3.0) + 100 * torch.arange(world.size)[:, None]
     messages = [all_rows[world.rank], all_rows[world.rank] + 50]

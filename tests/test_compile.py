@@ -43,8 +43,6 @@ class ThirdParty(nn.Module):
 
 
 class Collect(logging.Handler):
-    """Collects the warnings of loggers."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages = list[str]()

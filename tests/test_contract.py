@@ -130,8 +130,6 @@ def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, w
 
 
 class NoisyHard(BatchHard):
-    """A row loss that draws random numbers."""
-
     def rows(self, similarity, positive, negative):
         losses, valid = super().rows(similarity, positive, negative)
         return losses * torch.rand(()), valid

@@ -30,7 +30,6 @@ LABELS = torch.tensor([0, 1, 0, 2, 1, 2, 0])
 
 
 def z(n: int = 4, of_rank: int | None = None) -> Tensor:
-    """Other embeddings on each rank."""
     return numbers(n, D, seed=7 + (rank() if of_rank is None else of_rank)).requires_grad_()
 
 
@@ -174,8 +173,6 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
 
 
 class OwnWeights(nn.Module):
-    """Weights of a rank's own."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(D, generator=torch.Generator().manual_seed(seed)).double())
@@ -257,7 +254,6 @@ def test_a_row_loss_takes_embeddings_and_labels_by_name() -> None:
 
 
 def messages(job: Callable[[], Any]) -> int:
-    """How many collectives this rank takes part in."""
     with Messages() as recorded:
         job()
     return len(recorded.sent)
@@ -352,7 +348,6 @@ SAME = numbers(4, D, seed=1)
 
 
 def other(n: int = 4, seed: int = 0) -> Tensor:
-    """Other embeddings on each rank."""
     return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
 
 

@@ -51,7 +51,6 @@ SCRIPTS = [x for x in EXAMPLES if x.is_script]
 
 
 def printed(source: str, place: str) -> str:
-    """What a block prints, run by itself."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(source, place, "exec"), {"__name__": "example"})

@@ -62,7 +62,6 @@ def drawn() -> list[Drawn]:
 
 
 def shards_of(n: int) -> list[int]:
-    """Uneven, and nothing on the second of three ranks."""
     return [n // 3, 0, n - n // 3]
 
 

@@ -50,15 +50,12 @@ def moved(
 
 
 def refused(loss: Loss, arguments: dict[str, Tensor]) -> None:
-    """Call the loss with a batch that has a NaN on the last rank."""
     first = next(iter(arguments.values())).detach().clone()
     first[0, 0] = torch.nan if dist.get_rank() == dist.get_world_size() - 1 else 0.0
     cz.DistributedLoss(loss, check_distinct=False)(first, *list(arguments.values())[1:])
 
 
 class Raising(Loss):
-    """A loss that fails after the handshake."""
-
     def inputs(self, *rows: Tensor) -> Inputs:
         return Inputs({f"argument {i}": x for i, x in enumerate(rows)})
 
@@ -105,8 +102,6 @@ def test_a_mistake_is_noticed(name: str, failure: str, worlds: Worlds) -> None:
 
 
 class References(nn.Module):
-    """A third-party loss."""
-
     def forward(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
     ) -> Tensor:
@@ -114,8 +109,6 @@ class References(nn.Module):
 
 
 class Negatives(nn.Module):
-    """A third-party loss of two towers."""
-
     def forward(self, queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
         return (queries.sum(0) + keys.sum(0)).square().sum() + negatives.sum()
 
@@ -125,7 +118,6 @@ def raises(*_: Any, **named: Any) -> Tensor:
 
 
 def failing(loss: Any) -> Any:
-    """A context in which the loss that a memory wraps raises."""
     return patch.object(type(loss.loss), "rows" if isinstance(loss.loss, cz.RowLoss) else "forward", raises)
 
 
@@ -190,8 +182,6 @@ def test_a_replaced_buffer_comes_back() -> None:
 
 
 class OfScores(Loss):
-    """A loss of numbers, which keeps how often it was called."""
-
     calls: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

@@ -27,8 +27,6 @@ def mlp(*middle: nn.Module, seed: int = 0) -> nn.Sequential:
 
 
 class TwoTowers(nn.Module):
-    """One module, two outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = mlp(seed=1), mlp(seed=2)
@@ -101,8 +99,6 @@ class Reader(nn.Module):
 
 
 class AllTokens(Reader):
-    """The tokens' vectors themselves, so several rows for each text."""
-
     def forward(self, input_ids: Tensor, *, attention_mask: Tensor) -> Tensor:
         return self.tokens(input_ids)[attention_mask.bool()]
 

@@ -68,7 +68,6 @@ def deepspeed_engine(step: nn.Module, stage: int, accumulate: int = 1) -> Iterat
 
 
 def train_with_zero(stage: int, options: Options) -> tuple[list[Tensor], list[int]]:
-    """Train on this rank; return all parameters, and the messages of each step that reduce gradients."""
     step = Trainer.cached(options.encoders()).float()  # DeepSpeed takes no float64
     messages = []
     with deepspeed_engine(step, stage, options.accumulate) as engine:
@@ -110,8 +109,6 @@ def test_zero_3_needs_gradients_that_are_held(worlds: Worlds) -> None:
 
 
 class Encoded(nn.Module):
-    """A sum of squares of so many calls of an encoder."""
-
     def __init__(self, encoder: nn.Module, calls: int) -> None:
         super().__init__()
         self.encoder, self.calls = cz.GradCache(encoder, CHUNK), calls
@@ -169,7 +166,6 @@ class Text(nn.Module):
 
 
 def adapted(options: Options) -> nn.Module:
-    """Return a frozen transformer with dropout, and with trainable adapters."""
     sys.path.append(PEERS)
     try:
         from peft import LoraConfig, get_peft_model

@@ -56,8 +56,6 @@ def encoder_of(options: "Options") -> nn.Module:
 
 
 class Options(NamedTuple):
-    """What is trained."""
-
     layer: Callable[[int, int], nn.Module] = nn.Linear
     dropout: float = 0.0
     recomputed: bool = False
@@ -83,7 +81,6 @@ OPTIONS = {
 
 
 def make_loss() -> nn.Module:
-    """Return a loss of queries, keys and hard negatives, with a parameter of its own."""
     return cz.InfoNCE(temperature=cz.LearnableTemperature(0.5)).double()
 
 
@@ -118,7 +115,6 @@ class Chunked(nn.Module):
 
 
 def batch(step: int, micro_step: int, n: int) -> list[Tensor]:
-    """Return queries, keys and hard negatives of all ranks."""
     return [numbers(n, IN, seed=100 * step + 10 * micro_step + part) for part in range(3)]
 
 
@@ -128,7 +124,6 @@ def optimizer_of(step: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
-    """Train with the random numbers of each rank in turn; return the parameters."""
     step = Step(map(Chunked, options.encoders()), make_loss())
     optimizer = optimizer_of(step)
     for index in range(STEPS):
@@ -180,7 +175,6 @@ class Trainer:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Run the body without a reduction of gradients."""
         with ExitStack() as stack:
             for module in self.step.modules():
                 if isinstance(module, DistributedDataParallel):
@@ -223,8 +217,6 @@ class CachedByHand(CachedStep, ByHand):
 
 
 class FSDP(Trainer):
-    """Blocks and encoders are sharded; parameters of the loss are on every rank."""
-
     def __init__(self, options: Options) -> None:
         encoders = options.encoders()
         for encoder in encoders:
@@ -256,7 +248,6 @@ def whole(x: Tensor) -> Tensor:
 
 
 def train(trainer: type[Trainer], options: Options, shards: Sequence[int]) -> list[Tensor]:
-    """Train on this rank; return all parameters."""
     training = trainer(options)
     optimizer = optimizer_of(training.step)
     for index in range(STEPS):
@@ -285,7 +276,6 @@ def test_a_training_ends_as_on_one_process(trainer: type[Trainer], options: str,
 
 
 def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
-    """Return how many messages reduce gradients in one step of so many chunks."""
     training = trainer(Options())
     for module in training.step.modules():
         if isinstance(module, cz.GradCache):

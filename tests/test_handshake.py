@@ -163,7 +163,6 @@ WHOLE = drawn(OWN_LOSSES, (False,), one_in=6)
 
 
 def in_a_step(case: OwnLoss, *, in_parts: bool) -> int:
-    """Return the number of handshakes of a rank in a forward and backward pass."""
     torch.manual_seed(0)
     loss = cz.DistributedLoss(case.make(), check_distinct=False).double()
     arguments = case.arguments(dist.get_rank(), dist.get_world_size())
@@ -186,8 +185,6 @@ def test_every_step_has_one(worlds: Worlds) -> None:
 
 
 class ShakesHandsTwice(TwoViewLoss):
-    """A formula with a handshake of its own."""
-
     def compute(self, batch: Batch) -> Tensor:
         agree_on_shards("ShakesHandsTwice", batch.rows, world=batch.world)
         return batch.first.sum()
@@ -202,8 +199,6 @@ STEPS = [(3, 2), (0, 4), (700, 900), (5, 0), (1, 1)]
 
 
 class Counted(cz.NTXent):
-    """Counts how often its formula runs."""
-
     computed = 0
 
     def compute(self, batch: Batch) -> Tensor:

@@ -25,8 +25,6 @@ N, D, C = 4, 3, 5
 
 
 class Case(NamedTuple):
-    """A loss, its arguments, and the last of them with a wrong value."""
-
     make: Callable[[], nn.Module]
     rows: list[Tensor]
     wrong: Tensor
@@ -78,7 +76,6 @@ def state_of(loss: nn.Module) -> list[Tensor]:
 
 
 def calls(name: str, bad: bool, **options: Any) -> list[str | None]:
-    """Return the errors of three calls, of which the first has a wrong value on this rank if ``bad``."""
     case = CASES[name]
     torch.manual_seed(0)
     with device() as mode:

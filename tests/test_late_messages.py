@@ -99,7 +99,6 @@ def of_all_ranks(entry: Entry) -> list[Tensor]:
 
 
 def wrapped(entry: Entry, *, ring: bool) -> cz.DistributedLoss | None:
-    """Return the loss; None if it takes no ring."""
     try:
         return cz.DistributedLoss(entry.case(temperature=0.3).make().loss, ring=ring).double()
     except ValueError:

@@ -19,7 +19,6 @@ SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 
 
 def brute_force(ids: Sequence[int]) -> PairMasks:
-    """Every pair of the global batch, one at a time."""
     places = range(len(ids))
     kinds = [[0 if i == j else 1 if ids[i] == ids[j] else 2 for j in places] for i in places]
     table = torch.tensor(kinds, dtype=torch.int64).view(len(ids), len(ids))

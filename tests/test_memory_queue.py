@@ -34,7 +34,6 @@ D = 3
 
 
 def one_by_one(size: int, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the content of a ring by slot, after these embeddings have entered one by one."""
     slots: dict[int, tuple[Tensor, Tensor]] = {}
     for turn, pair in enumerate(zip(rows, labels, strict=True)):
         slots[turn % size] = pair
@@ -219,8 +218,6 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
 
 
 class Recipe(NamedTuple):
-    """A loss against a memory, and how it is called."""
-
     name: str
     inner: Callable[[], Any]
     call: str
@@ -261,7 +258,6 @@ SHARDS = {
 
 
 def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Values, weights and memory after some steps on this number of ranks."""
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, D)).double()
     loss = recipe.make()

@@ -119,7 +119,6 @@ GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def train(make: Callable[[], nn.Module], reduction: Any, shards: Sequence[int]) -> list[Tensor]:
-    """Values, and encoder and parameter gradients of a few steps with this rank's rows."""
     rank, group = dist.get_rank(), dist.group.WORLD
     loss_fn = cz.DistributedLoss(make(), grad_reduction=reduction)
     (scale,) = loss_fn.parameters()

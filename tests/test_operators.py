@@ -26,8 +26,6 @@ STARTS_NOTHING = {"alias", "as_strided", "detach", "diagonal", "expand", "permut
 
 
 class Operators(TorchDispatchMode):
-    """The names of the operators within it that start work on the device."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -39,7 +37,6 @@ class Operators(TorchDispatchMode):
 
 
 def dense_softmaxes(name: str, a: Tensor, b: Tensor, scale: float | Tensor) -> Tensor:
-    """Return the loss as it is written everywhere."""
     a, b, n = F.normalize(a, dim=1), F.normalize(b, dim=1), len(a)
     if name == "NTXent":
         z = torch.cat([a, b])
@@ -51,7 +48,6 @@ def dense_softmaxes(name: str, a: Tensor, b: Tensor, scale: float | Tensor) -> T
 
 
 def dense_siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Return SigLIP's loss as it is written everywhere."""
     logits = at_least_float32(scale * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T) + bias
     return -F.logsigmoid(logits * (2 * torch.eye(len(a), device=a.device) - 1)).sum() / len(a)
 
@@ -67,7 +63,6 @@ LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
 def dense(
     name: str, a: Tensor, b: Tensor, put: Callable[[Tensor], Tensor]
 ) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return the dense formula with the logit scale exp(θ) where the loss learns it, and its parameters."""
     learnt = [put(torch.zeros(())).requires_grad_() for _ in LOSSES[name]().parameters()]
     if name == "SigLIP":
         return lambda: dense_siglip(a, b, learnt[0].exp(), learnt[1]), learnt
@@ -97,7 +92,6 @@ MOST = {"InfoNCE": (25, 29), "CLIP": (35, 40), "NTXent": (26, 30), "SigLIP": (34
 
 
 def counted(name: str, form: str, elements: int = 2**16) -> list[int]:
-    """Return the numbers, where batches of so many elements are small."""
     with patch.object(plan, "SMALL_ON_ACCELERATORS", elements):
         found = [operators(name, dtype, form) for dtype in (torch.float32, torch.bfloat16)]
     assert elements < 0 or not any(READS.intersection(x) for x in found), "the host reads a value of the device"

@@ -33,21 +33,18 @@ OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check_targe
 
 @functools.cache
 def modules(under: str = "") -> list[str]:
-    """Return the names of all modules of a subpackage, without the package's name."""
     files = sorted((PACKAGE / under.replace(".", "/")).rglob("*.py"))
     names = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in files]
     return [name.removesuffix("__init__").rstrip(".") for name in names]
 
 
 def tree(module: str) -> ast.Module:
-    """Parse a module of the package."""
     path = PACKAGE.joinpath(*module.split("."))
     file = path.with_suffix(".py")  # beside which an older checkout may have left a folder of its caches
     return ast.parse((file if file.exists() else path / "__init__.py").read_text())
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Yield the full names of all imports inside a node, ``from a import b`` as ``a.b``."""
     for x in ast.walk(node):
         if isinstance(x, ast.Import):
             yield from (alias.name for alias in x.names)
@@ -58,20 +55,17 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 @functools.cache
 def imported_names(module: str) -> frozenset[str]:
-    """Return the full names of all imports of a module."""
     return frozenset(imported(tree(module)))
 
 
 @functools.cache
 def imported_modules(module: str) -> set[str]:
-    """Return the modules of the package that a module imports, without the package's name."""
     found = {name.removeprefix(f"{NAME}.") for name in imported_names(module) if name.startswith(f"{NAME}.")}
     known = set(modules())
     return {name if name in known else name.rpartition(".")[0] for name in found}
 
 
 def room(module: str) -> int:
-    """Return the place of a module's room."""
     return ROOMS.index(module.partition(".")[0])
 
 
@@ -79,7 +73,6 @@ FORMULAS = [module for module in modules("losses") if module not in MEMORIES]
 
 
 def fresh(script: str) -> list[str]:
-    """Run a script in a new interpreter and return the JSON that it prints."""
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -260,7 +253,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def package_page() -> str:
-    """Return the README as the package page shows it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for rule in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         text = re.sub(rule["pattern"], rule["replacement"], text)
@@ -319,12 +311,10 @@ RUNNING = {"eval", "exec", "compile", "open", "torch.load", "np.load", "os.syste
 
 
 def library() -> list[Path]:
-    """The modules of the library."""
     return [x for x in PACKAGE.rglob("*.py") if x.relative_to(PACKAGE).parts[0] not in PROGRAMS]
 
 
 def called(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module calls: the whole expression, and the name of a method or of a module's function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
@@ -351,7 +341,6 @@ def test_such_calls_are_noticed() -> None:
 
 
 def listening(process: psutil.Process) -> list[str]:
-    """The addresses at which a process listens."""
     return [x.laddr.ip for x in process.net_connections() if x.status == psutil.CONN_LISTEN]
 
 

@@ -170,7 +170,6 @@ def test_no_formula_in_16_bits_would_pass(entry: Entry) -> None:
 
 
 def hessian_times(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """H v, of all embeddings."""
     gradients = torch.autograd.grad(loss(*rows), floating(rows), create_graph=True)
     along = sum((x * numbers(*x.shape, seed=90 + i)).sum() for i, x in enumerate(gradients))
     return list(torch.autograd.grad(along, floating(rows)))
@@ -201,7 +200,6 @@ class Function:
     """How many blocks of anchors each rank holds, one after the other."""
 
     def anchors(self, *rows: Tensor) -> Tensor:
-        """Return the losses of all anchors on one process."""
         return self.entry.dense(*rows, temperature=0.3, reduction="none")
 
 

@@ -39,7 +39,6 @@ class Training:
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on; the random numbers are those of rank 0."""
         parts = {name: getattr(self, name).state_dict() for name in ("encoder", "loss_fn", "optimizer")}
         position = self.sampler.state_dict(step=self.steps - len(self.sampler) * self.sampler.epoch)
         return {**parts, "sampler": position, "random": torch.get_rng_state(), "steps": self.steps}
@@ -51,7 +50,6 @@ class Training:
         self.steps = state["steps"]
 
     def run(self, until: int) -> Iterator[float]:
-        """Train, and yield the loss of each step."""
         while self.steps < until:
             self.sampler.set_epoch(self.steps // len(self.sampler))
             for indices in self.sampler:
@@ -73,7 +71,6 @@ class Training:
 
 
 def projected(embeddings: Tensor) -> Tensor:
-    """A third-party loss with random numbers."""
     return (embeddings @ torch.randn(4, 3, dtype=embeddings.dtype)).square().mean()
 
 

@@ -20,8 +20,6 @@ D = 4
 
 
 class Scaled(nn.Module):
-    """A third-party loss with a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
@@ -99,7 +97,6 @@ TRAININGS = [
 
 
 def at_step(step: int, total: int) -> list[Tensor]:
-    """Two views' inputs and prototypes, other ones at each step."""
     return [numbers(n, D, seed=10 * step + k) for k, n in enumerate((total, total, 5))]
 
 

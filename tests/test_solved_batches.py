@@ -74,8 +74,6 @@ def our_mil_nce(a: Tensor, *texts: Tensor, **settings: Any) -> Tensor:
 
 
 def labelled(kind: Any, scale: float = 1.0, **fixed: Any) -> Callable[..., Tensor]:
-    """Compute a loss of labelled embeddings, each sample a class, at a multiple of the temperature."""
-
     def loss(*rows: Tensor, temperature: float, **settings: Any) -> Tensor:
         labels = torch.arange(len(rows[0])).repeat(len(rows))
         return called(kind, **fixed)(torch.cat(rows), labels, temperature=scale * temperature, **settings)
@@ -189,14 +187,12 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 @functools.cache
 def expected(loss: Solved, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
-    """Return the gradient in float64, and the relative error of plain torch's in ``dtype``."""
     rows = views(n, noise, loss.views, dtype)
     exact = gradient(loss.exact, rows, torch.float64, temperature=t)
     return exact, relative_error(gradient(loss.plain, rows, dtype, temperature=t), exact)
 
 
 def errors(name: str, n: int, t: float, noise: float, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
-    """Return the relative errors of our gradient and of plain torch's, both in ``dtype``, against float64."""
     loss = LOSSES[name]
     exact, plain = expected(loss, n, t, noise, dtype)
     found = gradient(loss.ours, views(n, noise, loss.views, dtype), dtype, temperature=t)

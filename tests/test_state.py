@@ -21,7 +21,6 @@ def rows(seed: int = 1) -> Tensor:
 
 
 def trained(module: nn.Module) -> nn.Module:
-    """The module after one call."""
     takes_labels = isinstance(module, (cz.ArcFace, cz.CrossBatchMemory, cz.Margin))
     module(rows(), LABELS if takes_labels else rows(2))
     return module

@@ -147,7 +147,6 @@ class Training(RuleBasedStateMachine):
         Training.steps += len(self.program)
 
     def told(self, what: str) -> str:
-        """What went wrong, and in which program."""
         lines = [f"  {action}({', '.join(f'{k}={x!r}' for k, x in a.items())})" for action, a in self.program]
         return "\n".join([f"{self.name}, W={self.world_size}, {self.thresholds}:", *lines, what])
 

@@ -87,7 +87,6 @@ def differing(
     rounds: bool = False,
     **options: Any,
 ) -> set[str]:
-    """Return the names of the losses whose numbers on these ranks are not those of one process."""
     of_one = worlds.run(1, results, cases, (sum(shards),), False, rounds, {})[0]
     by_rank = worlds.run(len(shards), results, cases, shards, split, rounds, options)
     return {

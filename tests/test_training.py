@@ -42,8 +42,6 @@ SOME = ("InfoNCE, learnt", "SupCon", "ProxyAnchorLoss, learnt", "TripletMarginLo
 
 
 class Trainer(NamedTuple):
-    """How encoder and loss are wrapped, and what is done to gradients after the backward pass."""
-
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     reduce: Callable[[list[nn.Module]], None] = lambda modules: None
     grad_reduction: Any = "mean"
@@ -78,8 +76,6 @@ TRAINERS = {
 
 
 class Plan(NamedTuple):
-    """How a recipe is trained on W processes."""
-
     recipe: str
     trainer: str = "DDP"
     loss_in: str = "nothing"  # its parameters: their optimiser, the "trainer" around DistributedLoss, or "DDP inside"
@@ -88,14 +84,11 @@ class Plan(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What 20 steps left behind."""
-
     values: Tensor
     parameters: list[Tensor]
 
 
 def train(plan: Plan, *, alone: bool = False) -> Trained:
-    """On every rank; alone, plain training by the loss without a wrapper."""
     trainer = TRAINERS[plan.trainer]
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, D)).double()
@@ -152,7 +145,6 @@ def local_rows(of_views: bool, step: int, micro: int) -> list[Tensor]:
 
 @functools.cache
 def on_one_process(worlds: Worlds, recipe: str, micro: int) -> Trained:
-    """What one process computes, without this library's DistributedLoss, DDP or groups."""
     return worlds.run(1, train, Plan(recipe, micro=micro), alone=True)[0]
 
 

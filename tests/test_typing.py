@@ -36,7 +36,6 @@ def printed() -> dict[str, str]:
 
 
 def errors_of(checker: str, text: str) -> dict[int, str]:
-    """Errors by their lines."""
     if checker == "mypy":
         found = re.findall(r"^\S+user\.py:(\d+): error: (.*)$", text, re.MULTILINE)
         return {int(line): message for line, message in found}

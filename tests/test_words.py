@@ -64,7 +64,6 @@ _ANY_PART = re.compile("|".join(PRIVATE_PARTS), re.IGNORECASE)
 
 
 def private_names(source: str) -> set[str]:
-    """Return the identifiers of Python code that have such a part."""
     if not _ANY_PART.search(source):  # tokens take longer
         return set()
     words = {x.string for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type == tokenize.NAME}
@@ -86,7 +85,6 @@ def not_nouns(source: str) -> set[str]:
 
 @functools.cache
 def files() -> dict[str, str]:
-    """Return the texts of the covered Python and Markdown files, by path."""
     paths: list[Path] = []
     for name in COVERED:
         path = ROOT / name
@@ -96,13 +94,11 @@ def files() -> dict[str, str]:
 
 
 def violations(rule: Callable[[str], Collection[str]], suffix: str, under: str = "") -> dict[str, Collection[str]]:
-    """Return what a rule refuses in each covered file of a folder."""
     refused = {path: rule(text) for path, text in files().items() if path.endswith(suffix) and path.startswith(under)}
     return {path: words for path, words in refused.items() if words}
 
 
 def private_words(text: str) -> list[str]:
-    """Return the private words of a text, except in allowed phrases."""
     for allowed in ALLOWED:
         text = text.replace(allowed, "")
     return _WORD.findall(text)

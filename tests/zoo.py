@@ -53,7 +53,6 @@ def row(
     kind: Callable[..., Any] | None = None,
     **fixed: Any,
 ) -> Entry:
-    """Return an entry; ``arguments`` makes what loss and formula are called with, ``prepare`` gives a new loss its state."""
     kind = getattr(cz, name.partition(",")[0]) if kind is None else kind
     if arguments is not None or prepare is not None:
         kind, dense = fed(kind, arguments, prepare), dense if arguments is None else of_arguments(dense, arguments)
@@ -105,7 +104,6 @@ def roots(squares: Tensor) -> Tensor:
 
 
 def masks(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, n]: the positives and the negatives of each embedding."""
     same = labels[:, None] == labels
     return same & ~itself(labels), ~same
 
@@ -117,7 +115,6 @@ def mean_over(losses: Tensor, average: str = "all") -> Tensor:
 
 
 def log_sums(logits: Tensor, mask: Tensor, empty: float = -torch.inf) -> Tensor:
-    """Log-sum-exps of rows, without a gradient where there is nothing to sum."""
     some = mask.any(-1)
     return logits.masked_fill(~mask, -torch.inf).where(some[..., None], 0).logsumexp(-1).where(some, empty)
 

@@ -26,8 +26,6 @@ from examples.setup import Deviation, Setup
 
 
 class OwnComputeLoss(DigitsTrainer):
-    """A trainer with a method ``compute_loss`` of its own."""
-
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Any:
         return self.loss_function(model(inputs["input"]), inputs["labels"])
 

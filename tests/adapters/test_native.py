@@ -34,8 +34,6 @@ LABELS = torch.tensor([0, 2, 0, 1, 4, 0, 2, 4, 0, 1, 3, 0, 4, 2])  # one sample 
 
 
 class Case(NamedTuple):
-    """A loss, its miner and its call form."""
-
     loss: Callable[[], Any]
     miner: Callable[[], Any] | None = None
     call: str = "labels"
@@ -132,7 +130,6 @@ def theirs(name: str, rows: list[Tensor], seed: int = 0) -> Result:
 
 
 def result(loss: Any, rows: list[Tensor], **more: Any) -> Result:
-    """Call it by the names of pytorch-metric-learning: with two views, or with embeddings and labels."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in rows]
     names = ("embeddings", "ref_emb" if leaves[1].requires_grad else "labels", "ref_emb", "ref_labels")
     value = loss(**dict(zip(names, leaves, strict=False)), **more)
@@ -146,7 +143,6 @@ def result(loss: Any, rows: list[Tensor], **more: Any) -> Result:
 
 
 def same(found: Result, expected: Result, tolerance: float = EXACT) -> bool:
-    """Return whether they are equal; exact comparisons include which values are NaN."""
     for x, y in zip(found, expected, strict=True):
         if tolerance == EXACT and not torch.equal(x.isnan(), y.isnan()):
             return False

@@ -29,7 +29,6 @@ ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}
 
 
 def need(package: str) -> None:
-    """Skip the test if a package is not installed."""
     absent = packages.missing(packages.FOLDER, packages.required())
     if requirement := next((x for x in absent if x.startswith(f"{package}==")), None):
         pytest.skip(f"{requirement} is not in {packages.FOLDER.relative_to(packages.ROOT)}; `make test` installs it")
@@ -38,7 +37,6 @@ def need(package: str) -> None:
 
 
 def of_package(package: str) -> list[PeerLoss]:
-    """The losses of a package that is installed."""
     need(package)
     return [peer for peer in table() if peer.package == package]
 

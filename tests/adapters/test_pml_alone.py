@@ -72,7 +72,6 @@ CALLS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def outcome(loss: Callable[..., Any], name: str) -> Any:
-    """Everything observable of a call: return value, gradients, error."""
     args, kwargs = CALLS[name]()
     torch.manual_seed(5)
     try:
@@ -89,7 +88,6 @@ def outcome(loss: Callable[..., Any], name: str) -> Any:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Return whether they are equal bit by bit."""
     ours, theirs = tree_leaves(found), tree_leaves(expected)
     return len(ours) == len(theirs) and all(
         torch.equal(x.nan_to_num(), y.nan_to_num()) and x.dtype == y.dtype and torch.equal(x.isnan(), y.isnan())
@@ -103,8 +101,6 @@ IN_SHORT = ("rows and labels", "two views", "reference rows", "nothing", "too fe
 
 
 def noticed(loss: str, grad_reduction: str, calls: Iterable[str] = CALLS) -> list[str]:
-    """Return the calls that the wrapper changes."""
-
     def wrapped() -> nn.Module:
         return cz.DistributedLoss(Case(loss).construct()[0], grad_reduction=grad_reduction)
 

@@ -81,8 +81,6 @@ def test_every_miner_by_itself(references: bool, worlds: Worlds) -> None:
 
 
 class Masked(Case):
-    """A memory that stores some of the samples."""
-
     def arguments(self, batch: Batch) -> dict[str, Tensor]:
         return super().arguments(batch) | {"enqueue_mask": batch.local(torch.arange(batch.total) % 3 > 0)}
 

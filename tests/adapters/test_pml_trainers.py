@@ -31,7 +31,6 @@ def data() -> TensorDataset:
 
 
 def my_samples() -> list[int]:
-    """Yield this rank's part of every batch, in order."""
     shares = SHARES[dist.get_world_size()]
     start = sum(shares[: dist.get_rank()])
     return [BATCH * step + start + i for step in range(STEPS) for i in range(shares[dist.get_rank()])]
@@ -58,7 +57,6 @@ def cascaded() -> Recipe:
 
 
 def train(recipe: Any, *, distributed: bool) -> list[Tensor]:
-    """Return all weights after an epoch."""
     torch.manual_seed(0)
     kind, models, functions, mining = recipe()
     models = {name: x.double() for name, x in {"trunk": nn.Linear(3, D), **models}.items()}
@@ -101,7 +99,6 @@ def test_a_trainer_computes_the_weights_of_one_process(recipe: Any, worlds: Worl
 
 
 def records(module: nn.Module) -> dict[str, Any]:
-    """Return everything that inner modules record for a logger."""
     return {
         f"{where}.{name}": getattr(part, name)
         for where, part in module.named_modules()

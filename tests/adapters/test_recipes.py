@@ -66,8 +66,6 @@ class WithScale(nn.Module):
 
 
 class Centred(nn.Module):
-    """Distance from a moving centre."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(2))
@@ -79,8 +77,6 @@ class Centred(nn.Module):
 
 
 class Queued(nn.Module):
-    """Embeddings against those of earlier steps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("queue", torch.ones(4, 2))
@@ -95,8 +91,6 @@ class Queued(nn.Module):
 
 
 class ClassMeans(nn.Module):
-    """Cross-entropy over moving class means."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("means", torch.eye(12, 2))

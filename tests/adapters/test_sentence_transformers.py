@@ -48,8 +48,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Words(nn.Module):
-    """The mean of a sentence's word vectors, through a nonlinearity."""
-
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
         self.table, self.head, self.drop = nn.Embedding(WORDS, D), nn.Linear(D, D), nn.Dropout(drop)
@@ -77,7 +75,6 @@ def words(seed: int = 0, drop: float = 0.0) -> SentenceTransformer:
 
 
 def features(columns: int, rows: slice = slice(None)) -> list[dict[str, Tensor]]:
-    """Some rows of each column's sentences, as wide as the longest of them."""
     found = []
     for column in range(columns):
         generator = torch.Generator().manual_seed(column)
@@ -177,8 +174,6 @@ CACHED = {
 
 
 class Tokens(Words):
-    """The vectors of a sentence's words."""
-
     def forward(self, features: dict[str, Tensor], task: str | None = None) -> dict[str, Tensor]:
         features["token_embeddings"] = torch.tanh(self.head(self.table(features["input_ids"])))
         return features
@@ -268,7 +263,6 @@ def measured(case: Case, loss: Any, model: SentenceTransformer, rows: slice) -> 
 
 
 def alone(case: Case) -> Found:
-    """Return what the bare loss computes on all samples, in this process."""
     model = case.build()
     torch.manual_seed(100)
     random.seed(100)
@@ -335,7 +329,6 @@ def test_every_loss_is_in_a_table() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A BERT of three layers, on disk, as sentence-transformers wants it."""
     path = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
     sizes = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -375,7 +368,6 @@ STEPS = [(3, 1, 2), (2, 2, 2), (1, 0, 3)]
 
 
 def stepped() -> list[Tensor]:
-    """Train with a gradient cache on all ranks, or on one process, and return the encoder's parameters."""
     rank = dist.get_rank() if dist.is_initialized() else None
     model = words()
     loss: Any = cached(model).double()
@@ -448,12 +440,10 @@ def test_refusals_name_the_fix(checkpoint: str) -> None:
 
 
 def nameless() -> SentenceTransformer:
-    """A model that returns the embeddings of tokens alone, as PyLate's does."""
     return SentenceTransformer(modules=[Tokens()], device="cpu")
 
 
 def complaints() -> list[str | None]:
-    """Return the error of every rank for each mistake of rank 1 alone."""
     mistaken = dist.get_rank() == 1
     cosent, classifier = CASES["CoSENTLoss"], CASES["SoftmaxLoss"]
 
@@ -486,8 +476,6 @@ def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
 
 
 def draws() -> tuple[Tensor, Tensor]:
-    """Return which features each rank's encoder drops from the same sentences, and what the loss then draws."""
-
     class Drawing(nn.Module):
         def __init__(self, model: SentenceTransformer) -> None:
             super().__init__()
@@ -535,7 +523,6 @@ def test_the_encoders_forward_is_restored() -> None:
 
 
 def deviation(index: int) -> tuple[float, float]:
-    """Return how far the trainer of an example ends from one process."""
     from examples.sentence_transformers_trainer import SETUPS
     from examples.setup import Deviation
 

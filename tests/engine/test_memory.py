@@ -73,7 +73,6 @@ def test_freed_memory_stays_if_the_user_asks_for_it() -> None:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, library: str, budget: int) -> list[tuple[int, int]]:
-    """Return what malloc of a C library would be told."""
     found: list[tuple[int, int]] = []
     malloc = SimpleNamespace(mallopt=lambda *of: found.append(of))
     monkeypatch.setattr(tiling, "ctypes", SimpleNamespace(CDLL=lambda name: malloc))

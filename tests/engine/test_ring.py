@@ -48,7 +48,6 @@ def test_a_ring_is_one_process(shards: tuple[int, ...], tiles: dict[str, int], w
 
 
 def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Return how many embeddings this rank sends to each other rank, and how many it gathers."""
     sent: dict[int, int] = {}
     gathered = 0
 
@@ -157,7 +156,6 @@ def gradients(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[Tenso
 
 
 def in_ring(index: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], set[torch.dtype]]:
-    """Return the gradients with a ring and without, and the dtypes of its messages, on a rank."""
     entry, dtypes = ENTRIES[index], set()
 
     class Seen(exchange.SendReceive):

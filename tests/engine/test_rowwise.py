@@ -265,7 +265,6 @@ def test_nothing_is_held_once_the_backward_pass_is_done(make) -> None:
 
 
 def held_rows(value: Tensor) -> list[Tensor]:
-    """Tensors as large as the rows that the graph's nodes hold, as attributes or saved."""
     found, nodes = [], [value.grad_fn]
     while nodes:
         node = nodes.pop()

@@ -50,7 +50,6 @@ ROWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 @contextlib.contextmanager
 def path(name: str) -> Iterator[None]:
-    """Compute as batches that are not small, as small ones of a CPU, or as those of an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
         for constant in ("SMALL_MATRIX", "SMALL_ON_ACCELERATORS"):
             patch.setattr(plan, constant, -1 if name == "general" else 2**18)
@@ -64,7 +63,6 @@ def rows_of(kind: str, n: int, dtype: torch.dtype = torch.float64, place: str = 
 
 
 def outcome(loss: Callable[..., Tensor], rows: list[Tensor], temperature: float, **more: str) -> list[Tensor]:
-    """The value, then the gradients of both sides, of log t and of SigLIP's bias."""
     dtype = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
     a, b = (x.detach().clone().requires_grad_() for x in rows)
     learnt = [torch.tensor(temperature, dtype=dtype, device=a.device).log().requires_grad_()]

@@ -29,8 +29,6 @@ D = 5
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine."""
-
     ring: bool = False
     tile_bytes: int = 2**21
     keep: int = 0
@@ -47,7 +45,6 @@ class Options:
 
     @property
     def nonzero_offsets(self) -> list[int]:
-        """The offsets for one tower, where no row is its own partner."""
         return [step for step in self.partner_offsets if step]
 
     def rows(self, n: int, seed: int) -> Tensor:

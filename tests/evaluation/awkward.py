@@ -71,7 +71,6 @@ def awkward(seed):
 
 
 def value_of(name, ranked):
-    """Return a metric of one ranking: the grades of its items, best score first."""
     kind, _, cutoff = name.partition("@")
     relevant = [position for position, grade in enumerate(ranked, 1) if grade > 0]
     total = len(relevant)
@@ -96,7 +95,6 @@ def value_of(name, ranked):
 
 
 def orders(scores, grades, ties):
-    """Yield the orders that count: all orders of ties, or the worst or best one."""
     sign = {"pessimistic": 1, "optimistic": -1, "expected": 0}[ties]
     items = sorted(zip(scores, grades, strict=True), key=lambda x: (-x[0], sign * x[1]))
     levels = [[grade for _, grade in level] for _, level in itertools.groupby(items, key=lambda x: x[0])]

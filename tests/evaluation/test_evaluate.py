@@ -74,7 +74,6 @@ def test_a_mistake_on_one_process_is_caught(place, mistake, monkeypatch):
 
 
 def local_queries(**arguments):
-    """Each rank's number for its own queries and items."""
     try:
         return cz.metrics.evaluate(**arguments, process_group=cz.World())
     except ValueError:  # a rank of too few items, or of judgements of others
@@ -82,8 +81,6 @@ def local_queries(**arguments):
 
 
 def mean_of_means(**arguments):
-    """The mean of the ranks' means."""
-
     def means(values, world):
         of_rank = torch.tensor([np.nanmean([0.0, *x]) for x in values.values()])
         dist.all_reduce(of_rank)

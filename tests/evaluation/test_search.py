@@ -129,7 +129,6 @@ rank = dist.get_rank
 
 
 def without(module, function):
-    """Call a function on a rank 1 that cannot import a module."""
     with patch.dict(sys.modules, {module: None} if rank() else {}):
         return function()
 

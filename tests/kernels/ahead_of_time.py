@@ -43,7 +43,6 @@ Launch = tuple[str, Any, dict[str, Any], dict[str, tuple[int, int]]]
 
 
 def launches(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> Iterator[Launch]:
-    """Yield every kernel's launches, or those without masks only."""
     for index, name in itertools.product(range(1 if inner else 2), KERNELS):
         plain, edges = tiles(dtype, precision, capability, name.split(",")[0])
         of_kernel = [(2, edges)] if plain == edges else [(0, plain), (1, edges)]
@@ -97,7 +96,6 @@ def resources(binary: bytes) -> dict[str, int]:
 
 
 def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = False) -> list[dict[str, Any]]:
-    """Return one for every launch, or for launches without masks only."""
     found = []
     for name, kernel, given, copied in launches(capability, dtype, precision, inner=inner):
         built = compiled(kernel, {**given, "PRECISION": precision}, copied, NAMES[dtype], capability)
@@ -115,7 +113,6 @@ HEAD = "| chip | rows | kernel | tiles | registers | spills | shared memory, KiB
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row of the table."""
     rows = row["dtype"] + (f", {row['precision']}" if row["dtype"] == "fp32" else "")
     matrix = f"{row['wgmma']} wgmma" if row["wgmma"] else f"{row['mma']} mma"
     cells = [row["chip"], rows, row["kernel"], EDGES[row["edge"]], row["registers"], row["spills"]]

@@ -99,11 +99,9 @@ class Case:
 
     @property
     def normalize(self) -> bool:
-        """Whether the loss normalises its embeddings; otherwise they reach the kernels as they are."""
         return self.rows not in ("strided", "shifted")
 
     def inputs(self, sizes: Sequence[int], step: int) -> list[Tensor]:
-        """Return the embeddings of all ranks, and labels."""
         generator = torch.Generator().manual_seed(step)
         counts = [sum(sizes), sum(sizes), 2 * sum(sizes)][: LOSSES[self.loss][2]]
         rows = [torch.randn(n, self.width, generator=generator) for n in counts]
@@ -256,8 +254,6 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 class NoReads(TorchDispatchMode):
-    """Refuse operations for whose result the host would wait."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in READS, f"the host reads a value: {func}"
         return func(*args, **(kwargs or {}))
@@ -289,7 +285,6 @@ def without_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 def reading(patch: pytest.MonkeyPatch) -> None:
-    """Ask whether a sum lost precision."""
     without_reads(patch)
     add = SoftmaxPairs.add_precise_sums
 
@@ -301,7 +296,6 @@ def reading(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_pairs(patch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """Change what is known of the pairs of a matrix."""
     pairs = KernelSweep._pairs
     patch.setattr(KernelSweep, "_pairs", lambda *given: replace(pairs(*given), **fields))
 
@@ -319,13 +313,10 @@ def partners_among_all_columns(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_blocks_twice(patch: pytest.MonkeyPatch) -> None:
-    """Compute all sums of a block on both ranks that share it."""
     with_pairs(patch, corner=(NO_PARTNER, NO_PARTNER))
 
 
 def mantissas_only(patch: pytest.MonkeyPatch) -> None:
-    """Add sums as if their exponents were equal."""
-
     def wrong_merge(self: ExponentSums, parts: Sequence[Tensor]) -> Tensor:
         return torch.stack([parts[0][:, 0], sum(x[:, 1] for x in parts)], 1)
 
@@ -333,8 +324,6 @@ def mantissas_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_recomputed(patch: pytest.MonkeyPatch) -> None:
-    """Keep sums of columns that lost their precision."""
-
     def never(pairs: SoftmaxPairs, *given: Any) -> None:
         pairs.add_sums(*given, torch.zeros((), dtype=torch.int32, device=DEVICE))
 
@@ -342,7 +331,6 @@ def never_recomputed(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_transposed(patch: pytest.MonkeyPatch) -> None:
-    """Take the excluded columns of rows for the excluded rows of columns."""
     patch.setattr(SoftmaxPairs, "_excluded_rows", lambda self: self.excluded)
 
 
@@ -360,7 +348,6 @@ def products_of_rounded_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def rounded_unit_rows(patch: pytest.MonkeyPatch) -> None:
-    """Multiply unit rows, rounded to 16 bits."""
     plain = blocks.Operand.of
 
     def of(x: Tensor, *, min_norm: float | None = None) -> blocks.Operand:
@@ -370,7 +357,6 @@ def rounded_unit_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """Store weights in 8 bits of mantissa."""
     of = blocks.Weights.of
     patch.setattr(blocks.Weights, "of", lambda a, b: replace(of(a, b), buffer=of(a, b).buffer.bfloat16(), bits=0))
 

@@ -29,8 +29,6 @@ MOST = 12
 
 
 class Counted:
-    """Stands in for a kernel: counts its launches."""
-
     def __init__(self, launches: list[str], name: str) -> None:
         self.launches, self.name = launches, name
 
@@ -94,7 +92,6 @@ STEPS: dict[str, Callable[[Shards], None]] = {
 
 
 def most(step: Callable[[Shards], None], launches: list[str], ranks: int) -> int:
-    """Return the launches of the rank that has most."""
     counts = []
     for rank in range(ranks):
         launches.clear()

@@ -22,7 +22,6 @@ EVERY = bool(os.environ.get("ALL_DTYPES"))
 
 
 def results(ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    """Run ``ranks.py`` in new interpreters."""
     store = local_store()
     shared = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     if not torch.cuda.is_available():

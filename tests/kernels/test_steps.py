@@ -40,7 +40,6 @@ def _threshold(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_device(entry: Entry) -> tuple[nn.Module, list[Tensor]]:
-    """Return a loss and a batch of 600 samples."""
     rows = whole_batch(entry.case(), GlobalBatch((600,), d=16, labels="mixed", seed=5))
     loss = cz.DistributedLoss(entry.case(temperature=0.3).make().loss, check_finite=False)
     rows = [x.float() if x.is_floating_point() else x.where(x < FEWEST_CLASSES, x % FEWEST_CLASSES) for x in rows]

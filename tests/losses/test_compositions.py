@@ -25,8 +25,6 @@ from tests.helpers import close, common_error, numbers
 
 
 class Hinge(cz.RowLoss):
-    """A user's loss with a parameter."""
-
     def __init__(self) -> None:
         super().__init__(normalize=False)
         self.margin = nn.Parameter(torch.tensor(0.25))

@@ -27,7 +27,6 @@ every_loss = pytest.mark.parametrize("entry", EVERY, ids=str)
 
 @contextlib.contextmanager
 def low_blocks() -> Iterator[None]:
-    """Blocks and tiles of a few rows."""
     with patch.object(tiling, "BLOCK_BYTES", 500), patch.object(tiling, "TILE_BYTES", 500):
         yield
 

@@ -40,8 +40,6 @@ LOSSES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], dict[st
 
 @dataclass(frozen=True)
 class Shard:
-    """How many sets of tokens a rank holds, and how many tokens each of them has at most."""
-
     pairs: int
     negatives: int = 0
     lengths: tuple[int, int, int] = (3, 5, 2)
@@ -60,7 +58,6 @@ def rows_of(shard: Shard, seed: int) -> dict[str, Tensor]:
 
 
 def whole(by_rank: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the arguments of one process: the rows of all ranks, padded to the longest."""
     found = {}
     for name in (*NAMES, *MASKS):
         longest = max(x[name].shape[1] for x in by_rank)
@@ -147,7 +144,6 @@ def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
 
 
 def largest_error(name: str, steps: Sequence[Sequence[Shard]], option: Any, budget: int, mutant: str = "") -> float:
-    """Return the largest error of a rank over a training: values, gradients of its tokens and of the temperature."""
     make, dense, settings = LOSSES[name]
     rank, world, errors = dist.get_rank(), dist.get_world_size(), []
     loss = cz.DistributedLoss(make(temperature=cz.LearnableTemperature(0.7), **settings).double(), ring=option)
@@ -247,8 +243,6 @@ def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
 
 
 class Pooled(nn.Module):
-    """A third-party loss of masked tokens, with a parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
@@ -270,7 +264,6 @@ PADDED = {"tokens": 1, "mask": [1], "other['tokens']": 1, "other['mask']": (1,)}
 
 
 def padded_error(steps: Sequence[Sequence[Shard]], trainer: Any) -> float:
-    """Return the largest error of a third-party loss of padded tokens over a training."""
     rank, world, errors = dist.get_rank(), dist.get_world_size(), []
     loss, alone = cz.DistributedLoss(Pooled(), pad_dims=PADDED, grad_reduction=trainer), Pooled()
     factor = world if trainer == "mean" else 1
@@ -357,7 +350,6 @@ def test_lengths_are_read_once(make: Callable[[], Any]) -> None:
 
 
 def composition() -> Any:
-    """Two losses of the same sets of tokens."""
     return cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()])
 
 
@@ -378,7 +370,6 @@ def single_tokens(sets: max_sim.TokenSets, world: World) -> tuple[Tensor, list[i
 
 
 def error_of_rank(mutant: str = "") -> tuple[float, int]:
-    """Return the largest error of a rank's value and gradients, and how often the host reads."""
     by_rank = [rows_of(shard, seed=20 * rank) for rank, shard in enumerate(SHARDS)]
     rank, inputs = dist.get_rank(), LateInteractionLoss.inputs
     with pytest.MonkeyPatch.context() as patch:

@@ -41,7 +41,6 @@ def classes(seed: int, smallest: int = 1) -> Tensor:
 
 
 def unit(*views: Tensor) -> list[Tensor]:
-    """Normalise, as open_clip's models do before the loss."""
     return [F.normalize(view, dim=1) for view in views]
 
 
@@ -83,7 +82,6 @@ class EvaluationInputs(nn.Module):
 
 
 def called(loss: nn.Module) -> Loss:
-    """Each argument is a column of texts."""
     return lambda *columns: loss([{"student": x} for x in columns], torch.empty(0))
 
 

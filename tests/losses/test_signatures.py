@@ -24,8 +24,6 @@ LOSSES = [x for name in cz.__all__ if isinstance(x := getattr(cz, name), type) a
 
 
 class Scaled(cz.RowLoss):
-    """A loss of a user, with settings of several kinds."""
-
     factor: float = field()
     made: Tensor  # no setting: torch's modules declare parameters so
     size: int = field(kw_only=False)

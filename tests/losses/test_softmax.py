@@ -27,7 +27,6 @@ from tests.losses.zoo_weights import ENTRIES as WEIGHTS
 
 
 def pairs(*shape: int) -> list[Tensor]:
-    """Two towers of unit embeddings."""
     return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
 
 
@@ -100,7 +99,6 @@ IDS = [torch.tensor(x) for x in ([1, 2, 3, 1, 4], [3, 9], [5, 6, 7, 8, 5])]  # o
 
 
 def per_rank(batch: Any, *arguments: Any, ids: Any, **named: Any) -> Tensor:
-    """Compare the ids of one rank with each other only."""
     first = 100 * batch.samples.start
     return reduce_pairs(batch, *arguments, ids=[(x + first, None if y is None else y + first) for x, y in ids], **named)
 

@@ -26,7 +26,6 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 
 
 def views(seed: int, count: int = 2, n: int = 7, d: int = 4) -> list[Tensor]:
-    """With two equal embeddings."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, n, d, dtype=torch.float64, generator=generator)
     x[:, 1] = x[:, 0]

@@ -17,7 +17,6 @@ def scored(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 
 
 def of_parity(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """Pairs of odd labels are positive."""
     return z, zoo_softmax.second_tower(z), labels % 2
 
 
@@ -115,7 +114,6 @@ ENTRIES = [
 
 
 def dense_scores(q: Tensor, d: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, token_reduction: str) -> Tensor:
-    """The scores of all queries and all documents, by way of all products of tokens."""
     q, d = F.normalize(q, dim=2), F.normalize(d, dim=2)
     products = torch.einsum("iad,jbd->ijab", q, d)
     if d_mask is not None:

@@ -63,7 +63,6 @@ def dense_multi_positive(
 
 
 def teacher(*rows: Tensor) -> list[Tensor]:
-    """Another embedding of the same samples."""
     return [(3 * x).sin().detach() for x in rows]
 
 
@@ -81,7 +80,6 @@ def dense_distillation(
 
 
 def candidates(query: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    """Each view after the first is a candidate."""
     return query, torch.stack(others, 1)
 
 

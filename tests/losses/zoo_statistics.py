@@ -20,18 +20,15 @@ PROTOTYPES, WIDTH = 5, 8
 
 
 def fixed_prototypes() -> Tensor:
-    """The same on every process."""
     generator = torch.Generator().manual_seed(4)
     return torch.randn(PROTOTYPES, WIDTH, dtype=torch.float32, generator=generator).double()
 
 
 def widened(*views: Tensor) -> tuple[Tensor, ...]:
-    """Views with zeros as further features."""
     return tuple(F.pad(view, (0, WIDTH - view.shape[1])) for view in views)
 
 
 def side_by_side(*views: Tensor) -> tuple[Tensor]:
-    """All views of a sample as one row."""
     return (torch.cat(widened(*views), 1),)
 
 
@@ -276,8 +273,6 @@ OUTPUTS = {"out_dim": WIDTH, "teacher_temperature": 0.4, "centre_momentum": 0.7}
 
 
 def swav(name: str, **how: int) -> Entry:
-    """With fixed prototypes."""
-
     def prepare(loss: cz.SwAV) -> None:
         loss.prototypes.data.copy_(fixed_prototypes())
 
@@ -285,8 +280,6 @@ def swav(name: str, **how: int) -> Entry:
 
 
 def dino(name: str, **how: int) -> Entry:
-    """The centre starts at a linear ramp."""
-
     def prepare(loss: cz.DINO) -> None:
         loss.centre.copy_(ramp())
 

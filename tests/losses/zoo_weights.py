@@ -17,7 +17,6 @@ CLASSES, WIDTH = 64, 8
 
 
 def fixed_weights(centers: int = 1) -> Tensor:
-    """The same on every process."""
     shape = (CLASSES, WIDTH) if centers == 1 else (CLASSES, centers, WIDTH)
     return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(5)).double()
 
@@ -32,12 +31,10 @@ def padded(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def both_modalities(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """The second modality is made of the first."""
     return zoo_softmax.two_towers(*padded(z, labels))
 
 
 def cosines(z: Tensor, centers: int = 1) -> Tensor:
-    """[n, C, centers]."""
     w = fixed_weights(centers).reshape(CLASSES, centers, WIDTH)
     return torch.einsum("nd,ckd->nck", F.normalize(z, dim=1), F.normalize(w, dim=2))
 

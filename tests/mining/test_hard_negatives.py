@@ -45,7 +45,6 @@ def data(seed: int = 0, ties: bool = False) -> dict[str, Tensor]:
 
 
 def basic() -> dict[str, Tensor]:
-    """Return what every mining needs."""
     return {name: data()[name] for name in BASIC}
 
 
@@ -145,8 +144,6 @@ def test_neither_the_steps_nor_a_memory_map_show(
 def columns(
     mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
 ) -> dict[str, Any]:
-    """Return the columns of all ranks in rank order, given the split of the queries and of the corpus."""
-
     def on_rank(rows: dict[str, Tensor]) -> dict[str, Any]:
         return mine(**rows, **settings)
 
@@ -168,7 +165,6 @@ def same_columns_for_every_split(
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Draw shard sizes of queries and corpus, uneven and empty ones too."""
     size = draw(st.integers(2, 4))
 
     def shards(total: int) -> list[int]:
@@ -233,8 +229,6 @@ def test_sentence_transformers_mines_the_same() -> None:
     )
 
     class StandIn(sentence_transformers.SentenceTransformer):
-        """A model whose embeddings are its inputs."""
-
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
 

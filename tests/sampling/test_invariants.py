@@ -62,7 +62,6 @@ class SamplerTrial:
         return self.make(rank_weights=weights, process_group=World(rank, world_size))
 
     def yielded(self, world_size: int, epoch: int, state: Mapping[str, Any] | None = None) -> Parts:
-        """Return what each rank yields in an epoch, or from a loaded position on."""
         found = []
         for rank in range(world_size):
             sampler = self.sampler(rank, world_size)
@@ -79,12 +78,10 @@ class SamplerTrial:
 
     @cached_property
     def batches(self) -> list[list[int]]:
-        """The global batches that the ranks' parts are of."""
         return merged(self.parts)
 
     @cached_property
     def alone(self) -> list[list[int]]:
-        """The batches of one process."""
         return self.yielded(1, self.epoch)[0]
 
     def chunks(self, part: Sequence[int]) -> int:
@@ -99,12 +96,10 @@ class SamplerTrial:
 
 
 def merged(parts: Parts) -> list[list[int]]:
-    """Return the parts of all ranks concatenated in rank order, batch by batch."""
     return [list(chain.from_iterable(of_ranks)) for of_ranks in zip_longest(*parts, fillvalue=())]
 
 
 def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
-    """Return a random dataset, batch size, world size and position of a kind of sampler."""
     rng = np.random.default_rng(seed)
 
     def number(low: int, high: int) -> int:
@@ -240,7 +235,6 @@ def m_of_each_class(trial: SamplerTrial) -> Iterator[str]:
 
 
 def no_value_twice(trial: SamplerTrial) -> Iterator[str]:
-    """No two samples of a global batch share a value of any column."""
     for batch in trial.batches if trial.columns is not None else ():
         counts = Counter(value for sample in batch for value in set(trial.columns[sample].tolist()))
         if max(counts.values(), default=0) > 1:
@@ -266,7 +260,6 @@ def batches_fill_the_budget(trial: SamplerTrial) -> Iterator[str]:
 
 
 def one_source_in_a_batch(trial: SamplerTrial) -> Iterator[str]:
-    """All samples of a global batch are of one data set."""
     for batch in trial.batches if trial.sources is not None else ():
         if len(sources := set(trial.sources[batch].tolist())) > 1:
             yield f"a batch has samples of the data sets {sources}"
@@ -310,7 +303,6 @@ def groups_in_random_order(self: Any, epoch: int) -> Batches:
 
 
 def first_column_only(self: Any, *columns: Any, **settings: Any) -> None:
-    """Only the values of the first column are different."""
     (first,), _ = codes(columns[:1])
     NoDuplicatesBatchSampler.__init__(self, first, **settings)
 
@@ -336,7 +328,6 @@ def bounds_of_samples(self: Any, batch: NDArray[np.int64], weights: tuple[float,
 
 
 def same_shares(self: Any, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
-    """The weights of the ranks are ignored."""
     return rank_bounds(len(batch), (1.0,) * len(weights))
 
 

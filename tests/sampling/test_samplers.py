@@ -93,7 +93,6 @@ def test_turns_of_data_sets(temperature: float, exhausted: Any, expected: list[i
 @given(lengths=st.lists(st.integers(1, 6), max_size=6), budget=st.integers(6, 14))
 def test_no_division_of_the_samples_has_fewer_chunks(lengths: list[int], budget: int) -> None:
     def fewest(rest: list[int]) -> int:
-        """Try every set of samples beside the first one."""
         others = [x for size in range(len(rest)) for x in combinations(range(1, len(rest)), size)]
         chunks = [x for x in others if (len(x) + 1) * max([rest[0], *(rest[i] for i in x)]) <= budget]
         return 1 + min(fewest([y for i, y in enumerate(rest) if i and i not in x]) for x in chunks) if rest else 0

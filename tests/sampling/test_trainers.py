@@ -25,8 +25,6 @@ DATA: Any = [{"x": torch.tensor([float(index)])} for index in range(SIZE)]
 
 
 class Recorder(nn.Module):
-    """A model that keeps the samples that it sees, batch by batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(1, 1)
@@ -146,7 +144,6 @@ def test_hugging_face(own: Worlds, tmp_path: Any) -> None:
 
 
 def split_again(rank: int) -> list[int]:
-    """Return the samples of this rank's loader after Accelerate has prepared it for two processes."""
     from accelerate.data_loader import prepare_data_loader
 
     sampler = GlobalBatchSampler(24, batch_size=6, process_group=cz.World(rank, 2))

@@ -20,7 +20,6 @@ from hypothesis import given, settings, strategies as st
 
 @pytest.fixture
 def run(pytester: pytest.Pytester):
-    """Run a test file in a session of its own."""
     installed = any(entry.name == "contrastive_zoo" for entry in entry_points(group="pytest11"))
 
     def run(source: str, *options: str) -> pytest.RunResult:

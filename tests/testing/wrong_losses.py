@@ -41,7 +41,6 @@ WRONG_LOSSES: list[Known] = []
 
 
 def in_words(name: str) -> str:
-    """Return the name of a function or a class in words."""
     return re.sub(r"_|(?<=.)(?=[A-Z])", " ", name).strip().lower()
 
 
@@ -69,7 +68,6 @@ def unit(*views):
 
 
 def local_anchors(a, b, candidates, start=None):
-    """Return the cross-entropy of the local anchors, summed, in one direction."""
     targets = torch.arange(len(a)) + (offset(a) if start is None else start)
     return F.cross_entropy(3.0 * a @ candidates.T, targets, reduction="sum")
 
@@ -81,7 +79,6 @@ def in_rank_order(embeddings, labels):
 
 
 def global_mean(total, count):
-    """Return a sum over all ranks, divided by the number of samples of all ranks."""
     return all_reduce(total) / all_reduce(torch.tensor(float(count)))
 
 
@@ -163,7 +160,6 @@ def offset_of_the_next_rank(view1, view2):
 
 
 def hardest(local, labels, positives, negatives):
-    """Return the triplets of local anchors, mined among these positives and negatives, each samples and labels."""
     if not len(local):
         return global_mean(0 * (local.sum() + positives[0].sum() + negatives[0].sum()), 0)
     (p, of_p), (n, of_n) = positives, negatives

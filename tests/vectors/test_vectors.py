@@ -61,7 +61,6 @@ def test_files_are_those_of_the_index_and_numbers_finite_in_64_bits(written: Pat
 
 
 def errors_on_ranks(folder: Path, drawn: list[tuple[str, int]], planted: str = "") -> dict[str, float]:
-    """Return the error of this rank's value and gradients for each case; runs on every rank."""
     torch.set_default_dtype(torch.float64)
     rank = torch.distributed.get_rank()
     cases = json.loads((folder / "vectors.json").read_text(encoding="utf-8"))["cases"]
