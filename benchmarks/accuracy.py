@@ -43,7 +43,6 @@ Loss = Callable[..., Tensor]
 
 
 def plain_sup_con(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return SupCon as it is commonly written, each sample a class of two."""
     return dense_sup_con(torch.cat([a, b]), torch.arange(len(a)).repeat(2), temperature)
 
 
@@ -62,7 +61,6 @@ def plain_nca(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
 
 
 def exact_nca(a: Tensor, b: Tensor, *, temperature: float) -> Tensor:
-    """Return the same, with the positives left out of the log-sum-exp."""
     z = F.normalize(torch.cat([a, b]), dim=1)
     s = z @ z.T / temperature
     positives, negatives = (s.masked_fill(~mask, -torch.inf).logsumexp(1) for mask in of_pairs(len(a)))
@@ -174,7 +172,6 @@ def curves(n: int) -> dict[str, list[float]]:
 
 
 def parts(lines: list[list[str]]) -> dict[str, str]:
-    """Return the parts of the page: float32 at the lowest temperature, and all errors."""
     low = f"{min(TEMPERATURES):g}"
     first = [line for line in lines if line[1] == "float32" and line[2] == low]
     ours, plain = [x for line in first for x in line[4:-1]], [line[-1] for line in first]

@@ -59,7 +59,6 @@ def measure_times(case: Case, implementations: Sequence[str], limits: dict[str, 
 
 
 def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return the largest relative errors of value and gradient against the dense formula in float64."""
     if case.group != "adversarial":
         case = replace(case, rows=min(case.rows, ROWS_FOR_ERRORS))
     whole = [
@@ -97,7 +96,6 @@ def gradient_error(case: Case, inputs: Sequence[Tensor], whole: Sequence[Tensor]
 
 
 def step_memory(case: Case, implementation: str) -> float:
-    """Return the peak memory of one step in this process, in bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         replace(case, rows=SMALL).step(implementation)()

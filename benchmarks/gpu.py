@@ -50,10 +50,7 @@ def predictions(ceilings: Ceilings) -> Iterator[str]:
 
 
 def crossover() -> Iterator[str]:
-    """Return the table of ``engine/crossover.py`` and what follows from it; InfoNCE is one direction of CLIP.
-
-    Losses are timed as they are called, and every batch counts as small.
-    """
+    """Return the table of ``engine/crossover.py`` and what follows from it; InfoNCE is one direction of CLIP."""
     plan.SMALL_ON_ACCELERATORS = max(CROSSOVER) ** 2
     table: dict[str, dict[int, tuple[float, ...]]] = {x: {} for x in MODULES if x != "InfoNCE"}
     for loss, n in product(table, CROSSOVER):
@@ -67,7 +64,6 @@ def crossover() -> Iterator[str]:
 
 
 def times(found: Sequence[Measurement], ceilings: Mapping[str, Ceilings]) -> Iterator[str]:
-    """Return a table of this library's kernels and of the model at the rates measured before each loss."""
     yield "| loss | B | d | kernel ms | model ms | model / kernel | MB beyond inputs |"
     yield "|---|---|---|---|---|---|---|"
     for x in found:
@@ -80,7 +76,6 @@ def times(found: Sequence[Measurement], ceilings: Mapping[str, Ceilings]) -> Ite
 
 
 def side_by_side(found: Sequence[Measurement]) -> Iterator[str]:
-    """Return a table of all implementations at the sizes at which more than this library's was measured."""
     yield "| loss | B | d | implementation | ms | ms / ours | MB beyond inputs | relative error |"
     yield "|---|---|---|---|---|---|---|---|"
     ours = {(x.loss, x.n, x.d): x.ms for x in found if x.implementation == OURS}
@@ -95,7 +90,6 @@ def side_by_side(found: Sequence[Measurement]) -> Iterator[str]:
 
 
 def notes(found: Sequence[Measurement]) -> Iterator[str]:
-    """Return how implementations differ from the dense formula, or from the same work."""
     for loss, name in {(x.loss, x.implementation): None for x in found}:
         if note := IMPLEMENTATIONS[loss][name].note:
             yield f"- {loss} by {name}: {note}."

@@ -27,7 +27,6 @@ def made(entry: Entry, width: int) -> torch.nn.Module:
 
 
 def arguments(entry: Entry, rows: int, width: int) -> list[Tensor]:
-    """Return the arguments of the loss, with so many embeddings that learn in total."""
     fixed = {
         name for name, kind in entry.kinds.items() if name.startswith(("teacher_", "guide_")) or kind == "negatives"
     }

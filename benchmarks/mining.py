@@ -43,7 +43,6 @@ def measured(job: Callable[[], Any]) -> tuple[float, float, list[int]]:
 
 
 def ours(queries: int, corpus: int, width: int) -> tuple[float, float, list[int]]:
-    """Mine this rank's part."""
     rank, size = dist.get_rank(), dist.get_world_size()
     own = [x.tensor_split(size)[rank].clone() for x in (*rows(queries, corpus, width), torch.arange(queries))]
     mine_hard_negatives(own[0][:64], own[1][:256], own[2][:64] * 0)  # libraries are loaded

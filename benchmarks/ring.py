@@ -55,7 +55,6 @@ def arguments(compares: str, count: int, width: int) -> list[Tensor]:
 
 
 def refusals() -> list[list[str]]:
-    """Return the losses of the catalogue that refuse a ring, by their reason."""
     found: dict[str, list[str]] = {}
     for entry in CATALOGUE.values():
         loss = entry.make()

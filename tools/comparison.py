@@ -37,18 +37,14 @@ class Batch:
         return sum(self.shards)
 
     def local(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of [N, …]."""
         return whole.split(self.shards)[self.rank]
 
     def normal(self, seed: int, *shape: int) -> Tensor:
-        """Return this rank's part of normal numbers [N, …]."""
         generator = torch.Generator().manual_seed(100 * self.step + seed)
         return self.local(torch.randn(self.total, *shape, dtype=torch.float64, generator=generator))
 
 
 class Subject(Protocol):
-    """A loss that is compared."""
-
     @property
     def width(self) -> int: ...
 
@@ -111,11 +107,7 @@ def _results(subject: Subject, run: Run, wrap: Wrap | None) -> Iterator[tuple[st
 
 @dataclass(frozen=True)
 class Compared:
-    """The largest differences of a loss on several ranks from one process, by group; None where nothing is compared.
-
-    ``words`` is the error of all ranks, or in which way the results cannot be compared; ``unsupported`` is an error that one
-    process raises, and every rank, too.
-    """
+    """The largest differences of a loss on several ranks from one process, by group; None where nothing is compared."""
 
     differences: Mapping[str, float]
     words: str | None = None
@@ -148,12 +140,10 @@ def compare(found: Results | str, expected: Results | str) -> Compared:
 def measure(
     worlds: Worlds, subjects: Iterable[S], runs: Callable[[S], Sequence[Run]], wrap: Wrap = DistributedLoss
 ) -> list[tuple[S, dict[Run, Compared]]]:
-    """Compare each subject's runs with one process, in one job for each number of ranks."""
     chosen = [(subject, list(runs(subject))) for subject in subjects]
     alone = [{run.alone() for run in of} for _, of in chosen]
 
     def trained(size: int, tasks: list[tuple[int, Run]], wrap: Wrap | None) -> list[list[Results | str]]:
-        """Return the results of each task, by rank."""
         of_subjects = [(chosen[index][0], run) for index, run in tasks]
         by_rank = worlds.run(size, _train_all, of_subjects, wrap, timeout=60.0 + len(tasks)) if tasks else []
         return [list(x) for x in zip(*by_rank, strict=True)]
@@ -174,7 +164,6 @@ def _train_all(tasks: Iterable[tuple[Subject, Run]], wrap: Wrap | None) -> list[
 
 
 def worst(compared: Sequence[Compared]) -> Compared:
-    """Return the largest differences of several ranks or runs, or the first words of any."""
     failed = next((x for x in compared if x.words or x.unsupported), None)
     groups = dict.fromkeys(group for x in compared for group in x.differences)
     return failed or Compared({group: max(x.differences.get(group, 0.0) for x in compared) for group in groups})

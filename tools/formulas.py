@@ -42,7 +42,6 @@ def _word(text: str) -> str:
 
 
 def _run(text: str) -> str:
-    """Return a script without braces: indices of one letter each, or a word."""
     sign, name = ("-", text[1:]) if text[0] == "−" else ("", text)
     return sign + (_word(name) if len(name) > 2 else name)
 

@@ -3,13 +3,19 @@
 Writes the tables of docs/pages/gallery.md, the sections of docs/pages/invariants.md, and the truth table in README.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.check import Report, examine
+from contrastive_zoo.testing.evidence import CLOSE, Ratio, flat, is_near
 from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.worlds import Worlds
+from contrastive_zoo.testing.measurement import Case, Gradients
+from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.gallery.recipe import GALLERY, PEERS, Recipe
-from tools.gallery_measurement import Row, measure_gallery
 from tools.pages import PAGES, ROOT, fill, table
 
 TRUTH_TABLE = (
@@ -31,8 +37,147 @@ MEASUREMENTS = ("what people write", "value", *_GRADIENTS, "uneven shards change
 DIAGNOSES = ("diagnosis", "what the loss does", "fix")  # heads of the tables
 
 
+EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
+UNEVEN = GlobalBatch((3, 9), d=4)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a recipe gave on one global batch of W ranks, relative to one process, or how it failed."""
+
+    world_size: int
+    values: tuple[float, ...] = ()
+    encoder: tuple[float, float] | None = None
+    parameters: tuple[float, float] | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe, its measurements on equal shards of two and four processes and on unequal ones of two, and its report."""
+
+    recipe: Recipe
+    even: tuple[Measured, ...]
+    uneven: Measured
+    report: Report
+
+    @cached_property
+    def on_even(self) -> tuple[str, str, str]:
+        return _describe(self.even)
+
+    @cached_property
+    def on_uneven(self) -> str:
+        """Return in words what differs on unequal shards."""
+        if self.uneven.failure:
+            return bold(self.uneven.failure)
+        words = zip(("value", "encoder", "parameters"), _describe([self.uneven]), self.on_even, strict=True)
+        changed = [f"{name} {now}" for name, now, even in words if now.partition(" (")[0] != even.partition(" (")[0]]
+        return ", ".join(changed) or "nothing"
+
+
+def measure_gallery(worlds: Worlds, recipes: Iterable[Recipe] | None = None, *, max_examples: int = 12) -> list[Row]:
+    """Measure and check recipes: those of the gallery and of every importable library, unless others are given."""
+    all_recipes = [*GALLERY.values(), *(peer for peer in PEERS.values() if peer.importable)]
+    return [_row(recipe, worlds, max_examples) for recipe in (all_recipes if recipes is None else recipes)]
+
+
+def _row(recipe: Recipe, worlds: Worlds, max_examples: int) -> Row:
+    report = examine(
+        recipe.case.make,
+        world_sizes=(1, 2, 3),
+        call=recipe.call,
+        grad_reduction=recipe.grad_reduction,
+        max_examples=max_examples,
+        level="training_step" if recipe.step else "loss",
+        worlds=worlds,
+        name=recipe.name,
+    )
+    *even, uneven = (measure(recipe.case, x, worlds) for x in (*EVEN, UNEVEN))
+    return Row(recipe, tuple(even), uneven, report)
+
+
+def measure(case: Case, batch: GlobalBatch, worlds: Worlds) -> Measured:
+    trial = Trial(case, batch, worlds)
+    world_size = len(batch.shards)
+    try:
+        expected, by_rank = trial.on_one_process(), trial.on_ranks()
+    except RankError as error:
+        died = any(isinstance(x, ChildProcessError) for x in error.errors.values())
+        return Measured(world_size, failure="process dies" if died else "raises" if error.errors else "hangs")
+    return Measured(
+        world_size,
+        tuple(x.value / expected.value for x in by_rank),
+        _compared(trial.reduced("encoder"), expected.encoder),
+        _compared(trial.reduced("parameters"), expected.parameters) if expected.parameters else None,
+    )
+
+
+def _compared(gradients: Gradients, expected: Gradients) -> tuple[float, float]:
+    names = gradients.keys() & expected.keys()
+    x = Ratio.between(flat(gradients, names), flat(expected, names))
+    return x.norms, x.cosine
+
+
+def _describe(found: Sequence[Measured]) -> tuple[str, str, str]:
+    if failures := {x.failure for x in found if x.failure}:
+        return (bold(" or ".join(sorted(failures))),) * 3
+    encoder = _joined(found, lambda x: _gradient(x.encoder, x.world_size))
+    parameters = "–"
+    if all(x.parameters for x in found):
+        parameters = _joined(found, lambda x: _gradient(x.parameters, x.world_size))
+    return _joined(found, _value), encoder, parameters
+
+
+def _joined(found: Sequence[Measured], describe: Callable[[Measured], tuple[str, dict[str, list[float]]]]) -> str:
+    """Return one description of all measurements if they are of one kind, otherwise one for each W."""
+    described = [describe(x) for x in found]
+    if len({kind for kind, _ in described}) > 1:
+        return "; ".join(f"W={x.world_size}: {_joined([x], describe)}" for x in found)
+    kind, numbers = described[0]
+    if not numbers:
+        return kind if kind == "right" else bold(kind)
+    details = (form.format(_range([x for _, given in described for x in given[form]])) for form in numbers)
+    return f"{bold(kind)} ({', '.join(details)})"
+
+
+def _range(numbers: Sequence[float]) -> str:
+    digits = 0 if max(numbers) > 10 else 2
+    while any(f"{x:.{digits}f}" == f"{1:.{digits}f}" and not is_near(x, 1.0) for x in numbers):
+        digits += 1  # a ratio that differs from 1 must not be printed as 1.00
+    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
+    return low if low == high else f"{low} to {high}" if low.startswith("-") else f"{low}–{high}"
+
+
+def _value(found: Measured) -> tuple[str, dict[str, list[float]]]:
+    first = found.values[0]
+    if not all(is_near(x, first) for x in found.values):
+        return "differs per rank", {"×{}": list(found.values)}
+    factor = _factor(first, found.world_size)
+    return (factor, {}) if factor else ("wrong", {"×{}": [first]})
+
+
+def _gradient(of: tuple[float, float] | None, world_size: int) -> tuple[str, dict[str, list[float]]]:
+    assert of is not None
+    ratio, cosine = of
+    if ratio < CLOSE:
+        return "none", {}
+    if not is_near(cosine, 1.0):
+        off = (ratio**2 + 1 - 2 * ratio * cosine) ** 0.5
+        return "wrong direction", {"cos {}": [cosine], "{} % off": [100 * off]}
+    factor = _factor(ratio, world_size)
+    return (factor, {}) if factor else ("wrong length", {"×{}": [ratio]})
+
+
+def _factor(ratio: float, world_size: int) -> str | None:
+    named = {"right": 1.0, "W×": float(world_size), "1/W": 1 / world_size}
+    return next((name for name, factor in named.items() if is_near(ratio, factor)), None)
+
+
+def bold(text: str) -> str:
+    return f"**{text}**"
+
+
 def truth_table(rows: Sequence[Row]) -> str:
-    """Return the table of the README: the most common implementations."""
     by_name = {row.recipe.name: row for row in rows}
     lines = []
     for text, name in TRUTH_TABLE:

@@ -36,7 +36,6 @@ def filled(page: str, part: str, text: str) -> str:
 
 
 def fill(path: Path, parts: Mapping[str, str]) -> None:
-    """Write the texts of parts into a page."""
     page = path.read_text(encoding="utf-8")
     for part, text in parts.items():
         page = filled(page, part, text)

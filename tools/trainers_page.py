@@ -54,7 +54,6 @@ def wrong_table(
 
 
 def diagnosed(outcomes: Iterable[Outcome]) -> Diagnoses:
-    """Return what the doctor says of the step of each mistake, by example and set-up."""
     found = {}
     for example, setup, *_ in outcomes:
         if setup.mistake and setup.step is not None:

@@ -66,13 +66,11 @@ def shown(text: str) -> str:
 
 
 def messages(module: ast.Module) -> list[str]:
-    """Return the messages in a module, each once, in order of the source."""
     found = (shown(x) for x in _outermost_strings(module))
     return list(dict.fromkeys(x for x in found if x.count(" ") >= FEWEST_SPACES and any(c.islower() for c in x)))
 
 
 def as_markdown() -> str:
-    """Return the list of all messages, a heading per group and a line per message."""
     lines: list[str] = []
     for heading, names in GROUPS.items():
         lines += ["", f"### {heading}", ""]

@@ -143,11 +143,9 @@ def all_of(loss: str, others: dict[str, Implementation]) -> dict[str, Implementa
 
 
 def inf_cl_info_nce(scale: float) -> Loss:
-    """Construct Inf-CL's loss of queries. It computes in float32 (TF32) whatever the dtype; d is a multiple of 256.
-
-    The queries are scaled here: the backward pass of its argument ``scale`` is an all-reduce, also on one process.
-    """
+    """Construct Inf-CL's loss of queries. It computes in float32 (TF32) whatever the dtype; d is a multiple of 256."""
     loss = import_module("inf_cl").cal_inf_loss
+    # the backward pass of its argument scale is an all-reduce, also on one process
     return lambda a, b, scale: loss(scale * a, b)
 
 
@@ -163,7 +161,6 @@ def memeff_clip(scale: float) -> Loss:
 
 
 def memeff_info_nce(scale: float) -> Loss:
-    """Construct memeff's InfoNCE. A margin of 2 or more leaves out no negative."""
     loss = import_module("memeff").MemoryEfficientQwen3Loss(
         temperature=1 / scale, margin=4.0, normalized_inputs=True, stable=False
     )
@@ -171,12 +168,9 @@ def memeff_info_nce(scale: float) -> Loss:
 
 
 def cut_cross_entropy(scale: float) -> Loss:
-    """Construct a linear cross-entropy of n embeddings and n classes, which is InfoNCE.
-
-    Its default ``filter_eps`` sets small softmax weights of the gradient to zero: with 65,536 classes that are equally
-    likely all of them but the positives', so that two matmuls would be left out.
-    """
+    """Construct a linear cross-entropy of n embeddings and n classes, which is InfoNCE."""
     loss = import_module("cut_cross_entropy").linear_cross_entropy
+    # its default filter_eps leaves out small weights of the gradient: of 65,536 equally likely classes all but the positives
     return lambda a, b, scale: loss(scale * a, b, torch.arange(len(a), device=a.device), filter_eps=None)
 
 
@@ -187,8 +181,6 @@ def siglip_kernel(scale: float) -> Loss:
 
 
 def open_clip(name: str) -> Construct:
-    """Return a constructor of a dense loss of OpenCLIP, which computes logits in the dtype of the embeddings."""
-
     return lambda scale: getattr(loaded("open_clip.loss"), name)(cache_labels=True)
 
 

@@ -39,11 +39,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found at one size: milliseconds and 10⁶ bytes beyond inputs, or the reason why they are not known.
-
-    ``n`` counts the embeddings of a tower, for NT-Xent of both views, and ``d`` features. ``error`` is
-    :func:`relative_error` of a small batch.
-    """
+    """What was found at one size: milliseconds and 10⁶ bytes beyond inputs, or the reason why they are not known."""
 
     loss: str
     implementation: str
@@ -76,11 +72,7 @@ def relative_error(
     device: str = DEVICE,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
-    """Return the largest error of value and gradients against the dense formula in float64, relative to each's norm.
-
-    The cosines of pairs are about −1/4 … 1/2: a wrong positive shows, and so does a mask of negatives that are closer than
-    the positive.
-    """
+    """Return the largest error of value and gradients against the dense formula in float64, relative to each's norm."""
     generator = torch.Generator().manual_seed(0)
     a, noise = (F.normalize(torch.randn(n, d, generator=generator), dim=1) for _ in range(2))
     b = F.normalize(torch.linspace(-0.25, 0.5, n)[:, None] * a + noise, dim=1)
@@ -140,7 +132,6 @@ def reason_of(problem: BaseException) -> str:
 
 
 def measure(loss: str, name: str, sizes: list[Size]) -> Iterator[Measurement]:
-    """Measure an implementation in this process, if it gives the value and the gradients of the dense formula."""
     implementation = IMPLEMENTATIONS[loss][name]
     construct = implementation.construct
     error, reason = None, ""

@@ -226,8 +226,6 @@ def peer(module: str) -> Any:
 
 
 def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[[Case], Function]:
-    """Return a constructor of pytorch-metric-learning's loss with its defaults; ``warm`` sets the temperature."""
-
     def implementation(case: Case) -> Function:
         library, settings = "pytorch_metric_learning", {"temperature": case.temperature} if warm else {}
         loss = getattr(peer(f"{library}.losses"), name)(**settings)
@@ -284,7 +282,6 @@ def recipe(formula: Function) -> Callable[[Case], Function]:
 
 
 def by_rows(make: Callable[[], Any], dense: Function, peer: Callable[[Case], Function]) -> Subject:
-    """Return a loss of labelled embeddings that is computed row by row."""
     replicated = {"pml, replicated": lambda case: cz.DistributedLoss(peer(case))}
     return Subject(labelled, {"ours": ours(lambda _: make()), "dense": lambda _: dense, "pml": peer} | replicated)
 

@@ -69,7 +69,6 @@ def program(
 
 
 def progress(*figures: object) -> None:
-    """Print what has been measured so far."""
     print(*figures, sep=" | ", file=sys.stderr, flush=True)
 
 
@@ -80,7 +79,6 @@ def on_new_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, thre
 
 
 def slowest_rank(ranks: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[float]:
-    """Return the largest of each figure that a function returns on new ranks."""
     by_rank = on_new_ranks(ranks, function, *arguments, threads=threads)
     return [max(figures) for figures in zip(*by_rank, strict=True)]
 
@@ -203,7 +201,6 @@ def memory_and_time(
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest expected element."""
     return ((found.double() - expected).abs().max() / expected.abs().max()).item()
 
 

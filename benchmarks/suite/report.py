@@ -120,7 +120,6 @@ def medians_ms(rounds: list[Round]) -> dict[str, float]:
 
 
 def number(x: float) -> str:
-    """Format with three digits, or all digits before the point."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
@@ -182,7 +181,6 @@ def picture(draw: Callable[[Any], None], file: Path) -> None:
 
 
 def by_rows(axes: Any, title: str, unit: str, values: dict[str, dict[int, float]]) -> None:
-    """Draw a line for each implementation: values by number of rows."""
     others = iter(OTHERS)
     for implementation, line in values.items():
         colour = COLOURS.get(implementation) or next(others)

@@ -11,7 +11,7 @@ from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture
-from tools import gallery_measurement, gallery_page
+from tools import gallery_page
 from tools.gallery.recipe import GALLERY, PEERS
 
 pytest_plugins = ["pytester"]
@@ -46,25 +46,25 @@ def test_the_first_file_catches_a_loss_of_own_rows_only(
 
 
 @pytest.fixture(scope="module")
-def rows(worlds: Worlds) -> list[gallery_measurement.Row]:
-    def row(name: str) -> gallery_measurement.Row:
+def rows(worlds: Worlds) -> list[gallery_page.Row]:
+    def row(name: str) -> gallery_page.Row:
         case = GALLERY[name].case
-        even = tuple(gallery_measurement.measure(case, batch, worlds) for batch in gallery_measurement.EVEN)
-        uneven = gallery_measurement.measure(case, gallery_measurement.UNEVEN, worlds)
-        return gallery_measurement.Row(GALLERY[name], even, uneven, Report(name, (1, 2), "mean"))
+        even = tuple(gallery_page.measure(case, batch, worlds) for batch in gallery_page.EVEN)
+        uneven = gallery_page.measure(case, gallery_page.UNEVEN, worlds)
+        return gallery_page.Row(GALLERY[name], even, uneven, Report(name, (1, 2), "mean"))
 
     names = ["own slice", "own slice × W", "detached candidates", "mean of means", "DistributedLoss, any loss"]
     return [row(name) for name in names]
 
 
 def test_a_recipe_is_measured_and_examined(worlds: Worlds) -> None:
-    (row,) = gallery_measurement.measure_gallery(worlds, [GALLERY["DistributedLoss, any loss"]], max_examples=3)
+    (row,) = gallery_page.measure_gallery(worlds, [GALLERY["DistributedLoss, any loss"]], max_examples=3)
     assert row.report.ok
     assert row.on_even == ("right", "right", "right")
     assert "| none needed |" in gallery_page.gallery([row])["right"]
 
 
-def test_measurements_in_words(rows: list[gallery_measurement.Row]) -> None:
+def test_measurements_in_words(rows: list[gallery_page.Row]) -> None:
     own_slice, times_w, detached, mean_of_means, right = rows
     assert own_slice.on_even == ("right", "**1/W**", "right")
     assert times_w.on_even == ("**W×**", "right", "**W×**")
@@ -89,5 +89,5 @@ def test_the_stored_pages_are_of_this_gallery_and_these_invariants() -> None:
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)
 def test_a_peer_runs(peer, worlds: Worlds) -> None:
     pytest.importorskip(peer.library)
-    found = gallery_measurement.measure(peer.case, GlobalBatch((3, 3), d=3, seed=7), worlds)
+    found = gallery_page.measure(peer.case, GlobalBatch((3, 3), d=3, seed=7), worlds)
     assert (found.failure is None) == (peer.mistake != "raises"), found

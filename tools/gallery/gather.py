@@ -30,21 +30,18 @@ from tools.gallery.recipe import (
 
 
 def equal_shards(x: Tensor) -> Tensor:
-    """Gather with gradient; raise on uneven shards."""
     if len(set(shard_sizes(x))) > 1:
         raise RuntimeError("tensors must have the same size on every rank")
     return all_gather(x)
 
 
 def overwritten_slice(x: Tensor) -> Tensor:
-    """Gather, then overwrite the local slice with x, which carries a gradient."""
     gathered = gather_detached(x)
     gathered[rank_and_size()[0]] = x
     return torch.cat(gathered)
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """Gather; the result is connected to the graph, with gradient zero."""
     return torch.cat(gather_detached(x)) + 0 * x.sum() if world_size() > 1 else x
 
 
@@ -148,7 +145,6 @@ recipe("sharded anchors")(partial(ShardedAnchors, all_gather))
 
 
 def local_parameters() -> ShardedAnchors:
-    """Return a loss whose scale gets the gradient of the local anchors only."""
     return ShardedAnchors(all_gather, replicate=partial(scale_gradient, world_size()))
 
 

@@ -52,7 +52,6 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def make(name: str) -> Any:
-    """Construct the loss, or the training step, of a recipe."""
     return (GALLERY | PEERS)[name].make()
 
 
@@ -100,7 +99,6 @@ def symmetric_cross_entropy(logits: Tensor) -> Tensor:
 
 
 def dense_sup_con(z: Tensor, labels: Tensor) -> Tensor:
-    """Return the SupCon loss of these embeddings at temperature 1, from the whole similarity matrix."""
     self_pair = torch.eye(len(z), dtype=torch.bool)
     positive = (labels[:, None] == labels) & ~self_pair
     log_p = F.log_softmax((F.normalize(z, dim=1) @ F.normalize(z, dim=1).T).masked_fill(self_pair, -torch.inf), 1)
@@ -115,12 +113,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def world_size() -> int:
-    """Return the number of ranks, the factor of many mistakes."""
     return rank_and_size()[1]
 
 
 def shard_sizes(x: Tensor) -> list[int]:
-    """Return the number of samples on each rank."""
     return list(World.of().shards(len(x)).sizes)
 
 
@@ -136,5 +132,4 @@ def gather_detached(x: Tensor) -> list[Tensor]:
 
 
 def scale_gradient(factor: float, x: Tensor) -> Tensor:
-    """Return x; its gradient is multiplied by ``factor``."""
     return x + (factor - 1) * (x - x.detach())

@@ -58,7 +58,6 @@ def equivalent() -> dict[Name, str]:
 
 @contextmanager
 def planted(mutant: Mutant, root: Path) -> Iterator[None]:
-    """Change the module in a copy of the repository; afterwards it is as before."""
     file = root / PACKAGE.name / mutant.path
     before = file.read_text(encoding="utf-8")
     file.write_text(ast.unparse(mutated(before, mutant.number)), encoding="utf-8")
@@ -74,7 +73,6 @@ def tests_of(mutant: Mutant) -> list[str]:
 
 
 def verdict(tests: Sequence[str], root: Path, seconds: float = SECONDS) -> Result:
-    """Run tests in a copy of the repository up to the first that fails."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", f"--world-timeout={WORLD_TIMEOUT}"]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(root)}

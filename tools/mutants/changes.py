@@ -43,10 +43,7 @@ class Place(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """One change: the module, the number of the change in it, its place, and what is changed, in words.
-
-    The second equal change of a function ends with ``(2)``.
-    """
+    """One change: the module, the number of the change in it, its place, and what is changed, in words."""
 
     path: str
     number: int
@@ -73,7 +70,6 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def mutated(source: str, wanted: int) -> ast.Module:
-    """Return the syntax tree of a module with one of its changes."""
     tree = ast.parse(source)
     next(islice(changes(tree), wanted, None))  # the iterator stops while the tree is changed
     return ast.fix_missing_locations(tree)

@@ -20,7 +20,6 @@ SHOWN = GROUPS[:3]
 
 
 def page(rows: Sequence[tuple[PeerLoss, Mapping[Run, Compared]]]) -> str:
-    """Return the table of all losses, and what is not compared."""
     sizes = sorted({len(run.steps[0]) for _, compared in rows for run in compared})
 
     def errors(compared: Mapping[Run, Compared], size: int) -> list[str]:

@@ -23,16 +23,13 @@ class Samples(Batch):
     """Parameters of the model that a loss is called with, such as a logit scale."""
 
     def embeddings(self, view: int) -> Tensor:
-        """Return this rank's embeddings [n, WIDTH] of a view: different ones, which resemble those of view 0."""
         first, other = self.normal(0, FEATURES), self.normal(view, FEATURES)
         return self.encoder(first if view == 0 else first + 0.5 * other)
 
     def equal(self, seed: int, *shape: int) -> Tensor:
-        """Return normal numbers that are the same on every rank."""
         return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 + seed))
 
     def index(self) -> Tensor:
-        """Return the index of each of this rank's samples among all."""
         return self.local(torch.arange(self.total))
 
 
@@ -60,7 +57,6 @@ def _features(batch: Samples, view: int) -> dict[str, Tensor]:
 
 
 def _documents(batch: Samples, view: int) -> dict[str, Tensor]:
-    """Two documents of each query, one after the other."""
     columns = [_features(batch, view), _features(batch, view + 1)]
     return {name: torch.stack([x[name] for x in columns], 1).flatten(0, 1) for name in columns[0]}
 
@@ -106,7 +102,6 @@ sentences, sentence_pairs, sentence_triples = map(_sentences, (1, 2, 3))
 
 
 def _listed(count: int, first: int = 0, of: Argument = rows) -> Argument:
-    """A list of so many views."""
     return Argument(f"list of {count} {of.name}", lambda batch, _: [of.value(batch, first + x) for x in range(count)])
 
 

@@ -65,7 +65,6 @@ class PeerLoss:
         return ", ".join(f"{name}: {argument.name}" for name, argument in self.takes.items())
 
     def construct(self) -> Callable[..., Any]:
-        """Return the loss with the same parameters at each call."""
         torch.manual_seed(0)
         found: Any = getattr(loaded(self.module), self.name)
         if inspect.isclass(found):
@@ -100,7 +99,6 @@ class PeerLoss:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the roles of arguments that DistributedLoss is told."""
         names = {role: [x for x, of in self.takes.items() if of.role == role] for role in ("shared", "batch_dim")}
         options = {"shared": set(names["shared"]), "batch_dim": dict.fromkeys(names["batch_dim"], 1)}
         return {name: x for name, x in options.items() if x}
@@ -111,7 +109,6 @@ STAND_INS = {"Reading": Reading(), "uniform": uniform}
 
 
 def table() -> list[PeerLoss]:
-    """Return the losses of ``losses.json``, in the order of the page."""
     packages = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
     return [_peer(package, **row) for package, rows in packages.items() for row in rows]
 

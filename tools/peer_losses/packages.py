@@ -29,7 +29,6 @@ PIP = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-d
 
 
 def required(file: str = "peers.txt") -> dict[str, str]:
-    """Return the pinned version of each package of a file in ``.ci``."""
     lines = (ROOT / ".ci" / file).read_text(encoding="utf-8").splitlines()
     pinned = (line.partition("==") for line in lines if "==" in line)
     return {name.lower().replace("_", "-"): version for name, _, version in pinned}
@@ -41,7 +40,6 @@ def installed(*folders: Path | str) -> dict[str, str]:
 
 
 def missing(folder: Path | str, packages: Mapping[str, str]) -> list[str]:
-    """Return the requirements of packages that are not installed in this version."""
     found = installed(folder)
     return [f"{x}=={version}" for x, version in packages.items() if found.get(x.replace("_", "-")) != version]
 
@@ -97,10 +95,8 @@ class StandIn:
 
 
 class _Package(types.ModuleType):
-    """A package whose ``__init__`` does not run; a name of it is looked up in its files, and is a stand-in if none has it.
-
-    A package that the loss does not need has no files.
-    """
+    """A package whose ``__init__`` does not run; a name of it is looked up in its files, and is a stand-in if none has
+    it."""
 
     __version__ = "0"
 
@@ -155,10 +151,7 @@ def _is_installed(top: str) -> bool:
 
 @contextmanager
 def _importing_from(finder: _Finder) -> Iterator[None]:
-    """Import from the folder inside; afterwards no stand-in has remained.
-
-    Modules of the package remain, since functions may import others of them when they are called.
-    """
+    """Import from the folder inside; afterwards no stand-in has remained."""
     before = dict(sys.modules)
     for name in before:
         if finder.is_heavy(name):
@@ -176,11 +169,7 @@ def _importing_from(finder: _Finder) -> Iterator[None]:
 
 @cache
 def load(folder: Path, module: str) -> types.ModuleType:
-    """Return a module of a package in a folder.
-
-    Raises:
-        ModuleNotFoundError: the folder has no such file.
-    """
+    """Return a module of a package in a folder."""
     if not folder.joinpath(*module.split(".")).with_suffix(".py").is_file():
         raise ModuleNotFoundError(f"no {module} in {folder.name}", name=module)
     with _importing_from(_Finder(folder, module.partition(".")[0])):
@@ -192,11 +181,7 @@ WHOLE = {"pytorch_metric_learning", "sentence_transformers"}
 
 
 def loaded(module: str) -> ModuleType:
-    """Return a module of a package in the folder or on the path.
-
-    Raises:
-        ModuleNotFoundError: there is no such package; the error has its name.
-    """
+    """Return a module of a package in the folder or on the path."""
     package = module.partition(".")[0]
     spec = PathFinder.find_spec(package, [str(FOLDER), *sys.path])
     if spec is None or not spec.submodule_search_locations:

@@ -52,7 +52,6 @@ class Replacement(PeerLoss):
 
 
 def replaced(_: Call, replacement: Replacement, **options: Any) -> Call:
-    """Return what replaces a trainer's loss, on the global batch."""
     loss_fn = cz.DistributedLoss(replacement.ours, **options)
     return _in_order(loss_fn) if replacement.calls is None else replacement.calls(loss_fn)
 

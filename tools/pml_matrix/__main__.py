@@ -33,7 +33,6 @@ def verdict(case: Case, compared: Mapping[Run, Compared]) -> tuple[str, str]:
 
 
 def page(rows: Rows) -> str:
-    """Return the table of losses, the splits, and why cases are not supported."""
     verdicts = {case: verdict(case, compared) for case, compared in rows}
 
     def cell(loss: str, column: str) -> str:
@@ -74,7 +73,6 @@ def page(rows: Rows) -> str:
 
 
 def main() -> None:
-    """Measure all cases, print the differences, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--docs", action="store_true", help="write the page")
     docs = parser.parse_args().docs

@@ -90,7 +90,6 @@ MODULES = {
 
 
 def parts(module: ModuleType) -> list[str]:
-    """Return the names of the classes that a module of the library exports, without the base classes."""
     names = (name for name, x in vars(module).items() if inspect.isclass(x) and not name.startswith("_"))
     return sorted(name for name in names if name not in BASES)
 
@@ -121,7 +120,6 @@ class Case:
         return " + ".join([self.loss, *filter(None, with_parts)]) + outside
 
     def construct(self) -> tuple[nn.Module, nn.Module | None]:
-        """Construct the loss and its miner, with the same parameters at each call."""
         torch.manual_seed(7)
         settings = {setting: self._part(setting, name) for setting, name in self.parts}
         make: Any = BUILT.get(self.loss, getattr(losses, self.loss, None))
@@ -174,7 +172,6 @@ class Case:
         return None
 
     def arguments(self, batch: Batch) -> dict[str, Tensor]:
-        """Return this rank's embeddings, and labels if the loss takes them, by argument name."""
         first, second = batch.normal(0, FEATURES), batch.normal(1, FEATURES)
         embeddings = {"embeddings": batch.encoder(first)}
         if self.loss in ("SelfSupervisedLoss", "VICRegLoss"):

@@ -84,7 +84,6 @@ def evaluate(case: Case) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def make_loss(case: Case) -> Loss:
-    """Construct the loss of a case in float64; a temperature that may be a tensor is a parameter of it."""
     cls = getattr(contrastive_zoo, case.loss)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
