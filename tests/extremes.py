@@ -97,7 +97,6 @@ class Result:
 
 
 def deviation(found: Result, exact: Result, rows: Sequence[Tensor], temperature: float = 0.1) -> float:
-    """Return the largest error of value and gradients, relative to the value and to the gradient of an embedding."""
     errors = [(found.value.double() - exact.value).abs() / exact.value.abs().clamp(min=1)]
     floating = [x for x in rows if x.is_floating_point()]
     for g, e, x in zip(found.gradients, exact.gradients, floating, strict=True):

@@ -178,7 +178,6 @@ def of_function(function: Callable[..., Any], given: Mapping[str, Any] = MADE) -
 
 
 def call_parameters(cls: type[Loss]) -> list[inspect.Parameter]:
-    """The parameters of a call, with their shapes; a RowLoss's are of labels."""
     inputs = AnchorLoss.inputs if issubclass(cls, cz.RowLoss) else cls.inputs
     return [x for x in parameters_of(inputs) if x.name != "self"]
 
@@ -329,7 +328,6 @@ TARGETS = _names()
 
 
 def base(target: Target) -> dict[str, Any]:
-    """The valid arguments that a call needs; labels are optional only where views may take their place."""
     return {name: x for name, x in target.arguments.items() if name not in target.optional or name == "labels"}
 
 

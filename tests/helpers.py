@@ -79,8 +79,6 @@ def local_shard(x: Tensor, shards: Sequence[int]) -> Tensor:
 
 
 def called(kind: Callable[..., Callable[..., Tensor]], **fixed: Any) -> Callable[..., Tensor]:
-    """Return a function of the arguments of a call and of settings: the loss is constructed with these, and wrapped."""
-
     def value(*rows: Tensor, wrap: Callable[[Any], Any] = lambda loss: loss, **settings: Any) -> Tensor:
         return wrap(kind(**{**fixed, **settings}))(*rows)
 
@@ -88,13 +86,11 @@ def called(kind: Callable[..., Callable[..., Tensor]], **fixed: Any) -> Callable
 
 
 def learnt(temperature: float, logit_bias: float | None = None) -> dict[str, Any]:
-    """Return settings of Clip, SigLIP and SupSigmoid that are parameters, as their defaults are."""
     settings: dict[str, Any] = {"temperature": LearnableTemperature(temperature, max_scale=math.inf)}
     return settings if logit_bias is None else {**settings, "logit_bias": nn.Parameter(torch.tensor([logit_bias]))}
 
 
 def later(loss: Any, **settings: Any) -> Any:
-    """The loss with settings that were good when it was built."""
     for name, value in settings.items():
         setattr(loss, name, value)
     return loss
@@ -148,8 +144,6 @@ def groups(*of: Sequence[int]) -> Iterator[Any]:
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation within it returns."""
-
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

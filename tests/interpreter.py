@@ -21,8 +21,6 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class Finished(NamedTuple):
-    """The exit status of the first process that failed, and what all processes printed, in rank order."""
-
     returncode: int
     stdout: str
     stderr: str

@@ -304,6 +304,5 @@ def _among(of_two: tuple[int, int], size: int) -> tuple[int, ...]:
 
 
 def on_ranks(name: str, change: Callable[[Any], Any], at: int, *, splits: bool) -> list[Outcome]:
-    """The training on this rank; the last rank changes its loss before a step."""
     loss = made(name)
     return trained(name, cz.DistributedLoss(loss), splits=splits, at=at, change=lambda: change(loss))

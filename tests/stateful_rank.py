@@ -525,7 +525,6 @@ LOSSES = {
 
 @functools.cache
 def can_ring(name: str) -> bool:
-    """Whether candidates may pass from rank to rank in a ring."""
     if LOSSES[name].third_party or name in ("SupCon, mask", "MNRL", "WeightedSum of MNRL"):  # of their arguments
         return False
     return LOSSES[name].make().ring_problem() is None

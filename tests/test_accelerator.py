@@ -47,7 +47,6 @@ def cases() -> dict[str, tuple[Callable[[], Any], list[torch.Tensor]]]:
 
 
 def reading(names: Iterable[str]) -> set[str]:
-    """Return the losses that read values of an accelerator in two steps, in which values are checked."""
     chosen = cases()
     return {name for name in names if reads_of(*chosen[name])}
 
@@ -100,7 +99,6 @@ SET_BUDGET = 5 * 2**20
 
 
 def budgets_of_backward(entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Return the budgets that backward passes read in another thread, where an accelerator's gradients are computed."""
     recorded = Recorded(tiling._budget)
     monkeypatch.setattr(tiling, "_budget", recorded)
     values = []

@@ -182,7 +182,6 @@ def _played(trial: Trial) -> tuple[str, list[Outcome]]:
 
 
 def verdict(trial: Trial, ranks: list[list[Outcome]]) -> str | None:
-    """What is wrong with the outcome, in words; None if nothing is."""
     lengths, refusals = {len(x) for x in ranks}, {x[-1].refused for x in ranks}
     if len(lengths) > 1 or len(refusals) > 1:
         return f"ranks end differently: {[(len(x) - 1, x[-1].refused[:200]) for x in ranks]}"

@@ -128,7 +128,6 @@ PAGES = Path(cz.__file__).parents[1] / "docs" / "pages" / "reference"
 
 
 def raised(function: ast.FunctionDef) -> set[str]:
-    """Return the errors that a function raises itself: names of classes, and ValueError for a refusal."""
     found: set[str] = set()
 
     def look(node: ast.AST) -> None:
@@ -160,7 +159,6 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, str]]:
 
 
 def undocumented(tree: ast.Module) -> list[str]:
-    """Return the functions that raise what their docstring does not name."""
     return [
         f"{name}: {error}"
         for name, function, doc in functions(tree)

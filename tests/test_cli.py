@@ -23,8 +23,6 @@ Here = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """The same in this process: its exit code, and what it prints in one line."""
-
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(check, "SHRINKING", 0.5)
         monkeypatch.setenv("COLUMNS", "400")  # a path that is broken into lines would not be found

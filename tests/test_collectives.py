@@ -567,8 +567,6 @@ def test_a_loss_is_the_same(worlds: Worlds) -> None:
 
 
 def waits_for_a_failed_rank() -> str:
-    """What rank 0 learns while it waits in the rounds of a group whose rank 1 has failed."""
-
     rank = dist.get_rank()
 
     def fails(z: Tensor) -> Tensor:

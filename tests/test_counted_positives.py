@@ -52,7 +52,6 @@ def with_ties(n: int) -> list[Tensor]:
 
 
 def on_accelerator(loss: nn.Module, rows: list[Tensor]) -> tuple[list[Any], list[str]]:
-    """Return value and gradients of a simulated device, from anchors in three blocks, and what the host reads."""
     n = len(rows[0])
     with device() as mode, cz.engine.memory_budget(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "TILE_BYTES", FEWEST_MATRICES * 8 * n * -(-n // 3))

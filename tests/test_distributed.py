@@ -139,7 +139,6 @@ def test_an_argument_that_is_given_twice_stays_one(worlds: Worlds) -> None:
 
 
 def last_of_all(embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None) -> tuple[Tensor, ...]:
-    """The longest third of the embeddings, and who draws."""
     longest = embeddings.norm(dim=1).argsort(descending=True)[: len(embeddings) // 3]
     return longest, longest if ref_emb is None else len(ref_emb) + longest, longest[torch.randperm(len(longest))]
 

@@ -107,7 +107,6 @@ LENGTHS = (4, 1, 6, 0, 2, 6, 3, 1)  # of texts; one is empty, and they are in no
 
 
 def texts(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return token ids and their mask, padded to 7 tokens on one side."""
     ids, mask = torch.arange(7 * len(lengths)).view(-1, 7) % 20, torch.arange(7) < torch.tensor(lengths)[:, None]
     return ids, (mask.flip(1) if left else mask).long()
 

@@ -145,8 +145,6 @@ def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
 
 
 class Reductions(TorchDispatchMode):
-    """The numbers of messages of each kind that reduce gradients within it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()

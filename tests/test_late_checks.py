@@ -42,7 +42,6 @@ WEIGHTS = torch.ones(N, 2, dtype=torch.float64)
 
 
 def sum_with_a_state() -> nn.Module:
-    """Return a sum whose first term moves a state, and whose second one checks its labels."""
     return cz.WeightedSum([cz.CrossBatchMemory(cz.SupCon(), 20, D), cz.P2SGrad(C, D)])
 
 

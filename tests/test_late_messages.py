@@ -79,7 +79,6 @@ DRAWN = WHOLE_ZOO[:: 1 if EVERY_CASE else 6]
 
 
 def in_time_and_late(indices: list[int]) -> list[tuple[str, list[Any], list[Any]]]:
-    """Return the values and gradients of losses, gathered and in a ring, with messages in time and with late ones."""
     found = []
     for entry in (WHOLE_ZOO[index] for index in indices):
         for ring in (False, True):

@@ -31,7 +31,6 @@ def view_ids(sizes: Sequence[int], views: int) -> list[list[int]]:
 
 
 def right(worlds: Worlds, make: Callable[[Tensor], PairMasks], ids: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether every rank's masks are its rows of the global batch's."""
     found = worlds.run(len(sizes), lambda: make(local_shard(ids, sizes)))
     expected = zip(*(split(mask, sizes) for mask in brute_force(ids.tolist())), strict=True)
     return all(

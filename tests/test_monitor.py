@@ -93,7 +93,6 @@ def broken(attach, make, rows, shards, worlds):
 
 
 def direct_figures(first, second):
-    """Return figures by plain formulas of embeddings [N, d], and of labels [N] or the other view or encoder [N, d]."""
     a = nn.functional.normalize(first.double(), dim=1)
     itself = torch.eye(len(a), dtype=torch.bool)
     if second.is_floating_point():

@@ -67,8 +67,6 @@ class SumsInBackward(torch.autograd.Function):
 
 
 class Loss(nn.Module):
-    """A loss of all ranks' rows, with a parameter and a running mean; ``rows_of`` gathers them."""
-
     def __init__(self, rows_of: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.rows_of = rows_of
@@ -141,8 +139,6 @@ def train(make: Callable[[], nn.Module], reduction: Any, shards: Sequence[int]) 
 
 
 def remembered(reduction: Any, shards: Sequence[int]) -> list[Tensor]:
-    """A loss that gathers, and a miner that does, with a memory of earlier batches."""
-
     def miner(z: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> tuple[Tensor, ...]:
         total = torch.tensor(len(z))
         dist.all_reduce(total)
@@ -371,7 +367,6 @@ def test_a_wrapper_within_a_loss_sees_one_process(worlds: Worlds) -> None:
 
 
 def world_sizes_of_threads() -> list[int]:
-    """The world size in the call, in another thread during it, in a second call there, and afterwards."""
     group, sizes = dist.group.WORLD, []
 
     def during(z: Tensor) -> Tensor:

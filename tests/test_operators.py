@@ -70,7 +70,6 @@ def dense(
 
 
 def operators(name: str, dtype: torch.dtype, form: str, n: int = 9) -> list[str]:
-    """Return the operators of the second step, forward and backward, of a form: "dense", "loss" or "DistributedLoss"."""
     with device() as mode:
         put = put_by(mode)
         a, b = (put(torch.randn(n, WIDTH, dtype=dtype)).requires_grad_() for _ in range(2))

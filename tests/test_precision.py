@@ -192,8 +192,6 @@ def test_a_graph_that_is_only_kept_costs_nothing(entry: Entry) -> None:
 
 @dataclass(frozen=True)
 class Function:
-    """A loss as ``run(*rows, reduction=..., world=...)``, and the entry that has its formula."""
-
     run: Callable[..., Tensor]
     entry: Entry
     views: int = 1
@@ -233,7 +231,6 @@ def own(rows: Sequence[Tensor], shards: Sequence[int]) -> list[Tensor]:
 
 
 def by_view(x: Tensor, shards: Sequence[int], views: int) -> list[Tensor]:
-    """The anchors of all ranks, [views · N], in the order in which ranks hold them."""
     return [part.flatten() for part in x.view(views, -1).split(list(shards), dim=1)]
 
 

@@ -257,7 +257,6 @@ SIZES = (100, 0, 120, 36)
 
 
 def on_rank(ring: bool, always: bool) -> list[Tensor]:
-    """Return the gradients of the local embeddings, [views, n, d], of each loss and noise."""
     found = []
     for noise in (0.3, 0.1):
         wrap = functools.partial(cz.DistributedLoss, grad_reduction="sum", ring=ring)
@@ -284,13 +283,11 @@ def test_ranks_keep_the_same_digits(ring: bool, always: bool, worlds: Worlds) ->
 
 
 def users(name: str, value: Any) -> list[Any]:
-    """Return the modules that hold a function under its name."""
     loaded = [x for name, x in sys.modules.items() if name.startswith("contrastive_zoo.")]
     return [x for x in loaded if vars(x).get(name) is value]
 
 
 def subtracted(positive: Tensor, others: Tensor) -> Tensor:
-    """The mutant: the formula of the paper."""
     return torch.logaddexp(others, positive) - positive
 
 
@@ -337,7 +334,6 @@ softmaxes = small_batch.softmaxes
 
 
 def softmaxes_with_the_positive(logits: Tensor, comparison: Any) -> Any:
-    """The mutant: the weight of a positive is its share minus 1."""
     losses, weights = softmaxes(logits, comparison)
 
     def rounded_weights() -> Tensor:

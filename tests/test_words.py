@@ -71,7 +71,6 @@ def private_names(source: str) -> set[str]:
 
 
 def not_nouns(source: str) -> set[str]:
-    """Return the names that Python code gives to variables, arguments and functions and that are no nouns."""
     names = set()
     for x in ast.walk(ast.parse(source)):
         if isinstance(x, ast.Name | ast.Attribute) and isinstance(x.ctx, ast.Store):

@@ -26,7 +26,6 @@ class Entry:
     views: int = 2
 
     def case(self, grad_reduction: GradReduction = "mean", **settings: Any) -> Case:
-        """Return the loss under DistributedLoss as a case."""
         make = self.make
         return Case(
             lambda: cz.DistributedLoss(make(**settings), grad_reduction=grad_reduction),

@@ -332,7 +332,6 @@ def test_distributed_loss_keeps_a_loss_without_translation() -> None:
 
 
 def over_ranks(loss_of: Callable[[], Any], rows: list[Tensor], shards: tuple[int, ...], worlds: Worlds) -> list[Result]:
-    """Return each rank's result, with the averaged gradient of all embeddings instead of that of its own."""
     each = list(zip(*(split(x, shards) for x in rows), strict=True))
     found = worlds.run(len(shards), lambda *local: result(loss_of(), list(local)), each=each)
     count = sum(x.is_floating_point() for x in rows)

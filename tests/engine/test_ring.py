@@ -110,7 +110,6 @@ def test_what_is_no_flag(option: Any) -> None:
 
 
 def errors_of_rows() -> list[str | None]:
-    """Return what a rank raises where arguments decide that a loss needs all candidates, or where ranks differ."""
     z, ids = torch.eye(2) + dist.get_rank(), torch.arange(2)
     sup_con, mnrl = (cz.DistributedLoss(loss, ring=True) for loss in (cz.SupCon(), cz.MNRL()))
     differing = cz.DistributedLoss(cz.SigLIP(), ring=dist.get_rank() == 0)
@@ -174,7 +173,6 @@ def in_ring(index: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor],
 
 
 def drawn(dtype: torch.dtype) -> list[int]:
-    """Return the places of the entries that are tested with a dtype: all in a search, otherwise half."""
     return list(range(len(ENTRIES)) if EVERY_CASE else range(dtype == torch.float16, len(ENTRIES), 2))
 
 

@@ -53,7 +53,6 @@ class Options:
         return torch.nn.functional.normalize(z, dim=1) if self.unit_norm else z
 
     def factors(self, n: int, seed: int, sizes: tuple[int, ...]) -> Tensor | None:
-        """What is multiplied in place of a rank's rows."""
         if self.dtype is None:
             return None
         return local_shard(numbers(n, D, seed=seed).to(self.dtype), sizes)

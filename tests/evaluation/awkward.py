@@ -12,7 +12,6 @@ WHOLE = ("r_precision", "map", "map@r", "mrr", "ndcg")
 
 
 def awkward(seed):
-    """Return arguments of ``evaluate`` on one process, and the metrics that it must find."""
     draw = torch.Generator().manual_seed(seed)
 
     def integers(low, high, *shape):

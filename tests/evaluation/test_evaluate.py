@@ -113,7 +113,6 @@ FAULTS = {
 
 
 def of_a_fault(caller, without=nullcontext):
-    """Return what each rank raises where rank 1 runs out of memory in the middle of a call."""
     place, call = FAULTS[caller]
     fault = patch(f"contrastive_zoo.{place}", side_effect=MemoryError("no memory"))
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.0 if without is not nullcontext else 30.0))

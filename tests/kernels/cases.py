@@ -66,8 +66,6 @@ LARGE_SIZES = {1: [(400,), (300,)], 2: [(400, 120), (0, 270)], 3: [(0, 400, 130)
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, its embeddings at each step, and how ranks exchange them."""
-
     loss: str
     dtype: str = "float32"
     temperature: float = 0.07
@@ -177,7 +175,6 @@ class Case:
         return [value.detach(), *torch.autograd.grad(value, [*rows, *numbers])]
 
     def errors(self, world: int, rank: int, shards: Sizes) -> list[tuple[float, float]]:
-        """Return, for each result of each step, the relative errors of kernels and of the dense formula."""
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True  # what fills new memory must not matter
         steps = [self.found(world, rank, sizes, step) for step, sizes in enumerate(shards)]

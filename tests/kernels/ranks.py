@@ -42,7 +42,6 @@ def interpret_bfloat16() -> None:
 
 
 def errors_of(case: Case, mutant: Mutant | None, index: int) -> list[tuple[float, float]]:
-    """Return the errors of all results of this rank; a mutant computes fewer steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = case.shards(world, index)
     if mutant and not case.large:

@@ -54,7 +54,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def exchange_of(shards: Shards, rows: Tensor, *, half: bool) -> GatherExchange:
-    """Return an exchange of a rank that has all columns."""
     return GatherExchange(
         rows, schedule(shards, shards, half=half), shards, World(), gathered=rows.new_zeros(shards.total, WIDTH)
     )

@@ -46,7 +46,6 @@ def results(ranks: int, *arguments: str) -> list[dict[str, Any]]:
 
 
 def worst(case: dict[str, Any]) -> float:
-    """Return by what factor an error exceeds the bound of the dense formula's, up to rounding."""
     return max(found / (case["bound"] * dense + ROUNDING) for found, dense in case["errors"])
 
 

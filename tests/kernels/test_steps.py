@@ -69,7 +69,6 @@ def test_a_read_would_be_noticed() -> None:
 
 
 def captured(step: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], None]]:
-    """Return what a captured step returns, and a function that runs it, after the usual steps on another stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

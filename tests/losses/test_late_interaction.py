@@ -321,7 +321,6 @@ ORDER = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
 
 
 def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:
-    """Return value and gradients of embeddings on a simulated device, and what the host reads in the third step."""
     with device() as mode, cz.engine.memory_budget(0), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "TILE_BYTES", 400)  # several blocks of documents
         put = put_by(mode)

@@ -46,8 +46,6 @@ def unit(*views: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A loss of this library and the same of another one, as a function of the labels."""
-
     make: Callable[[Tensor], tuple[Loss, Loss]]
     views: int = 1  # how many tensors of embeddings both take
     labels: Callable[[int], Tensor] = classes  # of a seed
@@ -355,7 +353,6 @@ def swav(_: Tensor) -> tuple[Loss, Loss]:
 
 
 def other_views(labels: Tensor) -> list[Tensor]:
-    """Return views of a teacher, or of an earlier step."""
     return [rows(len(labels), 4, seed=seed).detach() for seed in (98, 97)]
 
 

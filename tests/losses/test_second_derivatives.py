@@ -87,7 +87,6 @@ SAMPLES = numbers(len(LABELS), 3, seed=1)
 def penalised(
     value: Callable[[Tensor, Tensor], Tensor], bare: Callable[[Tensor, Tensor], Tensor], x: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A loss with a penalty on its own gradient, and the encoder's gradient."""
     encoder = numbers(3, 4, seed=0).requires_grad_()
     z = x @ encoder
     with cz.engine.plain_formulas():

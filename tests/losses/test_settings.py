@@ -102,7 +102,6 @@ def kind_of(name: str) -> str:
 
 
 def of_entry(entry: Entry) -> Subject:
-    """The loss of a row of the catalogue, without the arguments that may be left out."""
     kinds = [x for x in entry.kinds.values() if x in KINDS_OF_ROWS]
     given = {name: SIZES.get(name, x) for name, x in entry.settings.items()}
     given |= {"num_slices": 8} if "num_slices" in entry.loss.fields else {}

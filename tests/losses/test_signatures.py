@@ -131,7 +131,6 @@ def test_a_loss_without_its_value_has_none() -> None:
 
 
 def built(cls: type, tmp_path: Path, settings: str) -> Any:
-    """Return what a program builds from a file, as LightningCLI does."""
     jsonargparse = pytest.importorskip("jsonargparse")
     file = tmp_path / "settings.yaml"
     file.write_text(settings)

@@ -29,7 +29,6 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 
 
 def with_weights(cls: type[ClassLoss], weights: Tensor, **settings: Any) -> ClassLoss:
-    """The loss with these weights, [C, d] or [C, k, d]."""
     loss = cls(len(weights), weights.shape[-1], **settings)
     loss.weights = torch.nn.Parameter(weights.detach())
     return loss

@@ -206,7 +206,6 @@ def dense_sup_con_in(z: Tensor, labels: Tensor, temperature: Any) -> Tensor:
 
 
 def over_pairs(logits: Tensor, of_positives: Tensor, labels: Tensor, average: str) -> Tensor:
-    """The mean of the InfoNCE losses of an anchor's positives, over anchors or pairs."""
     positive, negative = masks(labels)
     losses = softplus(log_sums(logits, negative)[:, None] - of_positives).where(positive, 0)
     if average == "pairs":

@@ -26,7 +26,6 @@ COLUMNS = ("query", "positive", "negative", "positive_score", "negative_score")
 
 
 def data(seed: int = 0, ties: bool = False) -> dict[str, Tensor]:
-    """Return queries, a corpus, one or two positives each, labels and ids; with many equal scores on request."""
     generator = torch.Generator().manual_seed(seed)
     if ties:
         queries, corpus = (torch.randint(-1, 2, (size, 3), generator=generator).float() for size in (N, M))
@@ -156,7 +155,6 @@ def columns(
 def same_columns_for_every_split(
     mine: Any, worlds: Worlds, rows: dict[str, Tensor], settings: dict[str, Any], shards: Any
 ) -> None:
-    """The columns of all ranks are the same bits as on one process; random choices too."""
     expected = columns(mine, worlds, rows, settings, [[sum(x)] for x in shards])
     for name, column in columns(mine, worlds, rows, settings, shards).items():
         assert (column.shape, column.dtype) == (expected[name].shape, expected[name].dtype), name

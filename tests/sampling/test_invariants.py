@@ -106,7 +106,6 @@ def random_trial(seed: int, kind: type[BaseBatchSampler]) -> SamplerTrial:
         return int(rng.integers(low, high))
 
     def skewed(high: int, count: int) -> Ints:
-        """Return values in 0 … high − 1, the small ones more often; how much more is random as well."""
         return (high * rng.random(count) ** rng.choice([1.0, 2.0, 6.0])).astype(np.int64)
 
     size, world_size = number(1, 121), number(1, 9)

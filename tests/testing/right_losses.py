@@ -163,8 +163,6 @@ TAKEN = "rows", "unit rows", "rows without gradient", "rows of probabilities", "
 
 
 class OfPeer(nn.Module):
-    """A loss of another library, called with views or with embeddings and labels."""
-
     def __init__(self, peer: PeerLoss) -> None:
         super().__init__()
         self.peer, self.loss = peer, cz.DistributedLoss(peer.construct(), **peer.options)
