@@ -18,10 +18,10 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.device_entries import ENTRIES as OTHER_ENTRIES
 from tests.helpers import EVERY_CASE, error_message
 from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import device, draws_of_a_device, on_cpu, put_by, send_from_device, value_and_gradients
+from tests.test_accelerator import ENTRIES as OTHER_ENTRIES
 from tests.test_accelerator import LEFT_OUT, may_read
 from tests.zoo import Entry
 

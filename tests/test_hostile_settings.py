@@ -38,10 +38,6 @@ def third_party(embeddings: Tensor, weights: Tensor) -> Tensor:
     return (embeddings.sum(1) * weights).sum()
 
 
-def mined(embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
-    return embeddings.sum()
-
-
 def ranking() -> nn.Module:
     """A loss of sentence-transformers holds its encoder."""
     loss = nn.Module()
@@ -117,10 +113,6 @@ SENTENCES: dict[str, Callable[[], object]] = {
     "Module holds the encoder … DistributedSentenceLoss": lambda: cz.DistributedLoss(ranking()),
     "a bare miner … got DistributedMiner": lambda: cz.data.DistributedMiner(cz.data.DistributedMiner(no_miner)),
     "DistributedMiner: … can be called … got int": lambda: cz.data.DistributedMiner(3),  # type: ignore[arg-type]  # why: wrong on purpose
-    "a miner returns a tuple of indices": lambda: cz.data.DistributedMiner(no_miner)(Z, LABELS),
-    "indices_tuple came along … has a miner": (
-        lambda: cz.DistributedLoss(mined, miner=no_miner)(Z, LABELS, indices_tuple=(LABELS,))
-    ),
     # ---- GradCache
     "cached_step: loss_fn returns one number as a tensor, got float32 [4, 2]": (
         lambda: cz.cached_step(nn.Linear(3, 2), Z.split(2), lambda z: z)
@@ -141,13 +133,6 @@ def test_what_cannot_be_is_named(words: str) -> None:
     with pytest.raises(ValueError, match=": ") as raised:
         SENTENCES[words]()
     assert_says(str(raised.value), words)
-
-
-def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(
-        TypeError, match=r"NTXent has no setting 'temprature'.*temperature, normalize, reduction, check_fi"
-    ):
-        cz.NTXent(temprature=0.1)
 
 
 @pytest.mark.parametrize(

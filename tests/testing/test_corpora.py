@@ -13,8 +13,7 @@ from contrastive_zoo.testing.measurement import Case
 from contrastive_zoo.testing.trial import Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tests.testing.right_losses import PEERS, RIGHT_LOSSES
-from tests.testing.wrong_losses import WRONG_LOSSES, Known
+from tests.testing.known_losses import PEERS, RIGHT_LOSSES, WRONG_LOSSES, Known
 from tools.gallery.recipe import GALLERY, make
 from tools.peer_losses.packages import loaded
 
