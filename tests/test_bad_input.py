@@ -184,7 +184,6 @@ BETWEEN: dict[str, Mistake] = {
     ),
     "NTXent: the global batch is empty": lambda bad, wrap: wrap(cz.NTXent())(z(0), z(0)),
     "third_party: the global batch is empty … skip the step": lambda bad, wrap: wrap(third_party)(z(0), y(0)),
-    # ---- miners and their indices
     "indices_tuple was mined on this rank's rows … DistributedLoss(loss, miner=miner) … DistributedMiner(miner)": (
         lambda bad, wrap: wrap(lenient)(z(), y(), indices_tuple=INDICES if bad else None)
     ),
@@ -205,7 +204,6 @@ BETWEEN: dict[str, Mistake] = {
     "Mining: … embeddings hold NaN or infinite values": (
         lambda bad, wrap: DistributedMiner(Mining())(z() / (0 if bad else 1), y())
     ),
-    # ---- what is no tensor
     "labels must be a tensor, or a tuple … got a ndarray … torch.as_tensor(labels)": (
         lambda bad, wrap: wrap(lenient)(z(), y().numpy())
     ),
