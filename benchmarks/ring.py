@@ -30,7 +30,6 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     **{name: (getattr(cz, name), "labels") for name in LABELLED},
     "MILNCE": (partial(cz.MILNCE, normalize=True, temperature=0.1), "texts"),
 }
-"""By name: the loss, and what it is called with."""
 SIGLIP = ("gathered", "ring", "open_clip")
 
 

@@ -46,8 +46,6 @@ def training(name: str, mistake: str | None = None) -> Callable[[type], type]:
 
 
 def variant(name: str, mistake: str | None = None, base: type = Right) -> Callable[[Callable[[Any], None]], None]:
-    """Register a training that a function changes after its construction."""
-
     def register(change: Callable[[Any], None]) -> None:
         def changed() -> Any:
             result = base()
@@ -423,7 +421,6 @@ def run(name: str) -> Any:
 
 
 TIMEOUT = 60.0
-"""Seconds after which the audit of a set-up is ended."""
 
 STEPS = {"no set_epoch": 6, "one rank has fewer batches": 7}
 """Mistakes that show only after three steps."""

@@ -118,7 +118,6 @@ def nudged(rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def formula(entry: Entry, rows: list[Tensor], temperature: float, dtype: torch.dtype = torch.float64) -> Result | None:
-    """Return what the dense formula gives in a dtype, its constants too; None where it is not defined."""
     with patch.object(Tensor, "double", lambda x: x.to(dtype)):
         try:
             found = Result.of(lambda *x: entry.dense(*x, temperature=temperature), rows, dtype)
@@ -128,7 +127,6 @@ def formula(entry: Entry, rows: list[Tensor], temperature: float, dtype: torch.d
 
 
 def loss(entry: Entry, rows: list[Tensor], temperature: float, dtype: torch.dtype = torch.float64) -> Result | str:
-    """Return what a new loss, whose state has not moved, gives; or why it refuses the batch."""
     torch.manual_seed(0)
     try:
         made = entry.make(temperature=temperature)
@@ -155,7 +153,6 @@ class Comparison:
 
 
 def compare(entry: Entry, situation: Situation, dtype: torch.dtype) -> Comparison | None:
-    """Compare a loss in a dtype with its formula in float64, on embeddings of that dtype; None if there is no such batch."""
     rows, temperature = situation.rows(entry), situation.temperature
     if rows is None or (entry.name == "Clip" and temperature < 0.01):  # its temperature has a bound
         return None

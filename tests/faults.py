@@ -41,8 +41,6 @@ class Rows(cz.RowLoss):
 
 
 class Training:
-    """Five steps of a small training on this rank, which may be the one with a fault."""
-
     def __init__(self, fault: "Fault", rank: int, failing_rank: bool, timeout: float) -> None:
         torch.manual_seed(0)
         self.fault, self.rank, self.failing_rank, self.timeout, self.step = fault, rank, failing_rank, timeout, 0
@@ -64,7 +62,6 @@ class Training:
         return third_party if self.fault.where == IN_THIRD_PARTY else cz.NTXent()
 
     def act(self, where: str) -> bool:
-        """Let the fault happen if its time has come; return whether the training ends here."""
         is_now = self.step == FAULTY_STEP and where == self.fault.where and (self.failing_rank or self.fault.everywhere)
         return bool(is_now and self.fault.action(self) is ENDS)
 
@@ -82,7 +79,6 @@ class Training:
                     cz.average_gradients(self.encoder)
 
     def call_again(self) -> None:
-        """Call the loss once more, as for a log on rank 0."""
         self.loss_fn(torch.randn(6, 4), torch.randn(6, 4))
 
     def call_in_worker(self) -> None:
@@ -195,7 +191,6 @@ def rank_main(
 
 
 def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> list[Outcome]:
-    """Run the training with a fault on its last rank; end what is still alive after four time-outs."""
     with two_hosts() if FAULTS[name].two_hosts else nullcontext(()) as hosts:
         return _run(name, world_size, timeout, hosts)
 

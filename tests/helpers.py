@@ -62,7 +62,6 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def assert_same(
     ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *rows: Tensor, tolerance: float = EXACT
 ) -> None:
-    """Assert that two functions have the same value, and the same gradients of the embeddings that require one."""
     leaves, values = [x for x in rows if x.requires_grad], (ours(*rows), theirs(*rows))
     close(*values, tolerance)
     gradients = (torch.autograd.grad(x, leaves, allow_unused=True, materialize_grads=True) for x in values)
@@ -134,7 +133,6 @@ def assert_says(text: str | None, words: str) -> None:
 
 @contextmanager
 def groups(*of: Sequence[int]) -> Iterator[Any]:
-    """Create process groups and yield the one of this rank; destroy it afterwards."""
     created = [dist.new_group(list(ranks)) for ranks in of]
     own = next(group for ranks, group in zip(of, created, strict=True) if dist.get_rank() in ranks)
     yield own

@@ -31,7 +31,6 @@ class Host:
         return ["nsenter", f"--net={self.namespace}", *arguments]
 
     def enter(self) -> None:
-        """Move the calling thread, and all that it starts, to this host."""
         with self.namespace.open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")

@@ -27,7 +27,6 @@ class Finished(NamedTuple):
 
 
 def python(*arguments: str, timeout: float = 120.0) -> Finished:
-    """Run ``python`` with these arguments: a path, ``-m`` and a module, or ``-c`` and code; then those of the program."""
     return _finished([{}], arguments, timeout)
 
 

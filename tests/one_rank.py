@@ -18,7 +18,6 @@ from contrastive_zoo.testing.interventions import splitting
 
 WIDTH, TOTAL = 5, 8
 SHARDS = ((3, 5), (8, 0), (1, 7), (4, 4), (5, 3))
-"""Of the steps of a training."""
 
 
 class Annealed(nn.Module):

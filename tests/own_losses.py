@@ -16,7 +16,6 @@ from tests.zoo import BatchHard
 from tools.vectors.cases import CASES, LABELLED, SPLITS, TOWERS, VIEWS, WIDTH, Case, of_entry
 
 SIZE = 20
-"""Number of embeddings in a memory."""
 
 
 @dataclass(frozen=True)

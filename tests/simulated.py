@@ -30,7 +30,6 @@ SENDS_FROM_DEVICE: set[str] = set()
 """Names of process groups whose backend sends tensors of the device only, as NCCL does; others then send from the CPU."""
 
 COPIES = {"_to_copy", "copy_", "copy", "_copy_from", "_local_scalar_dense"}
-"""Operations that read from another device."""
 
 
 class OnDevice(Tensor):
@@ -159,7 +158,6 @@ def current() -> Simulated:
 
 
 Put = Callable[[Any], Any]
-"""Puts a tensor, or a module's parameters and buffers, on the device."""
 
 
 def send_from_device() -> None:

@@ -25,7 +25,6 @@ from tests.helpers import EXACT, distance
 from tests.zoo import BatchHard
 
 Action = tuple[str, Mapping[str, Any]]
-"""A method of :class:`Rank`, and what it is called with."""
 Precision = Literal["float64", "float32", "autocast"]
 
 TIMES = 8
@@ -33,12 +32,10 @@ TIMES = 8
 LEAST = 1e-5
 """Or this, where the dense formula happens to be exact; relative to the larger of 1 and what is compared with."""
 MOVE = 0.97
-"""What every parameter is multiplied by after a step."""
 
 
 @contextlib.contextmanager
 def limits(values: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, module constants named ``module:NAME`` have these values."""
     with contextlib.ExitStack() as stack:
         for name, x in values.items():
             stack.enter_context(patch(name.replace(":", "."), x))
@@ -46,7 +43,6 @@ def limits(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def play(name: str, thresholds: Mapping[str, int], program: Sequence[Action]) -> list[str]:
-    """Run on every rank: all actions, one after the other; what was refused on the way."""
     with limits(thresholds), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the twin sees its own embeddings only
         rank = Rank(LOSSES[name])
@@ -82,7 +78,6 @@ class Rank:
         reentrant: bool | None = None,
         wrapper: Literal["own", "second", "subgroup"] = "own",
     ) -> None:
-        """Call the loss once for each batch, (shards, seed), go backward, and compare with the twin."""
         rank, size, call = self._place(wrapper)
         self._zero_grad()
         expected = self._expected(batches, backward, size)

@@ -331,7 +331,6 @@ def test_no_loss_and_no_check_waits_for_an_accelerator() -> None:
 
 
 def test_what_a_cpu_does_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: all losses take an accelerator for a CPU."""
     monkeypatch.setattr(devices, "on_cpu", lambda x: True)
     names = {"Clip", "Histogram", "Contrastive", *CHECKED}
     assert names == reading(names)
@@ -426,7 +425,6 @@ def test_a_mean_without_float64_has_the_stated_error() -> None:
 
 
 def test_mixtures_would_be_noticed() -> None:
-    """The mutant: an operation of a tensor on the device and one on the CPU."""
     with device() as mode, pytest.raises(AssertionError, match="add: tensors on ipu:0 and on the CPU"):
         mode.put(torch.ones(2)) + torch.ones(2)
 

@@ -168,7 +168,6 @@ def _first(x: Tensor) -> None:
 
 
 def play(trials: list[Trial]) -> list[tuple[str, list[Outcome]]]:
-    """Run on every rank: what was changed, and the steps of each trial, of which a refusal is the last."""
     return [_played(trial) for trial in trials]
 
 

@@ -20,7 +20,6 @@ from tests.one_rank import SHARDS, STATEFUL, STATEFUL_PAIRS, Outcome, alone, lar
 
 Change = Callable[[Any], Any]
 AT = 2
-"""The step before which one rank changes something."""
 
 
 def require_exact(ranks: list[list[Outcome]], whole: list[Outcome]) -> None:

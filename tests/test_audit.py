@@ -57,7 +57,6 @@ IN_A_POOL = {
         and " before the group" not in name
     },
 }
-"""Trainings in plain torch and their diagnoses, by module."""
 
 IN_NEW_PROCESSES = {
     (OWN, "a reference on one process before the group"): [],
@@ -135,7 +134,6 @@ MUTANTS = {
     "trainer averages": ("examples.mistakes", '"sum" with a trainer that averages'),
     "not reduced": (OWN, "gradients not reduced"),
 }
-"""A probe or a signature, and a training whose mistake it finds."""
 
 
 def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
@@ -191,7 +189,6 @@ def test_every_diagnosis_has_a_reason_a_fix_and_a_row_of_the_page() -> None:
 
 
 def train(loss_fn: nn.Module, *, add: Callable[[nn.Module], Any] = lambda model: 0, **options: Any) -> AuditReport:
-    """Audit two steps on one process; a term may be added to the loss."""
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], 0.1)
 

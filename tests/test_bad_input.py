@@ -284,7 +284,6 @@ CALLS_A_LOSS: dict[str, Callable[[], Any]] = {
     "a member with a hook": lambda: cz.WeightedSum([cz.NTXent(), hooked()], weights=[0.5, 0.5]),
     "prefixes of a loss with a hook": lambda: cz.Matryoshka(hooked(), dims=(3,)),
 }
-"""Losses that are NTXent; each calls one of this library."""
 
 
 @pytest.mark.parametrize("name", CALLS_A_LOSS)

@@ -449,8 +449,6 @@ def test_texts_of_any_length_are_exchanged(texts: list[str], worlds: Worlds) -> 
 
 
 class Two(NamedTuple):
-    """An argument that is another one on rank 2."""
-
     here: Any
     there: Any
 

@@ -19,7 +19,6 @@ from tests.helpers import EVERY_CASE, learnt
 
 PACKAGE = f"{Path(cz.__file__).parent}/"
 SIZES = [(5, 3), (2, 7), (6, 0), (4, 4)]
-"""Samples of each of two ranks, step by step."""
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "two views": lambda: cz.NTXent(**learnt(0.3)),
@@ -53,7 +52,6 @@ class Collect(logging.Handler):
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Context manager: fail if Python or torch's compiler warns."""
     logged = Collect()
     logging.getLogger("torch").addHandler(logged)
     # not simplefilter("error"): the compiler hides warnings of its own at their display
@@ -65,7 +63,6 @@ def silence() -> Iterator[None]:
 
 
 def trained(name: str, compiled: str, wrapped: bool) -> list[Tensor]:
-    """Return value, encoder gradient and parameter gradients of each step; ``compiled`` says what is compiled."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     world_size = dist.get_world_size() if dist.is_initialized() else 1

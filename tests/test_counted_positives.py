@@ -32,7 +32,6 @@ MINED: dict[str, Callable[..., nn.Module]] = {
     )
     for mining, average, margin in [("all", "nonzero", 1.0), ("all", "all", 0.5), ("semi-hard", "nonzero", 1.0)]
 }
-"""Triplets that are counted in sorted distances."""
 
 
 def batch(n: int = 13, classes: int = 4) -> list[Tensor]:

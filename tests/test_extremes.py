@@ -44,7 +44,6 @@ def test_a_formula_that_overflows_would_not_pass() -> None:
 
 
 PATHS = {"small batch": (False, {}), "split": (True, {}), "ring": (True, {"ring": True})}
-"""Whether ranks split the work of a small batch, and the wrapper's options."""
 
 Drawn = tuple[Entry, list[Tensor], float]
 

@@ -53,7 +53,6 @@ SAYS: dict[str, str] = {
     "a shorter epoch": f"NTXent, call 3: rank 0 waited 2 s in the handshake … {LATE} … epochs of different length",
     "the loss in a forked worker": "this process was forked from a rank … Call the loss in the rank itself",
 }
-"""What rank 0 says of a fault of rank 1."""
 
 DRAWN = [
     "exception before the loss",

@@ -48,7 +48,6 @@ OTHERS: list[Any] = [
     object(), Other, Other(), len, np.float32(0.5), np.array([0, 1, 0, 1]), np.array(["a", "b"]), torch.float32,
     torch.device("cpu"), nn.Linear(2, 2), iter([1]), slice(1), Ellipsis, NotImplemented,
 ]  # fmt: skip
-"""What is no tensor."""
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str, seed: int) -> Any:
@@ -147,7 +146,6 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def filled(parameters: list[inspect.Parameter], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Valid arguments and dimensions of parameters; two views for ``*views``."""
     arguments, dimensions = {}, {}
     for x in parameters:
         annotation = annotation_of(x)
@@ -166,7 +164,6 @@ def filled(parameters: list[inspect.Parameter], given: Mapping[str, Any]) -> tup
 
 
 def of_function(function: Callable[..., Any], given: Mapping[str, Any] = MADE) -> Target:
-    """A function, whose arguments are those of its annotations or ``given``."""
     parameters = parameters_of(function)
     arguments, dimensions = filled(parameters, given)
     views = next((x.name for x in parameters if x.kind is x.VAR_POSITIONAL), None)
@@ -234,7 +231,6 @@ def _metrics(queries: Any, labels: Any, **settings: Any) -> Any:
 
 
 def by_hand() -> dict[str, Target]:
-    """Callables that are no losses, and how they are used."""
     rows = {"queries": Z, "gallery": None, "labels": LABELS, "gallery_labels": None}
     linear, data, metrics = nn.Linear(3, 2), cz.data, cz.metrics
     options = dict.fromkeys(("ring", "prefer_native"), False)
@@ -336,7 +332,6 @@ def base(target: Target) -> dict[str, Any]:
 
 @st.composite
 def calls(draw: st.DrawFn, target: Target) -> dict[str, Any]:
-    """Draw the arguments of a call, one or two of which are nonsense."""
     arguments = base(target)
     for name in draw(st.lists(st.sampled_from(sorted(target.arguments)), min_size=1, max_size=2, unique=True)):
         arguments[name] = draw(nonsense())

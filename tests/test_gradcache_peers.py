@@ -118,8 +118,6 @@ class Encoded(nn.Module):
 
 
 class PerChunk(nn.Module):
-    """An encoder that uses a layer for full chunks only."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(IN, OUT) for _ in range(2))

@@ -24,8 +24,6 @@ IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
 
 
 class LowRank(nn.Module):
-    """A frozen layer and its trainable adapter of rank 2."""
-
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
@@ -155,8 +153,6 @@ class Reductions(TorchDispatchMode):
 
 
 class Trainer:
-    """DDP around the whole step."""
-
     def __init__(self, options: Options) -> None:
         self.step: nn.Module = DistributedDataParallel(self.cached(options.encoders()))
 

@@ -43,7 +43,6 @@ def statement(rows: int = 0, **given: Any) -> Statement:
 
 
 def shaken(*rows: int) -> Agreed:
-    """A handshake to which each rank brings its number of rows."""
     agreed = shake_hands(statement(rows[dist.get_rank()]), World.of())
     reserve_payload(agreed.needed, World.of())
     return agreed

@@ -118,15 +118,11 @@ def direct_figures(first, second):
 
 
 class LocalBatch(cz.Monitor):
-    """Measures each rank's own embeddings."""
-
     def observe(self, loss, rows, shards, world):
         super().observe(loss, rows, [Shards((len(x),)) for x in rows.values()], ONE_PROCESS)
 
 
 class MeanOfRanks(LocalBatch):
-    """Averages the figures that each rank finds among its own embeddings."""
-
     def observe(self, loss, rows, shards, world):
         super().observe(loss, rows, shards, world)
         means = reduced_everywhere(torch.tensor([*super().latest.values()]), "mean", world)

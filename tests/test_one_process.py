@@ -226,7 +226,6 @@ class Raises(nn.Module):
 
 
 def refusals() -> list[Any]:
-    """Messages of losses and miners that hold a group, and the state of torch.distributed afterwards."""
     group, names, z = dist.group.WORLD, len(dist.distributed_c10d._world.pg_names), numbers(3, D, seed=dist.get_rank())
     z.requires_grad_()
 

@@ -22,7 +22,6 @@ WIDTH = 8
 STARTS_NOTHING = {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze",
                   "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
                   "empty", "empty_like", "new_empty", "new_empty_strided"}  # fmt: skip
-"""Operators that make a view, or memory without values."""
 
 
 class Operators(TorchDispatchMode):

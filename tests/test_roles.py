@@ -69,7 +69,6 @@ class Stacks(Scaled):
 
 
 Call = Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]
-"""From two towers of embeddings and what is no row to the arguments of a loss."""
 
 
 def stack(*rows: Tensor) -> Tensor:

@@ -159,7 +159,6 @@ TILED = {
     "MNRL": Solved(our_mnrl, of_mnrl, times=2),
     "MILNCE": Solved(our_mil_nce, of_mil_nce, views=3, several_match=True),
 }
-"""Losses of the tiled engine."""
 
 LOSSES = {
     **TILED,
@@ -217,7 +216,6 @@ def path(name: str) -> Iterator[None]:
 
 
 CONDITIONS = [(0.05, 0.3), (0.02, 0.1), (0.01, 0.3), (0.01, 0.1)] if EVERY_CASE else [(0.02, 0.1), (0.01, 0.3)]
-"""Temperatures and noise."""
 
 
 @pytest.mark.parametrize(("name", "where"), drawn(LOSSES, PATHS, one_in=3))

@@ -30,7 +30,6 @@ THRESHOLDS = {
 TIMEOUT = 60.0
 """Seconds that one program may take, on a busy machine too."""
 STEPS = int(os.environ.get("SEARCH_STEPS", "10000"))
-"""Of the long search."""
 
 SIZES = st.sampled_from([3, 0, 1, 2, 5, 9])
 
@@ -118,7 +117,6 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: can_ring(self.name))
     @rule(ring=st.booleans())
     def set_ring(self, ring: bool) -> None:
-        """Gather candidates, or pass them on in a ring."""
         self.then("set_option", ring=ring)
 
     @rule(on=st.sampled_from(["all", "one"]), how=st.sampled_from(["wrapper", "deepcopy", "pickle", "state_dict"]))

@@ -40,7 +40,6 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "ProxyAnchorLoss, learnt": (lambda: losses.ProxyAnchorLoss(**WEIGHTS, alpha=8), lambda: None),
     "ArcFaceLoss, learnt": (lambda: losses.ArcFaceLoss(**WEIGHTS, scale=8), lambda: None),
 }
-"""Losses and their miners, as their authors would train them on one process."""
 
 SOME = ("InfoNCE, learnt", "SupCon", "ProxyAnchorLoss, learnt", "TripletMarginLoss")
 

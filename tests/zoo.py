@@ -171,7 +171,6 @@ def dense_sup_con(z: Tensor, labels: Tensor, temperature: Any, reduction: str = 
 
 
 def dense_nt_xent(*views: Tensor, temperature: Any, reduction: str = "mean") -> Tensor:
-    """NT-Xent is SupCon of classes that are the views of one sample."""
     return dense_sup_con(torch.cat(views), torch.arange(len(views[0])).repeat(len(views)), temperature, reduction)
 
 
@@ -188,8 +187,6 @@ class Tempered(cz.RowLoss):
 
 
 class BatchHard(cz.RowLoss):
-    """A user's loss: batch-hard triplets with a learnable margin."""
-
     def __init__(self, temperature: Any = None, **settings: Any) -> None:
         super().__init__(**settings)
         self.margin = nn.Parameter(torch.tensor(0.25))

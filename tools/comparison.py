@@ -67,7 +67,6 @@ class Run(NamedTuple):
 
 GROUPS = ("value", "encoder", "parameter", "buffer")
 Results = dict[str, Tensor]
-"""Tensors by name, which begins with one of :data:`GROUPS`."""
 
 
 def train(subject: Subject, run: Run, wrap: Wrap | None = None) -> Results | str:

@@ -211,4 +211,3 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "SigLIP": all_of("SigLIP", _OF_SIGLIP),
     "NT-Xent": all_of("NT-Xent", {}),
 }
-"""By loss; the first is this library's."""

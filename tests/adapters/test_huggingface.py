@@ -62,7 +62,6 @@ def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, trainers
 
 
 def evaluation_loss(kind: Any) -> float:
-    """Train ten steps, and return the loss that the trainer evaluates then."""
     set_torchrun_environment()
     samples, found = [{"input": x, "labels": y} for x, y in make_dataset(32)], []
 

@@ -121,7 +121,6 @@ def native(name: str, seed: int = 0) -> Any:
 
 
 Result = list[Tensor]
-"""The value, the gradients of embeddings, and those of parameters."""
 
 
 def theirs(name: str, rows: list[Tensor], seed: int = 0) -> Result:
@@ -364,7 +363,6 @@ def test_two_views_may_be_positional() -> None:
 
 
 def trained(name: str, *rows: Tensor, more: str, wrapped: bool, grad_reduction: str = "mean") -> list[Result]:
-    """Compute three steps, between which weights change; the second one passes arguments that only the original takes."""
     loss, miner = made(name)[0], M.PairMarginMiner(0.5, 0.9)
     if wrapped:
         loss, miner = (

@@ -87,7 +87,6 @@ def test_another_temperature_than_theirs_is_detected(worlds: Worlds) -> None:
 
 
 SUFFIXES = ("Loss", "Regularizer", "_loss_func", "Contrastive", "Distillation", "InfoNCE")
-"""Of the names of losses."""
 
 
 def test_every_loss_of_the_files_is_in_the_table_or_left_out_with_a_reason() -> None:

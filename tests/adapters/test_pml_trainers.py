@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the
 
 STEPS, BATCH, D, CLASSES = 4, 8, 4, 3
 SHARES = {1: (8,), 2: (3, 5)}
-"""Samples of each batch, by rank."""
 
 
 def data() -> TensorDataset:
@@ -41,7 +40,6 @@ def ddp(module: nn.Module) -> nn.Module:
 
 
 Recipe = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Trainer, models besides the trunk, losses and miners."""
 
 
 def with_classifier() -> Recipe:

@@ -364,7 +364,6 @@ def test_ranks_compute_what_one_process_computes(name: str, checkpoint: str, wor
 
 
 STEPS = [(3, 1, 2), (2, 2, 2), (1, 0, 3)]
-"""Shards of three steps, the last of which is a smaller batch."""
 
 
 def stepped() -> list[Tensor]:

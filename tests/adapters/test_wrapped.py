@@ -134,8 +134,6 @@ def test_a_miner_of_another_group_is_refused() -> None:
 
 
 def test_a_bound_method_of_a_trainer_is_no_inner_wrapper() -> None:
-    """A bound method of an object that holds distributed losses is no inner wrapper."""
-
     class Trainer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -142,7 +142,6 @@ def test_all_are_there() -> None:
 
 
 def batch(entry: Entry, dtype: torch.dtype) -> list[Tensor]:
-    """Return the arguments of one process: embeddings around centres, so that positives are similar."""
     labels = torch.arange(sum(SHARDS)) % 6
     centres = numbers(sum(SHARDS), 16, seed=1)[labels]
     rows = [(centres + 0.7 * numbers(sum(SHARDS), 16, seed=2 + view)).to(dtype) for view in range(entry.views)]

@@ -87,7 +87,6 @@ def alike() -> tuple[Tensor, Tensor]:
 
 
 def sparse_gradient(places: int) -> Tensor:
-    """Return a gradient [5, 33] that is 0 except in some places, equal points among them."""
     w = torch.zeros(5, 33, dtype=torch.float64)
     w.view(-1)[numbers(165, seed=4).topk(places).indices] = numbers(places, seed=5)
     w[1, 0] = 3.0

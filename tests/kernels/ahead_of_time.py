@@ -107,7 +107,6 @@ def rows(capability: int, dtype: torch.dtype, precision: str, *, inner: bool = F
 
 
 EDGES = {0: "inner", 1: "edge", 2: "all"}
-"""The tiles of a launch: those without masks, those with, or all."""
 
 HEAD = "| chip | rows | kernel | tiles | registers | spills | shared memory, KiB | matrix instructions |"
 

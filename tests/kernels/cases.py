@@ -27,7 +27,6 @@ from tests.simulated import READS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Sizes = Sequence[Sequence[int]]
-"""Of each step, the samples of each rank."""
 
 
 def _errors(found: Tensor, dense: Tensor, truth: Tensor, norm: float) -> tuple[float, float]:
@@ -257,8 +256,6 @@ class NoReads(TorchDispatchMode):
 
 
 def without_reads(patch: pytest.MonkeyPatch) -> None:
-    """Run what kernels do of a step within :class:`NoReads`."""
-
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             with NoReads():
@@ -298,7 +295,6 @@ def with_pairs(patch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 
 def partners_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    """Take rows of equal index on other ranks for positives."""
     with_pairs(patch, partner=0, local=NO_PARTNER)
     add = KernelBlock._add_pairs
     patch.setattr(KernelBlock, "_add_pairs", lambda block, columns, total, ahead: add(block, columns, total, 0))

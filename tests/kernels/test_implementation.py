@@ -257,7 +257,6 @@ FORMS: list[tuple[Callable[..., Any], bool, float]] = [
 
 
 def steps_of(rows: Tensor, local: slice, call: Callable[..., Tensor]) -> list[list[Tensor]]:
-    """Return value and gradients of three steps, [steps, towers, n, d], of some samples."""
     leaves = [[x[local].clone().requires_grad_() for x in towers] for towers in rows]
     values = [call(*towers) for towers in leaves]
     return [[x.detach(), *torch.autograd.grad(x, towers)] for x, towers in zip(values, leaves, strict=True)]

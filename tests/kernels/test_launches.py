@@ -25,7 +25,6 @@ from contrastive_zoo.engine.kernels import blocks, sigmoid, softmax
 
 ROWS, WIDTH = 600, 8
 MOST = 12
-"""Launches of a step, forward and backward, of columns that were gathered."""
 
 
 class Counted:

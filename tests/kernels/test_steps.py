@@ -20,7 +20,6 @@ from tests.zoo import Entry
 DEVICE = "cuda"
 WARM_UP = 3
 FEWEST_CLASSES = 64
-"""Of the zoo's losses of classes."""
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,7 +27,6 @@ ENTRIES = [x for x in WHOLE_ZOO if str(x) not in LEFT_OUT and not may_read(str(x
 
 
 SMALL = {"NTXent", "InfoNCE", "CLIP", "Clip", "SigLIP"}
-"""Losses with a path for small batches."""
 
 CASES = [(x, -1) for x in ENTRIES] + [(x, 2**16) for x in ENTRIES if str(x) in SMALL]
 """Every loss, without small batches: kernels where there are some. Then losses of :data:`SMALL` as they are used."""

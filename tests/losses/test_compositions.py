@@ -131,7 +131,6 @@ def test_embeddings_are_sent_once(name: str, learns: bool, shards: tuple[int, ..
 
 
 def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
-    """The mutant: that the count above can fail."""
     rows = numbers(6, 5, seed=0), torch.arange(6) % 2
 
     def job(*mine: Tensor) -> int:

@@ -98,7 +98,6 @@ def test_losses_of_anchors_add_up_to_the_sum(entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", [x for x in EVERY if x.call == "labels"], ids=str)
 def test_two_views_are_labelled_rows(entry: Entry) -> None:
-    """A loss of labelled embeddings takes views of samples as well."""
     loss, rows = entry.make(temperature=0.5).double(), rows_of(entry, GlobalBatch((8,), d=5))[0]
     if (
         isinstance(loss, cz.RowLoss)

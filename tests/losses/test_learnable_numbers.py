@@ -111,7 +111,6 @@ SHARDS = ((3, 5), (8, 0), (0, 8), (1, 7))
 
 
 def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bool = False) -> list[list[Tensor]]:
-    """Return per case and step value and gradients: of the number, and of local embeddings, as DDP averages them."""
     result = []
     for name, setting in cases:
         given = None if setting is None else FORMS[form](start(name, setting))

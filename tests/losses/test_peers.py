@@ -341,7 +341,6 @@ def frossl(_: Tensor) -> tuple[Loss, Loss]:
 
 
 def swav(_: Tensor) -> tuple[Loss, Loss]:
-    """Apply the prototypes, which are a layer before the peer's loss."""
     theirs, ours = peer("lightly.loss.swav_loss.SwaVLoss")(), cz.SwAV(9, 4).double()
     (prototypes,) = unit(ours.prototypes.detach())
 
@@ -365,7 +364,6 @@ def dino(labels: Tensor) -> tuple[Loss, Loss]:
 
 
 def distilled(labels: Tensor) -> tuple[Loss, Loss]:
-    """Compare with the sum of the two values that the peer returns."""
     ours, teacher = cz.ClipDistillation(temperature=0.2, teacher_temperature=0.1), other_views(labels)
     theirs = peer("open_clip.loss.DistillClipLoss")()
     return (

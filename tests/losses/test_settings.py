@@ -208,7 +208,6 @@ REAL = [
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_numbers_of_numpy_and_integers_are_numbers(name: str) -> None:
-    """Also where they are set later."""
     subject = SUBJECTS[name]
 
     def value(loss: Loss) -> Tensor:

@@ -83,7 +83,6 @@ STATEFUL: dict[str, tuple[Callable[[], Loss], int]] = {
     "a sum of memories": (sum_of_memories, 2),
     "a sum of two of a kind": (lambda: cz.WeightedSum([cz.NNCLR(7, 3), cz.NNCLR(5, 3, temperature=0.5)]), 4),
 }
-"""Losses with a state, and how many views they take."""
 
 
 @pytest.mark.parametrize("name", STATEFUL)

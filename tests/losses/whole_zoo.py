@@ -31,4 +31,3 @@ FAMILIES = (zoo_softmax, zoo_margins, zoo_pairs, zoo_weights, zoo_statistics)
 COMPOSITIONS = [Entry("WeightedSum", summed, dense_summed), Entry("Matryoshka", nested, dense_nested)]
 WHOLE_ZOO = [*ZOO, *(entry for family in FAMILIES for entry in family.ENTRIES), *COMPOSITIONS, *zoo_pairs.TOKENS]
 EVERY = [*WHOLE_ZOO, *zoo_softmax.ORDERED]
-"""Also the losses that care which of a class's embeddings come first."""

@@ -74,12 +74,10 @@ def dense_histogram(z: Tensor, labels: Tensor) -> Tensor:
 
 
 def scores_of(*rows: Tensor) -> Tensor:
-    """A teacher's score for each of several tensors of embeddings."""
     return torch.stack([x[:, 0] for x in zoo_softmax.teacher(*rows)], 1)
 
 
 def margins_of(q: Tensor, p: Tensor, *negatives: Tensor) -> tuple[Tensor, ...]:
-    """Each view after the second is a negative."""
     margins = scores_of(p, p).to(torch.float64) - scores_of(*negatives)
     return q, p, torch.stack(negatives, 1), margins
 

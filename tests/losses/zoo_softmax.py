@@ -34,7 +34,6 @@ def second_tower(z: Tensor) -> Tensor:
 
 
 def two_towers(z: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """Keys are made of the embeddings, and have their labels."""
     return z, second_tower(z), labels
 
 

@@ -43,7 +43,6 @@ def student_and_teacher(*views: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Student and teacher, who see both views in either order."""
     (student,), (teacher,) = side_by_side(first, second), side_by_side(second, first)
     return student, teacher
 
@@ -94,7 +93,6 @@ def dense_vicreg(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_barlow_twins(a: Tensor, b: Tensor) -> Tensor:
-    """As the authors' code writes it."""
     a, b = (F.batch_norm(x, None, None, training=True) if len(x) > 1 else 0 * x for x in (a, b))
     c = a.T @ b / len(a)
     on_diagonal = (c.diagonal() - 1).square().sum()
@@ -119,7 +117,6 @@ def dense_align_uniform(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor:
-    """As the authors' pseudo-code writes it."""
     c = F.normalize(fixed_prototypes(), dim=1)
     scores = [F.normalize(z, dim=1) @ c.T for z in views]
     losses = []
@@ -137,7 +134,6 @@ def dense_swav(*views: Tensor, temperature: Any = 0.1, codes: int = 2) -> Tensor
 
 
 def dense_dino(student: Tensor, teacher: Tensor, temperature: Any = 0.1) -> Tensor:
-    """As the authors' pseudo-code writes it."""
     t, s = ((teacher.detach() - ramp()) / 0.4).softmax(2), (student / temperature).log_softmax(2)
     pairs = [(u, v) for u in range(t.shape[1]) for v in range(s.shape[1]) if v != u]
     return torch.stack([-(t[:, u] * s[:, v]).sum(1).mean() for u, v in pairs]).mean()

@@ -43,7 +43,6 @@ class Recipe:
 
 
 GALLERY: dict[str, Recipe] = {}
-"""All recipes by name, those of a training step last."""
 
 PEERS: dict[str, Recipe] = {}
 """Implementations of other libraries by name, importable or not."""

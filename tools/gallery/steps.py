@@ -119,7 +119,6 @@ class _Queue(nn.Module):
 
 
 WIDTH, PROXIES = 4, 64
-"""Width of the embeddings, and number of proxies."""
 
 Step = tuple[nn.Module, Callable[..., Tensor]]
 Reduce = Callable[[nn.Module], None]

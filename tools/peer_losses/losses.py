@@ -105,7 +105,6 @@ class PeerLoss:
 
 
 STAND_INS = {"Reading": Reading(), "uniform": uniform}
-"""Settings that the table names."""
 
 
 def table() -> list[PeerLoss]:

@@ -57,7 +57,6 @@ BUILT: dict[str, Callable[..., nn.Module]] = {
     "PerAnchorReducer, above 0": lambda: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
     "UniformHistogramMiner": partial(miners.UniformHistogramMiner, num_bins=5, pos_per_bin=3, neg_per_bin=3),
 }
-"""Constructors of what has required arguments."""
 
 BASES = {
     **{f"Base{x}": "a base class" for x in ("Distance", "LossWrapper", "MetricLossFunction", "Miner", "Reducer")},
@@ -215,7 +214,6 @@ COLUMNS: dict[str, Callable[[str], list[Case]]] = {
     ],
     "`DistributedMiner`": lambda loss: [Case(loss, "BatchHardMiner", mined="outside")],
 }  # fmt: skip
-"""The cases of a loss by the column of the table."""
 
 
 def cases() -> Iterator[Case]:
