@@ -541,7 +541,7 @@ def audit_random_training(seed: int, steps: int = 3) -> tuple[str, AuditReport]:
         for (batches,) in DataLoader(data, batch_size=None):  # type: ignore[arg-type]  # a list is a dataset
             optimizer.zero_grad()
             for index, (x, y, labels) in enumerate(batches):
-                with model.no_sync() if inside and index + 1 < accumulate else nullcontext():  # type: ignore[operator]
+                with model.no_sync() if inside and index + 1 < accumulate else nullcontext():  # type: ignore[operator]  # of DDP
                     with torch.autocast("cpu", torch.bfloat16, enabled=low):
                         z = [model(view) for view in ([x] if "labels" in name else [x, y])]
                     z = [nn.functional.normalize(part) for part in z] if normalised else z
