@@ -99,8 +99,7 @@ class SigLipLoss(ClipLoss):
 class CoCaLoss(ClipLoss):
     """Compute CLIP's loss and the mean cross-entropy of the caption's tokens by the call of open_clip's ``CoCaLoss``.
 
-    Called as :class:`ClipLoss`, with ``logits``, [n, tokens, words], and ``labels``, [n, tokens], too. Captions are not
-    gathered: the mean is the sum over all ranks' tokens by their number, of which padding is none.
+    Called as :class:`ClipLoss`, with ``logits``, [n, tokens, words], and ``labels``, [n, tokens], too.
 
     Args:
         caption_loss_weight: weight of the mean over tokens.

@@ -1,8 +1,7 @@
 """Losses of sentence-transformers on the sentences of all ranks, with unchanged calls and trainers.
 
 Such a loss holds its encoder and calls it on tokens. During the call the encoder returns all ranks' embeddings of a column;
-every rank then computes the same loss. Of a loss with a gradient cache, ``calculate_loss`` takes all ranks' embeddings. The
-loss does not see one process: the encoder in it sends messages of its own (SyncBatchNorm, FSDP).
+every rank then computes the same loss. Of a loss with a gradient cache, ``calculate_loss`` takes all ranks' embeddings.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -231,8 +231,7 @@ def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
 class GlobalBatchSampler(BaseBatchSampler):
     """Global batches of ``batch_size`` samples, each sample once per epoch.
 
-    torch's DistributedSampler repeats samples, and global batches depend on W. Here the last batch is smaller, and split
-    over the ranks like the others.
+    The last batch is smaller, and split over the ranks like the others.
 
     Args:
         num_samples: the length of the dataset.

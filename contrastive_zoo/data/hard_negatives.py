@@ -83,13 +83,6 @@ class HardNegativeBatchSampler(BaseBatchSampler):
 
         Raises:
             ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.top_k` and the constructor refuse.
-
-        Examples:
-            >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])
-            >>> sampler = HardNegativeBatchSampler.from_embeddings(
-            ...     rows, num_neighbours=1, batch_size=2, group_size=2)
-            >>> sorted(sorted(batch) for batch in sampler)
-            [[0, 2], [1, 3]]
         """
         world = World.of(process_group, cls.__name__)
         result = top_k(embeddings, k=num_neighbours, excluded=positives, normalize=normalize, process_group=world)

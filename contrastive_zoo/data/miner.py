@@ -37,9 +37,8 @@ class DistributedMiner(nn.Module):
         check_finite: whether embeddings with NaN or infinite values are refused, if there are several ranks.
 
     Raises:
-        ValueError: a miner that cannot be called, or is distributed already. At the call, on every rank alike: labels
-            that are not one per embedding, ranks that bring different widths or dtypes, no embeddings at all, or a
-            miner that returns anything but a tuple.
+        ValueError: no miner, or a distributed one. At the call, on every rank alike: labels that are not one per embedding,
+            ranks that bring different widths or dtypes, no embeddings, or a miner that returns anything but a tuple.
 
     Examples:
         >>> def hardest(z, labels):

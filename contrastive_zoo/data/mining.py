@@ -27,9 +27,7 @@ from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
-
 NO_LABEL = torch.iinfo(torch.int64).min  # the label of a query that no item has
-
 _NAME = "mine_hard_negatives"
 
 Rows: TypeAlias = Tensor | NDArray[np.generic]
@@ -83,8 +81,7 @@ def mine_hard_negatives(
         positives: [n] or [n, p], indices of each query's positives; −1 for none.
         num_negatives: negatives per query.
         range_min: the best candidates to skip.
-        range_max: end of the ranks to look at; None is ``range_min`` plus ``num_negatives``, or ten times as many where
-            some may be refused.
+        range_max: end of the ranks to look at; None looks at as many as are needed, or ten times as many for a choice.
         max_score: of a negative.
         min_score: of a negative.
         absolute_margin: how much a negative scores below the query's worst positive.
@@ -94,11 +91,9 @@ def mine_hard_negatives(
         query_labels: [n] integers; items with the query's label are no negatives.
         corpus_labels: [m] integers.
         corpus_ids: [m] integers; items with the id of a positive are no negatives.
-        guide: returns a better model's scores for pairs of indices of queries and items. Items that it places above the
-            worst positive minus ``guide_margin`` are no negatives. It sends no messages.
-        guide_margin: see ``guide``.
-        output: ``"triplet"``: a row for each negative; ``"n-tuple"``: a row with ``num_negatives`` for each positive,
-            without queries that have fewer.
+        guide: returns a better model's scores for pairs of indices of queries and items, and sends no messages.
+        guide_margin: how much below the worst positive the guide must place a negative.
+        output: ``"triplet"``: a row for each negative; ``"n-tuple"``: one of ``num_negatives`` for each positive.
         normalize: compare cosines, not dot products.
         index: search approximately.
         progress: show a progress bar.

@@ -8,7 +8,6 @@ https://doi.org/10.1007/s11075-011-9478-1).
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +21,8 @@ _UNIT = 2**52
 _HALF = 2**26
 _ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
 
-K = TypeVar("K")
 
-
-def means_over_ranks(values: Mapping[K, Floats], world: World) -> dict[K, float]:
+def means_over_ranks(values: Mapping[str, Floats], world: World) -> dict[str, float]:
     """Return the mean of all ranks' numbers of each name, from 0 to 1; NaN does not count, and is the mean of none."""
     sums: list[int] = []  # of multiples of 2^-52
     for x in values.values():

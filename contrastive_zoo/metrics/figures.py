@@ -23,7 +23,6 @@ CANDIDATES = 2048  # embeddings of all ranks that are compared at once with a bl
 _BLOCK = 2**20  # similarities of a block; 8 MiB in float64, of which about ten are alive
 WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %
 _POSITIVE, _NEGATIVE, _ITSELF = range(3)
-
 Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
 

@@ -208,8 +208,7 @@ def cross_modal_recall(
         second: this rank's embeddings of the other, such as captions.
         k: the cutoffs.
         labels: one integer per embedding of ``first``, such as the number of the image; None: row i belongs to row i.
-        second_labels: one integer per embedding of ``second``, such as the number of the caption's image.
-        ties: this and the other arguments are those of :func:`evaluate`.
+        second_labels: one integer per embedding of ``second``. The other arguments are those of :func:`evaluate`.
 
     Returns:
         ``"first_to_second@k"`` and ``"second_to_first@k"`` for each k.

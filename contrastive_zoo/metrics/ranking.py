@@ -1,9 +1,7 @@
 """Where the relevant items of a query are in its ranking, up to the order of ties, and the metrics of one query each.
 
-A metric takes the ranking of n queries, a cutoff per query, and what ties mean: ``"pessimistic"`` (irrelevant items first),
-``"optimistic"`` (relevant ones first, the most relevant before) or ``"expected"`` (the mean over all orders of ties). Each
-returns [n] values from 0 to 1; where a query has no relevant item the value has no meaning. Definitions and sources are in
-:func:`contrastive_zoo.metrics.evaluate`.
+A metric takes the ranking of n queries, a cutoff per query, and what ties mean. It returns [n] values from 0 to 1, without
+a meaning where a query has no relevant item. Definitions are in :func:`contrastive_zoo.metrics.evaluate`.
 """
 
 from __future__ import annotations

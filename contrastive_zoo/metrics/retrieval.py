@@ -15,7 +15,6 @@ from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.world import Processes, World
 
 STATES = (*ROWS, *NUMBERS, *JUDGED)  # what is collected, an attribute each
-
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

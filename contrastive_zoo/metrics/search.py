@@ -1,8 +1,7 @@
 """The k nearest embeddings of all ranks: each rank searches in its own, and the owners of queries merge the answers.
 
-faiss proposes candidates in float32. The scores of those that may be among the neighbours of all ranks are computed again
-in float64. A query is certain if its k-th score is higher than anything that faiss may have missed, given the rounding of
-float32. The rest is compared with every embedding.
+faiss proposes candidates in float32, whose scores are computed again in float64. A query is certain if its k-th score is
+higher than anything that faiss may have missed by rounding. The rest is compared with every embedding.
 """
 
 from collections.abc import Iterator, Mapping

@@ -28,9 +28,8 @@ def average_gradients(module: nn.Module, process_group: Processes = None) -> Non
         process_group: the ranks; None is the default group at the time of the call.
 
     Raises:
-        ValueError: on every rank alike: ranks whose modules differ in the names, shapes or dtypes of their parameters,
-            an argument that is no module, such as ``model.parameters()``, or parameters that are DTensors, which FSDP
-            reduces itself.
+        ValueError: on every rank alike: ranks whose modules differ in names, shapes or dtypes of their parameters, an
+            argument that is no module, or parameters that are DTensors, which FSDP reduces itself.
 
     Examples:
         >>> model = nn.Linear(2, 1)

@@ -228,10 +228,7 @@ class ChunkedEncoder:
                         totals[x] = totals[x] + gradient if x in totals else gradient
 
     def agree_on_passes(self, caller: str, world: World, sizes: Sequence[int]) -> None:
-        """Repeat the last chunk where other ranks have more: in a forward pass FSDP gathers parameters, DDP sends buffers.
-
-        A rank without any chunk gets an empty one, shaped as another rank's.
-        """
+        """Repeat the last chunk, or an empty one, where other ranks have more: a forward pass may send messages."""
         if min(sizes) == 0:
             texts = world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-")
             layout = next(text for text in texts if text != "-")

@@ -125,8 +125,7 @@ class GradCache(nn.Module):
         model: the encoder, with or without DDP around it.
         chunk_size: samples in a chunk.
         chunk_tokens: instead, the most padded tokens of a chunk: (its samples) · (its longest sample).
-        process_group: the ranks that agree on the input; None is the group of a DDP model, or the default group at the
-            time of the call.
+        process_group: the ranks; None is the group of a DDP model, or the default group at the time of the call.
 
     Raises:
         ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank alike: tensors that
