@@ -24,8 +24,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 import contrastive_zoo as cz
 from contrastive_zoo.testing import mistakes
 from contrastive_zoo.testing.auditing import diagnosis
-from contrastive_zoo.testing.auditing.launch import environment, judged, local_store, record_script, wait_for_records
-from contrastive_zoo.testing.auditing.running import audit
+from contrastive_zoo.testing.auditing.launch import (
+    audit,
+    environment,
+    judged,
+    local_store,
+    record_script,
+    wait_for_records,
+)
 from contrastive_zoo.testing.report import AuditReport, WorldReport
 from examples.ddp import add_up
 from examples.digits import make_dataset, make_encoder, make_loader, make_loss

@@ -17,9 +17,8 @@ pytest.importorskip("pytorch_metric_learning")
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
-from contrastive_zoo.testing.auditing.launch import audit_script
+from contrastive_zoo.testing.auditing.launch import audit, audit_script
 from contrastive_zoo.testing.auditing.records import LossCall, Step
-from contrastive_zoo.testing.auditing.running import audit
 from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.mistakes import MISTAKES, Diagnosis
 from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport

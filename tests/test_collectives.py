@@ -26,9 +26,9 @@ from contrastive_zoo.ranks.compat import waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.testing.batch import splits
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
-from contrastive_zoo.testing.strategies import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, close, common_error, distance, error_message, groups, numbers
 from tests.simulated import device, value_and_gradients

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan
-from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.batch import GlobalBatch, global_batches
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
@@ -20,9 +20,7 @@ from contrastive_zoo.testing.invariants import (
     same_random_numbers,
     same_sharded_gradient,
 )
-from contrastive_zoo.testing.measurement import Case, whole_batch
-from contrastive_zoo.testing.strategies import global_batches
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, TEMPERATURES, drawn
 from tests.losses import zoo_softmax

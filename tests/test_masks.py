@@ -11,7 +11,7 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.masks import PairMasks
-from contrastive_zoo.testing.strategies import splits
+from contrastive_zoo.testing.batch import splits
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, groups, local_shard, split
 

@@ -21,11 +21,9 @@ from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
 from contrastive_zoo.losses.mnrl import GIST, MNRL
 from contrastive_zoo.losses.pair_margins import Contrastive
 from contrastive_zoo.losses.soft_margins import MultiSimilarity
-from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.batch import GlobalBatch, splits
 from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.measurement import Case
-from contrastive_zoo.testing.strategies import splits
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, close, common_error, drawn, later, learnt, local_shard, numbers
 from tests.zoo import BatchHard

@@ -13,8 +13,8 @@ from contrastive_zoo.engine import anchor_block, masked, max_sim
 from contrastive_zoo.losses import max_sim as max_sim_loss
 from contrastive_zoo.losses import mnrl
 from contrastive_zoo.testing.interventions import splitting
-from contrastive_zoo.testing.loss_calls import allow_repeated_samples
 from contrastive_zoo.testing.measurement import set_float64_and_seed
+from contrastive_zoo.testing.messages import allow_repeated_samples
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, EXACT, distance
 from tests.losses.whole_zoo import EVERY

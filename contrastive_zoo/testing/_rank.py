@@ -32,8 +32,6 @@ from torch import Tensor
 
 
 class Raised(NamedTuple):
-    """An exception of a job."""
-
     summary: str
     traceback: str
     pickled: bytes | None  # None if it cannot be pickled
@@ -46,25 +44,14 @@ class Answer(NamedTuple):
     step: int | None  # number of collectives begun so far; None after the process group was destroyed
 
 
-# --- the parent's side ----------------------------------------------------------------------------------------------
-
 context = multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
 def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     """Hide the caller's script from the ranks, and let a fork server that starts now import what every rank needs."""
-    # dynamo: DDP and dispatch modes import it at first use, which takes each rank a second
-    needed = [
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "contrastive_zoo.testing.check",
-        "contrastive_zoo.testing.probes",
-        "contrastive_zoo.testing.trial",
-        "contrastive_zoo.wrapper.distributed",
-    ]
-    context.set_forkserver_preload([*needed, __name__, *imports])
+    # check imports the whole library. DDP and dispatch modes import dynamo at first use, which takes each rank a second.
+    context.set_forkserver_preload(["torch._dynamo", "contrastive_zoo.testing.check", __name__, *imports])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}
@@ -76,12 +63,8 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     finally:
         sys.modules["__main__"] = main
         for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
-# --- the rank's side ------------------------------------------------------------------------------------------------
+            del os.environ[name]
+            os.environ |= {name: value} if value is not None else {}
 
 
 def main(
@@ -124,9 +107,16 @@ def _exit_with_parent(directory: str) -> NoReturn:
 
 
 def _join(rank: int, world_size: int, directory: str) -> None:
-    with _stdout_silenced():
+    # Some builds of gloo print a line for each peer to stdout, from C++.
+    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
         store = dist.FileStore(os.path.join(directory, "store"), world_size)  # type: ignore[attr-defined]  # as TCPStore
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
 
 
 def _run_job(header: bytes, job: bytes) -> Any:
@@ -164,25 +154,11 @@ def _step() -> int | None:
     return None if group is None else group._get_sequence_number_for_group()
 
 
-@contextlib.contextmanager
-def _stdout_silenced() -> Iterator[None]:
-    # Some builds of gloo print a line for each peer to stdout, from C++.
-    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(null)
-
-
-# --- pickling -------------------------------------------------------------------------------------------------------
-
-
-def dump_job(job: Any) -> bytes:
+def dump_job(job: Any, pickler: type[cloudpickle.Pickler] | None = None) -> bytes:
     """Pickle a job for the ranks. Code that they cannot import, and test modules, are pickled by value."""
-    return _dump(_JobPickler, job)
+    with io.BytesIO() as file:
+        (pickler or _JobPickler)(file).dump(job)
+        return file.getvalue()
 
 
 def imported_by(job: bytes) -> list[str]:
@@ -193,13 +169,7 @@ def imported_by(job: bytes) -> list[str]:
 
 def dump_result(result: Any) -> bytes:
     """Pickle what a rank sends to the caller: tensors detached, classes that the caller has by name."""
-    return _dump(_ResultPickler, result)
-
-
-def _dump(pickler: type[cloudpickle.Pickler], value: Any) -> bytes:
-    with io.BytesIO() as file:
-        pickler(file).dump(value)
-        return file.getvalue()
+    return dump_job(result, _ResultPickler)
 
 
 class _JobPickler(cloudpickle.Pickler):
@@ -215,7 +185,11 @@ class _JobPickler(cloudpickle.Pickler):
 class _ResultPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided:
-            return _compact(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            values, is_view = (
+                obj.detach(),
+                obj.untyped_storage().nbytes() > obj.nbytes,
+            )  # of a view only its part is sent
+            return (values.clone() if is_view else values).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, type) and _lookup(obj.__module__, obj.__qualname__) is not obj:
             # A class that was sent by value is returned by name: cloudpickle would overwrite the original's attributes.
             return _original_class, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))
@@ -224,12 +198,6 @@ class _ResultPickler(cloudpickle.Pickler):
 
 def _code_of_file(file: str, *parts: Any) -> types.CodeType:
     return types.CodeType(*parts).replace(co_filename=file)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return the values without graph and hooks; a view of a larger storage is copied, so that only its part is sent."""
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _original_class(module: str, qualname: str, pickled: bytes) -> Any:

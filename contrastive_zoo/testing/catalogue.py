@@ -48,25 +48,11 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """Return what a search for a word looks at."""
         return " ".join([self.name, self.cls, self.family, self.called_with, self.summary, self.peers])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entry in plain types, for JSON."""
-        names = [
-            "name",
-            "cls",
-            "call",
-            "family",
-            "engine",
-            "settings",
-            "kinds",
-            "summary",
-            "parameters",
-            "source",
-            "peers",
-        ]
-        return {{"cls": "class", "kinds": "arguments"}.get(x, x): getattr(self, x) for x in names}
+        names = ["name", "call", "family", "engine", "settings", "summary", "parameters", "source", "peers"]
+        return {"class": self.cls, "arguments": self.kinds} | {x: getattr(self, x) for x in names}
 
     @property
     def called_with(self) -> str:
@@ -78,18 +64,15 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """Return the first line of the loss's docstring."""
         return re.sub(r":\w+:`(\w+)`", r"\1", self._docs[0].partition("\n")[0])
 
     @property
     def parameters(self) -> str:
-        """Return the constructor's parameters with their default values."""
         taken = [x for x in inspect.signature(self.loss).parameters.values() if x.name != "check_finite"]
         return ", ".join(x.name if x.default is x.empty else f"{x.name}={default_text(x.default)}" for x in taken)
 
     @property
     def formula(self) -> str:
-        """Return the formula: the indented lines of the docstring before its sections."""
         result = (_SECTION.split(doc)[0].split("\n") for doc in self._docs)
         formulas = ("\n".join(line[4:] for line in lines if line.startswith("    ")).strip("\n") for lines in result)
         return next(filter(None, formulas), "")
@@ -119,5 +102,4 @@ def _read_table() -> Iterator[Entry]:
         yield Entry(**cells)
 
 
-CATALOGUE = {entry.name: entry for entry in _read_table()}
-"""All losses by name."""
+CATALOGUE = {entry.name: entry for entry in _read_table()}  # all losses by name

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 try:
@@ -13,7 +14,7 @@ except ImportError as error:
     raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
 from torch import Tensor, nn
 
-from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.batch import ADVERSARIAL, ORDINARY, GlobalBatch, global_batches
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
@@ -28,39 +29,26 @@ from contrastive_zoo.testing.invariants import (
     same_messages,
     scales_with_grad_output,
 )
-from contrastive_zoo.testing.measurement import UNCHANGED, Call, Case, GradReduction, call_form, measure
+from contrastive_zoo.testing.measurement import UNCHANGED, Call, Case, GradReduction, Trial, call_form, measure
 from contrastive_zoo.testing.mistakes import diagnose
 from contrastive_zoo.testing.probes import LossEvidence
-from contrastive_zoo.testing.report import Finding, NotInvariant, Report
-from contrastive_zoo.testing.strategies import ADVERSARIAL, ORDINARY, global_batches
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.report import Finding, NotInvariant, Report, require_world_sizes
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
+FIRST_CALL_TIMEOUT = (
+    120.0  # seconds for the loss's construction, which imports its modules, and first call, which compiles
+)
+SHORT_CALL = 2.0  # seconds of a first call that need no longer timeout
+SHRINKING = 4.0  # time limit in seconds for shrinking all counterexamples of a check
+MOST_FAILURES = 3  # the search stops after so many batches on which a rank raises or hangs: each may cost a timeout
+MOST_AVERAGED = 2  # batches on which many calls of a loss with random numbers are compared, where a single one differs
 
-FIRST_CALL_TIMEOUT = 120.0
-"""Seconds for the construction of the loss, which imports its modules, and for its first call, which may compile."""
-
-SHORT_CALL = 2.0
-"""Seconds of a first call that need no longer timeout."""
-
-SHRINKING = 4.0
-"""Time limit in seconds for shrinking all counterexamples of a check."""
-
-MOST_FAILURES = 3
-"""The search stops after so many batches on which a rank raises or hangs: each may cost a timeout."""
-
-MOST_AVERAGED = 2
-"""Batches on which many calls of a loss with random numbers are compared, where a single one differs."""
-
+# Invariants that do not compare the random numbers of ranks with those of one process
 OF_SAME_DRAWS = (runs_on_every_split, gradients_accumulate, scales_with_grad_output, finite_at_extremes, same_messages)
-"""Invariants that do not compare the random numbers of ranks with those of one process."""
-
+# Every search: the same batches in every run
 SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-"""The settings of every search: the same batches in every run."""
-
-DEFAULT_WIDTH = 3
-"""Width of the embeddings in fixed batches, where the loss does not fix it."""
+DEFAULT_WIDTH = 3  # width of the embeddings in fixed batches, where the loss does not fix it
 
 
 def check_world_size_invariance(
@@ -117,12 +105,24 @@ def check_world_size_invariance(
         >>> report.ok
         True
     """
-    _require_valid(world_sizes, call=call, grad_reduction=grad_reduction, level=level)
+    require_world_sizes(world_sizes)
+    for setting, value, allowed in (
+        ("call", call, ("auto", "labels", "views")),
+        ("grad_reduction", grad_reduction, ("mean", "sum")),
+        ("level", level, ("loss", "training_step")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{setting} is one of {', '.join(allowed)}, got {value!r}.")
     world_sizes = tuple(sorted(set(world_sizes)))
     start = time.monotonic()
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3))
-        inferred = _call_form(make_loss, level, pool)
+        try:
+            inferred, problem = pool.run(1, _call_form, make_loss, level, timeout=FIRST_CALL_TIMEOUT)[0]
+        except RankError as error:
+            raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
+        if inferred is None:
+            raise ValueError(problem)
         pool.start(1, *world_sizes)
         first_call = time.monotonic()
         form = inferred if call == "auto" else call
@@ -158,18 +158,7 @@ def examine(make_loss: Callable[[], Any], **settings: Any) -> Report:
         return broken.report
 
 
-def _call_form(make_loss: Callable[[], Any], level: str, pool: Worlds) -> Call:
-    """Construct the loss on one process and return its call form; raise a ValueError if it is not a loss."""
-    try:
-        form, problem = pool.run(1, _constructed_form, make_loss, level, timeout=FIRST_CALL_TIMEOUT)[0]
-    except RankError as error:
-        raise ValueError(f"the loss cannot be constructed: {first_line(error)}") from error
-    if form is None:
-        raise ValueError(problem)
-    return form
-
-
-def _constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
+def _call_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
     """Construct a loss or a training step on this rank; return its call form, or None and the problem."""
     made = make_loss()
     if level == "training_step":
@@ -181,23 +170,6 @@ def _constructed_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | 
     hint = " For (model, step) pass level training_step." if isinstance(made, tuple) else ""
     hint = " It looks like a loss: pass a function that returns the loss." if isinstance(made, Tensor) else hint
     return None, f"the function returns a loss, which is callable, got {type(made).__name__}.{hint}"
-
-
-def _require_valid(world_sizes: Sequence[int], **settings: str) -> None:
-    """Raise a ValueError that names the choices if a setting is unknown."""
-    choices = {
-        "call": ("auto", "labels", "views"),
-        "grad_reduction": ("mean", "sum"),
-        "level": ("loss", "training_step"),
-    }
-    for name, allowed in choices.items():
-        if settings[name] not in allowed:
-            raise ValueError(f"{name} is one of {', '.join(allowed)}, got {settings[name]!r}.")
-    if not world_sizes or min(world_sizes) < 1:
-        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")
-
-
-# --- the search: every invariant on many global batches ----------------------------------------------------------------
 
 
 class Examination:
@@ -216,7 +188,12 @@ class Examination:
 
     def survey(self, max_examples: int) -> None:
         """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
-        fixed = _fixed_batches(self.world_sizes, self.width or DEFAULT_WIDTH)
+        width = self.width or DEFAULT_WIDTH
+        # for each W > 1 uneven, empty and equal shards; one process and extremes last
+        splits = [(tuple(range(1, w + 1)), (*[0] * (w - 1), 4), (3,) * w) if w > 1 else () for w in self.world_sizes]
+        shards = [*chain(*splits), *((3,) for w in self.world_sizes if w == 1)]
+        fixed = [GlobalBatch(x, d=width) for x in shards]
+        fixed += [GlobalBatch((2,) * w, d=width, kind="huge") for w in self.world_sizes]
         for batch in fixed[:max_examples]:
             self._test(batch)
         remaining = max(0, max_examples - len(fixed))
@@ -290,9 +267,7 @@ class Examination:
             if invariant(trial) and is_evidence:
                 self.report.tried.add(invariant.name)
         except Broken as broken:
-            if self._is_noise(invariant, trial):
-                return None
-            return Finding(invariant, str(broken), trial.batch)
+            return None if self._is_noise(invariant, trial) else Finding(invariant, str(broken), trial.batch)
         except RankError as error:
             return Finding(runs_on_every_split, first_line(error), trial.batch)
         return None
@@ -314,17 +289,6 @@ class Examination:
             return False
         self.report.notes = sorted({*self.report.notes, noisy.note})
         return True
-
-
-def _fixed_batches(world_sizes: tuple[int, ...], width: int) -> list[GlobalBatch]:
-    """Return the fixed batches of a survey: for each W > 1 uneven, empty and equal shards; one process and extremes last."""
-    splits: list[tuple[int, ...]] = []
-    for size in world_sizes:
-        if size > 1:
-            splits += [tuple(range(1, size + 1)), (*[0] * (size - 1), 4), (3,) * size]
-    splits += [(3,) for size in world_sizes if size == 1]
-    extremes = [GlobalBatch((2,) * size, d=width, kind="huge") for size in world_sizes]
-    return [*(GlobalBatch(shards, d=width) for shards in splits), *extremes]
 
 
 def _applies(invariant: Invariant, batch: GlobalBatch) -> bool:

@@ -43,7 +43,6 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
 
 
 def _factory(target: str) -> Any:
-    """Return the object of ``"module:name"``."""
     module_name, separator, attribute = target.partition(":")
     if target.endswith(".py"):
         raise TargetError(
@@ -72,24 +71,19 @@ def _factory(target: str) -> Any:
 def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:
     """Raise if an object is not a function that returns a loss when it is called with these settings."""
     if isinstance(factory, nn.Module):
-        raise TargetError(
-            f"{target} is a loss, not a function that returns one; "
-            f"write def make_loss(): return {target.partition(':')[2]}, and pass make_loss."
-        )
+        make = f"def make_loss(): return {target.partition(':')[2]}"
+        raise TargetError(f"{target} is a loss, not a function that returns one; write {make}, and pass make_loss.")
     if not callable(factory):
-        raise TargetError(
-            f"{target} is a {type(factory).__name__}; pass a function that returns a loss, or a loss class."
-        )
+        kind = type(factory).__name__
+        raise TargetError(f"{target} is a {kind}; pass a function that returns a loss, or a loss class.")
     try:
         known = inspect.signature(factory)
         known.bind(**settings)
     except TypeError as error:
         unknown = next((name for name in settings if name not in known.parameters), "")
-        hint = did_you_mean(unknown, known.parameters).strip() or (
-            "Give them with --set name=value."
-            if isinstance(factory, type)
-            else "If it is a loss, pass a function that returns it."
-        )
+        fix = "If it is a loss, pass a function that returns it."
+        fix = "Give them with --set name=value." if isinstance(factory, type) else fix
+        hint = did_you_mean(unknown, known.parameters).strip() or fix
         raise TargetError(f"{target}: {error}. {hint}") from None
     except ValueError:  # a built-in without a signature
         return

@@ -31,7 +31,6 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def show(report: Report | AuditReport, console: Console | None = None) -> None:
-    """Print a report: tables, the mistakes and their fixes, and the verdict."""
     console = console or Console()
     for section in report.sections():
         console.print(Text(f"{section.title} ({section.seconds:.1f} s)", "bold"))

@@ -8,18 +8,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-CLOSE = 1e-6
-"""Largest relative difference between a measured ratio and the one that a mistake predicts; other mistakes differ more."""
+CLOSE = 1e-6  # largest relative difference of a ratio from the one that a mistake predicts; other mistakes differ more
+ZERO = 1e-12  # norm of a vector that is rounding, where that of one process is zero
+SKETCH = 64  # numbers in the sketch of a tensor, by which an audit compares it
 
-ZERO = 1e-12
-"""Norm of a vector that is rounding, where that of one process is zero."""
-
-SKETCH = 64
-"""Numbers in the sketch of a tensor, by which an audit compares it."""
-
+# Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
+# shards, only the gradient there, only unequal shards, or a promise outside the contract
 Stage = Literal["start", "failure", "value", "gradient", "uneven", "other"]
-"""Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
-shards, only the gradient there, only unequal shards, or a promise outside the contract."""
 
 
 class Ratio(NamedTuple):
@@ -32,7 +27,6 @@ class Ratio(NamedTuple):
 
     @classmethod
     def between(cls, x: Tensor, y: Tensor) -> "Ratio":
-        """Compare two vectors; of different lengths, every number is NaN."""
         if x.shape != y.shape:
             return cls(math.nan, math.nan, math.nan, math.nan)
         norms = float(x.norm()), float(y.norm())
@@ -47,7 +41,6 @@ class Ratio(NamedTuple):
         return math.hypot(self.ratio, self.rest)
 
     def is_scaled(self, factor: float, tolerance: float = CLOSE) -> bool:
-        """Return whether x is ``factor`` times y."""
         bound = tolerance * max(1.0, abs(factor))
         return abs(self.ratio - factor) <= bound and self.rest <= bound
 
@@ -70,12 +63,10 @@ class Gradients(NamedTuple):
 
     @classmethod
     def between(cls, ranks: Sequence[Tensor], expected: Tensor, tolerance: float = CLOSE) -> "Gradients":
-        """Compare the gradients of all ranks with that of one process."""
         mean = torch.stack(list(ranks)).mean(0)
         return cls(tuple(Ratio.between(x, expected) for x in ranks), Ratio.between(mean, expected), tolerance)
 
     def is_scaled(self, factor: float) -> bool:
-        """Return whether the gradient of every rank is ``factor`` times that of one process."""
         return all(x.is_scaled(factor, self.tolerance) for x in self.ranks)
 
     @property
@@ -118,11 +109,9 @@ class Comparison:
         return torch.allclose(x, y.expand_as(x), rtol=self.tolerance, atol=self.tolerance)
 
     def has_values(self, factor: float) -> bool:
-        """Return whether all ranks returned ``factor`` times the value of one process."""
         return self.near(self.values, factor * self.expected)
 
     def has_mean(self, factor: float) -> bool:
-        """Return whether the mean of the ranks' values is ``factor`` times the value of one process."""
         return self.near(self.values.mean(0), factor * self.expected)
 
     @property
@@ -180,12 +169,10 @@ class Evidence:
         return False
 
     def every(self, holds: Callable[[Comparison], bool]) -> bool:
-        """Return whether a statement holds for every batch on equal shards."""
         return all(map(holds, self.comparisons))
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the loss has parameters of its own, whose gradient was compared."""
         return self.every(lambda x: x.parameters is not None)
 
     def __str__(self) -> str:
@@ -197,14 +184,11 @@ def is_near(x: float, y: float, tolerance: float = CLOSE) -> bool:
     return abs(x - y) <= tolerance * max(1.0, abs(y))
 
 
-# --- the tolerance: how much a right result changes when its inputs are rounded differently ------------------------------
-
+# A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding
 NOISE_FACTOR, ROUNDING_FACTOR = 10.0, 100.0
-"""A tolerance is this often the largest difference between repetitions, plus this often the unit of rounding."""
 
 
 def noisy(x: Tensor, generator: torch.Generator, eps: float) -> Tensor:
-    """Return floating numbers with a change of up to half a unit of rounding."""
     if not x.is_floating_point():
         return x
     change = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) * 2 - 1

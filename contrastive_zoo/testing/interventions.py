@@ -13,51 +13,36 @@ def splitting(always: bool) -> AbstractContextManager[object]:
     return patch("contrastive_zoo.engine.plan.SMALL_BATCH", -1) if always else nullcontext()
 
 
-Samples = list[Tensor]
-"""The samples of all ranks: one tensor per view, or samples and labels."""
-
-Selection = Callable[[Samples, list[int], int], Samples]
-"""A function of the samples of all ranks, the shard sizes and a rank."""
-
-
-Edit = Callable[[list[Tensor]], list[Tensor]]
-"""A function of one input of all ranks, split by rank."""
-
-
-def _others(change: Callable[[Tensor], Tensor]) -> Edit:
-    """Change the part of every rank but the first."""
-    return lambda parts: [*parts[:1], *map(change, parts[1:])]
+Samples = list[Tensor]  # the samples of all ranks: one tensor per view, or samples and labels
+Selection = Callable[[Samples, list[int], int], Samples]  # of the samples of all ranks, the shard sizes and a rank
+Edit = Callable[[list[Tensor]], list[Tensor]]  # a function of one input of all ranks, split by rank
 
 
 def _by_rank(change: Callable[[Tensor, int], Tensor]) -> Edit:
     return lambda parts: [change(x, rank) for rank, x in enumerate(parts)]
 
 
-def _of_samples(edit: Edit) -> Edit:
-    return lambda parts: edit(parts) if parts[0].is_floating_point() else parts
+def _only(of_samples: bool, edit: Edit) -> Edit:
+    """Change the samples, or the labels."""
+    return lambda parts: edit(parts) if parts[0].is_floating_point() == of_samples else parts
 
 
-def _of_labels(edit: Edit) -> Edit:
-    return lambda parts: parts if parts[0].is_floating_point() else edit(parts)
-
-
+# What changes the samples of all ranks, by name
 EDITS: Mapping[str, Edit] = {
     "": lambda parts: parts,
     "same draws": lambda parts: parts,  # all random numbers are the same on every rank, whatever their seed
-    "other samples": _of_samples(_others(lambda x: (1 + x).square())),
-    "other samples shifted": _of_samples(_others(lambda x: 1 + x)),
-    "other labels": _of_labels(lambda parts: [*parts[:1], *(parts[0][:1].expand_as(x) for x in parts[1:])]),
-    "classes by rank": _of_labels(_by_rank(lambda x, rank: x + 1000 * rank)),  # no class is on two ranks
-    "ranks apart": _of_samples(_by_rank(lambda x, rank: x + 100 * rank)),  # the nearest negatives are on the same rank
+    "other samples": _only(True, _by_rank(lambda x, rank: (1 + x).square() if rank else x)),
+    "other samples shifted": _only(True, _by_rank(lambda x, rank: x + min(rank, 1))),
+    "other labels": _only(False, lambda parts: [*parts[:1], *(parts[0][:1].expand_as(x) for x in parts[1:])]),
+    "classes by rank": _only(False, _by_rank(lambda x, rank: x + 1000 * rank)),  # no class is on two ranks
+    "ranks apart": _only(True, _by_rank(lambda x, rank: x + 100 * rank)),  # the nearest negatives are on the same rank
     "equal shards": lambda parts: parts[:1] * len(parts),
     "last shard reversed": lambda parts: [*parts[:-1], parts[-1].flip(0)],
     "all shards reversed": _by_rank(lambda x, rank: x.flip(0)),
 }
-"""What changes the samples of all ranks, by name."""
 
 
 def local_rank_first(samples: Samples, shards: list[int], rank: int) -> Samples:
-    """Return all samples, those of one rank first."""
     order = [rank, *(other for other in range(len(shards)) if other != rank)]
     return [torch.cat([x.split(shards)[r] for r in order]) for x in samples]
 
@@ -76,20 +61,14 @@ def interleaved(samples: Samples, shards: list[int], rank: int) -> Samples:
     return [samples[0], *(x[order] for x in samples[1:])]
 
 
-_OF_BOTH_FORMS: Mapping[str, tuple[Selection, ...]] = {
+# The mistakes that compare the wrong samples, and the selections that they amount to
+SELECTIONS: Mapping[str, tuple[Selection, ...]] = {
     "local negatives": (lambda samples, shards, rank: [x.split(shards)[rank] for x in samples],),
     "own rank first": (
         local_rank_first,
         # labels, or the other views, are in the order of ranks
         lambda samples, shards, rank: [*local_rank_first(samples[:1], shards, rank), *samples[1:]],
     ),
+    "labels not gathered": (lambda x, shards, rank: [x[0], x[1].split(shards)[rank].repeat(len(shards))],),
+    "views split wrongly": (blocks_as_views, interleaved),
 }
-
-SELECTIONS: Mapping[str, Mapping[str, tuple[Selection, ...]]] = {
-    "labels": {
-        **_OF_BOTH_FORMS,
-        "labels not gathered": (lambda x, shards, rank: [x[0], x[1].split(shards)[rank].repeat(len(shards))],),
-    },
-    "views": {**_OF_BOTH_FORMS, "views split wrongly": (blocks_as_views, interleaved)},
-}
-"""By call form: the mistakes that compare the wrong samples, and the selections that they amount to."""

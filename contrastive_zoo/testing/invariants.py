@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.testing.evidence import Ratio
-from contrastive_zoo.testing.measurement import UNCHANGED, Gradients, Measurement, Outcome, Plan
-from contrastive_zoo.testing.trial import TOLERANCE, Trial
+from contrastive_zoo.testing.measurement import UNCHANGED, Gradients, Measurement, Outcome, Plan, Trial
 from contrastive_zoo.testing.worlds import RankError
 
-MIN_STEPS = 4
-"""Fewest steps of a training that is tested."""
+MIN_STEPS = 4  # fewest steps of a training that is tested
 
 
 class Broken(AssertionError):
@@ -41,7 +39,6 @@ class Invariant:
 
     @property
     def meaning(self) -> str:
-        """The docstring of the check function, on one line."""
         return " ".join((self.check.__doc__ or "").split())
 
     def __call__(self, trial: Trial) -> bool:
@@ -57,54 +54,39 @@ class Invariant:
 
 
 def invariant(*, catches: str) -> Callable[[Callable[[Trial], None]], Invariant]:
-    """Turn a check function into an :class:`Invariant`."""
     return lambda check: Invariant(check, catches)
 
 
 def require(applies: object, reason: str) -> None:
-    """Raise NotApplicable, with the reason, unless a condition holds."""
+    """Raise NotApplicable unless a condition holds."""
     if not applies:
         raise NotApplicable(reason)
 
 
 def first_line(error: RankError) -> str:
-    """Return the message of an error without tracebacks."""
     return str(error).partition("\n")[0]
 
 
-def same_gradients(
-    actual: Gradients, expected: Gradients, what: str, source: str = "one process's", tolerance: float = TOLERANCE
-) -> None:
-    """Raise Broken if a gradient differs; ``source`` says where the expected ones come from."""
-    for name, gradient in expected.items():
-        close(actual[name], gradient, f"{what} ({name}) is", source, tolerance)
+def same(trial: Trial, actual: Gradients, expected: Gradients, what: str, source: str = "one process's") -> None:
+    """Raise Broken if a tensor differs; ``source`` says where the expected ones come from."""
+    for name, x in expected.items():
+        close(trial, actual[name], x, f"{what} ({name}) is", source)
 
 
-def close(
-    actual: Tensor | float, expected: Tensor | float, what: str, source: str, tolerance: float = TOLERANCE
-) -> None:
-    """Raise Broken if a result differs from the expected one, which ``source`` names, by more than the tolerance."""
+def close(trial: Trial, actual: Tensor | float, expected: Tensor | float, what: str, source: str) -> None:
+    """Raise Broken if a result differs from the expected one by more than the tolerance of the trial."""
     x, y = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
     if x.shape != y.shape:
         raise Broken(f"{what} of shape {list(x.shape)}; {source}: {list(y.shape)}")
     error = (x - y).abs().max().item() if x.numel() else 0.0
-    if not error <= tolerance * max(1.0, y.abs().max().item() if y.numel() else 0.0):
-        raise Broken(f"{what} {_short(x)}; {source}: {_short(y)} (difference {error:.2g}{_ratio(x, y)})")
-
-
-def _short(x: Tensor) -> str:
-    return f"{x.item():.6g}" if x.numel() == 1 else f"of norm {x.norm().item():.6g}"
-
-
-def _ratio(actual: Tensor, expected: Tensor) -> str:
-    """Return ratio and cosine of the two as text; empty where one of them is zero."""
-    x = Ratio.between(actual.flatten(), expected.flatten())
-    if not (actual.any() and expected.any()):
-        return ""
-    return f", ratio {x.ratio:.3g}" if actual.numel() == 1 else f", ratio {x.norms:.3g}, cosine {x.cosine:.3g}"
-
-
-# --- invariants of one step -------------------------------------------------------------------------------------------
+    if error <= trial.tolerance * max(1.0, y.abs().max().item() if y.numel() else 0.0):
+        return
+    shown = [f"{each.item():.6g}" if x.numel() == 1 else f"of norm {each.norm().item():.6g}" for each in (x, y)]
+    compared, ratio = Ratio.between(x.flatten(), y.flatten()), ""
+    if x.any() and y.any():
+        ratio = f", ratio {compared.norms:.3g}, cosine {compared.cosine:.3g}"
+        ratio = f", ratio {compared.ratio:.3g}" if x.numel() == 1 else ratio
+    raise Broken(f"{what} {shown[0]}; {source}: {shown[1]} (difference {error:.2g}{ratio})")
 
 
 @invariant(catches="early return")
@@ -128,7 +110,7 @@ def same_value_on_every_rank(trial: Trial) -> None:
     """
     values = [result.value for result in trial.on_ranks()]
     for rank, value in enumerate(values):
-        close(value, values[0], f"rank {rank} returns", "rank 0", trial.tolerance)
+        close(trial, value, values[0], f"rank {rank} returns", "rank 0")
 
 
 @invariant(catches="own slice × W")
@@ -139,7 +121,7 @@ def same_value(trial: Trial) -> None:
     """
     expected = trial.on_one_process().value
     for rank, result in enumerate(trial.on_ranks()):
-        close(result.value, expected, f"rank {rank} returns", "one process", trial.tolerance)
+        close(trial, result.value, expected, f"rank {rank} returns", "one process")
 
 
 @invariant(catches="own slice")
@@ -149,8 +131,7 @@ def same_encoder_gradient(trial: Trial) -> None:
     When it fails, W processes train a different model: a wrong factor changes the effective learning rate, a wrong
     direction changes what is learnt.
     """
-    expected = trial.on_one_process().encoder
-    same_gradients(trial.reduced("encoder"), expected, "the encoder's gradient", tolerance=trial.tolerance)
+    same(trial, trial.reduced("encoder"), trial.on_one_process().encoder, "the encoder's gradient")
 
 
 @invariant(catches="own slice × W")
@@ -161,8 +142,7 @@ def same_parameter_gradient(trial: Trial) -> None:
     """
     expected = trial.on_one_process().parameters
     require(expected, "this loss has no parameters of its own")
-    what = "the gradient of the loss's own parameters"
-    same_gradients(trial.reduced("parameters"), expected, what, tolerance=trial.tolerance)
+    same(trial, trial.reduced("parameters"), expected, "the gradient of the loss's own parameters")
 
 
 @invariant(catches="local parameters")
@@ -175,8 +155,7 @@ def same_parameter_gradient_on_every_rank(trial: Trial) -> None:
     first, *others = [result.parameters for result in trial.on_ranks()]
     require(first, "this loss has no parameters of its own")
     for rank, result in enumerate(others, 1):
-        what = f"the gradient of the loss's own parameters on rank {rank}"
-        same_gradients(result, first, what, "rank 0's", trial.tolerance)
+        same(trial, result, first, f"the gradient of the loss's own parameters on rank {rank}", "rank 0's")
 
 
 @invariant(catches="overwritten tensors")
@@ -188,8 +167,7 @@ def gradients_accumulate(trial: Trial) -> None:
     require(not trial.case.step, "applies to losses, not to training steps")
     plan = Plan(second_seed=trial.batch.seed + 1)
     expected = trial.reduced("encoder", replace(plan, one_by_one=True))
-    what, source = "the accumulated gradient", "one pass after the other"
-    same_gradients(trial.reduced("encoder", plan), expected, what, source, trial.tolerance)
+    same(trial, trial.reduced("encoder", plan), expected, "the accumulated gradient", "one pass after the other")
 
 
 @invariant(catches="ignored grad_output")
@@ -200,8 +178,7 @@ def scales_with_grad_output(trial: Trial) -> None:
     """
     require(not trial.case.step, "applies to losses, not to training steps")
     tripled = {name: 3 * x for name, x in trial.reduced("encoder").items()}
-    what, source = "the gradient of 3 · loss", "3 · the gradient"
-    same_gradients(trial.reduced("encoder", Plan(scale=3.0)), tripled, what, source, trial.tolerance)
+    same(trial, trial.reduced("encoder", Plan(scale=3.0)), tripled, "the gradient of 3 · loss", "3 · the gradient")
 
 
 @invariant(catches="rank's own queue")
@@ -213,7 +190,7 @@ def same_state(trial: Trial) -> None:
     expected = trial.on_one_process().state
     require(expected, "this loss has no buffers")
     for rank, result in enumerate(trial.on_ranks()):
-        same_gradients(result.state, expected, f"the loss's state on rank {rank}", tolerance=trial.tolerance)
+        same(trial, result.state, expected, f"the loss's state on rank {rank}")
 
 
 @invariant(catches="naive softmax")
@@ -226,9 +203,6 @@ def finite_at_extremes(trial: Trial) -> None:
     for rank, result in enumerate(trial.on_ranks()):
         if not result.is_finite:
             raise Broken(f"rank {rank} has NaN or infinite numbers in its value or its gradients")
-
-
-# --- invariants of a training -------------------------------------------------------------------------------------------
 
 
 @invariant(catches="scaled from call 3")
@@ -264,13 +238,12 @@ def same_sharded_gradient(trial: Trial) -> None:
     When it fails, sharded class weights have another effective learning rate than the encoder. Applies only to losses with
     sharded parameters; such a module has an attribute ``sharded = True``.
     """
-    for step, reference, outcomes in _steps(trial):
-        shards = [result.sharded for result in _measured(outcomes, step)]
+    for step, reference, by_rank in _steps(trial):
+        shards = [result.sharded for result in by_rank]
         require(any(shards), "this loss has no sharded parameters")
         whole = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
         expected = reference.sharded or {name: reference.parameters[name] for name in whole}
-        what = f"at step {step}, the gradient of sharded parameters"
-        same_gradients(whole, expected, what, tolerance=trial.tolerance)
+        same(trial, whole, expected, f"at step {step}, the gradient of sharded parameters")
 
 
 @invariant(catches="one message more")
@@ -281,14 +254,15 @@ def same_messages(trial: Trial) -> None:
     messages that do not belong together.
     """
     trained = _trained(trial, Plan(record=True))
-    measured = [[x for x in outcomes if isinstance(x, Measurement)] for outcomes in trained]
-    first, *others = [[message for x in of_rank for message in (*x.forward, *x.backward)] for of_rank in measured]
+    first, *others = [
+        [message for x in outcomes if isinstance(x, Measurement) for message in (*x.forward, *x.backward)]
+        for outcomes in trained
+    ]
     for rank, sent in enumerate(others, 1):
         for position, (message, of_rank_0) in enumerate(zip_longest(sent, first), 1):
             if message != of_rank_0:
-                raise Broken(
-                    f"message {position} of rank {rank} is {message or 'missing'}; rank 0's: {of_rank_0 or 'missing'}"
-                )
+                found, expected = message or "missing", of_rank_0 or "missing"
+                raise Broken(f"message {position} of rank {rank} is {found}; rank 0's: {expected}")
 
 
 def _trained(trial: Trial, plan: Plan) -> list[list[Outcome]]:
@@ -300,34 +274,27 @@ def _trained(trial: Trial, plan: Plan) -> list[list[Outcome]]:
         raise Broken(f"in a training of {len(trial.training)} steps, {first_line(error)}") from error
 
 
-def _steps(trial: Trial, plan: Plan = UNCHANGED) -> Iterator[tuple[int, Measurement, tuple[Outcome, ...]]]:
-    """Yield for each step its number, the measurement of one process, and the outcomes of the ranks."""
+def _steps(trial: Trial, plan: Plan = UNCHANGED) -> Iterator[tuple[int, Measurement, list[Measurement]]]:
+    """Yield each step's number and the measurements of one process and of all ranks; raise Broken if a rank raised."""
     by_step = list(zip(*_trained(trial, plan), strict=True))
-    for step, reference in enumerate(trial.train_on_one_process(plan)):
+    for step, (reference, outcomes) in enumerate(zip(trial.train_on_one_process(plan), by_step, strict=True), 1):
         assert isinstance(reference, Measurement), "trial.training has only steps that one process computes"
-        yield step + 1, reference, by_step[step]
-
-
-def _measured(outcomes: tuple[Outcome, ...], step: int) -> list[Measurement]:
-    """Return the measurements of all ranks at one step; raise Broken if a rank raised."""
-    for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, str):
-            raise Broken(f"one process computes a value at step {step}, but rank {rank} raised {outcome}")
-    return [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, str):
+                raise Broken(f"one process computes a value at step {step}, but rank {rank} raised {outcome}")
+        yield step, reference, [outcome for outcome in outcomes if isinstance(outcome, Measurement)]
 
 
 def _same_training(trial: Trial, plan: Plan = UNCHANGED) -> None:
     """Compare value, gradients and state of every rank at every step with one process."""
-    for step, reference, outcomes in _steps(trial, plan):
-        by_rank = _measured(outcomes, step)
+    for step, reference, by_rank in _steps(trial, plan):
         for rank, result in enumerate(by_rank):
-            close(result.value, reference.value, f"at step {step}, rank {rank} returns", "one process", trial.tolerance)
-            what = f"at step {step}, the loss's state on rank {rank}"
-            same_gradients(result.state, reference.state, what, tolerance=trial.tolerance)
+            close(trial, result.value, reference.value, f"at step {step}, rank {rank} returns", "one process")
+            same(trial, result.state, reference.state, f"at step {step}, the loss's state on rank {rank}")
         for of in ("encoder", "parameters"):
             reduced = trial.reduce([getattr(result, of) for result in by_rank])
             expected = {name: x for name, x in getattr(reference, of).items() if name in reduced}
-            same_gradients(reduced, expected, f"at step {step}, the gradient of the {of}", tolerance=trial.tolerance)
+            same(trial, reduced, expected, f"at step {step}, the gradient of the {of}")
 
 
 CONTRACT = (
@@ -340,22 +307,7 @@ CONTRACT = (
 )
 """The global-batch contract."""
 
-STEP_INVARIANTS = (
-    *CONTRACT,
-    gradients_accumulate,
-    scales_with_grad_output,
-    same_state,
-    finite_at_extremes,
-)
-"""The invariants of one step, the most basic first."""
-
-TRAINING_INVARIANTS = (
-    same_at_later_steps,
-    same_random_numbers,
-    same_sharded_gradient,
-    same_messages,
-)
-"""The invariants of a training."""
-
-INVARIANTS = (*STEP_INVARIANTS, *TRAINING_INVARIANTS)
-"""All invariants, of one step and of a training."""
+# the most basic first
+STEP_INVARIANTS = (*CONTRACT, gradients_accumulate, scales_with_grad_output, same_state, finite_at_extremes)
+TRAINING_INVARIANTS = (same_at_later_steps, same_random_numbers, same_sharded_gradient, same_messages)
+INVARIANTS = (*STEP_INVARIANTS, *TRAINING_INVARIANTS)  # all invariants, of one step and of a training

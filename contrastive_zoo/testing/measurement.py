@@ -1,10 +1,11 @@
-"""The measurement of a loss on the local shard of a global batch: value, gradients, buffers."""
+"""The measurements of a loss on a global batch and in a training of a few steps, on one process and on W ranks."""
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +16,10 @@ from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
-from contrastive_zoo.testing.evidence import noisy
+from contrastive_zoo.testing.evidence import noisy, tolerance
 from contrastive_zoo.testing.interventions import EDITS, splitting
-from contrastive_zoo.testing.loss_calls import LossRecorder, allow_repeated_samples
-from contrastive_zoo.testing.messages import Draws, Message, Messages
+from contrastive_zoo.testing.messages import Draws, LossRecorder, Message, Messages, allow_repeated_samples
+from contrastive_zoo.testing.worlds import RankError, Worlds
 
 Call = Literal["labels", "views"]
 GradReduction = Literal["mean", "sum"]
@@ -51,9 +52,7 @@ def call_form(loss: Any) -> Call:
     inner = getattr(loss, "loss", None) or getattr(loss, "module", None)
     if inner is not None and callable(inner) and type(loss).__name__.startswith("Distributed"):
         return call_form(inner)
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    if isinstance(loss, Loss):
-        function = loss.inputs
+    function = loss.inputs if isinstance(loss, Loss) else loss.forward if isinstance(loss, nn.Module) else loss
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -61,8 +60,7 @@ def call_form(loss: Any) -> Call:
     return "labels" if any(name.lower() in ("labels", "label", "y", "target", "targets") for name in names) else "views"
 
 
-COMPARED = "encoder", "parameters", "sharded", "state"
-"""The groups of tensors of a measurement that are compared with one process."""
+COMPARED = "encoder", "parameters", "sharded", "state"  # the tensors of a measurement that one process must have, too
 
 
 @dataclass
@@ -83,18 +81,15 @@ class Measurement:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the value and its gradients are finite."""
         numbers = [torch.tensor(self.value), *self.encoder.values(), *self.parameters.values()]
         return all(bool(x.isfinite().all()) for x in numbers)
 
     def tensors(self) -> Gradients:
-        """Return all numbers that are compared, by name."""
         named = {f"{group}.{name}": x for group in COMPARED for name, x in getattr(self, group).items()}
         return {"value": torch.tensor(self.value, dtype=torch.float64), **named}
 
 
-Outcome = Measurement | str
-"""What a step computes, or the message of the error in which it ended."""
+Outcome = Measurement | str  # what a step computes, or the message of the error in which it ended
 
 
 @dataclass(frozen=True)
@@ -112,10 +107,9 @@ class Plan:
 
 
 UNCHANGED = Plan()
-
-
-PARAMETER_FACTOR = 0.95
-"""Factor of every parameter after each step, so that results of the old parameters are wrong at the next step."""
+PARAMETER_FACTOR = (
+    0.95  # of every parameter after each step, so that results of the old ones are wrong at the next step
+)
 
 
 def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcome]:
@@ -153,7 +147,6 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
 
 
 def average(results: Sequence[Measurement]) -> Measurement:
-    """Return the mean of several measurements; its noise is the largest standard error of a number."""
     first, drawn = results[0], [x.tensors() for x in results]
     noise, means = 0.0, {}
     for name in first.tensors():
@@ -162,12 +155,11 @@ def average(results: Sequence[Measurement]) -> Measurement:
         if stacked.numel():
             error = float(stacked.std(0).max()) / len(results) ** 0.5
             noise = max(noise, error / max(1.0, float(means[name].abs().max())))
-    groups: Any = {x: {name: means[f"{x}.{name}"] for name in getattr(first, x)} for x in COMPARED}
+    groups: dict[str, Any] = {x: {name: means[f"{x}.{name}"] for name in getattr(first, x)} for x in COMPARED}
     return replace(first, value=float(means["value"]), noise=noise, **groups)
 
 
 def set_float64_and_seed() -> None:
-    """Set float64 as the default dtype, and the same seed on every rank."""
     torch.set_default_dtype(torch.float64)
     if torch.accelerator.is_available():
         torch.manual_seed(0)
@@ -212,12 +204,14 @@ class Subject:
             returned = calls[-1].position if calls else 0
         encoder = self.model.named_parameters()  # with those of a loss; names are the same with and without DDP
         replicated, sharded = split_parameters(self.module, gradients(self.parameters.items()))
+        # what ranks share: without a pointer into an empty queue, which nothing sets
+        shared = LossModules(self.module if self.step is None else self.model)
         return Measurement(
             sum(float(value.detach()) for value in values) / len(values),
             gradients((name.removeprefix("module."), x) for name, x in encoder if x not in known),
             replicated,
             sharded,
-            copies(self._buffers()),
+            copies((name, x) for name, x in shared.shared_state().items() if not isinstance(x, nn.Parameter)),
             forward=messages.sent[:returned],
             backward=messages.sent[returned:],
             drew_random_numbers=random_states() != states,
@@ -228,7 +222,6 @@ class Subject:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Change the parameters, and clear their gradients."""
         for parameter in {*self.model.parameters(), *self.parameters.values()}:
             parameter.mul_(PARAMETER_FACTOR)
             parameter.grad = None
@@ -243,14 +236,6 @@ class Subject:
             return scalar(self.loss(*embeddings))
         with self.recorder.recording():
             return scalar(self.step(self.model, *samples))
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what ranks share: without a pointer into an empty queue, which nothing sets."""
-        shared = LossModules(self.module if self.step is None else self.model).shared_state()
-        return ((name, x) for name, x in shared.items() if not isinstance(x, nn.Parameter))
-
-
-# --- samples and tensors ---------------------------------------------------------------------------------------------------
 
 
 def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
@@ -284,7 +269,6 @@ def whole_batch(case: Case, batch: GlobalBatch) -> list[Tensor]:
 
 
 def local_shard(case: Case, batch: GlobalBatch, plan: Plan) -> list[Tensor]:
-    """Return the samples of this rank, before the encoder."""
     parts = [EDITS[plan.edit](list(x.split(list(batch.shards)))) for x in whole_batch(case, batch)]
     return [torch.cat(x) if plan.whole else x[World.of().rank] for x in parts]
 
@@ -300,9 +284,8 @@ def scalar(value: Any) -> Tensor:
 
 def gradients(parameters: Iterable[tuple[str, Tensor]]) -> Gradients:
     """Return the gradients by name, zero for a parameter without one."""
-    return {
-        name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in parameters if x.requires_grad
-    }
+    named = ((name, x) for name, x in parameters if x.requires_grad)
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in named}
 
 
 def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, Gradients]:
@@ -318,10 +301,127 @@ def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, 
 
 
 def random_states() -> tuple[Any, ...]:
-    """Return the states of the global generators of torch, NumPy and Python."""
     numpy_state: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
 
 
 def copies(named: Iterable[tuple[str, Tensor]]) -> Gradients:
     return {name: x.detach().clone() for name, x in named}
+
+
+def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
+    """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
+
+    Examples:
+        >>> [step.shards for step in training_of(GlobalBatch((2, 2)))]
+        [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
+    """
+    size = len(batch.shards)
+    on_rank_0 = (batch.total, *[0] * (size - 1))
+    splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
+    return tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits))
+
+
+TOLERANCE = 1e-10  # largest allowed difference in float64, relative to the larger of 1 and the largest expected element
+REPETITIONS = 5  # repetitions with changes of up to half a unit of rounding, from which the tolerance is derived
+SUM_ROUNDING = 4.0  # units of rounding by which sums of another order differ
+DRAWS = 300  # calls of a loss with random numbers whose mean is compared
+# Largest difference of two means, in standard errors of one: two right ones differ by more once in 30,000 numbers
+STANDARD_ERRORS = 6.0
+AVERAGE_TIMEOUT = 60.0  # seconds for these calls, at least
+
+
+class Trial:
+    """One loss on one global batch. Invariants read its measurements; each is made once.
+
+    Every method raises a RankError if a rank raises, dies or does not answer.
+    """
+
+    def __init__(
+        self, case: Case, batch: GlobalBatch, worlds: Worlds, tolerance: float = TOLERANCE, note: str = ""
+    ) -> None:
+        self.case, self.batch, self.worlds, self.world_size = case, batch, worlds, len(batch.shards)
+        self.tolerance = tolerance  # of a right result, relative to the larger of 1 and the largest expected element
+        self.note = note  # why the tolerance is not that of float64
+        self._results: dict[Any, list[list[Outcome]]] = {}
+
+    @cached_property
+    def with_noise(self) -> "Trial | None":
+        """Return the trial with the tolerance that measured noise gives; None if the loss computes exactly.
+
+        Of a loss with random numbers the means of many calls are compared, with other random numbers on every rank: it is
+        right if its expected value is. A loss that computes in float32 is repeated with changes of up to half a unit there.
+        """
+        if self.draws:
+            result = Trial(replace(self.case, repetitions=DRAWS), self.batch, self.worlds)
+            result.note = f"draws random numbers, and means of {DRAWS} calls are compared"
+            result.tolerance = STANDARD_ERRORS * max(x.noise for x in (result.on_one_process(), *result.on_ranks()))
+            return result
+        if (dtype := self.on_one_process(Plan(record=True)).precision) == torch.float64:
+            return None
+        expected = self.on_one_process().tensors()
+        noise = []
+        for seed in range(REPETITIONS):
+            scale = 1 + seed / 1000  # of the loss, so that the backward pass rounds differently too
+            repeated = self.on_one_process(Plan(scale, rounding=(seed, dtype))).tensors()
+            for name, x in repeated.items():
+                x = x / scale if name.startswith(("encoder", "parameters", "sharded")) else x
+                y = expected[name]
+                noise += [float((x - y).abs().max() / max(1.0, float(y.abs().max())))] if x.numel() else []
+        # where embeddings do not change, as normalised ones of one dimension, sums over ranks are still rounded differently
+        bound = tolerance(noise, torch.finfo(torch.float64).eps, floor=SUM_ROUNDING * torch.finfo(dtype).eps)
+        return Trial(self.case, self.batch, self.worlds, bound, f"computes in {str(dtype).removeprefix('torch.')}")
+
+    @property
+    def draws(self) -> bool:
+        return self.on_one_process().drew_random_numbers and not self.case.step
+
+    def _run(self, size: int, steps: tuple[GlobalBatch, ...], plan: Plan) -> list[list[Outcome]]:
+        """Run the steps of a training on ``size`` ranks, unless that was done before."""
+        key = size, steps, plan
+        if key not in self._results:
+            timeout = max(self.worlds.timeout, AVERAGE_TIMEOUT) if self.case.repetitions else None
+            self._results[key] = self.worlds.run(size, measure, self.case, steps, plan, timeout=timeout)
+        return self._results[key]
+
+    def on_ranks(self, plan: Plan = UNCHANGED) -> list[Measurement]:
+        return [x for (x,) in self._run(self.world_size, (self.batch,), plan) if isinstance(x, Measurement)]
+
+    def on_one_process(self, plan: Plan = UNCHANGED) -> Measurement:
+        ((result,),) = self._run(1, (self.batch,), replace(plan, whole=True))
+        assert isinstance(result, Measurement), "one step raises its errors"
+        return result
+
+    def reduced(self, of: Literal["encoder", "parameters"], plan: Plan = UNCHANGED) -> Gradients:
+        return self.reduce([getattr(result, of) for result in self.on_ranks(plan)])
+
+    def reduce(self, by_rank: Sequence[Gradients]) -> Gradients:
+        """Return the gradients after the gradient all-reduce of the trainer."""
+        if self.case.step:  # the step has already reduced them
+            return by_rank[0]
+        weight = 1 / len(by_rank) if self.case.grad_reduction == "mean" else 1.0
+        return {name: weight * torch.stack([result[name] for result in by_rank]).sum(0) for name in by_rank[0]}
+
+    @cached_property
+    def training(self) -> tuple[GlobalBatch, ...]:
+        steps = training_of(self.batch)
+        outcomes = self._run(1, steps, Plan(whole=True))[0]
+        return tuple(x for x, outcome in zip(steps, outcomes, strict=True) if isinstance(outcome, Measurement))
+
+    def train_on_ranks(self, plan: Plan = UNCHANGED) -> list[list[Outcome]]:
+        return self._run(self.world_size, self.training, plan)
+
+    def train_on_one_process(self, plan: Plan = UNCHANGED) -> list[Outcome]:
+        return self._run(1, self.training, replace(plan, whole=True, record=False))[0]
+
+
+def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float:
+    """Return the loss of these samples on one process; NaN if it raises."""
+
+    def value() -> float:
+        return float(Subject(case, d).value(samples).detach())
+
+    try:
+        return worlds.run(1, value)[0]
+    except RankError:
+        return float("nan")

@@ -1,16 +1,20 @@
-"""What a rank does in a call: its collectives, the precision of its operations, and the random numbers that it draws."""
+"""What a rank does in a call: its collectives, its precision, the random numbers that it draws, the losses that it calls."""
 
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_PAIRED = {"send", "recv_", "recv_any_source_"}
-"""Operations between two ranks, which are not recorded: the other ranks do not call them."""
+# Not recorded: operations between two ranks, which the others do not call
+_NOT_RECORDED = {"wait_tensor", "send", "recv_", "recv_any_source_"}
+# Collectives whose second argument is sent; of all others it is the first
 _OUTPUT_FIRST = {"_allgather_base_", "alltoall_base_", "allgather_", "_reduce_scatter_base_"}
-"""Collectives whose second argument is sent; of all others it is the first."""
 
 
 class Message(NamedTuple):
@@ -22,8 +26,7 @@ class Message(NamedTuple):
 
     @property
     def is_of_floats(self) -> bool:
-        """Whether it sends embeddings or statistics, not int64 counts."""
-        return self.dtype not in ("int64", "")
+        return self.dtype not in ("int64", "")  # which are counts
 
     def __str__(self) -> str:
         return f"{self.name} of {'its own size' if self.size is None else self.size} {self.dtype}"
@@ -39,8 +42,12 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = getattr(func, "_opname", "")
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor" and name not in _PAIRED:
-            self.sent.append(_message(name, args))
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _NOT_RECORDED:
+            tensors = [x for x in tree_leaves(args[1 if name in _OUTPUT_FIRST else 0]) if isinstance(x, Tensor)]
+            uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
+            dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
+            size = None if uneven else sum(x.numel() for x in tensors)
+            self.sent.append(Message(name, size, "/".join(sorted(dtypes))))
         result = func(*args, **(kwargs or {}))
         if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point() and result.numel() > 1:
             self.precision = max(self.precision, result.dtype, key=lambda x: torch.finfo(x).eps)
@@ -56,10 +63,9 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        self.count += 1
-        if not self.same:
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags
+        self.count += is_draw
+        if not (is_draw and self.same):
             return func(*args, **kwargs)
         state = torch.get_rng_state()
         torch.default_generator.manual_seed(self.count)
@@ -69,9 +75,85 @@ class Draws(TorchDispatchMode):
             torch.set_rng_state(state)
 
 
-def _message(name: str, args: Any) -> Message:
-    tensors = [x for x in tree_leaves(args[1 if name in _OUTPUT_FIRST else 0]) if isinstance(x, Tensor)]
-    uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
-    size = None if uneven else sum(x.numel() for x in tensors)
-    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
-    return Message(name, size, "/".join(sorted(dtypes)))
+@contextmanager
+def replaced(home: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a module or class by one that gets the original as its first argument."""
+    original = getattr(home, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    defined = inspect.getattr_static(home, name)  # a class method, and not that of the class
+    setattr(home, name, call)
+    try:
+        yield
+    finally:
+        setattr(home, name, defined)
+
+
+class LossCall(NamedTuple):
+    loss: nn.Module  # the outermost module that received embeddings and returned a scalar
+    embedding_gradients: list[Tensor]  # of its inputs [n, ...] that require gradients, zero before the backward pass
+    position: int  # the number that count returned when the loss returned
+
+
+class LossRecorder:
+    """Records the calls of losses inside the context of :meth:`recording`.
+
+    A loss is a module that returns a scalar, or raises, and has an input that requires gradients. The encoder, and a model
+    that returns its own loss, receive features, which require none. ``count`` is read when a loss returns: how many messages
+    have been sent so far.
+    """
+
+    def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
+        self.count = count
+        self.calls: list[LossCall] = []
+
+    def recording(self) -> Any:
+        return replaced(nn.Module, "_call_impl", self._on_call)
+
+    def _on_call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(module, *args, **kwargs)
+        allow_repeated_samples(module)
+        try:
+            output = original(module, *args, **kwargs)
+        except BaseException:
+            self._record(module, (args, kwargs))
+            raise
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        if tensors and tensors[0].ndim == 0 and tensors[0].requires_grad:
+            self._record(module, (args, kwargs))
+        return output
+
+    def _record(self, module: nn.Module, arguments: Any) -> None:
+        inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
+        if not inputs:
+            return
+        members = {id(member) for member in module.modules()}
+        self.calls = [call for call in self.calls if id(call.loss) not in members]  # inner modules return first
+        embeddings = [x for x in inputs if x.ndim > 1]  # not a scale or a temperature
+        call = LossCall(module, [torch.zeros_like(x) for x in embeddings], self.count())
+        for x, total in zip(embeddings, call.embedding_gradients, strict=True):
+            x.register_hook(functools.partial(_add, total))
+        self.calls.append(call)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        named: dict[str, nn.Parameter] = {}
+        for index, call in enumerate(self.calls):
+            for name, parameter in call.loss.named_parameters():
+                if all(parameter is not other for other in named.values()):
+                    named[f"loss{index or ''}.{name}"] = parameter
+        return named
+
+
+def allow_repeated_samples(loss: Any) -> None:
+    """Switch off the check that ranks hold different embeddings, because drawn batches repeat samples."""
+    if hasattr(loss, "check_distinct"):
+        loss.check_distinct = False
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:  # a hook that returned a tensor would replace the gradient
+    total += gradient.detach()

@@ -6,7 +6,7 @@ evidence. The first mistake of a stage all of whose predictions hold is named. W
 measured, and what speaks against the closest.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,20 +14,15 @@ from typing import Any, NamedTuple
 
 from contrastive_zoo.testing.evidence import Comparison, Evidence, is_scaled
 
-NOT_RECOGNISED = "not recognised"
-"""Name of the diagnosis of evidence that fits no known mistake."""
+NOT_RECOGNISED = "not recognised"  # name of the diagnosis of evidence that fits no known mistake
+FALLBACK = "gathers by itself"  # the mistake that is tried where no other one fits
 
-FALLBACK = "gathers by itself"
-"""The mistake that is tried where no other one fits."""
-
+# Invariants by each of which one mistake is known
 OUTSIDE_THE_CONTRACT = (
     *("scales_with_grad_output", "gradients_accumulate", "finite_at_extremes", "same_random_numbers"),
     *("same_at_later_steps", "same_sharded_gradient", "same_messages"),
 )
-"""Invariants by each of which one mistake is known."""
-
-COMPETING = 2
-"""Explanations that are shown besides the best one."""
+COMPETING = 2  # explanations that are shown besides the best one
 
 
 class Mistake(NamedTuple):
@@ -44,11 +39,8 @@ def _rows(table: str) -> list[list[str]]:
 
 
 MISTAKES = {name: Mistake(why, fix, "audit" in found_by) for name, why, fix, found_by in _rows("mistakes.md")}
-"""All mistakes by name."""
-
+# By stage, the mistakes in the order in which they are tried, and the facts that each predicts
 SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {}
-"""By stage, the mistakes in the order in which they are tried, and the facts that each predicts."""
-
 for _stage, _name, _facts in _rows("signatures.md"):
     SIGNATURES.setdefault(_stage, {})[_name] = tuple(_facts.split("; "))
 
@@ -78,8 +70,8 @@ class Diagnosis:
         return {title: text for title, text in named.items() if text}
 
     def as_dict(self) -> dict[str, Any]:
-        lists = {"confirmed": list(self.confirmed), "competing": list(self.competing), "place": self.place}
-        return {"mistake": self.mistake, "why": self.why, "measured": self.measured, "fix": self.fix, **lists}
+        lists = {"confirmed": list(self.confirmed), "competing": list(self.competing)}
+        return vars(self) | lists | {"why": self.why, "fix": self.fix}
 
     def __str__(self) -> str:
         details = "".join(f"{title}: {text}. " for title, text in self.details().items())
@@ -90,57 +82,40 @@ class Explanation(NamedTuple):
     """How far the predictions of a mistake hold: those before the first that does not, and that one."""
 
     mistake: str
-    held: tuple[str, ...]
-    against: str  # empty if all hold
-    share: float  # of the predictions that hold
-
-
-def explanations(evidence: Evidence) -> Iterator[Explanation]:
-    """Yield an explanation for every mistake of the stages of the evidence, in the order of the table."""
-    fits = False
-    for stage in evidence.stages:
-        for name, predicted in SIGNATURES[stage].items():
-            if MISTAKES[name].of_training >= evidence.is_training and not (fits and name == FALLBACK):
-                against = next((x for x in predicted if not FACTS[x](evidence)), "")
-                held = predicted[: predicted.index(against)] if against else predicted
-                fits = fits or not against
-                yield Explanation(name, held, against, len(held) / len(predicted))
+    held: tuple[str, ...] = ()
+    against: str = ""  # empty if all hold
+    share: float = 0.0  # of the predictions that hold
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Return the first mistake all of whose predictions hold, and the ones that come closest."""
-    best, *others = sorted(explanations(evidence), key=lambda x: -x.share) or [Explanation("", (), "no evidence", 0)]
-    fits = not best.against
-    close = [x for x in (others if fits else [best, *others]) if x.held][:COMPETING]
+    found: list[Explanation] = []
+    for name, predicted in (x for stage in evidence.stages for x in SIGNATURES[stage].items()):
+        is_tried = name != FALLBACK or all(x.against for x in found)
+        if is_tried and MISTAKES[name].of_training >= evidence.is_training:
+            against = next((x for x in predicted if not FACTS[x](evidence)), "")
+            held = predicted[: predicted.index(against)] if against else predicted
+            found.append(Explanation(name, held, against, len(held) / len(predicted)))
+    found.sort(key=lambda x: -x.share)
+    best = next((x for x in found[:1] if not x.against), Explanation(NOT_RECOGNISED))
+    close = [x for x in found if x is not best and x.held][:COMPETING]
     competing = tuple(f"{x.mistake} (not so: {x.against})" if x.against else x.mistake for x in close)
-    if not fits:
-        return Diagnosis(NOT_RECOGNISED, str(evidence), (), competing, evidence.place())
-    place = evidence.place() if best.mistake == FALLBACK else ""
-    return Diagnosis(best.mistake, str(evidence) if evidence.is_training else "", best.held, competing, place)
+    is_measured = evidence.is_training or best.mistake == NOT_RECOGNISED
+    place = evidence.place() if best.mistake in (FALLBACK, NOT_RECOGNISED) else ""
+    return Diagnosis(best.mistake, str(evidence) if is_measured else "", best.held, competing, place)
 
-
-# --- facts of more than a line -----------------------------------------------------------------------------------------
 
 Fact = Callable[[Evidence], bool]
 
-FACTORS: dict[str, Callable[[int], float]] = {
-    "0 times": lambda w: 0.0,
-    "exactly": lambda w: 1.0,
-    "W times": lambda w: w,
-    "W² times": lambda w: w * w,
-    "1/W times": lambda w: 1 / w,
-    "1/√W times": lambda w: w**-0.5,
-}
-"""How much larger a value or a gradient is than it should be, by the number of ranks W."""
+# The power of W by which a value or a gradient is larger than it should be; None: it is zero
+POWERS = {"0 times": None, "exactly": 0, "W times": 1, "W² times": 2, "1/W times": -1, "1/√W times": -0.5}
 
 
 def _of_factor(says: str, holds: Callable[[Comparison, float], bool]) -> dict[str, Fact]:
-    """Return a fact for every factor: that it holds for every batch on equal shards."""
+    def with_power(power: float | None) -> Fact:
+        return lambda e: e.every(lambda x: holds(x, 0.0 if power is None else x.world_size**power))
 
-    def with_factor(factor: Callable[[int], float]) -> Fact:
-        return lambda e: e.every(lambda x: holds(x, factor(x.world_size)))
-
-    return {says.format(times): with_factor(factor) for times, factor in FACTORS.items()}
+    return {says.format(times): with_power(power) for times, power in POWERS.items()}
 
 
 def _is_summed(e: Evidence) -> bool:
@@ -158,20 +133,16 @@ def _is_summed(e: Evidence) -> bool:
 def _is_averaged(e: Evidence) -> bool:
     """Return whether a trainer averages gradients of a loss that expects a sum."""
     is_known = e.option == "sum" or (e.has_parameters and not e.is_training)
-    return is_known and e.every(
-        lambda x: x.is_scaled(1 / x.world_size, 1 / x.world_size) and is_scaled(x.embeddings, 1)
-    )
+    is_part = e.every(lambda x: x.is_scaled(1 / x.world_size, 1 / x.world_size) and is_scaled(x.embeddings, 1))
+    return is_known and is_part
 
 
 def _lacks_parameter_reduction(e: Evidence) -> bool:
     """Return whether a step reduces the encoder's gradient but not that of the loss's parameters."""
-
-    def is_local(x: Comparison) -> bool:
-        return is_scaled(x.encoder, 1) and x.parameters is not None and x.parameters.lack_reduction
-
+    is_local = e.every(lambda x: is_scaled(x.encoder, 1) and x.parameters is not None and x.parameters.lack_reduction)
     # of a loss for a sum trainer each rank holds 1/W of the gradient
     is_of_sum = e.option == "sum" and e.has_parameters and e.every(lambda x: x.is_scaled(1, 1 / x.world_size))
-    return e.is_step and (e.every(is_local) or is_of_sum)
+    return e.is_step and (is_local or is_of_sum)
 
 
 def _counts_local_samples(e: Evidence) -> bool:

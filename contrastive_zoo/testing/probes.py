@@ -15,28 +15,29 @@ from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo
 from contrastive_zoo.ranks.one_process import HeldGroupError
-from contrastive_zoo.testing._outcome import is_user_code
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, flat, is_near
 from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
 from contrastive_zoo.testing.measurement import (
+    TOLERANCE,
     Case,
     Measurement,
     Plan,
     Subject,
+    Trial,
     local_shard,
     measure,
     starting_parameters,
+    value_of,
     whole_batch,
 )
 from contrastive_zoo.testing.mistakes import FALLBACK
-from contrastive_zoo.testing.trial import TOLERANCE, Trial, value_of
-from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
+from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout, is_user_code
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
+# Shards of the probes: equal, unequal, and all samples on the last rank
 EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
-"""Shards of the probes: equal, unequal, and all samples on the last rank."""
 
 
 class LossEvidence(Evidence):
@@ -70,15 +71,11 @@ class LossEvidence(Evidence):
 
     @property
     def close(self) -> float:
-        """The largest relative error of a number that is as a mistake predicts."""
         return max(CLOSE, self.tolerance)
 
     def _trial(self, shards: tuple[int, ...]) -> Trial:
-        """Return the trial of some shards, which keeps its measurements."""
-        if shards not in self._trials:
-            batch = GlobalBatch(shards, d=self.width, seed=7)
-            self._trials[shards] = Trial(self.case, batch, self.worlds)
-        return self._trials[shards]
+        batch = GlobalBatch(shards, d=self.width, seed=7)
+        return self._trials.setdefault(shards, Trial(self.case, batch, self.worlds))
 
     def _compared(self, shards: tuple[int, ...]) -> Comparison:
         """Compare one batch with one process; a RankError says that a rank raised, died or never answered."""
@@ -112,8 +109,9 @@ class LossEvidence(Evidence):
         )
 
     def _stages(self, failing: GlobalBatch | None) -> list[Stage]:
-        if self._starts_unequal():
-            return ["start"]
+        with suppress(RankError):  # the loss's own parameters, before the first step
+            if not _are_equal(self.worlds.run(2, starting_parameters, self.case, self._trial(EVEN[0]).batch)):
+                return ["start"]
         if not self.comparisons:
             return ["failure"]
         if not self.every(lambda x: x.has_values(1.0)):
@@ -140,16 +138,8 @@ class LossEvidence(Evidence):
             return FALLBACK
         return "uneven shards" if self.comparisons else "raises"
 
-    def _starts_unequal(self) -> bool:
-        """Return whether the loss's own parameters differ between ranks before the first step."""
-        with suppress(RankError):
-            return not _are_equal(self.worlds.run(2, starting_parameters, self.case, self._trial(EVEN[0]).batch))
-        return False
-
     def calls(self, name: str) -> bool:
         return self.measured is not None and any(name in x.name for x in self.measured.forward if x.is_of_floats)
-
-    # --- interventions ------------------------------------------------------------------------------------------------
 
     @property
     def _probed(self) -> Sequence[Comparison]:
@@ -158,31 +148,27 @@ class LossEvidence(Evidence):
 
     def confirms(self, mistake: str) -> bool:
         if mistake == FALLBACK:
-            return self.option is None and not self.is_step and self.calls("") and self._is_right_when_wrapped
+            if self.option is not None or self.is_step or not self.calls(""):
+                return False
+            make = self.case.make
+            wrapped = replace(self.case, make=lambda: DistributedLoss(make()))
+            return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
         if mistake == "state":
             return self._remembers
-        selections = SELECTIONS[self.case.call].get(mistake, ())
-        if all(any(self._computes(x, select) for select in selections) for x in self.comparisons):
+        if mistake == {"labels": "views split wrongly", "views": "labels not gathered"}[self.case.call]:
+            return False
+        if all(any(self._computes(x, y) for y in SELECTIONS.get(mistake, ())) for x in self.comparisons):
             return True
-        is_labelled = mistake == "labels not gathered" and self.case.call == "labels"
-        return is_labelled and self.changes("other samples") is True and self.changes("other labels") is False
-
-    @property
-    def _is_right_when_wrapped(self) -> bool:
-        make = self.case.make
-        wrapped = replace(self.case, make=lambda: DistributedLoss(make()))
-        return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
+        is_of_labels = mistake == "labels not gathered"
+        return is_of_labels and self.changes("other samples") is True and self.changes("other labels") is False
 
     def _computes(self, comparison: Comparison, select: Selection) -> bool:
         """Return whether each rank returns the loss of the samples that it selects, or all the mean over ranks of these."""
-        local = [self._selected(comparison, select, rank) for rank in range(comparison.world_size)]
+        batch = self._trial(comparison.shards).batch
+        selected = (select(whole_batch(self.case, batch), [*batch.shards], x) for x in range(comparison.world_size))
+        local = [value_of(self.case, samples, batch.d, self.worlds) for samples in selected]
         values, mean = [float(x) for x in comparison.values], sum(local) / len(local)
         return all(map(self._near, values, local)) or all(self._near(x, mean) for x in values)
-
-    def _selected(self, comparison: Comparison, select: Selection, rank: int) -> float:
-        batch = self._trial(comparison.shards).batch
-        samples = select(whole_batch(self.case, batch), list(batch.shards), rank)
-        return value_of(self.case, samples, batch.d, self.worlds)
 
     def _near(self, x: float, y: float) -> bool:
         return is_near(x, y, self.close)
@@ -205,16 +191,10 @@ class LossEvidence(Evidence):
         return False
 
     def right_after(self, edit: str) -> bool:
-        plan = Plan(edit=edit)
-        try:
-            for x in self.comparisons:
-                trial = self._trial(x.shards)
-                expected = trial.on_one_process(plan).value
-                if not all(self._near(rank.value, expected) for rank in trial.on_ranks(plan)):
-                    return False
-        except RankError:
-            return False
-        return True
+        plan, trials = Plan(edit=edit), [self._trial(x.shards) for x in self.comparisons]
+        with suppress(RankError):
+            return all(self._near(y.value, x.on_one_process(plan).value) for x in trials for y in x.on_ranks(plan))
+        return False
 
     @property
     def _remembers(self) -> bool:
@@ -234,14 +214,9 @@ def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:
     return all(x.keys() == first.keys() and all(torch.allclose(x[name], first[name]) for name in first) for x in others)
 
 
-# --- where W ranks and one process part --------------------------------------------------------------------------------
-
-DIGITS = 9
-"""Significant digits in which a number is the same."""
-
+DIGITS = 9  # significant digits in which a number is the same
 _FOLDERS = ("ranks", "engine", "loss_base", "losses", "wrapper")
 _LIBRARY = tuple(os.path.join(contrastive_zoo.__path__[0], folder) for folder in _FOLDERS)
-
 Lines = frozenset[tuple[str, ...]]
 
 
@@ -266,14 +241,11 @@ class Trace(TorchDispatchMode):
         if func.namespace == "aten" and not name.startswith(("empty", "new_empty", "detach", "lift")):
             for x in tree_leaves(result):
                 if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and (where := _place()):
-                    self.made.append(Made(f"{where}: {name} of shape {list(x.shape)}", *_numbers(x)))
+                    rows = x.detach().reshape(len(x) if x.ndim > 1 else x.numel(), -1).tolist()
+                    rounded = [tuple(f"{number:.{DIGITS}g}" for number in row) for row in rows]
+                    place = f"{where}: {name} of shape {list(x.shape)}"
+                    self.made.append(Made(place, frozenset(rounded), frozenset(zip(*rounded, strict=True))))
         return result
-
-
-def _numbers(x: Tensor) -> tuple[Lines, Lines]:
-    rows = x.detach().reshape(len(x), -1) if x.ndim > 1 else x.detach().reshape(-1, 1)
-    rounded = [[f"{number:.{DIGITS}g}" for number in row] for row in rows.tolist()]
-    return frozenset(map(tuple, rounded)), frozenset(zip(*rounded, strict=True))
 
 
 def _place() -> str:
@@ -289,7 +261,6 @@ def _place() -> str:
 
 
 def trace(case: Case, batch: GlobalBatch, whole: bool) -> list[Made]:
-    """Record the forward pass of a loss on this rank."""
     subject = Subject(case, batch.d)
     arguments = subject.model.embed(local_shard(case, batch, Plan(whole=whole)))
     with Trace() as recorded:

@@ -6,6 +6,7 @@ It imports neither torch nor the worlds before a test asks for them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copyreg
 import functools
 import inspect
@@ -22,7 +23,6 @@ MARKER = "world_sizes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option ``--world-timeout`` and the setting ``world_timeout``."""
     about = "timeout in seconds of one test in one world of processes"
     parser.addini("world_timeout", f"{about} (--world-timeout takes precedence)", default="60")
     group = parser.getgroup("contrastive_zoo")
@@ -30,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and reject an invalid timeout."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(*sizes, timeout=None): run the test on every rank of live gloo worlds of these sizes; inside, "
@@ -43,10 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = math.nan
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"a positive number of seconds was expected, got {text!r}.")
     return seconds
@@ -55,9 +53,6 @@ def _seconds(text: str) -> float:
 def _timeout(config: pytest.Config) -> float:
     option: float | None = config.getoption("world_timeout")
     return _seconds(config.getini("world_timeout")) if option is None else option
-
-
-# --- fixtures -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -79,10 +74,10 @@ class OnRank:
     """An object that a rank unpickles as the result of a function."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        self.make, self.arguments = make, arguments
+        self.made_by = make, arguments
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.make, self.arguments
+        return self.made_by
 
 
 def _rank() -> int:
@@ -91,11 +86,7 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-# --- a marked test --------------------------------------------------------------------------------------------------
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Generate one test for each world size."""
     marker = metafunc.definition.get_closest_marker(MARKER)
     if marker is None:
         return
@@ -114,15 +105,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Reject marked tests that would run in this process only, or not at all."""
-    if item.get_closest_marker(MARKER) is None:
-        return
+    problem = ""
     if _size(item) is None:
         problem = f"{MARKER} marks test functions and methods of plain classes, not those of a unittest.TestCase."
     elif inspect.iscoroutinefunction(getattr(item, "obj", None)):
         problem = f"{MARKER}: an async test cannot run on ranks; start the event loop inside the test."
-    else:
-        return
-    raise _failure(f"{item.nodeid}: {problem}")
+    if problem and item.get_closest_marker(MARKER) is not None:
+        raise _failure(f"{item.nodeid}: {problem}")
 
 
 def _size(item: pytest.Item) -> int | None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # they need cloudpickle, which an audit does not
     from contrastive_zoo.testing.invariants import Invariant
     from contrastive_zoo.testing.measurement import GradReduction
 
+# A name, whether it holds (or words in place of yes and no), and what was measured
 Row = tuple[str, bool | str | None, Sequence[str]]
-"""A name, whether it holds (or words in place of yes and no), and what was measured."""
 
 
 class Section(NamedTuple):
@@ -40,6 +40,11 @@ class Section(NamedTuple):
         return "".join("\n  " + line.replace("\n", "\n      ") for line in lines)
 
 
+def require_world_sizes(world_sizes: Sequence[int]) -> None:
+    if not world_sizes or min(world_sizes) < 1:
+        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")
+
+
 class _Result:
     """A report: ``sections`` are what is printed, ``as_dict`` is the report in plain types, for JSON."""
 
@@ -55,9 +60,6 @@ class _Result:
 
     def __str__(self) -> str:
         return self.verdict + "".join(f"\n{x.title}{x}".removeprefix(f"\n{self.name}") for x in self.sections())
-
-
-# --- check ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -83,7 +85,6 @@ class Report(_Result):
 
     @property
     def ok(self) -> bool:
-        """Whether every invariant that was tried held on every batch."""
         return not self.findings
 
     @property
@@ -98,9 +99,9 @@ class Report(_Result):
         """Return for every invariant whether it held on every batch, None if not tried, and its finding."""
         from contrastive_zoo.testing.invariants import INVARIANTS
 
-        broken = {x.invariant.name: x for x in self.findings}
-        names = [x.name for x in INVARIANTS]
-        return {x: (x not in broken if x in broken or x in self.tried else None, broken.get(x)) for x in names}
+        result: dict[str, tuple[bool | None, Finding | None]] = {x.name: (None, None) for x in INVARIANTS}
+        result |= {name: (True, None) for name in result if name in self.tried}
+        return result | {x.invariant.name: (False, x) for x in self.findings}
 
     def sections(self) -> list[Section]:
         rows: list[Row] = [
@@ -113,20 +114,13 @@ class Report(_Result):
         return [Section(self.name, self.seconds, headings, rows, diagnoses, notes=notes)]
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "loss": self.name,
-            "ok": self.ok,
-            "world_sizes": list(self.world_sizes),
-            "grad_reduction": self.grad_reduction,
-            "examples": self.examples,
-            "seconds": round(self.seconds, 2),
-            "invariants": {
-                name: {"holds": holds, **({"message": x.message, "batch": repr(x.batch)} if x else {})}
-                for name, (holds, x) in self._by_invariant().items()
-            },
-            "notes": self.notes,
-            "diagnosis": self.diagnosis and self.diagnosis.as_dict(),
+        plain = {name: getattr(self, name) for name in ("ok", "grad_reduction", "examples", "notes")}
+        invariants = {
+            name: {"holds": holds, **({"message": x.message, "batch": repr(x.batch)} if x else {})}
+            for name, (holds, x) in self._by_invariant().items()
         }
+        plain |= {"loss": self.name, "world_sizes": list(self.world_sizes), "seconds": round(self.seconds, 2)}
+        return plain | {"invariants": invariants, "diagnosis": self.diagnosis and self.diagnosis.as_dict()}
 
 
 class NotInvariant(AssertionError):
@@ -135,9 +129,6 @@ class NotInvariant(AssertionError):
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
-
-
-# --- audit ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -153,8 +144,12 @@ class Quantity:
 
     @property
     def ok(self) -> bool | None:
-        """Whether the error is within the tolerance; None if it was not compared."""
         return None if self.ratio is None else self.ratio.error <= self.tolerance
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is not that of one process, and no note explains it."""
+        return self.ok is False and not self.is_noted
 
     def row(self) -> Row:
         if self.ratio is None:
@@ -182,23 +177,16 @@ class WorldReport:
     findings: list[Diagnosis] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what is not a mistake, and is good to know
     problem: str = ""  # why nothing could be compared
-    peak_bytes: tuple[int, int] = (0, 0)  # of the largest process that trains, and of the one that repeats the steps
     seconds: float = 0.0
 
     @property
-    def differing(self) -> list[Quantity]:
-        """The quantities that are not those of one process, and which no note explains."""
-        return [x for x in self.quantities if x.ok is False and not x.is_noted]
-
-    @property
     def not_compared(self) -> list[str]:
-        """Why something was not compared, each reason once."""
         return list(dict.fromkeys(x.reason for x in self.quantities if x.ok is None))
 
     @property
     def ok(self) -> bool | None:
         """Whether the training is the same as on one process; None if something was not compared and no mistake found."""
-        if self.findings or self.differing:
+        if self.findings or any(x.differs for x in self.quantities):
             return False
         return True if self.quantities and not self.not_compared and not self.problem else None
 
@@ -228,25 +216,19 @@ class AuditReport(_Result):
 
     @property
     def ok(self) -> bool | None:
-        """Whether the training is the same on every number of processes; None if that is not known."""
         result = [x.ok for x in self.worlds]
         return False if False in result else None if None in result or not result else True
 
     @property
     def findings(self) -> list[Diagnosis]:
-        """The mistakes, each once."""
         return list({x.mistake: x for world in self.worlds for x in world.findings}.values())
 
     @property
     def verdict(self) -> str:
-        words = {
-            True: "the training is the same as on one process",
-            False: "the training is not the same as on one process",
-            None: "no mistake was found, but not everything was compared",
-        }
-        if not any(x.quantities or x.findings for x in self.worlds):
-            return f"{self.name}: nothing was compared."
-        return f"{self.name}: {words[self.ok]}."
+        words = f"the training is {'' if self.ok else 'not '}the same as on one process"
+        words = "no mistake was found, but not everything was compared" if self.ok is None else words
+        is_compared = any(x.quantities or x.findings for x in self.worlds)
+        return f"{self.name}: {words if is_compared else 'nothing was compared'}."
 
     def sections(self) -> list[Section]:
         return [x.section() for x in self.worlds]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, same_state
-from contrastive_zoo.testing.measurement import Call, Case
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Call, Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 
 SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]

@@ -28,8 +28,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
-from contrastive_zoo.testing.measurement import Case
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import Largest, close, drawn, numbers
 

@@ -18,8 +18,7 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
-from contrastive_zoo.testing.measurement import Case
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, common_error, numbers
 

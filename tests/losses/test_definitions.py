@@ -16,8 +16,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.pairwise import distances, squared_distances
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.strategies import global_batches
+from contrastive_zoo.testing.batch import GlobalBatch, global_batches
 from tests.helpers import TEMPERATURES, assert_same, close, numbers
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry

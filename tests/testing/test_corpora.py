@@ -9,8 +9,7 @@ from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.invariants import same_value
-from contrastive_zoo.testing.measurement import Case
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tests.testing.known_losses import PEERS, RIGHT_LOSSES, WRONG_LOSSES, Known

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,17 +15,13 @@ from contrastive_zoo.testing.evidence import ROUNDING_FACTOR, flat
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 from contrastive_zoo.testing.report import Quantity, WorldReport
 
-FACTOR_TOLERANCE = 1e-3
-"""Relative difference below which a factor equals an expected one; factors of a reduced precision are powers of two."""
-
-LOCAL_MEAN = "each rank returns the loss of its own anchors"
-"""Beginning of the note on a loss whose values differ between ranks and are right in the mean."""
-
+FACTOR_TOLERANCE = 1e-3  # relative difference of equal factors; those of a reduced precision are powers of two
+# Mistakes that explain wrong gradients, from which no other one is then inferred
 EXPLAINED_BY = {
     *("no process group", "different numbers of steps", "unequal parameters", "gathered first", "detached"),
     *("group of the loss", "unequal state", "clipped per rank"),
 }
-"""Mistakes that explain wrong gradients, from which no other one is then inferred."""
+Found = Iterator[tuple[str, str]]  # mistakes, and what was measured
 
 
 def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
@@ -40,20 +36,15 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     report.quantities = _largest([x.quantities for x in compared])
     report.findings = _mistakes(records, steps, compared)
     report.notes = list(dict.fromkeys(x for step in compared for x in _notes(step)))
-    report.problem = _problem(records)
-    report.peak_bytes = (max(x.peak_bytes for x in records), run(Setting()).peak_bytes if steps else 0)
-    if report.differing and not report.findings:
-        measured = "; ".join(f"{x.name} {x.ratio.error:.1%} off" for x in report.differing if x.ratio)
-        report.findings = [Diagnosis(NOT_RECOGNISED, measured)]
-    return report
-
-
-def _problem(records: Sequence[Record]) -> str:
     errors = [f"rank {x.rank} raised {x.error}" for x in records if x.error]
-    if not errors and not min(x.finished for x in records):
+    if not errors and not report.steps:
         errors.append("no step of an optimizer was finished on all ranks")
     errors += [f"--loss {name}: no module of such a class was called" for name in sorted(records[0].unknown_losses)]
-    return "; ".join(errors)
+    report.problem = "; ".join(errors)
+    off = [f"{x.name} {x.ratio.error:.1%} off" for x in report.quantities if x.differs and x.ratio]
+    if off and not report.findings:
+        report.findings = [Diagnosis(NOT_RECOGNISED, "; ".join(off))]
+    return report
 
 
 def _largest(steps: Sequence[Sequence[Quantity]]) -> list[Quantity]:
@@ -72,46 +63,45 @@ def _severity(x: Quantity) -> tuple[bool, bool, float]:
     return (x.ok is False, False, x.ratio.error if math.isfinite(x.ratio.error) else math.inf)
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
 def _mistakes(
     records: Sequence[Record], steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]
 ) -> list[Diagnosis]:
     """Return the mistakes of a training, each once; ``compared`` are the steps up to the first that differs."""
-    result = [*_of_process(records), *_of_samples(records)]
-    result += [x for probe in PROBES for step in steps for x in probe(step)]
-    result += [x for step in compared for x in _of_clipping(step)]
+    found = [*_of_process(records), *_of_samples(records)]
+    found += [x for probe in PROBES for step in steps for x in probe(step)]
+    found += [x for step in compared for x in _of_clipping(step)]
+    result = [Diagnosis(mistake, measured) for mistake, measured in found]
     if not EXPLAINED_BY & {x.mistake for x in result}:
         result += _of_gradients(steps, compared)
     return list({x.mistake: x for x in reversed(result)}.values())[::-1]
 
 
-def _of_process(records: Sequence[Record]) -> Iterator[Diagnosis]:
+def _of_process(records: Sequence[Record]) -> Found:
     if not any(x.initialized or x.error for x in records):
-        yield Diagnosis("no process group", "no group was initialised")
+        yield "no process group", "no group was initialised"
     begun = [len(x.steps) for x in records]
     if any(count < max(begun) and not x.error for count, x in zip(begun, records, strict=True)):
-        yield Diagnosis(
-            "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
-        )
+        yield "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
 
 
-def _of_samples(records: Sequence[Record]) -> Iterator[Diagnosis]:
-    """Yield the mistakes in the ranks' samples, each with what was measured."""
+def _of_samples(records: Sequence[Record]) -> Found:
     digests = [[step.samples for step in record.steps] for record in records]
     together = [list(ranks) for ranks in zip(*digests, strict=False)]
     if len(records) > 1 and not records[0].shares_samples:
         if equal := [i for i, x in enumerate(together) if x[0] and all(y == x[0] for y in x)]:
-            yield Diagnosis(
-                "same shard", f"all ranks have the same {len(together[equal[0]][0])} samples at step {equal[0] + 1}"
-            )
+            count = len(together[equal[0]][0])
+            yield "same shard", f"all ranks have the same {count} samples at step {equal[0] + 1}"
             return
         yield from _in_an_epoch(records, together)
-    yield from _same_order(records, together)
+    if any(epoch.shuffles for epoch in records[0].samplers) and records[0].steps:
+        epochs = [step.epoch for step in records[0].steps]
+        for i in range(1, len(together)):  # the first step of every later epoch
+            if epochs[i] > epochs[i - 1] and together[i] == together[0] and any(together[i]):
+                yield "no set_epoch", f"step {i + 1} begins an epoch with the samples of step 1, in the same order"
+                return
 
 
-def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Diagnosis]:
+def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Found:
     """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
     loaders = [
         epochs
@@ -122,62 +112,38 @@ def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[byt
         each = [[i for batch in epoch.batches for i in batch] for epoch in epochs]
         total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
         if len(seeds := {x.seed for x in epochs if isinstance(x.seed, int)}) > 1 and total > distinct:
-            yield Diagnosis("sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}")
+            yield "sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}"
         elif all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
-            yield Diagnosis(
-                "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
-            )
+            yield "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
         elif 0 < total - distinct < total * (1 - 1 / len(records)) / 2:
             repeated = f"{total - distinct} of {total} samples of an epoch are repeated"
-            yield Diagnosis("repeated samples", f"{repeated} ({epochs[0].sampler}, {size} samples in the dataset)")
-    if not loaders:
-        for i, ranks in enumerate(together):
-            if shared := sum(map(len, ranks)) - len(set().union(*ranks)):
-                yield Diagnosis(
-                    "repeated samples", f"{shared} of {sum(map(len, ranks))} samples of step {i + 1} are repeated"
-                )
-                return
-
-
-def _same_order(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Iterator[Diagnosis]:
-    """Compare the first step of every later epoch with the first step."""
-    if not any(epoch.shuffles for epoch in records[0].samplers):
-        return
-    previous = records[0].steps[0].epoch if records[0].steps else 0
-    for i, step in enumerate(records[0].steps[: len(together)]):
-        if step.epoch > previous and together[i] == together[0] and any(together[i]):
-            yield Diagnosis(
-                "no set_epoch", f"step {i + 1} begins an epoch with the samples of step 1, in the same order"
-            )
+            yield "repeated samples", f"{repeated} ({epochs[0].sampler}, {size} samples in the dataset)"
+    for i, ranks in enumerate(together if not loaders else ()):
+        total = sum(map(len, ranks))
+        if shared := total - len(set().union(*ranks)):
+            yield "repeated samples", f"{shared} of {total} samples of step {i + 1} are repeated"
             return
-        previous = step.epoch
 
 
-def _of_start(step: StepEvidence) -> Iterator[Diagnosis]:
-    """Compare the trained parameters of all ranks before the first step."""
+def _of_start(step: StepEvidence) -> Found:
     for group in ("loss", "encoder") if step.index == 0 else ():
         names = [x for x in step.names(group) if all(x in y.start for y in step.records)]
         starts = [flat(x.start, names) for x in step.records]
         error = worst(starts, starts[0]).error
         if error > 100 * step.eps:
-            yield Diagnosis("unequal parameters", f"those of the {group} differ by {error:.1%} before the first step")
+            yield "unequal parameters", f"those of the {group} differ by {error:.1%} before the first step"
 
 
-def _of_optimizer(step: StepEvidence) -> Iterator[Diagnosis]:
+def _of_optimizer(step: StepEvidence) -> Found:
     first = step.ranks[0]
-    if not first.optimized:
-        return
-    if missing := [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]:
-        yield Diagnosis(
-            "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
-        )
+    missing = [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]
+    if first.optimized and missing:
+        yield "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
     if stale := [x for x in first.stale if x in first.optimized]:
-        yield Diagnosis(
-            "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
-        )
+        yield "never zeroed", f"{len(stale)} gradients, such as that of {stale[0]}, are not zero when a step begins"
 
 
-def _of_factor(step: StepEvidence) -> Iterator[Diagnosis]:
+def _of_factor(step: StepEvidence) -> Found:
     """Compare the factor of the loss with that of one process, and that of one process with one over the micro-batches."""
     count, scale, start = step.ranks[0].micro_batches, step.factor, step.ranks[0].factor
     alone = step.one.factor if step.one is not None else None
@@ -189,18 +155,16 @@ def _of_factor(step: StepEvidence) -> Iterator[Diagnosis]:
         batches = f"{count} micro-batch{'es' if count > 1 else ''} on {step.world_size} ranks"
         relative = f", {scale:.4g} times what it is in one process" if by_world else ""
         begin = f"the backward pass starts with {(start or scale) / count:.4g} at the loss"
-        yield Diagnosis(name, f"{begin}{relative}, {batches}")
+        yield name, f"{begin}{relative}, {batches}"
     if alone is not None and accumulated == "twice":
-        yield Diagnosis(
-            "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
-        )
+        yield "accumulation divided twice", f"a loss has the factor {alone / count:.4g}, of {count} micro-batches"
 
 
 def _named(factor: float, names: Mapping[float, str]) -> str:
     return next((name for x, name in names.items() if math.isclose(factor, x, rel_tol=FACTOR_TOLERANCE)), "")
 
 
-def _of_gathering(step: StepEvidence) -> Iterator[Diagnosis]:
+def _of_gathering(step: StepEvidence) -> Found:
     """Look for a loss that gathers by itself and receives as many samples on each rank as in one process."""
     if (alone := step.of(Setting())) is None or step.world_size == 1:
         return
@@ -208,28 +172,28 @@ def _of_gathering(step: StepEvidence) -> Iterator[Diagnosis]:
         if step.records[0].losses[calls[0].module].option and one.samples > 1:
             inputs = [len(x.samples) / x.micro_batches for x in step.ranks]
             if all(x.samples == one.samples > n for x, n in zip(calls, inputs, strict=True)):
-                yield Diagnosis("gathered first", "each rank gives the loss as many samples as there are on all ranks")
+                yield "gathered first", "each rank gives the loss as many samples as there are on all ranks"
             return
 
 
-def _of_graph(step: StepEvidence) -> Iterator[Diagnosis]:
+def _of_graph(step: StepEvidence) -> Found:
     """Look for a step in which no parameter of the encoder gets a gradient, though the loss is not zero."""
     names = [x for x in step.names("encoder") if x in step.ranks[0].optimized]
     has_value = all(x and math.isfinite(x) for rank in step.ranks for x in rank.values)
     if names and has_value and not any(bool(flat(x.gradients, names).any()) for x in step.ranks):
-        yield Diagnosis("detached", f"the gradients of all {len(names)} parameters of the encoder are zero")
+        yield "detached", f"the gradients of all {len(names)} parameters of the encoder are zero"
 
 
-def _of_group(step: StepEvidence) -> Iterator[Diagnosis]:
+def _of_group(step: StepEvidence) -> Found:
     """Look for ranks that share their samples, as those of a tensor-parallel group do, in the group of a loss."""
     for loss in step.records[0].losses if step.records[0].shares_samples else ():
         samples = [step.ranks[rank].samples for rank in loss.group]
         if loss.option and any(x == y for x, y in itertools.combinations(samples, 2)):
             group = f"ranks {list(loss.group)} form the group of the loss"
-            yield Diagnosis("group of the loss", f"{group}, some of which have equal samples")
+            yield "group of the loss", f"{group}, some of which have equal samples"
 
 
-def _of_state(step: StepEvidence) -> Iterator[Diagnosis]:
+def _of_state(step: StepEvidence) -> Found:
     """Compare parameters outside of all optimizers after each step, such as those of a teacher."""
     names = [x for x in step.other_parameters if all(x in y.after for y in step.ranks)]
     equality = step.equality("other parameters", names)
@@ -239,23 +203,18 @@ def _of_state(step: StepEvidence) -> Iterator[Diagnosis]:
         which = f"; only ranks {moved} changed them" if len(moved) < len(after) else ""
         assert equality.ratio is not None
         differ = f"differ by {equality.ratio.error:.1e}"
-        yield Diagnosis("unequal state", f"{len(names)} parameters, such as {names[0]}, {differ}{which}")
+        yield "unequal state", f"{len(names)} parameters, such as {names[0]}, {differ}{which}"
 
 
-Probe = Callable[[StepEvidence], Iterator[Diagnosis]]
-"""Yields the mistakes that it finds in a step."""
-
-PROBES: tuple[Probe, ...] = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_group, _of_state)
-"""The probes of every step, in the order in which their findings are reported."""
+# The probes of every step, in the order in which their findings are reported
+PROBES = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_group, _of_state)
 
 
-def _of_clipping(step: StepEvidence) -> Iterator[Diagnosis]:
-    """Compare the gradients before clipping, and those after it."""
+def _of_clipping(step: StepEvidence) -> Found:
     clipped = next((x for x in step.quantities if x.name == CLIPPED and x.ok is False), None)
     if clipped is not None and step.are_gradients_right and all(x.clips for x in step.ranks):
         assert clipped.ratio is not None
-        error = f"{clipped.ratio.error:.1%}"
-        yield Diagnosis("clipped per rank", f"gradients are right before clipping and {error} off after it")
+        yield "clipped per rank", f"gradients are right before clipping and {clipped.ratio.error:.1%} off after it"
 
 
 def _of_gradients(steps: Sequence[StepEvidence], compared: Sequence[StepEvidence]) -> Iterator[Diagnosis]:
@@ -266,22 +225,15 @@ def _of_gradients(steps: Sequence[StepEvidence], compared: Sequence[StepEvidence
             x = step.comparison
             # every value may be that of one process, or only the ranks' mean
             if not (x.is_scaled(1.0, 1.0) and (x.has_values(1.0) or x.has_mean(1.0))):
-                yield _inferred(step, steps[: step.index][-1:])
+                step.comparisons = [x]
+                result, before = diagnose(step), steps[: step.index][-1:]
+                # state that differed after the step before explains what nothing else does
+                if result.mistake == NOT_RECOGNISED and before and (names := before[0].differing_tensors):
+                    what = f"{len(names)} buffers or tensors of modules, such as {names[0]}, differ between ranks"
+                    measured = f"{what} after step {step.index}. {result.measured}"
+                    result = replace(result, mistake="unequal state", measured=measured)
+                yield result
                 return
-
-
-def _inferred(step: StepEvidence, before: Sequence[StepEvidence]) -> Diagnosis:
-    """Return the diagnosis of a step; state that differed after the step before explains what nothing else does."""
-    step.comparisons = [step.comparison]
-    result = diagnose(step)
-    if result.mistake == NOT_RECOGNISED and before and (names := before[0].differing_tensors):
-        what = f"{len(names)} buffers or tensors of modules, such as {names[0]}, differ between ranks after step"
-        measured = f"{what} {before[0].index + 1}. {result.measured}"
-        return replace(result, mistake="unequal state", measured=measured)
-    return result
-
-
-# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def _notes(step: StepEvidence) -> Iterator[str]:
@@ -303,7 +255,10 @@ def _notes(step: StepEvidence) -> Iterator[str]:
         yield f"the script multiplies the loss by {alone:.4g}, also in one process: a weight"
     is_equal = all(torch.allclose(step.values(x), step.values(first), rounding, rounding) for x in step.ranks)
     if not is_equal and step.is_local_mean:
-        yield f"{LOCAL_MEAN}; the mean of the ranks is the value of one process: log that mean"
+        yield (
+            "each rank returns the loss of its own anchors; the mean of the ranks is the value of one process: log that "
+            "mean"
+        )
     if first.draws:
         yield (
             "the training draws random numbers on each rank (dropout), which is outside the contract: one process draws "

@@ -21,24 +21,13 @@ from contrastive_zoo.testing.evidence import (
 )
 from contrastive_zoo.testing.report import Quantity
 
+# Under autocast all parameters change by up to half a unit of the 16 bits, as much as all that is rounded to these
 LOW_NOISE_FACTOR = 3.0
-"""The factor of the noise under autocast: there all parameters change by up to half a unit of the 16 bits, as much as all
-that is rounded to these."""
-
-REPETITIONS = 2
-"""Reruns with changes of up to half a unit of rounding, from which the tolerance is derived."""
-
-LARGEST_TOLERANCE = 0.3
-"""A quantity that reruns change by more is not compared."""
-
-CLIPPED = "gradient after clipping"
-"""Name of what the optimizer receives."""
-
-Vector = Callable[[Step], Tensor]
-"""Returns a quantity of a step as one vector."""
-
-RunAgain = Callable[[Setting], Record]
-"""Runs the training in one process; the same setting gives the same record."""
+REPETITIONS = 2  # reruns with changes of up to half a unit of rounding, from which the tolerance is derived
+LARGEST_TOLERANCE = 0.3  # a quantity that reruns change by more is not compared
+CLIPPED = "gradient after clipping"  # name of what the optimizer receives
+Vector = Callable[[Step], Tensor]  # returns a quantity of a step as one vector
+RunAgain = Callable[[Setting], Record]  # runs the training in one process; the same setting gives the same record
 
 
 class StepEvidence(Evidence):
@@ -58,8 +47,8 @@ class StepEvidence(Evidence):
         alone, self.reason = run(Setting()), ""  # why nothing is compared
         self.one = self.of(Setting())
         if not alone.steps:
-            self.reason = f"the script raises {alone.error}" if alone.error else "nothing is trained"
-            self.reason = f"in one process {self.reason}"
+            why = f"the script raises {alone.error}" if alone.error else "nothing is trained"
+            self.reason = f"in one process {why}"
         elif self.one is None:
             self.reason = "the run in one process ended before this step"
         elif len({len(x.values) for x in self._all}) > 1:
@@ -81,7 +70,6 @@ class StepEvidence(Evidence):
         return torch.tensor(step.values, dtype=torch.float64)
 
     def names(self, group: str) -> list[str]:
-        """Return the trained parameters of the encoder or of the loss."""
         trained = {name for x in self._all for name in (*x.gradients, *x.optimized)}
         return sorted(name for name, x in self.records[0].groups.items() if x == group and name in trained)
 
@@ -106,8 +94,6 @@ class StepEvidence(Evidence):
             return lambda step: flat(step.received, names)
         return lambda step: flat(step.gradients, names)
 
-    # --- quantities ---------------------------------------------------------------------------------------------------
-
     @cached_property
     def quantities(self) -> list[Quantity]:
         """What is compared with one process, and what must be equal on all ranks."""
@@ -126,12 +112,9 @@ class StepEvidence(Evidence):
     @property
     def are_gradients_right(self) -> bool:
         """Whether values and gradients before clipping are those of one process, as far as they were compared."""
-        return all(
-            x.ok is not False or x.is_noted for x in self.quantities if x.name.startswith(("value", "gradient of"))
-        )
+        return not any(x.differs for x in self.quantities if x.name.startswith(("value", "gradient of")))
 
     def equality(self, group: str, names: Sequence[str]) -> Quantity:
-        """Compare these parameters of all ranks after the step with those of rank 0."""
         after = [flat(x.after, names) for x in self.ranks]
         return Quantity(f"{group} equal on all ranks", worst(after, after[0]), ROUNDING_FACTOR * self.eps)
 
@@ -172,7 +155,6 @@ class StepEvidence(Evidence):
         return self._judged(name, vector, self.eps * norm(self.one, 1) / max(moved, 1e-300))
 
     def _moved_without_optimizer(self, name: str, names: Sequence[str]) -> Quantity:
-        """Compare how far parameters have moved since the start."""
         assert self.one is not None
         start = flat(self.records[0].start, names)
         moved = float((flat(self.one.after, names) - start).norm())
@@ -187,20 +169,17 @@ class StepEvidence(Evidence):
         bound = self.tolerance(self.values)
         return torch.allclose(torch.stack([*map(self.values, self.ranks)]).mean(0), self.values(self.one), bound, bound)
 
-    # --- the evidence of a mistake ------------------------------------------------------------------------------------
-
     @property
     def factor(self) -> float:
-        """How much larger the factor of the loss is than in one process."""
         ranks, one = self.ranks[0].factor, self.one.factor if self.one is not None else None
         return ranks / one if ranks and one else 1.0
 
     @cached_property
     def comparison(self) -> Comparison:
-        assert self.one is not None
         return self._compared(self.one)
 
-    def _compared(self, one: Step) -> Comparison:
+    def _compared(self, one: Step | None) -> Comparison:
+        assert one is not None
         return Comparison(
             values=torch.stack([self.values(x) for x in self.ranks]),
             expected=self.values(one),
@@ -222,11 +201,9 @@ class StepEvidence(Evidence):
         if mistake == "group of the loss" or (mistake == "local negatives" and not self.option):
             groups = [x.group for x in self.records[0].losses] if mistake == "group of the loss" else [(0,)]
             return self.index == 0 and any(self._has_value_of(y) for y in groups if len(y) < self.world_size)
-        if mistake == "batch statistics":
-            by_shard = self.of(Setting(by_shard=True))
-            result = self._compared(by_shard) if by_shard is not None else x
-            return not x.is_scaled(1.0, 1.0) and result.has_values(1.0) and result.is_scaled(1.0, 1.0)
-        return False
+        by_shard = self.of(Setting(by_shard=True)) if mistake == "batch statistics" else None
+        result = x if by_shard is None else self._compared(by_shard)
+        return not x.is_scaled(1.0, 1.0) and result.has_values(1.0) and result.is_scaled(1.0, 1.0)
 
     def _has_value_of(self, ranks: Sequence[int]) -> bool:
         """Return whether rank 0 has the value of a training on the samples of some ranks only."""
@@ -239,7 +216,6 @@ class StepEvidence(Evidence):
 
 
 def worst(vectors: Iterable[Tensor], expected: Tensor) -> Ratio:
-    """Compare vectors with one; return the comparison with the largest error."""
     ratios = [Ratio.between(x, expected) for x in vectors]
     return max(ratios, key=lambda x: math.inf if math.isnan(x.error) else x.error)
 
@@ -248,5 +224,5 @@ def undisturbed(steps: Sequence[StepEvidence]) -> Iterator[StepEvidence]:
     """Yield the steps up to the first that differs from one process: the others start from another state."""
     for step in steps:
         yield step
-        if any(x.ok is False and not x.is_noted for x in step.quantities):
+        if any(x.differs for x in step.quantities):
             return

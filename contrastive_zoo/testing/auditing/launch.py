@@ -13,24 +13,26 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from contrastive_zoo.ranks.compat import default_group
+from contrastive_zoo.ranks.one_process import this_process
 from contrastive_zoo.testing.auditing.diagnosis import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record, listed
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
-from contrastive_zoo.testing.report import AuditReport, WorldReport
+from contrastive_zoo.testing.report import AuditReport, WorldReport, require_world_sizes
 
+# Seconds after which a rank ends that the others may need: after the last step, and after its script has ended
 WAIT, GRACE = 120.0, 2.0
-"""Seconds after which a rank ends that the others may need: after the last step, and after its script has ended."""
-
-LOG_LINES = 12
-"""Lines of a rank's output that are shown if there is no report."""
+LOG_LINES = 12  # lines of a rank's output that are shown if there is no report
 
 
 def audit_script(
@@ -48,8 +50,7 @@ def audit_script(
     themselves are ``"module:Class"`` each. The timeout in seconds is that of each run. ``on_run`` gets how many runs have
     ended, of two for each number of processes: theirs, and those in one process.
     """
-    if not world_sizes or min(world_sizes) < 1:
-        raise ValueError(f"world_sizes are numbers of processes, at least 1 each, got {list(world_sizes)}.")
+    require_world_sizes(world_sizes)
     if steps < 1:
         raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
     if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
@@ -75,15 +76,10 @@ def _run(folder: Path, arguments: Sequence[str], timeout: float, names: Sequence
     store, processes = local_store(), []
     for rank, name in enumerate(names):
         with (folder / f"{name}.log").open("wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", str(folder), name, *arguments],
-                    env=environment(rank, len(names), store.port, is_rank=name.startswith("rank")),
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+            command = [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", str(folder), name, *arguments]
+            variables = environment(rank, len(names), store.port, is_rank=name.startswith("rank"))
+            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            processes.append(process)
     try:
         wait_for_records(folder, names, lambda index: processes[index].poll() is not None, timeout)
     finally:
@@ -117,18 +113,15 @@ def judged(folder: Path, world_size: int, run: Callable[[list[str]], object]) ->
         _write(setting, folder / f"{name}.setting")
         run([name])
         path = folder / f"{name}.record"
-        if not path.exists():
-            return Record(error=f"an error, or ends, without a record. Its last output:\n{_log(folder, name)}")
-        result: Record = _read(path)
-        return result
+        if path.exists():
+            return _read(path)
+        return Record(error=f"an error, or ends, without a record. Its last output:\n{_log(folder, name)}")
 
-    report = (
-        WorldReport(world_size, problem=f"ranks {missing} did not end") if missing else assemble(records, run_again)
-    )
+    failed = WorldReport(world_size, problem=f"ranks {missing} did not end")
+    report = failed if missing else assemble(records, run_again)
     if missing or not all(x.steps or x.problem for x in records):
-        failed = next((x.rank for x in records if x.error), missing[0] if missing else 0)
-        output = _log(folder, f"rank{failed}")
-        report.problem += f". Last output of rank {failed}:\n{output}"
+        rank = next((x.rank for x in records if x.error), missing[0] if missing else 0)
+        report.problem += f". Last output of rank {rank}:\n{_log(folder, f'rank{rank}')}"
     return report
 
 
@@ -160,24 +153,12 @@ def environment(rank: int, world_size: int, port: int, is_rank: bool = True) -> 
     say that torchrun has started it: trainers would compare its number of processes with the one that they are given.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "contrastive-zoo-audit",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
-    }
-    return {key: x for key, x in (os.environ | variables).items() if is_rank or key != "TORCHELASTIC_RUN_ID"}
-
-
-# --- a process ---------------------------------------------------------------------------------------------------------
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback} | dict(os.environ)
+    variables |= dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank)) | {"GROUP_RANK": "0"}
+    variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(world_size))
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "contrastive-zoo-audit"}
+    variables |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {key: x for key, x in variables.items() if is_rank or key != "TORCHELASTIC_RUN_ID"}
 
 
 def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], script: Callable[[], object]) -> NoReturn:
@@ -227,8 +208,95 @@ def _read(path: Path) -> Any:
 
 
 def _records(folder: Path) -> list[Record]:
-    """Return what the ranks have recorded, in their order."""
     return [_read(x) for x in sorted(folder.glob("rank*.record"), key=lambda x: int(x.stem[4:]))]
+
+
+def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name: str = "the training") -> AuditReport:
+    """Audit a training: is it the same on W processes as on one?
+
+    Call it on every rank. Every rank calls ``train`` and records its first steps of the optimizer; then rank 0 calls it
+    again, in a process group of its own, with the batches of all ranks, and compares: value, gradients, parameters after
+    the step. Every rank gets the report.
+
+    ``train`` builds model, loss, optimizer and DataLoader, and trains; it may also use those that exist. One process gets
+    the state that they had on rank 0 before the first step, and afterwards they are left as its steps leave them.
+
+    The samples are compared by their contents, within a step. The samplers are not listed, as
+    ``contrastive-zoo audit`` does, because listing an epoch would draw from them.
+
+    Args:
+        train: a training of at least ``steps`` steps, without arguments.
+        loss: a loss, or its class, that is not one of contrastive_zoo, pytorch-metric-learning or sentence-transformers:
+            the factor by which the training multiplies it is then checked, too.
+        steps: number of steps to compare.
+        name: of the training in the report.
+
+    Raises:
+        ValueError: ``train`` cannot be called; ``loss`` is not a module or a class of modules; ``steps`` is less than 1.
+
+    Examples:
+        >>> import torch, contrastive_zoo as cz
+        >>> def train():
+        ...     model, loss_fn = nn.Linear(3, 2), cz.DistributedLoss(cz.NTXent())
+        ...     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ...     loss_fn(model(torch.eye(3)), model(-torch.eye(3))).backward()
+        ...     optimizer.step()
+        >>> report = audit(train, steps=1)
+        >>> report.ok, [x.name for x in report.worlds[0].quantities][:2]
+        (True, ['value of the loss', 'gradient of the encoder'])
+    """
+    if not callable(train):
+        raise ValueError(f"audit: train is a function that trains, got {train!r}.")
+    if steps < 1:
+        raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
+    recorder = Recorder(_loss_names(loss), steps, needs_group=False)
+    start = time.monotonic()
+    with recorder.watching():
+        train()
+    world = _compared(recorder, train)
+    world.seconds = time.monotonic() - start
+    return AuditReport(name, [world])
+
+
+def _loss_names(loss: Any) -> list[str]:
+    if loss is None:
+        return []
+    of = loss if isinstance(loss, type) else type(loss)
+    if not issubclass(of, nn.Module):
+        raise ValueError(
+            f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
+            "module of a function, or leave it out: what the training starts its backward pass at is compared anyway."
+        )
+    return [f"{of.__module__}:{of.__qualname__}"]
+
+
+def _compared(recorder: Recorder, train: Callable[[], object]) -> WorldReport:
+    """Gather the records of all ranks, run the training again on rank 0, and send its report to all."""
+    record, alone = recorder.record, None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        record.rank = dist.get_rank()
+        alone = this_process(dist.distributed_c10d._get_default_group())
+    else:
+        record.initialized = True  # one process needs no group
+    records = [record]
+    if alone is not None:
+        records *= dist.get_world_size()
+        dist.all_gather_object(records, record)
+
+    def run_again(setting: Setting) -> Record:
+        again = Recorder(recorder.loss_names, recorder.steps, needs_group=False, rerun=Rerun(records, setting))
+        try:
+            with nullcontext() if alone is None else default_group(alone), again.watching():
+                train()
+        except Exception as error:
+            again.record.error = f"{type(error).__name__}: {error}"
+        return again.record
+
+    result = [assemble(records, run_again) if record.rank == 0 else None]
+    if alone is not None:
+        dist.broadcast_object_list(result, src=0)
+    assert result[0] is not None
+    return result[0]
 
 
 def main() -> NoReturn:

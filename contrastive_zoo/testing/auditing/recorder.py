@@ -3,10 +3,8 @@
 import copy
 import functools
 import math
-import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,25 +28,19 @@ from contrastive_zoo.testing.auditing.records import (
     token_length,
 )
 from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.tensors import Tensors, add, held, sketch, whole
-from contrastive_zoo.testing.loss_calls import replaced
+from contrastive_zoo.testing.evidence import SKETCH
+from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
-THIRD_PARTY_LOSSES = (
-    "pytorch_metric_learning.losses",
-    "pytorch_metric_learning.utils.distributed",
-    "sentence_transformers.losses",
-    "sentence_transformers.sentence_transformer.losses",
-    "sentence_transformers.sparse_encoder.losses",
+THIRD_PARTY_LOSSES = (  # modules whose classes are losses
+    *("pytorch_metric_learning.losses", "pytorch_metric_learning.utils.distributed", "sentence_transformers.losses"),
+    *("sentence_transformers.sentence_transformer.losses", "sentence_transformers.sparse_encoder.losses"),
     "contrastive_zoo.adapters.sentence_transformers",
 )
-"""Modules whose classes are losses."""
-
-CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
-"""The functions of ``torch.nn.utils`` that are watched; trainers call these, too."""
-
-LARGEST_WEIGHT = 64.0
-"""A loss whose backward pass starts with a larger gradient has been scaled by the GradScaler that scaled last."""
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_")  # of torch.nn.utils; trainers call these, too
+LARGEST_WEIGHT = (
+    64.0  # a backward pass that starts with a larger gradient was scaled by the GradScaler that scaled last
+)
 
 
 class Recorder:
@@ -83,15 +75,11 @@ class Recorder:
     def start(self) -> None:
         if self.rerun is not None:
             self._hooks.enter_context(self.rerun.world_of_one())
-        for handle in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._hooks.callback(handle.remove)
-        for name in CLIPPING:
-            for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-                self._hooks.enter_context(replaced(home, name, functools.partial(self._on_clip, name)))
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        homes = (torch.nn.utils, torch.nn.utils.clip_grad)
         watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            *((home, name, functools.partial(self._on_clip, name)) for name in CLIPPING for home in homes),
             (nn.Module, "_call_impl", self._on_call),
             (torch.autograd, "backward", self._on_backward),
             (DataLoader, "__iter__", self._on_loader),
@@ -119,11 +107,7 @@ class Recorder:
         self._hooks.close()
         if self.rerun is not None:
             self.record.problem = self.rerun.problem
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self.record.peak_bytes = peak if sys.platform == "darwin" else 1024 * peak
         return self.record
-
-    # --- batches ------------------------------------------------------------------------------------------------------
 
     def _has_group(self) -> bool:
         """Return whether the script has initialised torch.distributed, or need not; a rerun skips what the ranks did."""
@@ -138,14 +122,15 @@ class Recorder:
             return original(loader)
         add(self.loaders, loader)
         self._epochs += 1
-        index = len(self.record.loaders)
         self.record.loaders.append([])
-        return self._recorded(original(loader), index) if self.rerun is None else self.rerun.batches(index)
+        if self.rerun is not None:
+            return self.rerun.batches(len(self.record.loaders) - 1)
+        return self._recorded(original(loader), self.record.loaders[-1])
 
-    def _recorded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
+    def _recorded(self, batches: Iterator[Any], recorded: list[tuple[Any, Tensor]]) -> Iterator[Any]:
         for batch in batches:
             if not self.finished:
-                self.record.loaders[index].append((snapshot(batch), torch.get_rng_state()))
+                recorded.append((snapshot(batch), torch.get_rng_state()))
             yield batch
 
     def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
@@ -154,8 +139,6 @@ class Recorder:
             return self.rerun.length(length)
         self.record.lengths.append(length)
         return length
-
-    # --- forward ------------------------------------------------------------------------------------------------------
 
     def _is_loss(self, module: nn.Module) -> bool:
         if module not in self._are_losses:
@@ -172,9 +155,7 @@ class Recorder:
     def _on_call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.finished or torch.compiler.is_compiling() or in_backward():
             return original(module, *args, **kwargs)
-        if not self._in_call:
-            return self._call(original, module, args, kwargs)
-        return self._call_inside(original, module, args, kwargs)
+        return (self._call_inside if self._in_call else self._call)(original, module, args, kwargs)
 
     def _call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record a call by the script itself, if it is part of a step."""
@@ -184,8 +165,8 @@ class Recorder:
             return original(module, *args, **kwargs)
         if self._stepped:
             self._close_step()
-            if self.finished:
-                return original(module, *args, **kwargs)
+        if self.finished:
+            return original(module, *args, **kwargs)
         if self._had_gradients and not self.tensors.have_gradients():
             # cleared without a step, as after an overflow of a GradScaler
             self.step, self._had_gradients = Step(), False
@@ -201,12 +182,9 @@ class Recorder:
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
             learnt = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-            arguments = (
-                None
-                if any(self.record.loaders)
-                else [None if y else snapshot(x) for x, y in zip(leaves, learnt, strict=True)]
-            )
-            call = ModuleCall([] if any(learnt) else digests(leaves), list(map(token_length, leaves)), arguments)
+            call = ModuleCall([] if any(learnt) else digests(leaves), list(map(token_length, leaves)))
+            if not any(self.record.loaders):
+                call.arguments = [None if y else snapshot(x) for x, y in zip(leaves, learnt, strict=True)]
         else:
             args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
             call = ModuleCall([], [])
@@ -264,25 +242,19 @@ class Recorder:
         self._scale = scaler.get_scale() if scaler.is_enabled() else None
         return scaled
 
-    # --- backward and optimizer ---------------------------------------------------------------------------------------
-
     def _on_backward(self, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not in_backward() and self.step.calls and not self.finished:  # not a pass within a pass
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
             if not self.step.backwards:
-                gradients = self.tensors.gradients(
-                    [x for x in self.tensors.parameters() if x.grad is not None and bool(x.grad.any())]
-                )
-                self.step.stale = {name: sketch(x) for name, _, x in gradients}
+                stale = [x for x in self.tensors.parameters() if x.grad is not None and bool(x.grad.any())]
+                self.step.stale = {name: sketch(x) for name, _, x in self.tensors.gradients(stale)}
             self.step.backwards += 1
         result = original(tensors, grad_tensors, *args, **kwargs)
         self._had_gradients = self.tensors.have_gradients()
         return result
 
-    def _on_clip(
-        self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _on_clip(self, name: str, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.finished or math.inf in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm
             return original(listed, *args, **kwargs)
@@ -304,9 +276,7 @@ class Recorder:
             self._look_at_step(optimizer)
             return value
 
-        if len(args) > 1:
-            return (args[0], watched, *args[2:]), kwargs
-        return args, kwargs | {"closure": watched}
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": watched})
 
     def _look_at_gradients(self, tensors: Iterable[Tensor]) -> None:
         known = self.tensors.parameters()
@@ -323,7 +293,9 @@ class Recorder:
         if self.rerun is not None:
             self.rerun.configure(len(self.record.steps), index, optimizer)
         elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
-            self.record.optimizers.append(_state(optimizer))
+            self.record.optimizers.append({"state": {}})
+            with suppress(RuntimeError):  # a state that is split over ranks, as that of ZeroRedundancyOptimizer
+                self.record.optimizers[-1] = snapshot(optimizer.state_dict())
         settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
         self.step.settings[index] = copy.deepcopy(settings)
         self._look_at_gradients([*self.tensors.parameters()])
@@ -358,16 +330,163 @@ class Recorder:
         self.on_finish()
 
 
-def _state(optimizer: Optimizer) -> Any:
-    """Return a copy of an optimizer's state; none where it is split over ranks, as that of ZeroRedundancyOptimizer."""
-    try:
-        return snapshot(optimizer.state_dict())
-    except RuntimeError:
-        return {"state": {}}
-
-
 def _ranks(group: Any) -> tuple[int, ...]:
     """Return the ranks of a process group, of a mesh of one dimension, or of the default group."""
     if not dist.is_available() or not dist.is_initialized():
         return (0,)
     return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))
+
+
+# Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs
+ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
+# Names under which wrappers hold their module; one process may do without the wrapper
+WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+OF_DEEPSPEED = (
+    "DeepSpeed keeps gradients in buffers that the audit does not read. Audit the same training with "
+    "DistributedDataParallel instead"
+)
+
+
+class Tensors:
+    """Name and record tensors at the first call of their module; in a rerun, ``restore`` gives them rank 0's values."""
+
+    def __init__(
+        self, record: Record, restore: Callable[[str, Tensor], None] | None, is_loss: Callable[[nn.Module], bool]
+    ) -> None:
+        self.record, self.restore, self.is_loss = record, restore, is_loss
+        self.modules: list[nn.Module] = []  # those that the script calls
+        self.optimizers: list[Optimizer] = []
+        self.names: dict[Tensor, str] = {}  # of parameters
+        self.groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
+
+    def remember(self, module: nn.Module) -> None:
+        if not add(self.modules, module):
+            return
+        if any(_is_a(x, {"DeepSpeedEngine"}) for x in module.modules()):
+            self.record.problem = OF_DEEPSPEED
+            return
+        for part in module.modules():
+            if type(part).__name__ == "FullyShardedDataParallel":
+                self.groups |= dict.fromkeys(part.parameters(), part.process_group)
+        index, is_first = len(self.modules) - 1, not dist.is_initialized() or dist.get_rank() == 0
+        is_fsdp = any(_is_a(x, {"FSDPModule"}) for x in module.modules())
+        inside = [y for x in module.modules() if self.is_loss(x) for y in x.modules() if _is_a(y, ENCODERS)]
+        encoders = {x for y in inside for x in y.parameters()}
+        of_losses = {x for y in module.modules() if self.is_loss(y) for x in y.parameters()} - encoders
+        for name, kind, x in self.of(index, module):
+            if x in self.names:
+                continue
+            if kind == "parameter":
+                assert isinstance(x, Tensor)
+                self.names[x] = name
+                if x.requires_grad:
+                    self.record.groups[name] = "loss" if x in of_losses else "encoder"
+                if x.is_floating_point():
+                    self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
+                if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
+                    self.record.shares_samples = True
+            self.record.kinds[name] = kind
+            if self.restore is not None:
+                self.restore(name, x)
+            value = whole(x, self.groups.get(x))
+            self.record.start[name] = sketch(value)
+            if is_first and self.restore is None:
+                self.record.tensors[name] = snapshot(value)
+
+    def of(self, index: int, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the name, the kind and each tensor of a module: parameters, buffers and attributes that are no result."""
+        for prefix, part in module.named_modules():
+            path = ".".join([str(index), *(x for x in prefix.split(".") if x and x not in WRAPPERS)])
+            kinds = {"parameter": part._parameters, "buffer": part._buffers, "attribute": vars(part)}
+            for kind, tensors in kinds.items():
+                for name, x in tensors.items():
+                    if isinstance(x, Tensor) and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
+                        yield f"{path}.{name}", kind, x
+
+    def parameters(self) -> dict[Tensor, str]:
+        """Return the names of all parameters; those that are in an optimizer only have names of their place there."""
+        for i, optimizer in enumerate(self.optimizers):
+            for j, x in enumerate(held(optimizer)):
+                if x not in self.names:
+                    self.names[x] = f"optimizer{i}.{j}"
+                    self.record.groups |= {self.names[x]: "encoder"} if x.requires_grad else {}
+        return self.names
+
+    def have_gradients(self) -> bool:
+        return any(x.grad is not None for x in self.parameters())
+
+    def gradients(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each parameter with a gradient, the parameter, and all of the gradient."""
+        for x in tensors:
+            local = x.new_zeros(0) if x.grad is None and x in self.groups else x.grad
+            gradient = None if local is None else whole(local, self.groups.get(x))
+            if gradient is not None and gradient.numel():
+                self.record.groups.setdefault(self.names[x], "encoder")  # of a parameter that was frozen at first
+                yield self.names[x], x, gradient
+
+
+def held(optimizer: Optimizer) -> list[Tensor]:
+    return [x for group in optimizer.param_groups for x in group["params"]]
+
+
+def add(items: list[Any], x: Any) -> bool:
+    """Append an object to a list that does not hold it; return whether it is new."""
+    is_new = not any(x is y for y in items)
+    if is_new:
+        items.append(x)
+    return is_new
+
+
+def _is_a(module: nn.Module, names: set[str]) -> bool:
+    """Return whether a module is of a class with one of these names, whose library need not be installed."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+# Numbers in a sketch, and signs for each of them; a norm of a sketch has a standard deviation of √(1 / 128) = 9 %
+SIZE, ROWS = SKETCH, 4096
+
+
+@functools.cache
+def _signs(device: torch.device, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).double().to(device)
+
+
+def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return the sketch of a tensor, or of its elements times the magnitudes of ``weight``, [64] in float64.
+
+    A tensor of up to 64 elements is its own sketch, padded with zeros. Of a larger one, each element is added with a random
+    sign to one of the numbers (a count sketch, Charikar et al. 2002, https://doi.org/10.1007/3-540-45465-9_59).
+    """
+    x = x.detach().reshape(-1)
+    block = SIZE if len(x) <= SIZE else SIZE * ROWS
+    result = torch.zeros(SIZE, dtype=torch.float64, device=x.device)
+    signs = torch.ones(SIZE, device=x.device) if block == SIZE else _signs(x.device, block)
+    of_blocks = _signs(torch.device("cpu"), ROWS).tolist()
+    for index, start in enumerate(range(0, len(x), block)):
+        part = x[start : start + block].double()
+        if weight is not None:
+            part = part * weight.detach().reshape(-1)[start : start + block].double().abs()
+        part = torch.nn.functional.pad(part * signs[: len(part)], (0, -len(part) % SIZE))
+        result += of_blocks[index % ROWS] * part.view(-1, SIZE).sum(0)
+    return result.cpu()
+
+
+def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return all of a tensor of which every rank holds a part: a DTensor, or a piece of FSDP1 in its group.
+
+    Every rank of the group must call it.
+    """
+    x = x.detach()
+    if hasattr(x, "full_tensor"):
+        gathered: Any = x.full_tensor()
+        return gathered.wait() if hasattr(gathered, "wait") else gathered
+    if group is None or group.size() == 1:
+        return x
+    size = torch.tensor(x.numel(), device=x.device)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    longest = int(max(sizes))
+    pieces = [x.new_zeros(longest) for _ in sizes]
+    dist.all_gather(pieces, torch.nn.functional.pad(x.reshape(-1), (0, longest - x.numel())), group=group)
+    return torch.cat([piece[: int(n)] for piece, n in zip(pieces, sizes, strict=True)])

@@ -5,7 +5,7 @@ import itertools
 import pickle
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-Sketches = dict[str, Tensor]
-"""Sketches of tensors by the names of these."""
+Sketches = dict[str, Tensor]  # sketches of tensors by the names of these
 
 
 class LossModule(NamedTuple):
@@ -71,29 +70,25 @@ class Step:
 
     @property
     def samples(self) -> list[bytes]:
-        """A digest of every sample, each once."""
         return list(dict.fromkeys(y for x in self.calls for y in x.samples))
 
     @property
     def draws(self) -> bool:
-        """Whether a module drew random numbers."""
         return any(x.draws for x in self.calls)
 
     @property
     def values(self) -> list[float]:
         """The values of the losses; of those that the script starts a backward pass at, if no loss is known."""
-        known = [float("nan") if x.value is None else x.value for x in self.losses]
-        return known or self.roots
+        return [float("nan") if x.value is None else x.value for x in self.losses] or self.roots
 
     @property
     def factor(self) -> float | None:
         """The factor by which the script multiplies the loss, relative to a mean over micro-batches."""
-        known = [x.factor for x in self.losses if x.factor]
-        return known[0] * self.micro_batches if known else None
+        factor = next((x.factor for x in self.losses if x.factor), None)
+        return None if factor is None else factor * self.micro_batches
 
     @property
     def micro_batches(self) -> int:
-        """The number of backward passes of a loss: more than one with gradient accumulation."""
         return len({x.backward for x in self.losses if x.factor is not None}) or 1
 
 
@@ -115,7 +110,6 @@ class Record:
     initialized: bool = False  # whether the script initialised torch.distributed
     samplers: list["Epoch"] = field(default_factory=list)  # what the script's data loaders yield in an epoch
     problem: str = ""  # why a comparison with one process, or with this one, would say nothing
-    peak_bytes: int = 0  # resident memory
     # the batches of every epoch that a loader began, with the state of torch's random numbers after each
     loaders: list[list[tuple[Any, Tensor]]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
@@ -139,10 +133,7 @@ def _bytes(x: Tensor) -> bytes:
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-# --- epochs ------------------------------------------------------------------------------------------------------------
-
-SECONDS, BATCHES = 2.0, 20_000
-"""Limits of the part of an epoch whose indices are listed."""
+SECONDS, BATCHES = 2.0, 20_000  # limits of the part of an epoch whose indices are listed
 
 
 class Epoch(NamedTuple):
@@ -166,9 +157,10 @@ def listed(loaders: Sequence[DataLoader[Any]]) -> list[Epoch]:
 def _listed(loader: DataLoader[Any]) -> Epoch | None:
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return None
-    batches: list[list[int]] = []
-    end = time.monotonic() + SECONDS
-    source = _batches(loader)
+    # batch_size=None: the sampler yields batches or single samples
+    of_sampler = (x if isinstance(x, list) else [x] for x in loader.sampler)
+    source = of_sampler if loader.batch_sampler is None else iter(loader.batch_sampler)
+    batches, end = [], time.monotonic() + SECONDS
     for indices in itertools.islice(source, BATCHES):
         if not all(isinstance(x, int) for x in indices):
             return None
@@ -186,20 +178,11 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
     return Epoch(batches, complete, size, name, shuffles, _first_digest(loader.dataset), seed)
 
 
-def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    if loader.batch_sampler is not None:
-        yield from loader.batch_sampler
-        return
-    for result in loader.sampler:  # batch_size=None: the sampler yields batches or single samples
-        yield result if isinstance(result, list) else [result]
-
-
 def _first_digest(dataset: Any) -> str:
     """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
     states = random.getstate(), np.random.get_state()
-    torch.manual_seed(0)  # the caller restores torch's state
-    random.seed(0)
-    np.random.seed(0)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):  # the caller restores torch's state
+        seed(0)
     try:
         plain = tree_map(lambda x: x.tolist() if isinstance(x, Tensor) else x, dataset[0])
         return hashlib.sha256(pickle.dumps(plain)).hexdigest()
@@ -210,7 +193,11 @@ def _first_digest(dataset: Any) -> str:
         np.random.set_state(states[1])
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------
+def concatenated(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
+    try:
+        return merged(parts, lengths)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(f"the ranks' batches cannot be concatenated: {error}") from error
 
 
 def merged(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
@@ -266,30 +253,24 @@ def token_length(x: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, those of mappings and sequences included, in their order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    return [y for x in _children(batch) for y in tensors_of(x)]
-
-
-def _children(batch: Any) -> Collection[Any]:
-    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return [batch] if isinstance(batch, Tensor) else [y for x in children for y in tensors_of(x)]
 
 
 def reordered(batch: Any, order: Tensor) -> Any:
-    """Return a batch with its samples in another order."""
     if isinstance(batch, Tensor):
         return batch[order] if batch.ndim and len(batch) == len(order) else batch
-    if not isinstance(batch, Mapping | list | tuple):
+    if isinstance(batch, Mapping):
+        return _like(batch, [reordered(x, order) for x in batch.values()])
+    if not isinstance(batch, list | tuple):
         return batch
-    if isinstance(batch, list | tuple) and not all(map(_holds_samples, batch)) and len(batch) == len(order):
+    if not all(map(_holds_samples, batch)) and len(batch) == len(order):
         return type(batch)(batch[i] for i in order.tolist())
-    return _like(batch, [reordered(x, order) for x in _children(batch)])
+    return _like(batch, [reordered(x, order) for x in batch])
 
 
 def snapshot(x: Any) -> Any:
     """Return a detached copy on the CPU of every tensor in a tree; other values as they are."""
-    if isinstance(x, Mapping) and not isinstance(x, dict):  # as a BatchEncoding, which is no tree for torch
+    if type(x) is dict or (isinstance(x, Mapping) and not isinstance(x, dict)):  # a BatchEncoding is no tree for torch
         return _like(x, [snapshot(y) for y in x.values()])
-    if type(x) is dict:
-        return {key: snapshot(y) for key, y in x.items()}
     return tree_map(lambda y: y.detach().to("cpu", copy=True) if isinstance(y, Tensor) else y, x)

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -18,15 +18,15 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.auditing.records import (
     ModuleCall,
     Record,
+    concatenated,
     digests,
-    merged,
     padded_lengths,
     reordered,
     tensors_of,
     token_length,
 )
 from contrastive_zoo.testing.evidence import noisy
-from contrastive_zoo.testing.loss_calls import replaced
+from contrastive_zoo.testing.messages import replaced
 
 
 class Setting(NamedTuple):
@@ -53,8 +53,6 @@ class Rerun:
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
         self._lengths = iter(self.first.lengths)
 
-    # --- batches ------------------------------------------------------------------------------------------------------
-
     def batches(self, loader: int) -> Iterator[Any]:
         """Yield the batches of all ranks, together, of the epoch that a loader begins."""
         epochs = [x.loaders[loader] if loader < len(x.loaders) else [] for x in self.records]
@@ -63,7 +61,7 @@ class Rerun:
             whole = len(parts) == len(epochs) > 1 and _equal(parts) and self._is_sliced_later()
             leaves = [tensors_of(x) for x in parts]
             lengths = padded_lengths(leaves)
-            batch = parts[0] if whole else self._merged(parts, lengths)
+            batch = parts[0] if whole else concatenated(parts, lengths)
             if leaves[0] and not whole:
                 sizes = [len(x[0]) if x[0].ndim else 0 for x in leaves]
                 order = self._order(leaves, sizes)
@@ -89,27 +87,18 @@ class Rerun:
         """Return what rank 0 got as the length of a loader at this call of ``len``, on which schedules depend."""
         return next(self._lengths, otherwise)
 
-    def _merged(self, parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
-        try:
-            return merged(parts, lengths)
-        except (RuntimeError, TypeError, KeyError) as error:
-            raise ValueError(f"the ranks' batches cannot be concatenated: {error}") from error
-
     def _is_sliced_later(self) -> bool:
         """Return whether ranks with equal batches give different samples to their modules."""
         first = [x.steps[0].calls[0].samples if x.steps and x.steps[0].calls else [] for x in self.records]
         return any(x != first[0] for x in first)
 
-    # --- state --------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def restore(self, name: str, x: Tensor) -> None:
         """Give a tensor of a module the value that it had on rank 0 before its first use."""
-        recorded = self.first.tensors.get(name)
+        value = self.first.tensors.get(name)
         target = x.to_local() if hasattr(x, "to_local") else x
-        if recorded is None or recorded.numel() != target.numel():
+        if value is None or value.numel() != target.numel():
             return
-        value = recorded
         if self.noise is not None and isinstance(x, nn.Parameter) and x.is_floating_point():
             value = noisy(value, self.noise, self.setting.unit or torch.finfo(x.dtype).eps)
         target.copy_(value.view_as(target))
@@ -124,8 +113,6 @@ class Rerun:
                 optimizer.load_state_dict(copy.deepcopy(self.first.optimizers[index]))  # it takes tensors as they are
             else:
                 optimizer.state.clear()
-
-    # --- calls --------------------------------------------------------------------------------------------------------
 
     def enter(self, step: int, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the script's call of a module; set the ranks' random numbers."""
@@ -143,18 +130,18 @@ class Rerun:
         if [len(x) for x in rows] == [len(call.samples) for call in calls] and any(rows):
             self.draws.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
         elif order and order.keys() <= {y for x in self.records for y in x.steps[step].samples}:
-            self.problem = (
-                self.problem or "the script splits a batch, into other parts in one process than on the ranks"
-            )
+            self._report("the script splits a batch, into other parts in one process than on the ranks")
         if any(call.draws for call in calls):
             if all(call.draws for call in calls):
                 self.draws.assign([call.draws[0] for call in calls if call.draws])
             else:
-                self.problem = self.problem or "some ranks draw random numbers where others do not"
+                self._report("some ranks draw random numbers where others do not")
         return args, kwargs
 
+    def _report(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
     def _calls(self, step: int, index: int) -> list[ModuleCall]:
-        """Return the ranks' calls of a module, of those that made it."""
         calls = [x.steps[step].calls if step < len(x.steps) else [] for x in self.records]
         return [x[index] for x in calls if index < len(x)]
 
@@ -163,9 +150,7 @@ class Rerun:
         after = [call.draws[1] for call in self._calls(step, index) if call.draws]
         is_lost = len(after) == len(self.records) and not all(map(torch.equal, after, self.draws.states))
         if is_lost or self.draws.is_ambiguous:
-            self.problem = (
-                self.problem or "the random numbers of the ranks cannot be assigned to samples of one process"
-            )
+            self._report("the random numbers of the ranks cannot be assigned to samples of one process")
 
     def _substituted(self, calls: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace arguments without gradient that are a rank's samples by those of all ranks."""
@@ -177,25 +162,22 @@ class Rerun:
         for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
             is_recorded = isinstance(x, Tensor) and all(isinstance(y, Tensor) and y.ndim for y in parts)
             if is_recorded and [len(y) for y in parts] == sizes and not x.requires_grad and len(x) != sum(sizes):
-                leaves[i] = self._merged(parts, padded_lengths([[y] for y in parts])).to(x.device)
-        result: tuple[Any, Any] = tree_unflatten(leaves, tree_structure((args, kwargs)))
-        return result
-
-    # --- hooks --------------------------------------------------------------------------------------------------------
+                leaves[i] = concatenated(parts, padded_lengths([[y] for y in parts])).to(x.device)
+        return tree_unflatten(leaves, tree_structure((args, kwargs)))
 
     @contextmanager
     def world_of_one(self) -> Iterator[None]:
         """Make every process group one of one rank, and every mesh one of one rank; draw from the ranks' states."""
         with ExitStack() as stack:
+            watched: list[tuple[Any, str, Callable[..., Any]]] = [(World, "of", _of_this_process)]
             if dist.is_available():
-                for name, function in (("init_process_group", _join_alone), ("new_group", _no_new_group)):
-                    stack.enter_context(replaced(dist, name, function))
-                stack.enter_context(replaced(dist, "init_device_mesh", _mesh_of_one))
-                stack.enter_context(replaced(dist.device_mesh, "init_device_mesh", _mesh_of_one))
-                stack.enter_context(replaced(DistributedDataParallel, "forward", _without_live_group))
-            stack.enter_context(replaced(World, "of", _of_this_process))
+                watched += [(dist, "init_process_group", _join_alone), (dist, "new_group", _no_new_group)]
+                watched += [(x, "init_device_mesh", _mesh_of_one) for x in (dist, dist.device_mesh)]
+                watched += [(DistributedDataParallel, "forward", _without_live_group)]
             if self.setting.by_shard:
-                stack.enter_context(replaced(nn.functional, "batch_norm", self._batch_norm))
+                watched += [(nn.functional, "batch_norm", self._batch_norm)]
+            for home, name, function in watched:
+                stack.enter_context(replaced(home, name, function))
             if self.has_draws:
                 stack.enter_context(self.draws)
             yield
@@ -237,9 +219,6 @@ def _equal(batches: Sequence[Any]) -> bool:
     return bool(first) and all(len(x) == len(first) and all(map(torch.equal, x, first)) for x in others)
 
 
-# --- random numbers ----------------------------------------------------------------------------------------------------
-
-
 class ShardedDraws(TorchDispatchMode):
     """Draw what belongs to samples, as the masks of dropout, for the samples of each rank from the state of that rank.
 
@@ -277,7 +256,8 @@ class ShardedDraws(TorchDispatchMode):
             if tensors and self._batch_dimension(tensors[0].shape) >= 0:
                 self._draw(func, args, kwargs, tensors, self._region(rank, tensors[0].shape))
             else:  # a number of the whole batch: that of rank 0
-                drawn = func(*tree_map(_copy, args), **tree_map(_copy, kwargs))
+                copied, named = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+                drawn = func(*copied, **named)
                 for x, y in zip(tensors if rank == 0 else [], tree_leaves(drawn), strict=False):
                     x.copy_(y)
             states.append(torch.get_rng_state())
@@ -327,10 +307,6 @@ def _in_order(x: Tensor, like: Tensor) -> Tensor:
     order = sorted(range(like.ndim), key=lambda i: (-strides[i], i))
     inverse = [order.index(i) for i in range(like.ndim)]
     return x.permute(order).contiguous().permute(inverse)
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _present() -> bytes:
