@@ -27,8 +27,8 @@ ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data",
 MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue"}
 """Modules of losses that keep what all ranks have sent: more than a formula."""
 
-OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check_target", "cli", "console", "probes"))
-"""Modules of testing that show, list and find losses; a probe tries whether the wrapper repairs one."""
+OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check_target", "cli", "console", "check"))
+"""Modules of testing that show, list and find losses; check tries whether the wrapper repairs one."""
 
 
 @functools.cache
@@ -199,7 +199,7 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
 
 def test_imports_are_found() -> None:
     assert imported_modules("losses.nt_xent") >= {"engine.batch", "engine.pairs", "loss_base.families"}
-    assert "wrapper.distributed" in imported_modules("testing.probes")
+    assert "wrapper.distributed" in imported_modules("testing.check")
     assert [room(name) for name in ("ranks.world", "engine.rowwise", "wrapper.distributed")] == [0, 1, 4]
 
 

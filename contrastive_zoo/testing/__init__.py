@@ -8,4 +8,4 @@ def __getattr__(name: str) -> Any:
     """Import the audit when it is first asked for: it imports modules of this package."""
     if name != "audit":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.auditing.running").audit
+    return import_module(f"{__name__}.auditing.launch").audit

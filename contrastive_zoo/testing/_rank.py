@@ -50,8 +50,9 @@ context = multiprocessing.get_context("forkserver")
 @contextlib.contextmanager
 def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     """Hide the caller's script from the ranks, and let a fork server that starts now import what every rank needs."""
-    # check imports the whole library. DDP and dispatch modes import dynamo at first use, which takes each rank a second.
-    context.set_forkserver_preload(["torch._dynamo", "contrastive_zoo.testing.check", __name__, *imports])
+    # dynamo: DDP and dispatch modes import it at first use, which takes each rank a second
+    needed = ["torch._dynamo", "contrastive_zoo.wrapper.distributed", "contrastive_zoo.testing.check"]
+    context.set_forkserver_preload([*needed, __name__, *imports])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}

@@ -5,16 +5,11 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
-
-try:
-    from hypothesis import strategies as st
-except ImportError as error:
-    raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
 
 Labels = Literal["mixed", "singletons", "same", "distinct"]
 SampleKind = Literal["gaussian", "clustered", "duplicates", "collinear", "zeros", "huge", "tiny"]
-
 FEATURES = 3  # features of a sample, the input of the encoder
 
 

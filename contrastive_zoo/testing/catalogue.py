@@ -15,7 +15,6 @@ import contrastive_zoo
 from contrastive_zoo.loss_base.loss import Loss
 
 _ARGUMENTS = {"views": {"view1": "rows", "view2": "rows"}, "labels": {"embeddings": "rows", "labels": "labels"}}
-
 _SECTION = re.compile(r"^(?:Args|Raises|Examples|Source):", re.MULTILINE)
 
 

@@ -119,17 +119,15 @@ class Comparison:
         return self.near(self.values, self.values[0])
 
     def is_scaled(self, encoder: float, parameters: float) -> bool:
-        """Return whether both gradients have these factors; one that was not compared has every factor."""
         return is_scaled(self.encoder, encoder) and is_scaled(self.parameters, parameters)
 
     def __str__(self) -> str:
         value = self.expected[:1].sum()
         values = ", ".join(f"×{x / value:.3g}" if value else f"{x:.3g}" for x in self.values[:, :1].flatten())
-        parts = [f"values {values}"] if values else []
-        parts += [f"encoder gradient {self.encoder}"] if self.encoder else []
-        parts += [f"gradient of the loss's own parameters {self.parameters}"] if self.parameters else []
+        named = {"values": values, "encoder gradient": self.encoder}
+        named |= {"gradient of the loss's own parameters": self.parameters}
         shards = f", shards {list(self.shards)}" if self.shards else ""
-        return f"on W={self.world_size}{shards}: {'; '.join(parts)}"
+        return f"on W={self.world_size}{shards}: {'; '.join(f'{name} {x}' for name, x in named.items() if x)}"
 
 
 class Evidence:
@@ -195,8 +193,6 @@ def noisy(x: Tensor, generator: torch.Generator, eps: float) -> Tensor:
     return (x * (1 + eps / 2 * change)).to(x.dtype)
 
 
-def tolerance(
-    differences: Sequence[float], eps: float, *, noise_factor: float = NOISE_FACTOR, floor: float = 0.0
-) -> float:
+def tolerance(noise: Sequence[float], eps: float, noise_factor: float = NOISE_FACTOR, floor: float = 0.0) -> float:
     """Return the largest difference of a right result, from those between repetitions and the unit of rounding."""
-    return max(noise_factor * max(differences, default=0.0), floor) + ROUNDING_FACTOR * eps
+    return max(noise_factor * max(noise, default=0.0), floor) + ROUNDING_FACTOR * eps

@@ -311,3 +311,5 @@ CONTRACT = (
 STEP_INVARIANTS = (*CONTRACT, gradients_accumulate, scales_with_grad_output, same_state, finite_at_extremes)
 TRAINING_INVARIANTS = (same_at_later_steps, same_random_numbers, same_sharded_gradient, same_messages)
 INVARIANTS = (*STEP_INVARIANTS, *TRAINING_INVARIANTS)  # all invariants, of one step and of a training
+# those that do not compare the random numbers of ranks with those of one process
+OF_SAME_DRAWS = (runs_on_every_split, gradients_accumulate, scales_with_grad_output, finite_at_extremes, same_messages)

@@ -107,9 +107,8 @@ class Plan:
 
 
 UNCHANGED = Plan()
-PARAMETER_FACTOR = (
-    0.95  # of every parameter after each step, so that results of the old ones are wrong at the next step
-)
+# Of every parameter after each step, so that results of the old ones are wrong at the next step
+PARAMETER_FACTOR = 0.95
 
 
 def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcome]:
@@ -211,7 +210,7 @@ class Subject:
             gradients((name.removeprefix("module."), x) for name, x in encoder if x not in known),
             replicated,
             sharded,
-            copies((name, x) for name, x in shared.shared_state().items() if not isinstance(x, nn.Parameter)),
+            {name: x.detach().clone() for name, x in shared.shared_state().items() if not isinstance(x, nn.Parameter)},
             forward=messages.sent[:returned],
             backward=messages.sent[returned:],
             drew_random_numbers=random_states() != states,
@@ -244,7 +243,8 @@ def starting_parameters(case: Case, batch: GlobalBatch) -> Gradients:
     if case.step:
         with suppress(Exception):
             subject.value(local_shard(case, batch, UNCHANGED))
-    return split_parameters(subject.module, copies(subject.parameters.items()))[0]
+    tensors = {name: x.detach().clone() for name, x in subject.parameters.items()}
+    return split_parameters(subject.module, tensors)[0]
 
 
 class Encoder(nn.Module):
@@ -303,10 +303,6 @@ def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, 
 def random_states() -> tuple[Any, ...]:
     numpy_state: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
-
-
-def copies(named: Iterable[tuple[str, Tensor]]) -> Gradients:
-    return {name: x.detach().clone() for name, x in named}
 
 
 def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
@@ -417,11 +413,6 @@ class Trial:
 
 def value_of(case: Case, samples: list[Tensor], d: int, worlds: Worlds) -> float:
     """Return the loss of these samples on one process; NaN if it raises."""
-
-    def value() -> float:
-        return float(Subject(case, d).value(samples).detach())
-
-    try:
-        return worlds.run(1, value)[0]
-    except RankError:
-        return float("nan")
+    with suppress(RankError):
+        return worlds.run(1, lambda: float(Subject(case, d).value(samples).detach()))[0]
+    return float("nan")

@@ -111,23 +111,17 @@ Fact = Callable[[Evidence], bool]
 POWERS = {"0 times": None, "exactly": 0, "W times": 1, "W² times": 2, "1/W times": -1, "1/√W times": -0.5}
 
 
-def _of_factor(says: str, holds: Callable[[Comparison, float], bool]) -> dict[str, Fact]:
-    def with_power(power: float | None) -> Fact:
-        return lambda e: e.every(lambda x: holds(x, 0.0 if power is None else x.world_size**power))
-
-    return {says.format(times): with_power(power) for times, power in POWERS.items()}
+def _of_factor(holds: Callable[[Comparison, float], bool], power: float | None) -> Fact:
+    return lambda e: e.every(lambda x: holds(x, 0.0 if power is None else x.world_size**power))
 
 
 def _is_summed(e: Evidence) -> bool:
     """Return whether a trainer sums gradients of a loss that expects a mean."""
-
-    def is_summed(x: Comparison) -> bool:
-        both, w = x.is_scaled(x.world_size, x.world_size), x.world_size
-        if not e.is_step:
-            return e.trainer == "sum" and both
-        return x.encoder is not None and (both or x.is_scaled(w, 1)) and is_scaled(x.embeddings, w)
-
-    return e.every(is_summed)
+    if not e.is_step:
+        return e.trainer == "sum" and e.every(lambda x: x.is_scaled(x.world_size, x.world_size))
+    has_factor = e.every(lambda x: x.encoder is not None and is_scaled(x.encoder, x.world_size))
+    of_parameters = e.every(lambda x: any(is_scaled(x.parameters, w) for w in (1, x.world_size)))
+    return has_factor and of_parameters and e.every(lambda x: is_scaled(x.embeddings, x.world_size))
 
 
 def _is_averaged(e: Evidence) -> bool:
@@ -169,21 +163,47 @@ def _returns_local_means(e: Evidence) -> bool:
     return x.near(weights @ x.values, x.expected)
 
 
-FACTS: dict[str, Fact] = {
-    **_of_factor("every rank returns {} the value of one process", Comparison.has_values),
-    **_of_factor("the mean of the ranks' values is {} the value of one process", Comparison.has_mean),
-    **_of_factor("the encoder's gradient is {} the right one", lambda x, f: is_scaled(x.encoder, f)),
-    **_of_factor(
-        "the gradient of the loss's own parameters is {} the right one", lambda x, f: is_scaled(x.parameters, f)
+# What the evidence answers to a question: the name of its method, and the argument
+ANSWERS: dict[str, tuple[str, str, bool]] = {
+    "ranks gather": ("calls", "gather", True),
+    "no rank gathers": ("calls", "gather", False),
+    "ranks reduce": ("calls", "reduce", True),
+    "with the same random numbers on every rank the value is right": ("right_after", "same draws", True),
+    "ranks that hold copies of the same samples return the value of one process": ("right_after", "equal shards", True),
+    "ranks that hold copies of the same samples are wrong": ("right_after", "equal shards", False),
+    "a change of other ranks' samples changes the value": ("changes", "other samples", True),
+    "a change of other ranks' samples changes nothing": ("changes", "other samples", False),
+    "a constant that is added to other ranks' samples changes nothing": ("changes", "other samples shifted", False),
+    "a change of other ranks' labels changes the value": ("changes", "other labels", True),
+    "another order of the last rank's samples changes the value": ("changes", "last shard reversed", True),
+    "the same other order on every rank changes nothing": ("changes", "all shards reversed", False),
+    "an encoder that computes each shard apart gives the same results": ("confirms", "batch statistics", True),
+    "a rank returns the loss of the samples of some ranks only": ("confirms", "group of the loss", True),
+    "a rank returns the loss of its samples alone, or the mean over ranks of these": (
+        "confirms",
+        "local negatives",
+        True,
     ),
-    **_of_factor("the embeddings get {} the right gradient", lambda x, f: is_scaled(x.embeddings, f)),
-    # failures, and the start
-    **{
-        f"ranks fail: {x}": partial(lambda x, e: e.failure == x, x)
-        for x in ("hang", "raises", "uneven shards", FALLBACK)
-    },
+    "a rank returns the loss of all samples, its own before those of other ranks": ("confirms", "own rank first", True),
+    "a rank returns the loss of all samples with its own labels repeated": ("confirms", "labels not gathered", True),
+    "a rank returns the loss of views that are cut from the ranks' blocks": ("confirms", "views split wrongly", True),
+    "ranks communicate, and in DistributedLoss the loss is right": ("confirms", FALLBACK, True),
+}
+FAILURES = ("hang", "raises", "uneven shards", FALLBACK)
+WITH_FACTOR: dict[str, Callable[[Comparison, float], bool]] = {
+    "every rank returns {} the value of one process": Comparison.has_values,
+    "the mean of the ranks' values is {} the value of one process": Comparison.has_mean,
+    "the encoder's gradient is {} the right one": lambda x, factor: is_scaled(x.encoder, factor),
+    "the gradient of the loss's own parameters is {} the right one": lambda x, factor: is_scaled(x.parameters, factor),
+    "the embeddings get {} the right gradient": lambda x, factor: is_scaled(x.embeddings, factor),
+}
+# What may be so of evidence, in words
+FACTS: dict[str, Fact] = {
+    **{says.format(x): _of_factor(holds, w) for says, holds in WITH_FACTOR.items() for x, w in POWERS.items()},
+    **{fact: partial(lambda asks, x, yes, e: getattr(e, asks)(x) is yes, *of) for fact, of in ANSWERS.items()},
+    **{f"ranks fail: {x}": partial(lambda x, e: e.failure == x, x) for x in FAILURES},
+    **{f"{x} is broken": partial(lambda x, e: x in e.broken, x) for x in OUTSIDE_THE_CONTRACT},
     "parameters differ between ranks before the first step": lambda e: True,
-    # gradients
     "the encoder has a gradient": lambda e: e.every(lambda x: x.encoder is not None),
     "the loss has parameters of its own": lambda e: e.has_parameters,
     "the encoder's gradient is right only after a mean over ranks": lambda e: e.every(
@@ -200,55 +220,19 @@ FACTS: dict[str, Fact] = {
     "it is a training step": lambda e: e.is_step,
     "the trainer sums the right gradients": _is_summed,
     "the trainer averages gradients that should be summed": _is_averaged,
-    # what ranks communicate and draw
-    "ranks gather": lambda e: e.calls("gather"),
-    "no rank gathers": lambda e: not e.calls("gather"),
-    "ranks reduce": lambda e: e.calls("reduce"),
     "ranks communicate in the backward pass": lambda e: e.calls_in_backward,
     "no rank communicates in the backward pass": lambda e: not e.calls_in_backward,
-    "a loss that gathers receives the samples of all ranks": lambda e: (
-        e.option is not None and e.every(lambda x: x.gathered)
-    ),
+    "a loss that gathers receives the samples of all ranks": lambda e: bool(e.option) and e.every(lambda x: x.gathered),
     "ranks draw random numbers": lambda e: e.draws,
-    "with the same random numbers on every rank the value is right": lambda e: e.right_after("same draws"),
-    # values on other samples
     "the mean of the ranks' values is not that of one process": lambda e: not e.every(lambda x: x.has_mean(1)),
-    "a change of other ranks' samples changes the value": lambda e: e.changes("other samples") is True,
-    "a change of other ranks' samples changes nothing": lambda e: e.changes("other samples") is False,
-    "a constant that is added to other ranks' samples changes nothing": lambda e: (
-        e.changes("other samples shifted") is False
-    ),
-    "a change of other ranks' labels changes the value": lambda e: e.changes("other labels") is True,
-    "another order of the last rank's samples changes the value": lambda e: e.changes("last shard reversed") is True,
-    "the same other order on every rank changes nothing": lambda e: e.changes("all shards reversed") is False,
-    "ranks that hold copies of the same samples return the value of one process": lambda e: e.right_after(
-        "equal shards"
-    ),
-    "ranks that hold copies of the same samples are wrong": lambda e: not e.right_after("equal shards"),
     "the value is right where positives, or the nearest negatives, are on the anchor's rank": lambda e: (
         e.right_after("classes by rank") or e.right_after("ranks apart")
     ),
-    # values of some samples
-    "an encoder that computes each shard apart gives the same results": lambda e: e.confirms("batch statistics"),
-    "a rank returns the loss of the samples of some ranks only": lambda e: e.confirms("group of the loss"),
-    "a rank returns the loss of its samples alone, or the mean over ranks of these": lambda e: e.confirms(
-        "local negatives"
-    ),
-    "a rank returns the loss of all samples, its own before those of other ranks": lambda e: e.confirms(
-        "own rank first"
-    ),
-    "a rank returns the loss of all samples with its own labels repeated": lambda e: e.confirms("labels not gathered"),
-    "a rank returns the loss of views that are cut from the ranks' blocks": lambda e: e.confirms("views split wrongly"),
-    "ranks communicate, and in DistributedLoss the loss is right": lambda e: e.confirms(FALLBACK),
-    # uneven shards
     "every rank returns the mean of the ranks' means": _averages_means,
     "the ranks' values are scaled by their numbers of samples": _counts_local_samples,
     "the ranks' values, weighted by numbers of samples, are right": _returns_local_means,
-    # promises outside of the contract
-    **{f"{x} is broken": partial(lambda x, e: x in e.broken, x) for x in OUTSIDE_THE_CONTRACT},
     "the state after a step, or a later step, is wrong": lambda e: bool(
-        e.broken & {"same_state", "same_at_later_steps"}
+        {"same_state", "same_at_later_steps"} & e.broken
     ),
     "a later value depends on earlier samples": lambda e: "same_state" in e.broken or e.confirms("state"),
 }
-"""What may be so of evidence, in words."""

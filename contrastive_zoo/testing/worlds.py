@@ -28,11 +28,8 @@ from contrastive_zoo.testing import _rank
 from contrastive_zoo.testing._rank import Answer, Raised, dump_job, imported_by
 
 R = TypeVar("R")
-
 LONGEST_WAIT = 3600.0  # seconds of one wait for answers: an infinite timeout is not accepted by the operating system
-
-START_TIMEOUT = 120.0
-"""Seconds that a world has to start: the first one imports torch, possibly from a disk with a cold cache."""
+START_TIMEOUT = 120.0  # seconds of a world's start: the first one imports torch, possibly from a disk with a cold cache
 
 
 class Worlds:
@@ -137,7 +134,7 @@ class Worlds:
             [11, 12]
         """
         if each is not None and len(each) != world_size:
-            raise ValueError(f"Worlds.run: each needs one sequence a rank, got {len(each)} for W={world_size}.")
+            raise ValueError(f"Worlds.run: each needs one sequence per rank, got {len(each)} for W={world_size}.")
         try:
             job = dump_job((fn, args, kwargs))
             local_args = [dump_job(tuple(of_rank)) for of_rank in each or [()]]
@@ -173,8 +170,7 @@ class _World:
     """W processes that share a process group."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.directory = tempfile.mkdtemp(prefix="contrastive-zoo-")
+        self.world_size, self.directory = world_size, tempfile.mkdtemp(prefix="contrastive-zoo-")
         self.processes: list[BaseProcess] = []
         self.pipes: list[connection.Connection] = []
 
@@ -192,7 +188,6 @@ class _World:
                 self.pipes.append(pipe)
 
     def is_idle(self) -> bool:
-        """Return whether all ranks are alive and silent."""
         return not connection.wait([*self.pipes, *(process.sentinel for process in self.processes)], timeout=0)
 
     def send(self, job: bytes, local_args: Sequence[bytes]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch, global_batches
-from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
+from contrastive_zoo.testing.check import LossEvidence, NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
@@ -24,7 +24,6 @@ from contrastive_zoo.testing.invariants import (
 )
 from contrastive_zoo.testing.measurement import Case, Trial, call_form
 from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose
-from contrastive_zoo.testing.probes import LossEvidence
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
 from tools.gallery.recipe import GALLERY, DenseInfoNCE, Recipe, make, symmetric_cross_entropy

@@ -249,7 +249,14 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
         raise ValueError(f"audit: train is a function that trains, got {train!r}.")
     if steps < 1:
         raise ValueError(f"audit: steps is the number of steps to compare, at least 1, got {steps}.")
-    recorder = Recorder(_loss_names(loss), steps, needs_group=False)
+    of = loss if isinstance(loss, type) else type(loss)
+    if loss is not None and not issubclass(of, nn.Module):
+        raise ValueError(
+            f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
+            "module of a function, or leave it out: what the training starts its backward pass at is compared anyway."
+        )
+    names = [] if loss is None else [f"{of.__module__}:{of.__qualname__}"]
+    recorder = Recorder(names, steps, needs_group=False)
     start = time.monotonic()
     with recorder.watching():
         train()
@@ -258,30 +265,16 @@ def audit(train: Callable[[], object], *, loss: Any = None, steps: int = 3, name
     return AuditReport(name, [world])
 
 
-def _loss_names(loss: Any) -> list[str]:
-    if loss is None:
-        return []
-    of = loss if isinstance(loss, type) else type(loss)
-    if not issubclass(of, nn.Module):
-        raise ValueError(
-            f"audit: loss is a torch.nn.Module or its class, got {loss!r}. Its calls are found by their module: make a "
-            "module of a function, or leave it out: what the training starts its backward pass at is compared anyway."
-        )
-    return [f"{of.__module__}:{of.__qualname__}"]
-
-
 def _compared(recorder: Recorder, train: Callable[[], object]) -> WorldReport:
     """Gather the records of all ranks, run the training again on rank 0, and send its report to all."""
     record, alone = recorder.record, None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        record.rank = dist.get_rank()
-        alone = this_process(dist.distributed_c10d._get_default_group())
-    else:
-        record.initialized = True  # one process needs no group
     records = [record]
-    if alone is not None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        record.rank, alone = dist.get_rank(), this_process(dist.distributed_c10d._get_default_group())
         records *= dist.get_world_size()
         dist.all_gather_object(records, record)
+    else:
+        record.initialized = True  # one process needs no group
 
     def run_again(setting: Setting) -> Record:
         again = Recorder(recorder.loss_names, recorder.steps, needs_group=False, rerun=Rerun(records, setting))

@@ -38,9 +38,8 @@ THIRD_PARTY_LOSSES = (  # modules whose classes are losses
     "contrastive_zoo.adapters.sentence_transformers",
 )
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")  # of torch.nn.utils; trainers call these, too
-LARGEST_WEIGHT = (
-    64.0  # a backward pass that starts with a larger gradient was scaled by the GradScaler that scaled last
-)
+# A backward pass that starts with a larger gradient was scaled by the GradScaler that scaled last
+LARGEST_WEIGHT = 64.0
 
 
 class Recorder:
@@ -136,7 +135,7 @@ class Recorder:
     def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
         length: int = original(loader)
         if self.rerun is not None:
-            return self.rerun.length(length)
+            return next(self.rerun.lengths, length)
         self.record.lengths.append(length)
         return length
 
@@ -173,7 +172,7 @@ class Recorder:
         if not self.step.calls:
             self.step.epoch = self._epochs
             if self.rerun is not None:
-                self.rerun.draws.begin_step()
+                self.rerun.draws.states_at.clear()
         self.tensors.remember(module)
         if self.record.problem:
             self._finish()

@@ -51,15 +51,20 @@ class Rerun:
         self.draws = ShardedDraws()
         self.has_draws = any(step.draws for x in self.records for step in x.steps)
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
-        self._lengths = iter(self.first.lengths)
+        self.lengths = iter(self.first.lengths)  # of the loaders on rank 0, on which schedules depend
 
     def batches(self, loader: int) -> Iterator[Any]:
         """Yield the batches of all ranks, together, of the epoch that a loader begins."""
         epochs = [x.loaders[loader] if loader < len(x.loaders) else [] for x in self.records]
+        first = [x.steps[0].calls[0].samples if x.steps and x.steps[0].calls else [] for x in self.records]
+        sliced_later = any(x != first[0] for x in first)  # ranks with equal batches give other samples to their modules
         for index in range(max(map(len, epochs))):
             parts, states = zip(*(x[index] for x in epochs if index < len(x)), strict=True)
-            whole = len(parts) == len(epochs) > 1 and _equal(parts) and self._is_sliced_later()
             leaves = [tensors_of(x) for x in parts]
+            equal = bool(leaves[0]) and all(
+                len(x) == len(leaves[0]) and all(map(torch.equal, x, leaves[0])) for x in leaves
+            )
+            whole = len(parts) == len(epochs) > 1 and equal and sliced_later
             lengths = padded_lengths(leaves)
             batch = parts[0] if whole else concatenated(parts, lengths)
             if leaves[0] and not whole:
@@ -82,15 +87,6 @@ class Rerun:
             used = ([first.get(y) for y in digests([tensor])] for tensor in tensors)
             calls += next((y for y in used if None not in y), [])
         return torch.tensor(calls).argsort(stable=True) if len(calls) == sum(sizes) else torch.arange(sum(sizes))
-
-    def length(self, otherwise: int) -> int:
-        """Return what rank 0 got as the length of a loader at this call of ``len``, on which schedules depend."""
-        return next(self._lengths, otherwise)
-
-    def _is_sliced_later(self) -> bool:
-        """Return whether ranks with equal batches give different samples to their modules."""
-        first = [x.steps[0].calls[0].samples if x.steps and x.steps[0].calls else [] for x in self.records]
-        return any(x != first[0] for x in first)
 
     @torch.no_grad()
     def restore(self, name: str, x: Tensor) -> None:
@@ -171,7 +167,8 @@ class Rerun:
         with ExitStack() as stack:
             watched: list[tuple[Any, str, Callable[..., Any]]] = [(World, "of", _of_this_process)]
             if dist.is_available():
-                watched += [(dist, "init_process_group", _join_alone), (dist, "new_group", _no_new_group)]
+                watched += [(dist, "init_process_group", _join_alone)]
+                watched += [(dist, "new_group", lambda original, *args, **kwargs: dist.group.WORLD)]
                 watched += [(x, "init_device_mesh", _mesh_of_one) for x in (dist, dist.device_mesh)]
                 watched += [(DistributedDataParallel, "forward", _without_live_group)]
             if self.setting.by_shard:
@@ -195,28 +192,18 @@ def _join_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs | {key: i for i, key in enumerate(("rank", "world_size")) if key in kwargs})
 
 
-def _no_new_group(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return dist.group.WORLD
-
-
 def _mesh_of_one(original: Any, device_type: str, mesh_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return original(device_type, (1,) * len(mesh_shape), *args, **kwargs)
 
 
 def _of_this_process(original: Any, process_group: Any = None, caller: str = "") -> World:
     """Return the world of one process in place of that of a group which a loss holds since before the rerun."""
-    world: World = original(None, caller)
-    return world
+    return original(None, caller)
 
 
 def _without_live_group(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the module of a DDP that was wrapped before the rerun, in the group of all ranks."""
     return original(ddp, *args, **kwargs) if ddp.process_group.size() == 1 else ddp.module(*args, **kwargs)
-
-
-def _equal(batches: Sequence[Any]) -> bool:
-    first, *others = map(tensors_of, batches)
-    return bool(first) and all(len(x) == len(first) and all(map(torch.equal, x, first)) for x in others)
 
 
 class ShardedDraws(TorchDispatchMode):
@@ -232,21 +219,18 @@ class ShardedDraws(TorchDispatchMode):
         self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
         self.lengths: dict[int, tuple[int, ...]] = {}  # of each rank's tokens where they differ, by their padded length
         self.is_ambiguous = False  # whether several dimensions of a draw may be that of the samples
-        self._states_at: dict[bytes, list[Tensor]] = {}  # the ranks' states at a state of torch
-
-    def begin_step(self) -> None:
-        self._states_at.clear()
+        self.states_at: dict[bytes, list[Tensor]] = {}  # the ranks' states at a state of torch
 
     def assign(self, states: Sequence[Tensor]) -> None:
         self.states = list(states)
-        self._states_at[_present()] = self.states
+        self.states_at[_present()] = self.states
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_draw = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)
         if not is_draw or not self.states or not self.rows or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        self.states = self._states_at.get(_present(), self.states)
+        self.states = self.states_at.get(_present(), self.states)
         result = func(*args, **kwargs)
         after = torch.get_rng_state()
         tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.ndim]
