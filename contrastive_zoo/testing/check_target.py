@@ -71,8 +71,10 @@ def _factory(target: str) -> Any:
 def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:
     """Raise if an object is not a function that returns a loss when it is called with these settings."""
     if isinstance(factory, nn.Module):
-        make = f"def make_loss(): return {target.partition(':')[2]}"
-        raise TargetError(f"{target} is a loss, not a function that returns one; write {make}, and pass make_loss.")
+        raise TargetError(
+            f"{target} is a loss, not a function that returns one; "
+            f"write def make_loss(): return {target.partition(':')[2]}, and pass make_loss."
+        )
     if not callable(factory):
         kind = type(factory).__name__
         raise TargetError(f"{target} is a {kind}; pass a function that returns a loss, or a loss class.")
