@@ -12,8 +12,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.evidence import CLOSE, Ratio, flat, is_near
 from contrastive_zoo.testing.invariants import INVARIANTS
-from contrastive_zoo.testing.measurement import Case, Gradients
-from contrastive_zoo.testing.trial import Trial
+from contrastive_zoo.testing.measurement import Case, Gradients, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.gallery.recipe import GALLERY, PEERS, Recipe
 from tools.pages import PAGES, ROOT, fill, table
