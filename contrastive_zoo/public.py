@@ -16,5 +16,6 @@ from contrastive_zoo.ranks.messages import CommunicationError as CommunicationEr
 from contrastive_zoo.ranks.world import World as World
 from contrastive_zoo.wrapper.averaging import average_gradients as average_gradients
 from contrastive_zoo.wrapper.distributed import DistributedLoss as DistributedLoss
+from contrastive_zoo.wrapper.explain import explain as explain
 from contrastive_zoo.wrapper.grad_cache import GradCache as GradCache
 from contrastive_zoo.wrapper.grad_cache import cached_step as cached_step

@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 
 import contrastive_zoo
 from contrastive_zoo.testing import check, cli, console
@@ -192,3 +193,37 @@ def test_what_is_asked_is_shown(arguments: list[str], words: str, here: Here) ->
     code, out, _ = here(*arguments)
     assert code == 0
     assert words in out
+
+
+def test_a_step_is_explained_as_by_the_function(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--rows", "4096", "--width", "768", "--world-size", "64", "--device", "cuda", "--dtype", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["contrastive-zoo", "explain", "nt-xent", *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    x = torch.empty(4096, 768, device="meta")
+    found = contrastive_zoo.explain(contrastive_zoo.NTXent(), x, x, world_size=64, device="cuda", dtype=torch.bfloat16)
+    assert not end.value.code
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["clip", "--ring", "-W", "8", "--rows", "4096"], 0, "ring: ring=True"),
+        (["arc-face", "--width", "16"], 0, "ArcFace, 1 rank × 256 samples of 16 features"),
+        (["max-sim", "-W", "2"], 0, "8,192 tokens"),
+        (
+            ["pytorch_metric_learning.losses:TripletMarginLoss", "--call", "labels", "-W", "4"],
+            0,
+            "TripletMarginLoss, 4",
+        ),
+        (["triplet", "--ring", "-W", "8"], 2, "Leave ring out"),
+        (["nt-xent", "--set", "temperature=-1"], 2, "temperature must be positive"),
+        (["nt-xnt"], 2, "nt-xent"),
+    ],
+)
+def test_other_steps(arguments: list[str], code: int, words: str, here: Here) -> None:
+    found, out, error = here("explain", *arguments)
+    assert (found, words in out + error) == (code, True), out + error

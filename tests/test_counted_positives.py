@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
-from contrastive_zoo.engine.anchor_block import FEWEST_MATRICES
+from contrastive_zoo.engine.tiling import FEWEST_MATRICES
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.simulated import device, on_cpu, put_by, value_and_gradients

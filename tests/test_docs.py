@@ -191,6 +191,14 @@ def test_every_message_of_the_source_is_on_the_page():
     assert page == with_messages(page), "run: python -m tools.troubleshooting_page"
 
 
+def test_the_page_shows_the_paths_that_are_chosen():
+    from tools.pages import filled
+    from tools.paths_page import PAGE, path_table
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == filled(page, "paths", path_table()), "run: python -m tools.paths_page"
+
+
 def test_an_example_a_fragment_a_command_or_a_link_that_lies_is_noticed(tmp_path):
     block = _BLOCK.search("```python\nprint(1 + 1)\n```\n```text\n3\n```")
     assert (printed(block[1], "here"), block[2]) == ("2\n", "3\n")

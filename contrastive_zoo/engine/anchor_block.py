@@ -165,20 +165,10 @@ class BatchLayout:
         return AnchorBlock(anchors, candidates, positive, negative, *ids, companions, first, self.max_positives)
 
 
-# matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss
-MATRICES_PER_BLOCK, FEWEST_MATRICES = 16, 4
-# height of a block below which its fixed cost, a pass over the gradients of all candidates, is noticeable
-LOW_BLOCK = 64
-
-
 def anchor_slices(anchors: Tensor, candidates: int) -> Iterator[slice]:
     """Yield slices of anchors whose similarities to so many candidates fit into the budget, with all that a loss makes."""
     row_bytes = max(1, candidates) * anchors.dtype.itemsize
-    available = max(tiling.TILE_BYTES, budget())
-    if anchors.device.type == "cpu":  # beyond a CPU's cache every pass takes longer
-        available = min(available, tiling.BLOCK_BYTES)
-    low = min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))  # which may exceed its share
-    height = max(1, available // (MATRICES_PER_BLOCK * row_bytes), low)
+    height = tiling.block_height(row_bytes, budget(), on_cpu=anchors.device.type == "cpu")
     return (slice(top, min(top + height, len(anchors))) for top in range(0, len(anchors), height))
 
 

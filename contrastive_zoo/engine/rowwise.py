@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, BatchLayout, BlockLoss, RowwiseSweep, start_count
 from contrastive_zoo.engine.batch import Batch, Candidates, Reduction, mean_divisor
+from contrastive_zoo.engine.cost import Blocks, Names, Stored
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairwise import first_of_equals
 from contrastive_zoo.engine.precision import sum_dtype, without_autocast
@@ -99,6 +100,12 @@ def reduce_rows(
             own_candidates=gathered(own_candidates, shards),
             companions=[(gathered(x, shards), gathered(y, where)) for x, y in companions], reduction=reduction,
         )  # fmt: skip
+
+
+def blocks_of(loss: BlockLoss, anchors: Names, candidates: Names | Stored = (), **how: Any) -> Blocks:
+    """Return what :func:`reduce_rows` of a loss sends, as data."""
+    parameters = [x.nbytes for x in loss.learnable.values()]
+    return Blocks(anchors, candidates, parameters=parameters, terms=loss.terms, **how)
 
 
 @without_autocast

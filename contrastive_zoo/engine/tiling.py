@@ -32,7 +32,12 @@ def tiles(rows: int, columns: int, like: Tensor, *, upper: bool = False) -> Iter
 
 def tile_shape(like: Tensor) -> tuple[int, int]:
     """Return height and width of a tile: powers of two, the width two or four times the height."""
-    elements = tile_bytes(like) // like.dtype.itemsize
+    return tile_size(like.dtype.itemsize, on_cpu=like.device.type == "cpu")
+
+
+def tile_size(itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
+    """Return height and width of a tile of numbers of so many bytes."""
+    elements = (TILE_BYTES if on_cpu else 32 * TILE_BYTES) // itemsize
     height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
     return height, max(1, elements // height)
 
@@ -46,6 +51,21 @@ def row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
     height = max(1, BLOCK_BYTES // max(1, columns * dtype.itemsize))
     for start in range(0, rows, height):
         yield slice(start, min(rows, start + height))
+
+
+# matrices as large as the block's similarities that a loss makes: Circle, which makes most, and a simple loss
+MATRICES_PER_BLOCK, FEWEST_MATRICES = 16, 4
+# height of a block below which its fixed cost, a pass over the gradients of all candidates, is noticeable
+LOW_BLOCK = 64
+
+
+def block_height(row_bytes: int, available: int, *, on_cpu: bool) -> int:
+    """Return how many anchors a block has whose similarities take so many bytes each, with all that a loss makes of them."""
+    available = max(TILE_BYTES, available)
+    if on_cpu:  # beyond a CPU's cache every pass takes longer
+        available = min(available, BLOCK_BYTES)
+    low = min(LOW_BLOCK, available // (FEWEST_MATRICES * row_bytes))  # which may exceed its share
+    return max(1, available // (MATRICES_PER_BLOCK * row_bytes), low)
 
 
 def tile_of(scratch: Tensor, i: slice, j: slice) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.batch import Batch, is_embedding
 from contrastive_zoo.engine.classes import ClassPairs, class_shard, draw_weights
+from contrastive_zoo.engine.cost import Classes, Entry, Shared
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Reduction, Size, field
 from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.devices import state_problem
@@ -102,6 +103,11 @@ class ClassLoss(LabelledLoss):
                 f"embedding_size={embeddings.shape[-1]}."
             )
         return state_problem("weights", weights, embeddings)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        embeddings = [name for name, x in stated.inputs.rows.items() if is_embedding(x)]
+        numbers, centers = self.weights.numel(), self.weights.shape[:-1].numel()
+        return [*super().entries(stated), Shared(numbers * stated.wide), Classes(embeddings, centers)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
         """Return the similarities of the batch's embeddings to the weights.

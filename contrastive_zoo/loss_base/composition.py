@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from contrastive_zoo.engine.batch import Batch, Part
+from contrastive_zoo.engine.batch import Batch, Part, is_embedding
+from contrastive_zoo.engine.cost import Entry, Member
 from contrastive_zoo.engine.implementation import NO_KERNELS
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
@@ -55,6 +56,10 @@ class Composition(Loss):
     def members(self) -> Sequence[Loss]:
         """Return the losses that are added, each once."""
         raise NotImplementedError(f"{type(self).__name__} must define members().")
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        parts = enumerate(zip(self.members(), stated.inputs.parts, strict=True))
+        return [member_entries(index, loss, part, stated) for index, (loss, part) in parts]
 
     def terms(self, batch: Batch) -> list[Tensor]:
         raise NotImplementedError(f"{type(self).__name__} must define terms(batch).")
@@ -154,6 +159,17 @@ def _member_stated(
     indices = bool(loss.index_arguments(args, named))
     inputs = Inputs(rows, local=indices, whole=True, host=host)
     return CallInputs(type(loss).__name__, inputs, needs=loss.needs(inputs)._replace(engine="other", no_kernel=None))
+
+
+def member_entries(index: int, loss: Loss, part: Part, stated: CallInputs, width: int | None = None) -> Member:
+    """Return what a member of a sum calls, given its view of the statement, or of a prefix of the features."""
+    rows = {name: stated.inputs.rows[merged] for name, merged in part.names.items()}
+    rows = {name: x[..., :width] if is_embedding(x) else x for name, x in rows.items()}
+    if not loss.is_plain:
+        return Member(index, part.names, [], width)
+    inputs = Inputs(rows, parts=part.parts, host=part.host)
+    of_member = CallInputs(part.name, inputs, stated.settings.members[index], needs=loss.needs(inputs))
+    return Member(index, part.names, loss.entries(of_member), width)
 
 
 def member_value(loss: Loss, batch: Batch) -> Tensor:

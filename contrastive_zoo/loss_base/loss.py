@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
-from contrastive_zoo.engine.batch import Batch, Part
-from contrastive_zoo.engine.cost import Entry
+from contrastive_zoo.engine.batch import Batch, Part, is_embedding
+from contrastive_zoo.engine.cost import Entry, Local, Pairs, Shared, Signs, Summed
 from contrastive_zoo.engine.implementation import (
     NO_KERNELS,
     Kernels,
@@ -79,6 +79,40 @@ class CallInputs:
     problem: str | None = None  # what is wrong with any of these on this rank, in words; None if nothing is
     kernels: Kernels = NO_KERNELS  # whether Triton kernels can compute the loss on this rank
     needs: Needs = NO_NEEDS  # of the plan
+
+    @property
+    def _first(self) -> Tensor:
+        return next(x for x in self.inputs.rows.values() if is_embedding(x))
+
+    @property
+    def width(self) -> int:
+        """Return the number of features of the first embeddings."""
+        return self._first.shape[-1]
+
+    @property
+    def wide(self) -> int:
+        """Return the bytes of an element of the first embeddings, in the precision of engines."""
+        return max(4, self._first.dtype.itemsize)
+
+    def learnt(self, *names: str) -> list[int]:
+        """Return the bytes of those of these settings that are learnt."""
+        values = (getattr(self.settings, name) for name in names)
+        return [x.nbytes for x in values if isinstance(x, Tensor) and x.requires_grad]
+
+    def features(self, *, partial: bool = False) -> Summed:
+        """Return the message of a number for each feature."""
+        return Summed(self.width * self.wide, partial)
+
+    def products(self, *, partial: bool = False) -> list[Entry]:
+        """Return what the sum of the products of all pairs of features takes."""
+        first, d = next(iter(self.inputs.rows)), self.width
+        numbers = d * d * self.wide
+        return [Summed(numbers, partial), Local([first], 6 * d * d), Local(bytes=2 * numbers)]
+
+    def held(self, copies: float) -> Local:
+        """Return the memory of so many copies of all embeddings."""
+        names = [name for name, x in self.inputs.rows.items() if is_embedding(x)]
+        return Local(names, bytes=copies * self.width * self.wide)
 
     def situation(self, shards: Sequence[Shards], ranks: int, **known: Any) -> Situation:
         """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
@@ -292,9 +326,35 @@ class Loss(Settings, nn.Module):
         whole = "a loss in it has a forward of its own, or hooks" if inputs.whole else None
         return Needs(self.engine, names, names, whole, split, self.ring_problem(), self.no_kernel)
 
-    def entries(self, inputs: Inputs) -> list[list[Entry]]:
-        """Return the engine entries that :meth:`compute` calls, for what a call costs; a list for each member of a sum."""
-        return [[]]
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        """Return the engine entries that :meth:`compute` calls, for what a call costs.
+
+        The default is one entry of the engine with the tensors that :meth:`needs` names, the temperature and the reduction.
+        """
+        needs, scale, entries = stated.needs, *self.scale_of(stated)
+        candidates = () if needs.anchors == needs.candidates else needs.candidates
+        if needs.engine == "softmax":
+            entries.append(Pairs(needs.anchors, candidates, scale, self.__dict__.get("normalize", True)))
+        elif needs.engine == "sigmoid":
+            return [Signs(needs.anchors, candidates, self.is_reduced)]
+        elif needs.engine == "statistics":
+            entries.append(stated.held(1.6))
+        return entries + self.reduced()
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.__dict__.get("reduction") != "none"
+
+    def reduced(self, terms: int = 1) -> list[Entry]:
+        """Return the message that adds up losses and counts."""
+        return [Summed(2 * 8 * terms)] if self.is_reduced else []
+
+    def scale_of(self, stated: CallInputs) -> tuple[float | None, list[Entry]]:
+        """Return 1 / temperature, None if it is learnt, and the message of its gradient."""
+        temperature = getattr(stated.settings, "temperature", None)
+        if isinstance(temperature, Tensor):
+            return None, [Shared(temperature.dtype.itemsize)]
+        return (1.0 if temperature is None else 1 / temperature), []
 
     @property
     def has_one_operator(self) -> bool:

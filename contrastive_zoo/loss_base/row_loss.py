@@ -9,11 +9,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
 from contrastive_zoo.engine.plan import Engine
-from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
+from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import Inputs, call_form
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_problem
@@ -36,6 +37,15 @@ class AnchorLoss(LabelledLoss):
     def normalizes(self) -> bool:
         """Whether embeddings are normalised to unit length first; a loss without this setting always does."""
         return bool(self.__dict__.get("normalize", True))
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        if stated.needs.engine != "rows":
+            return super().entries(stated)
+        names = [name for name in stated.inputs.rows if name != "labels"]
+        watched = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
+        loss = self.block_loss(Batch({}, {}, stated.settings))
+        ids = "labels" if "labels" in stated.inputs.rows else ""
+        return [blocks_of(loss, names, ids=ids, reduction=self.reduction, watched=watched)]
 
     def compute(self, batch: Batch) -> Tensor:
         views = [name for name in batch.rows if name != "labels"]

@@ -8,10 +8,11 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry, Gathered, Summed
 from contrastive_zoo.engine.masked import tie_width
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import log_sum_of_inversions
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Number, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import range_rule
 
@@ -51,6 +52,15 @@ class CoSENT(Loss):
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]) -> Inputs:
         return Inputs({"queries": queries, "keys": keys, "scores": scores})
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        scores = stated.inputs.rows["scores"].dtype.itemsize
+        return [
+            stated.held(2.6),
+            *self.scale_of(stated)[1],
+            Gathered(["queries"], stated.wide),
+            Gathered(["scores"], scores),
+        ]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
@@ -129,6 +139,9 @@ class OnlineContrastive(Loss):
 
         rows = {"queries": queries, "keys": keys, "labels": labels}
         return Inputs(rows, values=[range_rule(labels, 0, 1, other_labels)])
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(2), Summed(2 * stated.wide), Summed(2 * stated.wide), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))

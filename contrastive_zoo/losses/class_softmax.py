@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Classes, Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import MIN_NORM, at_least_float32, matmul
 from contrastive_zoo.loss_base.class_loss import ClassLoss, ShardableClassLoss
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Positive, Reduction, Size, Temperature
 
 
@@ -177,6 +178,12 @@ class SoftTriple(ClassLoss):
     sub_centers: Size = 10
     reduction: Reduction = "mean"
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        apart = self.tau and self.weights.ndim == 3
+        between = 6 * self.weights.numel() * self.weights.shape[1]  # of the centres of a class
+        of_centers: list[Entry] = [Shared(self.weights.nbytes), Local(flop=between)]
+        return [*super().entries(stated), *(of_centers if apart else [])]
+
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings
 
@@ -235,6 +242,9 @@ class LargeMarginSoftmax(ClassLoss):
     scale: Positive = 1.0
     normalize_weights: bool = False
     reduction: Reduction = "mean"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [*super().entries(stated), Shared(len(self.weights) * stated.wide)]
 
     def compute(self, batch: Batch) -> Tensor:
         scale = batch.settings.scale
@@ -344,6 +354,11 @@ class ProxyAnchor(ClassLoss):
     margin: Number = 0.1
     alpha: Positive = 32.0
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        shared, compared = [x for x in super().entries(stated) if not isinstance(x, Summed)]
+        of_classes = len(self.weights) * stated.wide
+        return [shared, compared, *[Summed(of_classes)] * 4, Summed(8 * len(self.weights))]
+
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings
         positive, negative, counts = self.pairs(batch).log1p_sum_exp_by_class(settings.margin, settings.alpha)
@@ -372,6 +387,12 @@ class P2SGrad(ClassLoss):
     """
 
     reduction: Reduction = "mean"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        (classes, d), names = self.weights.shape, ["embeddings"]
+        of_weights = Local(flop=6 * classes * d**2, bytes=5 * classes * d * stated.wide)
+        products = Local(names, 6 * d**2, 3 * d * stated.wide)
+        return [*(x for x in super().entries(stated) if not isinstance(x, Classes)), of_weights, products]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = self.pairs(batch)

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch, is_embedding
-from contrastive_zoo.loss_base.composition import Composition, member_value
+from contrastive_zoo.engine.cost import Entry
+from contrastive_zoo.loss_base.composition import Composition, member_entries, member_value
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.ranks.row_checks import described
@@ -110,6 +111,10 @@ class Matryoshka(Composition):
             if problem := self.loss.inputs(*of_args, **{name: cut.get(name, x) for name, x in named.items()}).problem:
                 return f"{type(self.loss).__name__}, of a prefix of {m}: {problem}"
         return None
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        (part,) = stated.inputs.parts
+        return [member_entries(0, self.loss, part, stated, width) for width in self.dims]
 
     def terms(self, batch: Batch) -> list[Tensor]:
         member = batch.member(0)

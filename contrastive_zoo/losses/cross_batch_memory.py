@@ -4,16 +4,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry, Gathered, Member, Pairs, Stored, Summed
 from contrastive_zoo.engine.plan import Needs
-from contrastive_zoo.engine.rowwise import reduce_rows
-from contrastive_zoo.loss_base.loss import Inputs, Loss, call_form
+from contrastive_zoo.engine.rowwise import blocks_of, reduce_rows
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss, call_form
 from contrastive_zoo.loss_base.loss_modules import is_third_party, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
@@ -155,6 +156,33 @@ class CrossBatchMemory(Loss):
         problem = self._problem(rows, partners, labelled=labelled)
         return Inputs.of(arguments, problem, compared=self._inner_settings() | self.memory.compared_state())
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        """Return what a step takes once the memory is full."""
+        (first, second, *mask), way = stated.inputs.rows, self._way()
+        row, loss = stated.width * stated.inputs.rows[first].dtype.itemsize, cast(Any, self.loss)
+        memory = Stored(self.memory.size, stated.width, stated.wide)
+        labelled = way in ("candidates", "references")
+        written: list[Entry] = (
+            [Gathered([first], row), Gathered([second], 8)] if labelled else [Gathered([second], row)]
+        )
+        written += [Gathered(mask, 1)] * (1 + labelled) if mask else []
+        if way == "candidates":
+            block_loss = loss.block_loss(Batch({}, {}, stated.settings.members[0]))
+            watched = any(is_third_party(type(x)) for x in loss.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
+            of_loss: list[Entry] = [
+                blocks_of(block_loss, [first], memory, reduction=loss.reduction, watched=watched),
+                *([Summed(8)] if mask else []),
+            ]
+        elif way == "sharded negatives":
+            keys = stated.inputs.rows[second]
+            inputs = loss.inputs(stated.inputs.rows[first], keys, negatives=keys[:0])
+            inner = CallInputs(loss_name(loss), inputs, stated.settings.members[0], needs=loss.needs(inputs))
+            names = dict(zip(inputs.rows, (first, second), strict=False))
+            of_loss = [Member(None, names, [_against(memory, x) for x in loss.entries(inner)])]
+        else:  # every rank gathers both and computes the loss
+            of_loss = [Gathered([first], row), Gathered([second], 8 if labelled else row), Summed(8)]
+        return [*of_loss, *(written if self.training else [])]
+
     def compute(self, batch: Batch) -> Tensor:
         rows, partners, *_ = batch.rows.values()
         mask = batch.rows.get("enqueue_mask")
@@ -291,6 +319,12 @@ class CrossBatchMemory(Loss):
         alone = partial(in_one_process, compute, loss_name(self.loss), batch.world, self.loss)
         with one_stream(batch.world, device):
             return failing_together(batch.name, alone, batch.world)
+
+
+def _against(memory: Stored, entry: Entry) -> Entry:
+    """Return the entry of a loss with the memory as its negatives."""
+    is_negatives = isinstance(entry, Pairs) and [*cast(Any, entry.candidates)] == ["negatives"]
+    return cast(Pairs, entry)._replace(candidates=memory) if is_negatives else entry
 
 
 def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:

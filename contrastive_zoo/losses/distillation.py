@@ -1,14 +1,17 @@
 """Distillation: a teacher's similarities or scores are the targets of the student's."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_zoo.engine.batch import Batch, Candidates
+from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
 
@@ -60,6 +63,14 @@ class ClipDistillation(Loss):
         return Inputs(
             {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
         )
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        rows = stated.inputs.rows
+        width, of_teacher = rows["images"].shape[1], rows["teacher_images"].shape[1]
+        how: Any = {"companions": [of_teacher * stated.wide], "matmuls": 3 + of_teacher / max(1, width)}
+        how |= {"parameters": stated.learnt("temperature", "teacher_temperature", "weight")}
+        directions = [("images", "texts"), ("texts", "images")][: 1 + self.symmetric]
+        return [Blocks([x], [y], reduction=self.reduction, **how) for x, y in directions]
 
     def compute(self, batch: Batch) -> Tensor:
         _, _, *teachers = batch.rows.values()

@@ -1,18 +1,19 @@
 """Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry, Pairs
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
 from contrastive_zoo.loss_base.families import ImageTextLoss
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature, field
 from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
@@ -82,6 +83,14 @@ class InfoNCE(Loss):
         one_operator = negatives is None and self.has_one_operator
         needs = super().needs(inputs)
         return needs._replace(anchors=[queries], candidates=candidates, no_kernel=no_kernel, one_operator=one_operator)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        (scale, entries), (queries, keys, *negatives) = self.scale_of(stated), stated.inputs.rows
+        how: Any = {"scale": scale, "unit_norm": self.normalize}
+        if self.in_batch_negatives:
+            entries.append(Pairs([queries], [keys], columnwise=self.symmetric, **how))
+        of_all = [name for name in negatives if stated.inputs.rows[name].ndim == 2]
+        return [*entries, *(Pairs([queries], [name], columnwise=False, **how) for name in of_all), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry, Summed, Tokens
 from contrastive_zoo.engine.masked import shared_max, tie_width
 from contrastive_zoo.engine.max_sim import late_interaction_scores, packed_tokens, read_lengths
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Reduction, Temperature
 
 TokenReduction = Literal["sum", "mean"]
@@ -93,6 +94,14 @@ class LateInteractionLoss(Loss):
     def split_reason(self) -> str | None:
         return "a batch of tokens is not small"
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        queries, *others = stated.inputs.host
+        tokens: list[Entry] = []
+        for name in others:
+            mean_length = sum(stated.inputs.host[name]) / max(1, len(stated.inputs.host[name]))
+            tokens.append(Tokens(f"tokens of {queries}", f"tokens of {name}", mean_length))
+        return [*self.scale_of(stated)[1], *tokens, *self.reduced()]
+
     def scores(self, batch: Batch) -> Scores:
         scores = late_interaction_scores(batch, normalize=self.normalize)
         return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples.local)
@@ -149,6 +158,10 @@ class MaxSim(LateInteractionLoss):
 
     temperature: Temperature = 1.0
     symmetric: bool = False
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        over_queries = Summed(stated.wide, each="sample"), Summed(stated.wide, True, "sample")
+        return [*super().entries(stated), *(over_queries if self.symmetric else ())]
 
     def compute(self, batch: Batch) -> Tensor:
         scores = self.scores(batch)

@@ -7,11 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry, Gathered, Local, Pairs
 from contrastive_zoo.engine.pairs import TowerPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.tiling import row_blocks
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.ranks import devices
@@ -50,6 +51,11 @@ class MemoryLoss(Loss):
         if devices.on_cpu(queue.filled):
             return queue.embeddings[: len(queue)], None
         return queue.embeddings, torch.arange(len(queue.embeddings), device=queue.filled.device) >= queue.filled
+
+    def remembering(self, stated: CallInputs) -> list[Entry]:
+        """Return the gather of what the memory stores, the first tensor or the last of two."""
+        names, row = [*stated.inputs.rows], self.embedding_size * stated.wide
+        return [Gathered([names[1] if len(names) == 2 else names[0]], row)] if self.training else []
 
     def remember(self, rows: Tensor, batch: Batch) -> None:
         """Store the embeddings of all ranks with unit length, in training mode."""
@@ -104,6 +110,20 @@ class NNCLR(MemoryLoss):
         reduced = self.reduction != "none"
         needs = super().needs(inputs)
         return needs._replace(anchors=["projections1"], candidates=["predictions1"], one_operator=reduced)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        scale, entries = self.scale_of(stated)
+        for z, p in (("projections1", "predictions2"), ("projections2", "predictions1")):
+            entries.append(Pairs([z], [p], scale, columnwise=False, narrow=False))
+        search = Local(["projections1", "projections2"], flop=2 * len(self.queue) * self.embedding_size)
+        return [
+            *entries,
+            *self.scale_of(stated)[1],
+            *self.reduced(),
+            *self.reduced(),
+            search,
+            *self.remembering(stated),
+        ]
 
     def compute(self, batch: Batch) -> Tensor:
         z1, z2, p1, p2 = batch.rows.values()
@@ -166,6 +186,12 @@ class ReSSL(MemoryLoss):
 
     def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
         return self.stated_rows(student=student, teacher=teacher)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        memory = len(self.queue)
+        size = 6 * memory * stated.wide  # of targets and logits, their softmaxes and a gradient
+        compared = Local(["student"], flop=8 * memory * self.embedding_size, bytes=size)
+        return [*self.scale_of(stated)[1], compared, *self.reduced(), *self.remembering(stated)]
 
     def compute(self, batch: Batch) -> Tensor:
         student, teacher = batch.rows.values()

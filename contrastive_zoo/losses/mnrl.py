@@ -3,19 +3,20 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Pairs
 from contrastive_zoo.engine.masked import masked_log_sum_exp, tie_width
 from contrastive_zoo.engine.pairs import Direction, TowerPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, PairBlock, reduce_pairs, split_pairs
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy, log_sum_exp
-from contrastive_zoo.loss_base.loss import NO_RING, Inputs, Loss
+from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import range_rule
 
@@ -159,6 +160,18 @@ class MNRL(Loss):
         of_documents = "doc_to_doc" in self.directions and "negatives" in rows
         return self.hardness_mode is None and not is_masked and not of_documents
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        rows, directions = stated.inputs.rows, self.directions
+        if not self._sums_suffice(rows):
+            return [_blocks_of_pairs(stated, "queries", 1.5 * len(directions), [], self.reduction)]
+        scale, entries = self.scale_of(stated)
+        how: Any = {"scale": scale, "unit_norm": self.normalize}
+        entries.append(Pairs(["queries"], ["documents"], columnwise="doc_to_query" in directions, **how))
+        if "negatives" in rows:
+            entries.append(Pairs(["queries"], ["negatives"], columnwise=False, **how))
+        towers = {"query_to_query": "queries", "doc_to_doc": "documents"}
+        return [*entries, *(Pairs([x], (), **how) for key, x in towers.items() if key in directions), *self.reduced()]
+
     def compute(self, batch: Batch) -> Tensor:
         pairs, directions = TowerPairs(batch, batch.settings.temperature, self.normalize), tuple(self.directions)
         if self._sums_suffice(batch.rows):
@@ -182,6 +195,20 @@ class MNRL(Loss):
 
 
 _UNSUPPORTED = "computes MNRL without hardness_mode, ids, false_negative_margin and the direction doc_to_doc"
+
+
+def _blocks_of_pairs(
+    stated: CallInputs, anchors: str, matmuls: float, guides: list[int], reduction: Reduction
+) -> Blocks:
+    """Return what :func:`reduce_pairs` sends: candidates of twice the width, which of them are single, guides, ids."""
+    rows = stated.inputs.rows
+    return Blocks(
+        [anchors], [anchors, *(x for x in ("negatives",) if x in rows)], width=2 * rows[anchors].shape[1],
+        companions=[1, *guides, *(2 * 8 for name in _IDS if name in rows)], parameters=stated.learnt("temperature"),
+        reduction=reduction, matmuls=matmuls,
+    )  # fmt: skip
+
+
 _IDS = {"document_ids": "negative_ids", "query_ids": ""}  # of pairs, and of the negatives that they are compared with
 
 
@@ -329,6 +356,11 @@ class GIST(Loss):
         no_guide = negatives is not None and guide_negatives is None
         problem = "negatives came without guide_negatives. Pass both." if no_guide else None
         return Inputs.of({**rows, **ids}, problem or _ids_problem(negative_ids, document_ids))
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        width, of_guide = (stated.inputs.rows[name].shape[1] for name in ("anchors", "guide_anchors"))
+        matmuls = (1 + self.contrast_anchors + self.contrast_positives) * (3 + of_guide / max(1, width)) / 2
+        return [_blocks_of_pairs(stated, "anchors", matmuls, [2 * of_guide * stated.wide], self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
         arguments = dict(batch.rows)

@@ -1,17 +1,18 @@
 """Softmax over pairs that are given, not aligned: several positives of a query, and one pair of each class."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Candidates
+from contrastive_zoo.engine.cost import Blocks, Entry, Gathered
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import NonNegative, Reduction, Temperature
 from contrastive_zoo.ranks.row_checks import ValueRule, described
 
@@ -85,6 +86,12 @@ class MultiPositive(Loss):
         negative = f"weights are non-negative, one per id, got some of {described(weights)} that are negative or NaN."
         rule = ValueRule(weights, lambda x: (x >= 0).all(), lambda valid: None if valid[0] else negative)
         return Inputs.of(rows, problem, values=[rule])
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        ids = "key_ids" if "key_ids" in stated.inputs.rows else "ids"
+        directions = [("queries", "keys"), ("keys", "queries")][: 1 + self.symmetric]
+        how: Any = {"companions": [ids, ids], "parameters": stated.learnt("temperature"), "reduction": self.reduction}
+        return [Blocks([x], [y], **how) for x, y in directions]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in ("queries", "keys"))
@@ -173,6 +180,13 @@ class NPairs(LabelledLoss):
     reduction: Reduction = "mean"
 
     engine = "rows"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        """Return what it costs at most, if each embedding is an anchor and a candidate: that depends on the labels."""
+        width, learnt = stated.inputs.rows["embeddings"].shape[1], stated.learnt("temperature")
+        names = ["embeddings"]
+        blocks = Blocks(names, names, parameters=learnt, reduction="none", width=width)
+        return [Gathered(["labels"], 8), blocks, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.prepared(batch.rows["embeddings"], normalize=self.normalize), batch.int64(batch.rows["labels"])

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Gathered
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import ViewPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Reduction, Temperature
 
 
@@ -88,6 +89,12 @@ class DCL(TwoViewLoss):
 
     engine = "rows"
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        names = [*stated.inputs.rows]
+        of_weights: list[Entry] = [] if self.sigma is None else [Gathered(names[:1], stated.wide)]
+        learnt = stated.learnt("temperature")
+        return [*of_weights, Blocks(names, companions=[8, 8], parameters=learnt, reduction=self.reduction)]
+
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.candidates(*batch.rows, normalize=self.normalize), batch.indices(times=2)
         a, b = z.local.tensor_split(2)
@@ -157,6 +164,10 @@ class HCL(TwoViewLoss):
     reduction: Reduction = "mean"
 
     engine = "rows"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        learnt = stated.learnt("temperature", "tau_plus", "beta")
+        return [Blocks([*stated.inputs.rows], parameters=learnt, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, z = batch.settings, batch.candidates(*batch.rows, normalize=True)

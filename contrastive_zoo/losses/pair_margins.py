@@ -1,18 +1,19 @@
 """Hinges on pairs: each positive within one margin, each negative beyond another."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock, class_numbers
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Summed
 from contrastive_zoo.engine.masked import masked_max
 from contrastive_zoo.engine.pairwise import distances, dot_products, row_sums, squared_distances
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Reduction, Share, Size
 from contrastive_zoo.loss_base.state import allocate
@@ -158,6 +159,17 @@ class IntraPairVariance(LabelledLoss):
     neg_eps: Number = 0.01
     normalize: bool = True
     reduction: Reduction = "mean"
+
+    engine = "rows"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        row = stated.inputs.rows["embeddings"].shape[1] * stated.wide
+        how: Any = {"parameters": [stated.wide] * 2, "terms": 2, "reduction": self.reduction}
+        return [
+            Gathered(["labels"], 8),
+            Summed(row, each="class", more=row),
+            Blocks(["embeddings"], ids="labels", **how),
+        ]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Summed
 from contrastive_zoo.engine.hinges import sum_over_positives
 from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.statistics import histogram_overlap
 from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.row_loss import RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Positive, Temperature
 
@@ -185,6 +187,14 @@ class Histogram(LabelledLoss):
     """
 
     num_bins: Bins = 100
+
+    engine = "rows"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        names, width = ["embeddings"], stated.inputs.rows["embeddings"].shape[1]
+        histograms = Summed(2 * (self.num_bins + 1) * stated.wide)
+        gathered = Gathered(names, width * stated.wide), Gathered(["labels"], 8)
+        return [*gathered, histograms, Blocks(names, ids="labels", terms=2)]
 
     def compute(self, batch: Batch) -> Tensor:
         z, ids = batch.prepared(batch.rows["embeddings"], normalize=True), batch.int64(batch.rows["labels"])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Entry, Local
 from contrastive_zoo.engine.precision import matmul, unit_rows, without_autocast
 from contrastive_zoo.engine.statistics import (
     LEAST_SQUARE,
@@ -21,7 +22,7 @@ from contrastive_zoo.engine.statistics import (
     squared_sums,
 )
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
 from contrastive_zoo.loss_base.state import allocate, move_towards
 from contrastive_zoo.ranks import devices
@@ -57,6 +58,10 @@ class BarlowTwins(TwoViewLoss):
     eps: Positive = 1e-5
 
     engine = "statistics"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        of_view = stated.features(partial=True), stated.features()
+        return [stated.held(3.2), *of_view, *of_view, *stated.products()]
 
     def compute(self, batch: Batch) -> Tensor:
         a, b = (centered(batch, batch.prepared(x, normalize=False)) for x in batch.rows.values())
@@ -102,6 +107,9 @@ class VICReg(TwoViewLoss):
 
     engine = "statistics"
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(3), *self.reduced(), *[stated.features(partial=True), *stated.products()] * 2]
+
     def compute(self, batch: Batch) -> Tensor:
         a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
         loss = batch.settings.invariance * batch.reduce((a - b).square().mean(1))
@@ -143,6 +151,9 @@ class VIbCReg(VICReg):
     """
 
     covariance: Number = 200.0
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [*super().entries(stated), stated.features(), stated.features()]
 
     def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
         settings, squares = batch.settings, squared_sums(batch, x)
@@ -201,6 +212,9 @@ class TiCo(TwoViewLoss):
             problem = f"the covariance is as wide as embeddings, {got}. {fix}"
         return Inputs({"view 0": view1, "view 1": view2}, problem)
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(3.3), *stated.products(), *self.reduced()]
+
     def compute(self, batch: Batch) -> Tensor:
         beta = batch.settings.beta
         a, b = (batch.prepared(x, normalize=True) for x in batch.rows.values())
@@ -237,6 +251,10 @@ class FroSSL(ViewLoss):
     invariance: Number = 1.0
 
     engine = "statistics"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        of_view = [stated.features(partial=True), *stated.products(), *self.reduced()]
+        return [stated.held(3.3), *of_view * len(stated.inputs.rows)]
 
     def compute(self, batch: Batch) -> Tensor:
         rows = [batch.prepared(x, normalize=False) for x in batch.rows.values()]
@@ -282,6 +300,9 @@ class MMCR(ViewLoss):
     eps: Positive = 1e-6
 
     engine = "statistics"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(4.4), *stated.products(), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         z, eps = torch.stack([batch.prepared(x, normalize=True) for x in batch.rows.values()], 1), batch.settings.eps
@@ -332,6 +353,11 @@ class WMSE(ViewLoss):
     reduction: Reduction = "mean"
 
     engine = "statistics"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        inverse = Local(flop=6 * stated.width**3, bytes=4 * stated.width**2 * stated.wide)
+        of_view = [stated.features(partial=True), *stated.products(partial=True), inverse]
+        return [stated.held(4), *of_view * len(stated.inputs.rows), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         rows = [batch.prepared(x, normalize=False) for x in batch.rows.values()]

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.classes import draw_weights
+from contrastive_zoo.engine.cost import Entry, Local, Shared, Summed
 from contrastive_zoo.engine.precision import at_least_float32, matmul
 from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
 from contrastive_zoo.loss_base.state import allocate, move_towards
 from contrastive_zoo.ranks.devices import state_problem
@@ -106,6 +107,10 @@ class DINO(Loss):
         teacher: Float[Tensor, "n g c"] | Float[Tensor, "n c"],  # c is k, in any dtype
     ) -> Inputs:
         return Inputs({"student": student, "teacher": teacher}, _outputs_problem(student, teacher, self.centre))
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        centre = Summed(self.centre.nbytes + self.centre.dtype.itemsize)
+        return [*super().entries(stated), *([centre] if self.training else [])]
 
     def compute(self, batch: Batch) -> Tensor:
         student, teacher = batch.rows["student"], batch.rows["teacher"].detach()
@@ -201,6 +206,12 @@ class SwAV(ViewLoss):
         stated = super().inputs(*views)
         compared = {"prototypes": list(self.prototypes.shape)}
         return replace(stated, problem=stated.problem or self._problem(views), compared=compared)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        share = Summed(self.code_views * self.num_prototypes * stated.wide)
+        products = Local([*stated.inputs.rows], 6 * self.prototypes.numel(), 5 * self.num_prototypes * stated.wide)
+        of_codes = [share] * (2 * self.iterations)
+        return [*super().entries(stated), Shared(self.prototypes.nbytes), products, *of_codes]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, views = batch.settings, len(batch.rows)

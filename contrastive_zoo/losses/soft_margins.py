@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.masked import (
     any_in_row,
     log1p_exp,
@@ -15,6 +16,7 @@ from contrastive_zoo.engine.masked import (
 from contrastive_zoo.engine.pairwise import distances
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Number, Positive, Reduction
 
@@ -123,6 +125,12 @@ class LiftedStructure(LabelledLoss):
     reduction: Reduction = "mean"
 
     engine = "rows"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        names, width = ["embeddings"], stated.inputs.rows["embeddings"].shape[1]
+        crowding = Blocks(names, ids="labels", parameters=stated.learnt("neg_margin"), reduction="none")
+        learnt = stated.learnt("pos_margin")
+        return [crowding, Blocks(names, (), "labels", parameters=learnt, reduction=self.reduction, width=width + 1)]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)

@@ -9,13 +9,14 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Gathered, Local, Pairs, Summed
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.pairs import ContrastMode, LabelledPairs
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import AnchorBlock, Average, BlockLoss, info_nce_per_positive
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.loss_base.families import NO_LABELS
-from contrastive_zoo.loss_base.loss import NO_RING, Inputs
+from contrastive_zoo.loss_base.loss import NO_RING, CallInputs, Inputs
 from contrastive_zoo.loss_base.row_loss import AnchorLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, Temperature
 from contrastive_zoo.loss_base.shapes import candidates_problem
@@ -95,6 +96,21 @@ class SupCon(AnchorLoss):
     def _by_rows(self, rows: Mapping[str, Tensor]) -> bool:
         """Return whether positives are no whole classes, or their logits are summed inside the logarithm."""
         return self.variant == "in" or self.contrast_mode == "one" or "mask" in rows
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        names, embeddings = ["embeddings"], stated.inputs.rows["embeddings"]
+        if not self._by_rows(stated.inputs.rows):
+            scale, entries = self.scale_of(stated)
+            self_sums = Local(names, bytes=stated.width * stated.wide)
+            sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, "class")]
+            return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
+        anchors = embeddings.shape[1] if self.contrast_mode == "one" and embeddings.ndim == 3 else 1
+        companions = [8] if "mask" in stated.inputs.rows else []
+        learnt = stated.learnt("temperature", "base_temperature")
+        candidates = names if self.contrast_mode == "one" else ()
+        return [
+            Blocks(names, candidates, "", companions, parameters=learnt, reduction=self.reduction, matmuls=3 / anchors)
+        ]
 
     def compute(self, batch: Batch) -> Tensor:
         mask = batch.rows.get("mask")

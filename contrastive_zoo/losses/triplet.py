@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from contrastive_zoo.engine.anchor_block import AnchorBlock
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Summed
 from contrastive_zoo.engine.hinges import hinge_sums, soft_sums, sum_over_positives
 from contrastive_zoo.engine.masked import log1p_sum_exp, masked_max, masked_min
 from contrastive_zoo.engine.pairwise import distances, dot_products
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import nearest_nodes
-from contrastive_zoo.loss_base.loss import Inputs, Loss
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
 from contrastive_zoo.loss_base.state import allocate
@@ -167,8 +168,14 @@ class MegaBatchMargin(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
+    engine = "rows"
+
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": queries, "view 1": keys})
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        learnt = stated.learnt("positive_margin", "negative_margin")
+        return [Blocks(["view 0"], ["view 1"], parameters=learnt, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in batch.rows)
@@ -221,6 +228,8 @@ class DynamicSoftMargin(Loss):
 
     histogram: Tensor = field(init=False)
 
+    engine = "rows"
+
     def __post_init__(self) -> None:
         self.num_bins = int(self.num_bins)
         zeros = allocate("DynamicSoftMargin", lambda: torch.zeros(self.num_bins + 1), num_bins=self.num_bins)
@@ -231,6 +240,11 @@ class DynamicSoftMargin(Loss):
         if self.histogram.shape != (nodes,):
             problem = f"the histogram has num_bins + 1 nodes, [{nodes}], got {described(self.histogram)}."
         return Inputs({"view 0": anchors, "view 1": positives}, problem)
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        directions = ("view 0", "view 1"), ("view 1", "view 0")
+        nearest = [Blocks([x], [y], reduction="none") for x, y in directions]
+        return [*nearest, Summed(len(self.histogram) * stated.wide), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         difference = _differences(batch)

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from contrastive_zoo.engine.batch import Batch
+from contrastive_zoo.engine.cost import Blocks, Entry, Local, Pairs, Summed
 from contrastive_zoo.engine.pairwise import squared_distances
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.precision import matmul, without_autocast
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
 from contrastive_zoo.engine.statistics import log_potentials, second_moments, waves
+from contrastive_zoo.engine.tiling import TILE_BYTES
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss, of_views
-from contrastive_zoo.loss_base.loss import Inputs
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
 from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks import devices
@@ -59,6 +61,12 @@ class AlignUniform(TwoViewLoss):
     def needs(self, inputs: Inputs) -> Needs:
         return super().needs(inputs)._replace(anchors=["view 0"], candidates=["view 0"])
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        t, totals = stated.settings.t, Summed(2 * stated.wide)
+        scale = None if isinstance(t, Tensor) else 2 * t
+        views = [Pairs([name], scale=scale, narrow=False) for name in stated.inputs.rows]
+        return [*self.reduced(), *views, totals, totals]
+
     def compute(self, batch: Batch) -> Tensor:
         t, n = batch.settings.t, batch.total
         a, b = (batch.candidates(name, normalize=True) for name in batch.rows)
@@ -94,6 +102,9 @@ class SpectralContrastive(TwoViewLoss):
     mu: Annotated[float, Bounds("mu must be positive", above=0, finite=False)] = 1.0
 
     engine = "statistics"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(2.6), *stated.products() * 2, *self.reduced(), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         max_norm, n = batch.settings.mu**0.5, batch.total
@@ -134,6 +145,9 @@ class OrthogonalRegularization(EmbeddingLoss):
     second_moment_weight: Number = 1.0
 
     engine = "statistics"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [stated.held(4.3), Summed((stated.width + 2) * stated.wide), *stated.products()]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.prepared(batch.first, normalize=True)
@@ -181,6 +195,11 @@ class KoLeo(EmbeddingLoss):
     eps: Positive = 1e-8
     normalize: bool = True
     reduction: Reduction = "mean"
+
+    engine = "rows"
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [Blocks(["embeddings"], reduction=self.reduction, matmuls=1)]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates(next(iter(batch.rows)), normalize=self.normalize)
@@ -253,6 +272,11 @@ class SIGReg(EmbeddingLoss):
     def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"embeddings": embeddings}, self.directions_problem("embeddings", embeddings))
 
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        names, slices = [*stated.inputs.rows], int(self.num_slices)
+        waves = Summed(2 * int(self.num_points) * slices * len(names) * stated.wide)
+        return [waves, Local(names, 4 * slices * stated.width, 5 * slices * stated.wide), Local(bytes=2 * TILE_BYTES)]
+
     def compute(self, batch: Batch) -> Tensor:
         z = batch.prepared(batch.first, normalize=False)
         loss = epps_pulley(batch, z[:, None], self.directions())
@@ -322,6 +346,9 @@ class LeJEPA(SIGReg):
         if problem is None and self.global_views > count:
             problem = f"the first global_views of the views are global, got {self.global_views} of {count} views."
         return replace(stated, problem=problem or self.directions_problem("views", views[0]))
+
+    def entries(self, stated: CallInputs) -> list[Entry]:
+        return [*super().entries(stated), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         share = batch.settings.lambda_

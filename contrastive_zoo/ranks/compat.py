@@ -8,31 +8,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Rows of every rank into one tensor: ``all_gather_into_tensor`` until torch 2.12, ``all_gather_single`` since."""
 
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """A sum of which each rank keeps its part: ``reduce_scatter_tensor`` until torch 2.12, ``reduce_scatter_single`` since."""
-
-
-def without_values(arguments: Any, dtype: torch.dtype | None) -> Any:
-    """Return nested arguments with tensors that have no values in place of meta tensors, and of those of another dtype."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # loads the compiler
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def bare(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        if not x.is_meta and wanted == x.dtype:
-            return x
-        with mode:
-            return torch.empty(x.shape, dtype=wanted, requires_grad=x.requires_grad)
-
-    return tree_map(bare, arguments)
 
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id

@@ -33,6 +33,11 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
             _restore(states, device)
 
 
+def state_bytes() -> int:
+    """Return the bytes of the generators' states on the CPU."""
+    return sum(state.nbytes for state in _states(None))
+
+
 class StateWatch:
     """Detects whether a loss draws random numbers, changes its buffers or counts in its attributes, and undoes that."""
 

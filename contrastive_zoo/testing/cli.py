@@ -1,4 +1,4 @@
-"""The command line: ``contrastive-zoo check``, ``audit`` and ``list``."""
+"""The command line: ``contrastive-zoo check``, ``audit``, ``explain`` and ``list``."""
 
 import json
 import os
@@ -166,6 +166,76 @@ def audit(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(_shown(report, json_file))
+
+
+class Dtype(str, Enum):
+    """The precision of embeddings."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+SEVERAL = 32
+"""Tokens, candidates or views of a sample in what a command explains."""
+
+
+@app.command("explain")
+def explain_step(
+    target: Annotated[
+        str, typer.Argument(help="A name that `list` shows, module:LossClass, or module:function that returns a loss.")
+    ],
+    rows: Annotated[int, typer.Option(help="Samples of each process.", min=1)] = 256,
+    width: Annotated[int, typer.Option(help="Features of an embedding.", min=1)] = 128,
+    world_size: Annotated[int, typer.Option("--world-size", "-W", help="Number of processes.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="What computes: cpu or cuda; neither has to be there.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="Precision of the embeddings.")] = Dtype.float32,
+    call: Annotated[
+        str, typer.Option(help="Call form of a loss that `list` does not show: labels or views.")
+    ] = "views",
+    ring: Annotated[bool, typer.Option("--ring", help="Pass candidates from rank to rank.")] = False,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
+    ] = None,
+) -> None:
+    """Show which path a step takes, and its messages, bytes, matmuls and memory, without computing it.
+
+    Exit status: 0, or 2 if the loss refuses such a call.
+    """
+    import torch
+
+    import contrastive_zoo
+    from contrastive_zoo.testing.catalogue import CATALOGUE
+    from contrastive_zoo.testing.check_target import TargetError, find_target
+
+    shapes: dict[str, tuple[int, ...]] = {"rows": (rows, width), "several": (rows, SEVERAL, width)}
+    shapes |= {"negatives": (rows, width), "several scores": (rows, SEVERAL)}
+    sys.path.insert(0, os.getcwd())
+    settings, entry = dict(map(_setting, setting or [])), CATALOGUE.get(target)
+    kinds = ["rows", "labels" if call == "labels" else "rows"]
+    try:
+        if entry is None:
+            loss = find_target(target, settings, wrap=False)[0]()
+        else:
+            sizes = {name: width for name in ("embedding_size", "out_dim") if name in entry.settings}
+            settings = entry.settings | sizes | settings
+            loss, kinds = entry.loss(**settings), [*entry.kinds.values()]
+        if not isinstance(loss, contrastive_zoo.DistributedLoss):
+            loss = contrastive_zoo.DistributedLoss(loss, ring=ring)
+        of = {"labels": torch.int64, "binary": torch.int64}
+        tensors = [
+            torch.empty(shapes.get(kind, (rows,)), dtype=of.get(kind, torch.float32), device="meta")
+            for kind in kinds
+            if kind != "token mask"  # all tokens are valid
+        ]
+        options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype.value)}
+        typer.echo(contrastive_zoo.explain(loss, *tensors, world_size=world_size, **options))
+    except TargetError as error:
+        raise typer.BadParameter(str(error)) from None
+    except (TypeError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command("list")

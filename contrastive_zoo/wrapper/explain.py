@@ -1,18 +1,20 @@
 """Explain a call: which path its step takes, and what that costs, without computing it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from contrastive_zoo.engine.cost import Cost, cost_of
+from contrastive_zoo.engine.cost import EMBEDDINGS, Cost, Entry, UserCode, assumptions, cost_of
 from contrastive_zoo.engine.implementation import DTYPES, LARGEST_WIDTH, NO_KERNELS, Kernels
-from contrastive_zoo.engine.plan import Plan, Situation, choose
-from contrastive_zoo.loss_base.loss import CallInputs, rows_of
-from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
-from contrastive_zoo.ranks.compat import without_values
+from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
+from contrastive_zoo.engine.tiling import budget, memory_budget
+from contrastive_zoo.loss_base.loss import CallInputs, Loss, rows_of
+from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, without_ddp
 from contrastive_zoo.ranks.handshake import PAYLOAD_LIMIT
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.wrapper.distributed import DistributedLoss
@@ -29,7 +31,8 @@ class Explanation:
     cost: Cost  # the messages, bytes, multiplications and memory of one rank
     device: str
     dtype: str
-    changes: Mapping[str, str]  # what a user may do, and what the cost would be then
+    assumed: Sequence[str] = ()  # what the cost depends on and the arguments do not say
+    changes: Mapping[str, str] = field(default_factory=dict)  # what a user may do, and what the cost would be then
 
     @property
     def messages(self) -> int:
@@ -55,22 +58,44 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         plan, cost, ranks = self.plan, self.cost, self.situation.world_size
-        tensors = [x for x in self.situation.rows.values() if x.embeddings]
-        each = f"{tensors[0].shards.size:,} samples of {tensors[0].width:,} features" if tensors else "no embeddings"
-        several = f", {len(tensors)} tensors of embeddings" if len(tensors) > 1 else ""
-        yield f"{self.name}, {ranks:,} rank{'s' * (ranks > 1)} × {each}{several}, {self.dtype}, {self.device}"
-        work, movement, arithmetic = plan.because
+        yield f"{self.name}, {ranks:,} rank{'s' * (ranks > 1)} × {self._samples()}, {self.dtype}, {self.device}"
+        work, movement, _ = plan.because
         yield f"  work        {plan.work}: {work}"
-        yield f"  embeddings  {plan.movement}: {movement}"
-        for index, of in enumerate(plan.members or [plan]):
-            name, why = (f"loss {index}: ", of.because[2]) if plan.members else ("", arithmetic)
-            yield f"  arithmetic  {name}{of.arithmetic}: {why}"
-        backward = f", {cost.backward_messages} of them in the backward pass" if cost.backward_messages else ""
+        arrive = sum(x.bytes for x in cost.sent if x.name in EMBEDDINGS)
+        size = f"; {with_unit(arrive, 'B')} arrive at each rank" if arrive else ""
+        yield f"  embeddings  {plan.movement}: {movement}{size}"
+        for name, of in _arithmetics(plan):
+            yield f"  arithmetic  {name}{of.arithmetic}: {of.because[2]}"
+        backward = f", {cost.backward_messages:,} of them in the backward pass" if cost.backward_messages else ""
         yield f"  messages    {cost.messages:,}{backward}; a rank sends {with_unit(cost.bytes_sent, 'B')}"
-        yield f"  matmuls     {with_unit(cost.matmul_flop, 'FLOP')} a rank"
-        yield f"  memory      {with_unit(cost.peak_bytes, 'B')} beside the embeddings"
+        yield f"  matmuls     {with_unit(cost.matmul_flop, 'FLOP')} a rank, forward and backward"
+        yield f"  memory      {with_unit(cost.peak_bytes, 'B')} beside the embeddings, their gradients included"
+        for what in self.assumed:
+            yield f"  assumed     {what}"
+        if self.changes:
+            yield "What would change it:"
+        width = max(map(len, self.changes), default=0)
         for what, then in self.changes.items():
-            yield f"  {what:<26} {then}"
+            yield f"  {what:<{width}}  {then}"
+
+    def _samples(self) -> str:
+        """Return the number of samples of a rank, their features, and how many tensors of embeddings there are."""
+        tensors = {name: x for name, x in self.situation.rows.items() if x.embeddings}
+        if not tensors:
+            return "no embeddings"
+        (name, first), *others = tensors.items()
+        kind = "tokens" if name.startswith("tokens of ") else "samples"
+        each = f"{first.shards.size:,} {kind} of {first.width:,} features"
+        several = "views" if name.startswith("view ") else "tensors of embeddings"
+        return f"{each}, {len(tensors)} {several}" if others else each
+
+
+def _arithmetics(plan: Plan, name: str = "") -> Iterator[tuple[str, Plan]]:
+    """Yield the plans of the members of a sum, or the plan itself, and which they are."""
+    if not plan.members:
+        yield name, plan
+    for index, of in enumerate(plan.members):
+        yield from _arithmetics(of, f"{name}loss {index}: ")
 
 
 def with_unit(count: float, unit: str) -> str:
@@ -119,34 +144,59 @@ def explain(
         ('own anchors', 'gather', 'kernel', 7)
     """
     wrapper = loss_fn if isinstance(loss_fn, DistributedLoss) else DistributedLoss(loss_fn)
-    size = World.of(wrapper.process_group).size if world_size is None else world_size
+    bare, size = without_ddp(wrapper.loss), World.of(wrapper.process_group).size if world_size is None else world_size
     if size < 1:
         raise ValueError(f"explain: world_size is the number of ranks, 1 or more, got {world_size}.")
     arguments = [x for x in (*tensors, *named.values()) if isinstance(x, Tensor)]
     place = torch.device(device or next((x.device for x in arguments if not x.is_meta), "cpu"))
-    args, keywords = without_values((tensors, named), dtype)
-    call, _ = wrapper._call(without_ddp(wrapper.loss), args, keywords)
-    name, problem = (
-        (call.name, call.problem) if isinstance(call, CallInputs) else (loss_name(call.loss), call.inputs.problem)
-    )
+    args, keywords = _without_memory((tensors, named), bare, dtype)
+    call, _ = wrapper._call(bare, args, keywords)
+    entries: list[Entry] = []
+    if isinstance(call, CallInputs):
+        name, problem, needs, code = call.name, call.problem, call.needs, LossModules(bare).runs_third_party_code
+    else:
+        name, problem, needs, code = loss_name(bare), call.inputs.problem, FROM_ELSEWHERE, True
     if problem is not None:
         raise ValueError(f"{name}: {problem}")
-    needs = call.needs if isinstance(call, CallInputs) else FROM_ELSEWHERE
+    if isinstance(call, CallInputs):
+        entries += bare.entries(call)
+    if code:
+        entries.append(UserCode(isinstance(bare, Loss) and any(True for _ in bare.buffers())))
     rows = {key: rows_of(x, Shards((len(x),) * size)) for key, x in call.inputs.rows.items()}
     situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=_kernels(call, place))
-    situation = situation._replace(payload=0 < situation.payload_bytes <= PAYLOAD_LIMIT)
-    bare: Any = without_ddp(wrapper.loss)
-    entries = bare.entries(call.inputs) if isinstance(call, CallInputs) else []
+    may_follow = situation.on_cpu and needs.split is None and wrapper.pad_dims is None
+    situation = situation._replace(payload=may_follow and 0 < situation.payload_bytes <= PAYLOAD_LIMIT)
+    classes = next(
+        (len(x.unique()) for x in arguments if not (x.is_meta or x.is_floating_point()) and x.ndim == 1), None
+    )
 
     def explained(situation: Situation) -> tuple[Plan, Cost]:
         plan = choose(name, needs, situation)
-        return plan, cost_of(plan, situation, entries)
+        return plan, cost_of(plan, situation, entries, classes=classes)
 
     plan, cost = explained(situation)
     shown_dtype = next((x.dtype for x in call.inputs.rows.values() if x.is_floating_point()), torch.float32)
     shown = {"cpu": "CPU", "cuda": "CUDA"}.get(place.type, place.type)
-    result = Explanation(name, plan, situation, cost, shown, str(shown_dtype).removeprefix("torch."), {})
-    return replace(result, changes=dict(_changes(result, explained)))
+    assumed = assumptions(plan, situation, entries, classes)
+    result = Explanation(name, plan, situation, cost, shown, str(shown_dtype).removeprefix("torch."), assumed)
+    return replace(result, changes=dict(_changes(result, explained, needs)))
+
+
+def _without_memory(arguments: Any, loss: Any, dtype: torch.dtype | None) -> Any:
+    """Return nested arguments with zeros that take no memory in place of meta tensors, and of those of another dtype."""
+    held = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
+    home = next((x.device for x in held), torch.device("cpu"))
+
+    def zeros(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
+        if not x.is_meta and wanted == x.dtype:
+            return x
+        place = home if x.is_meta else x.device
+        return torch.zeros((), dtype=wanted, device=place).expand(x.shape)
+
+    return tree_map(zeros, arguments)
 
 
 def _kernels(call: Any, place: torch.device) -> Kernels:
@@ -157,10 +207,43 @@ def _kernels(call: Any, place: torch.device) -> Kernels:
     return Kernels(rows.dtype in DTYPES and 1 <= rows.shape[-1] <= LARGEST_WIDTH)
 
 
-def _changes(now: Explanation, explained: Callable[[Situation], tuple[Plan, Cost]]) -> Iterator[tuple[str, str]]:
-    gathers, rings = now.plan.movement == "gather" and now.plan.work == "own anchors", now.plan.movement == "ring"
-    if gathers or rings:
-        plan, cost = explained(now.situation._replace(ring=gathers))
-        if rings or plan.movement == "ring":
-            held, sent = with_unit(cost.peak_bytes, "B"), with_unit(cost.bytes_sent, "B")
-            yield f"ring={gathers}", f"{held} held, {sent} sent, {cost.messages:,} messages"
+def _changes(
+    now: Explanation, explained: Callable[[Situation], tuple[Plan, Cost]], needs: Needs
+) -> Iterator[tuple[str, str]]:
+    """Yield what a user may do, and what a step would cost then."""
+    situation, cost = now.situation, now.cost
+    if now.plan.work == "own anchors" and now.plan.movement in ("gather", "ring") and needs.no_ring is None:
+        ring = now.plan.movement == "gather"
+        _, then = explained(situation._replace(ring=ring))
+        sent, held = with_unit(then.bytes_sent, "B"), with_unit(then.peak_bytes, "B")
+        yield f"ring={ring}", f"{then.messages:,} messages, {sent} sent, {held} held"
+    power = _enough(situation, explained)
+    with memory_budget(0 if power is None else 2**power):
+        _, then = explained(situation)
+    if power is not None or then.peak_bytes < cost.peak_bytes:
+        yield f"memory_budget({'0' if power is None else f'2**{power}'})", _computed(then)
+    if now.device == "CUDA" and now.plan.arithmetic in ("tiles", "plain", "one operator") and needs.no_kernel is None:
+        if situation.kernels.apply:
+            _, then = explained(situation._replace(kernels=situation.kernels._replace(always=True)))
+            yield "use_implementation('triton')", _computed(then)
+        else:
+            widths = f"at most {LARGEST_WIDTH:,} features"
+            yield "other embeddings", f"Triton kernels take float32, bfloat16 and float16 with {widths}"
+    yield "GradCache", "less memory of the encoder; that of the loss stays"
+
+
+def _computed(cost: Cost) -> str:
+    return f"{with_unit(cost.matmul_flop, 'FLOP')} of matmuls, {with_unit(cost.peak_bytes, 'B')} held"
+
+
+def _enough(situation: Situation, explained: Callable[[Situation], tuple[Plan, Cost]]) -> int | None:
+    """Return the power of two that is a memory budget for all logits; None if more memory would save no multiplications."""
+
+    def multiplications(size: int) -> int:
+        with memory_budget(size):
+            return explained(situation)[1].matmul_flop
+
+    least = multiplications(2**62)
+    if multiplications(budget()) == least:
+        return None
+    return 20 + bisect_left(range(20, 62), True, key=lambda power: multiplications(2**power) == least)

@@ -222,17 +222,17 @@ def test_a_block_is_as_high_as_the_budget_allows() -> None:
         return next(iter(anchor_block.anchor_slices(torch.empty(2048, 2), 2048))).stop
 
     usual = height()
-    assert usual * 2048 * 4 * anchor_block.MATRICES_PER_BLOCK == tiling.BLOCK_BYTES
+    assert usual * 2048 * 4 * tiling.MATRICES_PER_BLOCK == tiling.BLOCK_BYTES
     with cz.engine.memory_budget(tiling.BLOCK_BYTES // 4):
         assert height() == usual // 4
     with cz.engine.memory_budget(0):  # not row by row
-        assert height() == anchor_block.LOW_BLOCK
+        assert height() == tiling.LOW_BLOCK
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
 def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 96
-    monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * anchor_block.FEWEST_MATRICES * 8)
+    monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * tiling.FEWEST_MATRICES * 8)
     z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
     with Largest() as largest:
         outcome(loss, z, labels)

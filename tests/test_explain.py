@@ -1,0 +1,366 @@
+"""What ``explain`` says of a step is what the real code of one rank does: messages, bytes, multiplications, memory."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.engine import cost, plan, precision
+from contrastive_zoo.engine.cost import Cost, UserCode, cost_of
+from contrastive_zoo.engine.plan import Situation, choose
+from contrastive_zoo.loss_base.loss import CallInputs, rows_of
+from contrastive_zoo.loss_base.loss_modules import LossModules
+from contrastive_zoo.ranks.randomness import StateWatch
+from contrastive_zoo.ranks.world import Shards
+from contrastive_zoo.testing.catalogue import CATALOGUE
+from contrastive_zoo.testing.interventions import splitting
+from contrastive_zoo.wrapper.step import FROM_ELSEWHERE
+from tests.counted import Step, counted
+
+WIDTH = 16
+Case = tuple[Any, list[Tensor]]
+
+
+def embeddings(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    # short, so that no sum of exponentials loses precision and is computed again
+    return (0.2 * torch.randn(*shape)).to(dtype).requires_grad_()
+
+
+def labels(n: int) -> Tensor:
+    """Two samples of each class."""
+    return torch.arange(n) % max(1, n // 2)
+
+
+KINDS: dict[str, Callable[[int, int], Tensor]] = {
+    "rows": lambda n, d: embeddings(n, d),
+    "labels": lambda n, d: labels(n),
+    "binary": lambda n, d: torch.arange(n) % 2,
+    "several": lambda n, d: embeddings(n, 3, d),
+    "negatives": lambda n, d: embeddings(2 * n, d),
+    "token mask": lambda n, d: torch.ones(n, 3, dtype=torch.int64),
+    "scores": lambda n, d: torch.rand(n),
+    "several scores": lambda n, d: torch.randn(n, 3),
+}
+
+
+def of_catalogue(name: str, n: int, d: int) -> Case:
+    entry = CATALOGUE[name]
+    settings = {key: d if key in ("embedding_size", "out_dim") else x for key, x in entry.settings.items()}
+    return entry.loss(**settings), [KINDS[kind](n, d) for kind in entry.kinds.values()]
+
+
+def variance(z: Tensor) -> Tensor:
+    return z.var(0).sum()
+
+
+class Drawing(cz.RowLoss):
+    """A user's loss, which may draw random numbers."""
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return (similarity * negative).sum(1), negative.any(1)
+
+
+def views(loss: Any, count: int = 2, **how: Any) -> Callable[[int, int], Case]:
+    return lambda n, d: (loss, [embeddings(n, d, **how) for _ in range(count)])
+
+
+def labelled(loss: Any, **how: Any) -> Callable[[int, int], Case]:
+    return lambda n, d: (loss, [embeddings(n, d, **how), labels(n)])
+
+
+def learnt() -> cz.LearnableTemperature:
+    return cz.LearnableTemperature(0.2)
+
+
+BF16 = torch.bfloat16
+ALL_DIRECTIONS = "query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc"
+
+OPTIONS: dict[str, Callable[[int, int], Case]] = {
+    "three views": views(cz.NTXent(), 3),
+    "learnt temperature": views(cz.NTXent(temperature=learnt())),
+    "a low temperature": views(cz.NTXent(temperature=0.01)),
+    "no unit length": views(cz.NTXent(normalize=False)),
+    "views of 16 bits": views(cz.NTXent(), dtype=BF16),
+    "towers of 16 bits": views(cz.Clip(), dtype=BF16),
+    "towers of 64 bits": views(cz.Clip().double(), dtype=torch.float64),
+    "losses of samples": views(cz.Clip(reduction="none")),
+    "sigmoids of samples": views(cz.SigLIP(reduction="none")),
+    "rows of samples": labelled(cz.Triplet(reduction="none")),
+    "negatives of all queries": lambda n, d: (cz.InfoNCE(), [embeddings(k * n, d) for k in (1, 1, 2)]),
+    "negatives of a query": lambda n, d: (cz.InfoNCE(), [embeddings(n, d), embeddings(n, d), embeddings(n, 3, d)]),
+    "symmetric": views(cz.InfoNCE(symmetric=True)),
+    "views of a sample": lambda n, d: (cz.SupCon(temperature=learnt()), [embeddings(n, 3, d), labels(n)]),
+    "first views as anchors": lambda n, d: (cz.SupCon(contrast_mode="one"), [embeddings(n, 3, d), labels(n)]),
+    "all directions": views(cz.MNRL(directions=ALL_DIRECTIONS)),
+    "a masked MNRL": lambda n, d: (
+        cz.MNRL(false_negative_margin=0.1),
+        [embeddings(n, d), embeddings(n, d), embeddings(2 * n, d)],
+    ),
+    "GIST with ids": lambda n, d: (cz.GIST(), [*(embeddings(n, d) for _ in range(4))]),
+    "symmetric ids": lambda n, d: (cz.MultiPositive(symmetric=True), [embeddings(n, d), embeddings(n, d), labels(n)]),
+    "rows of 16 bits": labelled(cz.Circle(), dtype=BF16),
+    "a user's loss": labelled(Drawing()),
+    "a learnt margin": labelled(cz.Triplet(margin=learnt())),
+    "symmetric tokens": lambda n, d: (cz.MaxSim(symmetric=True), [embeddings(n, 5, d), embeddings(n, 7, d)]),
+    "a sum": labelled(cz.WeightedSum([cz.SupCon(), cz.Triplet(), cz.Circle()])),
+    "a sum of views": views(cz.WeightedSum([cz.NTXent(), cz.BarlowTwins(), cz.DCL()])),
+    "a sum of 16 bits": views(cz.WeightedSum([cz.NTXent(), cz.InfoNCE(), cz.DCL()]), dtype=BF16),
+    "prefixes": lambda n, d: views(cz.Matryoshka(cz.NTXent(), (d // 4, d)))(n, d),
+    "prefixes of statistics": lambda n, d: views(cz.Matryoshka(cz.VICReg(), (d // 4, d)))(n, d),
+    "prefixes of a sum": lambda n, d: labelled(cz.Matryoshka(cz.WeightedSum([cz.SupCon(), cz.Circle()]), (d // 4, d)))(
+        n, d
+    ),
+    "a memory of labels": lambda n, d: labelled(cz.CrossBatchMemory(cz.SupCon(), 2 * n, d))(n, d),
+    "a memory of keys": lambda n, d: views(cz.CrossBatchMemory(cz.InfoNCE(), 2 * n, d))(n, d),
+    "a third-party loss": views(variance, 1),
+}
+
+
+def expected(loss: Any, args: Sequence[Tensor], sizes: Sequence[int], rank: int, *, payload: bool, ring: bool) -> Cost:
+    """Return the cost of a rank whose shards have these sizes."""
+    wrapper = cz.DistributedLoss(loss, ring=ring)
+    call, _ = wrapper._call(loss, tuple(args), {})
+    is_own = isinstance(call, CallInputs)
+    rows = {
+        name: rows_of(x, Shards(tuple(len(x) * size // sizes[rank] for size in sizes), rank))
+        for name, x in call.inputs.rows.items()
+    }
+    situation = Situation(len(sizes), rows, ring=ring, payload=payload)
+    of_step = choose("a loss", call.needs if is_own else FROM_ELSEWHERE, situation)
+    entries = [*loss.entries(call)] if is_own else []
+    if LossModules(loss).runs_third_party_code or not is_own:
+        entries.append(UserCode())
+    return cost_of(of_step, situation, entries, classes=max(1, sizes[rank] // 2))
+
+
+def compared(
+    case: Case, sizes: Sequence[int], rank: int, *, split: bool = True, steps: int = 1, ring: bool = False
+) -> tuple[Step, Cost]:
+    loss, args = case
+    wrapper = cz.DistributedLoss(loss, check_distinct=False, ring=ring)
+    # this run's checks of types draw random numbers, which a user's loss seems to have drawn
+    with splitting(always=split), patch.object(StateWatch, "has_changed", lambda self: False):
+        found = counted(wrapper, args, sizes, rank, steps=steps)
+        return found, expected(loss, args, sizes, rank, payload=not split and steps > 2, ring=ring)
+
+
+def assert_sent(found: Step, formula: Cost) -> None:
+    assert (found.messages, found.backward_messages, found.bytes_sent) == (
+        formula.messages,
+        formula.backward_messages,
+        formula.bytes_sent,
+    ), formula.sent
+
+
+UNEVEN = [4, 8, 0, 6]
+DATA_DEPENDENT = {"n-pairs"}  # whose anchors are chosen by their labels: at most what the formula says
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_loss_sends_what_its_entries_say(name: str) -> None:
+    for sizes, rank in ((UNEVEN, 1), ([8, 8], 0)):
+        found, formula = compared(of_catalogue(name, 8, WIDTH), sizes, rank)
+        if name in DATA_DEPENDENT:
+            assert found.messages == formula.messages
+            assert found.bytes_sent <= formula.bytes_sent
+        else:
+            assert_sent(found, formula)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("sizes", [[8], [8, 8], [8] * 4, UNEVEN], ids=str)
+def test_messages_and_bytes(name: str, sizes: list[int]) -> None:
+    steps = 4 if "memory" in name else 1  # until it is full
+    assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, min(1, len(sizes) - 1), steps=steps))
+
+
+RINGS = ("three views", "views of 16 bits", "towers of 64 bits", "losses of samples", "sigmoids of samples",
+         "negatives of all queries", "views of a sample", "all directions", "symmetric tokens", "prefixes")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize(("sizes", "rank"), [([8, 8], 0), ([8, 8], 1), ([8] * 4, 3), (UNEVEN, 1)], ids=str)
+def test_a_ring(name: str, sizes: list[int], rank: int) -> None:
+    assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, rank, ring=True))
+
+
+@pytest.mark.parametrize("name", ["three views", "towers of 16 bits", "a sum", "prefixes", "a third-party loss"])
+@pytest.mark.parametrize("steps", [1, 3], ids=["gathered", "with the handshake"])
+def test_a_small_batch(name: str, steps: int) -> None:
+    for sizes, rank in (([4, 8, 2, 6], 1), ([8] * 4, 0)):
+        assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, rank, split=False, steps=steps))
+
+
+@pytest.mark.parametrize(
+    "name", ["three views", "towers of 64 bits", "views of a sample", "a sum", "a third-party loss"]
+)
+@pytest.mark.parametrize("ranks", [64, 96])
+def test_many_ranks(name: str, ranks: int) -> None:
+    assert_sent(*compared(OPTIONS[name](8, WIDTH), [8, 4] * (ranks // 2), 20))
+
+
+LARGE = ("three views", "views of 16 bits", "towers of 16 bits", "negatives of all queries", "views of a sample",
+         "rows of 16 bits", "symmetric ids", "a masked MNRL", "a sum", "prefixes", "symmetric tokens")  # fmt: skip
+LARGE_OF_CATALOGUE = ("nt-xent", "clip", "sup-con", "siglip", "sup-sigmoid", "dcl", "circle")
+
+
+def large(name: str, n: int, d: int) -> Case:
+    return of_catalogue(name, n, d) if name in CATALOGUE else OPTIONS[name](n, d)
+
+
+def assert_near(found: Step, formula: Cost) -> None:
+    assert found.matmul_flop == pytest.approx(formula.matmul_flop, rel=0.05)
+    assert found.peak_bytes == pytest.approx(formula.peak_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("name", [*LARGE, *LARGE_OF_CATALOGUE])
+def test_memory_and_multiplications(name: str) -> None:
+    found, formula = compared(large(name, 128, 1024), [128] * 8, 2)
+    assert_sent(found, formula)
+    assert_near(found, formula)
+
+
+@pytest.mark.parametrize("name", ["nt-xent", "clip", "sup-con", "siglip", "circle"])
+def test_memory_of_uneven_shards(name: str) -> None:
+    assert_near(*compared(large(name, 256, 512), [128, 256, 64, 0, 256, 256, 0, 128], 1))
+
+
+@pytest.mark.parametrize("name", ["nt-xent", "clip", "sup-con", "siglip", "views of 16 bits"])
+def test_memory_of_a_ring(name: str) -> None:
+    assert_near(*compared(large(name, 256, 512), [256] * 8, 2, ring=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["nt-xent", "clip", "sup-con", "circle", "vicreg", "barlow-twins", "spectral-contrastive"]
+)
+def test_memory_of_one_process(name: str) -> None:
+    assert_near(*compared(large(name, 1024, 256), [1024], 0))
+
+
+@pytest.mark.parametrize("kind", [cz.NormalizedSoftmax, cz.ProxyAnchor])
+def test_memory_of_classes(kind: Any) -> None:
+    assert_near(*compared(labelled(kind(4096, 256))(1024, 256), [1024] * 2, 1))
+
+
+@pytest.mark.parametrize("name", ["nt-xent", "clip", "siglip", "sup-con"])
+@pytest.mark.parametrize("sizes", [[240], [60, 64, 56, 60]], ids=str)
+def test_memory_of_a_small_batch(name: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL_MATRIX", 2**18)
+    monkeypatch.setattr(precision, "SMALL_ELEMENTS", 2**16)
+    rank = min(1, len(sizes) - 1)
+    assert_near(*compared(large(name, sizes[rank], 128), sizes, rank, split=False))
+
+
+def test_cached_logits() -> None:
+    for budget in (0, 2**20, 2**30):
+        with cz.engine.memory_budget(budget):
+            assert_near(*compared(of_catalogue("clip", 256, 256), [256] * 8, 2))
+
+
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "padded gather": ("to_all", lambda real, self, name, size, **how: real(self, name, size + 1, **how)),
+    "every all-reduce is a ring": ("sum", lambda real, self, name, size, **how: self.send(name, 2 * size, **how)),
+    "a gather a member": ("gather_once", lambda real, self, name, x, size: real(self, name, x._replace(), size)),
+    "gradients by all": ("give_back", lambda real, self, name, of, row, **how: real(self, name, of, 2 * row, **how)),
+    "no bounds": ("bounds", lambda real, self, *args: ()),
+    "candidates come once": ("bring", lambda real, self, *args, **how: how.get("backward") or real(self, *args, **how)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_formula_fails(name: str) -> None:
+    method, change = MUTANTS[name]
+    real = getattr(cost._Ledger, method)
+    with patch.object(cost._Ledger, method, functools.partialmethod(functools.partial(_changed, change, real))):
+        assert any(
+            _differs(x, ring) for x in ("a sum", "no unit length", "towers of 64 bits") for ring in (False, True)
+        )
+
+
+def _changed(change: Callable[..., Any], real: Callable[..., Any], self: Any, *args: Any, **how: Any) -> Any:
+    return change(real, self, *args, **how)
+
+
+def _differs(name: str, ring: bool) -> bool:
+    if ring and name == "a sum":
+        return False
+    found, formula = compared(OPTIONS[name](8, WIDTH), [8] * 4, 1, ring=ring)
+    return found[:3] != (formula.messages, formula.backward_messages, formula.bytes_sent)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_it_prints_at_most_twenty_lines_in_plain_words() -> None:
+    x = meta(4096, 768)
+    found = cz.explain(cz.DistributedLoss(cz.NTXent()), x, x, world_size=64, device="cuda", dtype=torch.bfloat16)
+    lines = str(found).splitlines()
+    assert len(lines) <= 20
+    assert lines[0] == "NTXent, 64 ranks × 4,096 samples of 768 features, 2 views, bfloat16, CUDA"
+    assert [line.split()[0] for line in lines[1:7]] == [
+        "work",
+        "embeddings",
+        "arithmetic",
+        "messages",
+        "matmuls",
+        "memory",
+    ]
+    assert "ring=True" in str(found)
+    assert "GradCache" in str(found)
+    assert found.plan.arithmetic == "kernel"
+    assert found.messages == 7
+
+
+def test_more_memory_saves_matmuls() -> None:
+    x = meta(4096, 768)
+    found = cz.explain(cz.Clip(), x, x, world_size=64)
+    (changed,) = [name for name in found.changes if name.startswith("memory_budget")]
+    with cz.engine.memory_budget(eval(changed.removeprefix("memory_budget"))):
+        assert cz.explain(cz.Clip(), x, x, world_size=64).matmul_flop == pytest.approx(
+            found.matmul_flop * 3 / 4, rel=0.03
+        )
+
+
+def test_a_cluster_that_nobody_has() -> None:
+    x = meta(4096, 768)
+    found = cz.explain(cz.DistributedLoss(cz.Clip(), ring=True), x, x, world_size=4096)
+    assert found.messages == 7 + 3 * 4095
+    assert "ring=False" in found.changes
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(6, 9, dtype=torch.bool).tril()], ids=["all tokens", "a mask"])
+def test_tokens(mask: Tensor | None) -> None:
+    found = cz.explain(cz.MaxSim(), meta(6, 4, 16), meta(6, 9, 16), document_mask=mask, world_size=2)
+    tokens = 54 if mask is None else int(mask.sum())
+    assert found.situation.rows["tokens of documents"].shards.total == 2 * tokens
+
+
+def test_labels_without_values_have_two_samples_a_class() -> None:
+    z = meta(512, 64)
+    assumed = cz.explain(cz.SupCon(), z, meta(512, dtype=torch.int64), world_size=8)
+    assert "2,048 classes, of two samples each" in str(assumed)
+    known = cz.explain(cz.SupCon(), z, torch.arange(512) % 10, world_size=8)
+    assert "10 classes" in str(known)
+    assert known.bytes_sent < assumed.bytes_sent
+
+
+def test_a_loss_refuses_its_arguments_itself() -> None:
+    x = meta(8, 4)
+    with pytest.raises(ValueError, match=r"NTXent: .* view 1"):
+        cz.explain(cz.NTXent(), x, meta(7, 4))
+    with pytest.raises(ValueError, match="NTXent: temperature"):
+        cz.explain(cz.NTXent(temperature=-1.0), x, x)
+    with pytest.raises(ValueError, match="explain: world_size is the number of ranks, 1 or more, got 0"):
+        cz.explain(cz.NTXent(), x, x, world_size=0)
+
+
+def test_nothing_is_computed() -> None:
+    loss = cz.TiCo(embedding_size=16)
+    cz.explain(loss, meta(8, 16), meta(8, 16), world_size=4)
+    assert not loss.covariance.any()
