@@ -402,10 +402,10 @@ class _Ledger:
         size = n * of.candidates.size
         one_tower = not entry.candidates
         if self.plan.arithmetic == "one operator":
-            own = self.own_share(entry.anchors)
-            self.flop += product * size * (1 + (1 if one_tower else 2) * own)
+            share = self.own_share(entry.anchors)
+            self.flop += product * size * (1 + (1 if one_tower else 2) * share)
             self.keep((n if one_tower else n + of.candidates.size) * of.row)
-            self.at_once((2 + (entry.scale is None and own < 1)) * size * of.wide)
+            self.at_once((2 + (entry.scale is None and share < 1)) * size * of.wide)
             return
         both = entry.columnwise and not one_tower  # a matrix for either direction
         self.flop += product * size * (6 if both else 3)
@@ -439,8 +439,8 @@ class _Ledger:
         if not entry.candidates:
             self.to_all("gather of labels", max(of.candidates.sizes) * SUM)
         if self.plan.arithmetic == "one operator":
-            size, own = of.pairs, self.own_share(entry.anchors)
-            self.flop += 2 * of.width * size * (1 + 2 * own)
+            size, share = of.pairs, self.own_share(entry.anchors)
+            self.flop += 2 * of.width * size * (1 + 2 * share)
             self.keep((of.anchors.size + of.candidates.size) * of.row)
             self.at_once(3 * size * of.wide)
             return
@@ -615,19 +615,19 @@ def _length(x: slice) -> int:
 
 def assumptions(plan: Plan, situation: Situation, entries: Sequence[Entry], classes: int | None) -> list[str]:
     """Return what a cost depends on and the arguments do not say, in words."""
-    found = [*_flat(entries)]
+    calls = [*_flat(entries)]
     result = []
     if (
         situation.on_cpu
         and plan.work == "own anchors"
-        and any(isinstance(x, Summed) and x.each == "class" for x in found)
+        and any(isinstance(x, Summed) and x.each == "class" for x in calls)
     ):
         total = next(iter(situation.rows.values())).shards.total
         of = "as these labels have, on every rank the same" if classes else "of two samples each"
         result.append(f"{classes or max(1, total // 2):,} classes, {of}")
-    if any(isinstance(getattr(x, "candidates", None), Stored) for x in found):
+    if any(isinstance(getattr(x, "candidates", None), Stored) for x in calls):
         result.append("a memory that is full")
-    if any(isinstance(x, UserCode) for x in found):
+    if any(isinstance(x, UserCode) for x in calls):
         result.append("code from elsewhere holds and multiplies nothing")
     return result
 
