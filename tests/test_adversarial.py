@@ -219,7 +219,7 @@ def drawn(count: int, seed: int) -> list[Trial]:
 
 def blindly(trials: list[Trial]) -> list[tuple[str, list[Outcome]]]:
     """On every rank: the mutant, which does not look at numbers."""
-    with patch("contrastive_zoo.loss_base.loss_modules._level", lambda sizes: 0.0):
+    with patch("contrastive_zoo.ranks.fingerprint._level", lambda pairs: 0.0):
         return play(trials)
 
 

@@ -158,7 +158,9 @@ def _member_stated(
     host = {"arguments": [*arguments][: len(args)], "named": [*named], "others": others}
     indices = bool(loss.index_arguments(args, named))
     inputs = Inputs(rows, local=indices, whole=True, host=host)
-    return CallInputs(type(loss).__name__, inputs, needs=loss.needs(inputs)._replace(engine="other", no_kernel=None))
+    return CallInputs(
+        type(loss).__name__, inputs, needs=Loss.needs(loss, inputs)._replace(engine="other", no_kernel=None)
+    )
 
 
 def member_entries(index: int, loss: Loss, part: Part, stated: CallInputs, width: int | None = None) -> Member:

@@ -261,8 +261,8 @@ def same_messages(trial: Trial) -> None:
     for rank, sent in enumerate(others, 1):
         for position, (message, of_rank_0) in enumerate(zip_longest(sent, first), 1):
             if message != of_rank_0:
-                found, expected = message or "missing", of_rank_0 or "missing"
-                raise Broken(f"message {position} of rank {rank} is {found}; rank 0's: {expected}")
+                actual, expected = message or "missing", of_rank_0 or "missing"
+                raise Broken(f"message {position} of rank {rank} is {actual}; rank 0's: {expected}")
 
 
 def _trained(trial: Trial, plan: Plan) -> list[list[Outcome]]:

@@ -89,16 +89,16 @@ class Explanation(NamedTuple):
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Return the first mistake all of whose predictions hold, and the ones that come closest."""
-    found: list[Explanation] = []
+    explanations: list[Explanation] = []
     for name, predicted in (x for stage in evidence.stages for x in SIGNATURES[stage].items()):
-        is_tried = name != FALLBACK or all(x.against for x in found)
+        is_tried = name != FALLBACK or all(x.against for x in explanations)
         if is_tried and MISTAKES[name].of_training >= evidence.is_training:
             against = next((x for x in predicted if not FACTS[x](evidence)), "")
             held = predicted[: predicted.index(against)] if against else predicted
-            found.append(Explanation(name, held, against, len(held) / len(predicted)))
-    found.sort(key=lambda x: -x.share)
-    best = next((x for x in found[:1] if not x.against), Explanation(NOT_RECOGNISED))
-    close = [x for x in found if x is not best and x.held][:COMPETING]
+            explanations.append(Explanation(name, held, against, len(held) / len(predicted)))
+    explanations.sort(key=lambda x: -x.share)
+    best = next((x for x in explanations[:1] if not x.against), Explanation(NOT_RECOGNISED))
+    close = [x for x in explanations if x is not best and x.held][:COMPETING]
     competing = tuple(f"{x.mistake} (not so: {x.against})" if x.against else x.mistake for x in close)
     is_measured = evidence.is_training or best.mistake == NOT_RECOGNISED
     place = evidence.place() if best.mistake in (FALLBACK, NOT_RECOGNISED) else ""

@@ -244,10 +244,10 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     differing = (i + 1 for i, x in enumerate(steps[: report.steps]) if any(y.differs for y in x.quantities))
     compared = steps[: next(differing, report.steps)]  # later steps start from another state than one process
     report.quantities = _largest([x.quantities for x in compared])
-    found = [*_of_process(records), *_of_samples(records)]
-    found += [x for probe in PROBES for step in steps for x in probe(step)]
-    found += [x for step in compared for x in _of_clipping(step)]
-    mistakes = [Diagnosis(mistake, measured) for mistake, measured in found]
+    measurements = [*_of_process(records), *_of_samples(records)]
+    measurements += [x for probe in PROBES for step in steps for x in probe(step)]
+    measurements += [x for step in compared for x in _of_clipping(step)]
+    mistakes = [Diagnosis(mistake, measured) for mistake, measured in measurements]
     if not EXPLAINED_BY & {x.mistake for x in mistakes}:
         mistakes += _of_gradients(steps, compared)
     report.findings = list({x.mistake: x for x in reversed(mistakes)}.values())[::-1]  # each once
