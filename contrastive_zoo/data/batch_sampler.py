@@ -28,7 +28,7 @@ from contrastive_zoo.ranks.world import Processes, World
 Batches = Sequence[NDArray[np.int64]]  # the sample indices of each global batch of an epoch
 
 
-class Where(TypedDict, total=False):
+class SamplerOptions(TypedDict, total=False):
     """The arguments that all batch samplers pass on to :class:`BaseBatchSampler`."""
 
     seed: int
@@ -83,8 +83,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     Examples:
         >>> class Halves(BaseBatchSampler):
-        ...     def __init__(self, n, **where):
-        ...         super().__init__({"samples": n}, **where)
+        ...     def __init__(self, n, **options):
+        ...         super().__init__({"samples": n}, **options)
         ...         self.n = n
         ...     def global_batches(self, epoch):
         ...         return np.array_split(np.arange(self.n), 2)
@@ -237,7 +237,7 @@ class GlobalBatchSampler(BaseBatchSampler):
         num_samples: the length of the dataset.
         batch_size: samples of a global batch, on all ranks together.
         shuffle: whether the order is random, another one in each epoch; otherwise it is that of the dataset.
-        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: sizes that are no integers of at least 1, or what the base class refuses.
@@ -250,11 +250,13 @@ class GlobalBatchSampler(BaseBatchSampler):
         [[2, 3], [6, 7], []]
     """
 
-    def __init__(self, num_samples: int, *, batch_size: int, shuffle: bool = True, **where: Unpack[Where]) -> None:
+    def __init__(
+        self, num_samples: int, *, batch_size: int, shuffle: bool = True, **options: Unpack[SamplerOptions]
+    ) -> None:
         self.num_samples, self.batch_size, self.shuffle = num_samples, batch_size, shuffle
         settings = {"num_samples": num_samples, "batch_size": batch_size, "shuffle": shuffle}
         problem = flag_problem(shuffle=shuffle) or size_problem("num_samples", num_samples)
-        super().__init__(settings, problem or size_problem("batch_size", batch_size), **where)
+        super().__init__(settings, problem or size_problem("batch_size", batch_size), **options)
 
     def global_batches(self, epoch: int) -> Batches:
         samples = allocate("GlobalBatchSampler", lambda: np.arange(self.num_samples), num_samples=self.num_samples)

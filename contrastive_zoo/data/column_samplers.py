@@ -11,7 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, grouped, rank_bounds, size_problem
+from contrastive_zoo.data.batch_sampler import (
+    BaseBatchSampler,
+    Batches,
+    SamplerOptions,
+    grouped,
+    rank_bounds,
+    size_problem,
+)
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
 from contrastive_zoo.ranks.world import World
@@ -62,7 +69,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         classes_per_batch: p; a batch has m · p samples, all ranks together, up to the groups of another size.
         singletons: what to do with classes of one sample, which has no positive: ``"raise"`` an error, ``"keep"`` them as
             negatives of the others, in groups of 1, or ``"drop"`` them.
-        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: labels or settings that are not as above, more classes than there are, or what the base class refuses.
@@ -83,7 +90,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         m: int,
         classes_per_batch: int,
         singletons: Singletons = "raise",
-        **where: Unpack[Where],
+        **options: Unpack[SamplerOptions],
     ) -> None:
         shape_problem = columns_problem([labels])
         (self._classes,), values = codes([labels if shape_problem is None else []])
@@ -94,7 +101,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         problem = problem or word_problem("singletons", singletons, Singletons)
         problem = problem or _classes_problem(counts, values, classes_per_batch, singletons)
         settings = {"labels": self._classes, "m": m, "classes_per_batch": classes_per_batch, "singletons": singletons}
-        super().__init__(settings, problem, **where)
+        super().__init__(settings, problem, **options)
         counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
         self._groups = np.maximum(counts // m + (counts % m >= 2), counts > 0)
         if World.of(self.process_group).rank == 0 and (problem := self._long_tail(values)):
@@ -182,7 +189,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
     Args:
         columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
         batch_size: the most samples of a global batch, on all ranks together.
-        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: columns of different lengths or without samples, a bad batch size, or what the base class refuses.
@@ -194,7 +201,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         [['a', 'c'], ['a'], ['a', 'b']]
     """
 
-    def __init__(self, *columns: Column, batch_size: int, **where: Unpack[Where]) -> None:
+    def __init__(self, *columns: Column, batch_size: int, **options: Unpack[SamplerOptions]) -> None:
         shape_problem = columns_problem(columns)
         result, values = codes(columns if shape_problem is None else [])
         lengths = [len(column) for column in result]
@@ -203,7 +210,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
             problem = f"columns have one value per sample, and equal lengths of at least 1, got lengths {lengths}."
         self.batch_size = batch_size
         settings = {"columns": np.concatenate([*result, lengths]), "batch_size": batch_size}
-        super().__init__(settings, problem, **where)
+        super().__init__(settings, problem, **options)
         self._values = np.stack(result, 1)
         # the number of samples with each value; a sample may have a value in two columns
         pairs = np.unique(np.arange(len(self._values))[:, None] * len(values) + self._values)
@@ -255,7 +262,7 @@ class TokenBatchSampler(BaseBatchSampler):
         lengths: tokens of each sample, [n], the same on every rank.
         chunk_tokens: the most padded tokens of a chunk, which is (its samples) · (its longest sample).
         chunks_per_batch: chunks of a global batch, on all ranks together; the last batch may have fewer.
-        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: lengths or sizes that are not integers of at least 1, a sample that is longer than ``chunk_tokens``, or
@@ -271,14 +278,16 @@ class TokenBatchSampler(BaseBatchSampler):
         [[3, 2, 2], [3]]
     """
 
-    def __init__(self, lengths: ArrayLike, *, chunk_tokens: int, chunks_per_batch: int, **where: Unpack[Where]) -> None:
+    def __init__(
+        self, lengths: ArrayLike, *, chunk_tokens: int, chunks_per_batch: int, **options: Unpack[SamplerOptions]
+    ) -> None:
         problem = lengths_problem(lengths, chunk_tokens) or size_problem("chunks_per_batch", chunks_per_batch)
         array = np.asarray(lengths if problem is None else [], np.int64)
         if problem is None and not len(array):
             problem = "lengths are one per sample, got none."
         self.lengths, self.chunk_tokens, self.chunks_per_batch = array, chunk_tokens, chunks_per_batch
         settings = {"lengths": array, "chunk_tokens": chunk_tokens, "chunks_per_batch": chunks_per_batch}
-        super().__init__(settings, problem, **where)
+        super().__init__(settings, problem, **options)
 
     def global_batches(self, epoch: int) -> Batches:
         order = np.argsort(random_keys(self.seed, epoch, np.arange(len(self.lengths))))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, size_problem
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, SamplerOptions, size_problem
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import described, word_problem
 
@@ -33,7 +33,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         sizes: samples of each data set.
         temperature: T ≥ 1, dimensionless, ``math.inf`` included.
         exhausted: the data set that ends an epoch: the ``"first"`` or the ``"last"`` to be exhausted.
-        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: samplers, sizes or settings that are not as above; what the base class refuses. At an epoch: a sampler
@@ -56,7 +56,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         sizes: Sequence[int],
         temperature: float = 1.0,
         exhausted: Exhausted = "last",
-        **where: Unpack[Where],
+        **options: Unpack[SamplerOptions],
     ) -> None:
         problem = _samplers_problem(samplers, sizes) or word_problem("exhausted", exhausted, Exhausted)
         if problem is None and not (isinstance(temperature, (int, float)) and temperature >= 1):
@@ -65,7 +65,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         self.temperature, self.exhausted = temperature, exhausted
         settings: dict[str, object] = {"samplers": [x._digest for x in self.samplers], "sizes": self.sizes}
         settings |= {"temperature": temperature, "exhausted": exhausted}
-        super().__init__(settings, problem, **where)
+        super().__init__(settings, problem, **options)
         self._starts = np.cumsum([0, *self.sizes])
 
     def global_batches(self, epoch: int) -> Batches:

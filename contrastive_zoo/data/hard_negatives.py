@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
-from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, Where, grouped, size_problem
+from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, SamplerOptions, grouped, size_problem
 from contrastive_zoo.data.mining import as_tensor
 from contrastive_zoo.metrics.search import top_k
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -30,7 +30,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             sample itself is skipped. Leave out known positives, or pair this with labels in the loss.
         batch_size: samples of a global batch, on all ranks together.
         group_size: samples that are near each other, at most ``batch_size``.
-        where: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: neighbours or sizes that are not as above, or what the base class refuses.
@@ -48,7 +48,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
         *,
         batch_size: int,
         group_size: int,
-        **where: Unpack[Where],
+        **options: Unpack[SamplerOptions],
     ) -> None:
         rows = as_tensor(neighbours)
         problem = size_problem("batch_size", batch_size) or size_problem("group_size", group_size)
@@ -58,7 +58,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             problem = f"a group is not larger than a batch, got group_size={group_size} and batch_size={batch_size}."
         self.neighbours, self.batch_size, self.group_size = table, batch_size, group_size
         settings = {"neighbours": table, "batch_size": batch_size, "group_size": group_size}
-        super().__init__(settings, problem, **where)
+        super().__init__(settings, problem, **options)
 
     @classmethod
     def from_embeddings(

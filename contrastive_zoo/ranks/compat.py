@@ -74,7 +74,7 @@ _lock, _entered = Lock(), 0
 
 @contextmanager
 def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within it ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
+    """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
     global _entered
     token = _seen.set(group)
     with _lock:
@@ -91,7 +91,7 @@ def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def unpacking_in(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """Within it tensors are saved such that hooks of now unpack them where ``group`` is the default group.
+    """Context manager: tensors are saved such that hooks of now unpack them where ``group`` is the default group.
 
     A checkpoint does so by calling what it surrounds anew. Torch cannot tell hooks before 2.8.
     """

@@ -60,7 +60,7 @@ def _backward(
 
 @contextmanager
 def _alone(default: dist.ProcessGroup, held: dist.ProcessGroup | None, name: str) -> Iterator[None]:
-    """Within it this thread's default group is this process; messages by the group ``held`` are refused afterwards."""
+    """Context manager: this thread's default group is this process; messages by ``held`` are refused afterwards."""
     before = 0 if held is None else messages_of(held)
     with default_group(this_process(default)):
         yield
