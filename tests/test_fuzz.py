@@ -240,6 +240,10 @@ def by_hand() -> dict[str, Target]:
             cz.DistributedLoss, loss=cz.SupCon(), miner=None, grad_reduction="mean", **options
         ),
         "DistributedMiner": labelled(data.DistributedMiner, miner=lambda rows, labels: (labels, labels, labels)),
+        "explain": target(
+            lambda rows, labels, loss_fn, **named: cz.explain(loss_fn, rows, labels, **named), "rows: n d, labels: n",
+            rows=Z, labels=LABELS, loss_fn=cz.SupCon(), world_size=2, device="cpu", dtype=torch.float32,
+        ),
         "WeightedSum": labelled(cz.WeightedSum, losses=[cz.SupCon(), cz.Triplet()], weights=None),
         "Matryoshka": labelled(cz.Matryoshka, loss=cz.SupCon(), dims=[1, 3]),
         "MemoryQueue": target(
@@ -304,7 +308,7 @@ def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
     left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "Difference",
-                "RowLoss", "use_implementation",
+                "RowLoss", "use_implementation", "keep_freed_memory",
                 "__version__", "plain_formulas", "evaluate_queries", "memory_budget"}  # fmt: skip
     rooms = (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
     public = {name: getattr(room, name) for room in rooms for name in room.__all__}

@@ -134,7 +134,7 @@ def explain(
         named: arguments that are passed by name.
 
     Raises:
-        ValueError: what the loss refuses in these arguments, or a world size below 1.
+        ValueError: what the loss refuses in these arguments, or a world size, device or dtype that is none.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -143,10 +143,14 @@ def explain(
         >>> plan.plan.work, plan.plan.movement, plan.plan.arithmetic, plan.messages
         ('own anchors', 'gather', 'kernel', 7)
     """
+    if world_size is not None and not (isinstance(world_size, int) and world_size >= 1):
+        raise ValueError(f"explain: world_size is the number of ranks, 1 or more, got {world_size!r}.")
+    if device is not None and not (isinstance(device, torch.device) or str(device).split(":")[0] in ("cpu", "cuda")):
+        raise ValueError(f"explain: device is 'cpu' or 'cuda', got {device!r}.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"explain: dtype is that of embeddings, such as torch.bfloat16, got {dtype!r}.")
     wrapper = loss_fn if isinstance(loss_fn, DistributedLoss) else DistributedLoss(loss_fn)
     bare, size = without_ddp(wrapper.loss), World.of(wrapper.process_group).size if world_size is None else world_size
-    if size < 1:
-        raise ValueError(f"explain: world_size is the number of ranks, 1 or more, got {world_size}.")
     arguments = [x for x in (*tensors, *named.values()) if isinstance(x, Tensor)]
     place = torch.device(device or next((x.device for x in arguments if not x.is_meta), "cpu"))
     args, keywords = _without_memory((tensors, named), bare, dtype)
