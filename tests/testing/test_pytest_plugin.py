@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from importlib.metadata import entry_points
 
 import pytest
@@ -101,7 +100,6 @@ def test_both(rank):
 
 
 def test_a_hang_ends_and_the_next_test_runs(run) -> None:
-    start = time.monotonic()
     result = run(
         """
 def wait(rank):
@@ -116,13 +114,12 @@ def test_hang(rank):
 def test_marked(rank):
     wait(rank)
 
-@pytest.mark.world_sizes(2)
+@pytest.mark.world_sizes(2, timeout=60)
 def test_next():
     dist.barrier()
 """,
         "--world-timeout=1.5",
     )
-    assert time.monotonic() - start < 25
     result.assert_outcomes(failed=2, passed=1)
     result.stdout.fnmatch_lines(
         [f"*no answer within {t} s. rank 0 waits in barrier*Rank 1 never entered barrier.*" for t in (1.5, 1)]
