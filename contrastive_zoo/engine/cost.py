@@ -215,7 +215,8 @@ class _Ledger:
     rows: Mapping[str, Rows] = field(default_factory=dict)
     prefix: int | None = None
     shares: bool = False  # whether a sum of losses gathers embeddings once for all members
-    gathered: set[int] = field(default_factory=set)  # by the id of a tensor's Rows
+    names: Mapping[str, str] = field(default_factory=dict)  # of tensors of a member, in the call
+    gathered: set[str] = field(default_factory=set)  # tensors, by their names in the call
     sent: list[Message] = field(default_factory=list)
     flop: Number = 0
     kept: Number = 0  # bytes, until the backward pass
@@ -281,17 +282,18 @@ class _Ledger:
         elif backward:
             return
         elif self.shares and not made and not isinstance(names, Stored):
-            for x in (self.rows[name] for name in names):
-                self.gather_once("gather of candidates", x, x.bytes)
+            for name in names:
+                self.gather_once("gather of candidates", name, self.rows[name].bytes)
         else:
             self.to_all("gather of candidates", max(of.candidates.sizes) * of.width * item)
 
-    def gather_once(self, name: str, x: Rows, size: int) -> None:
+    def gather_once(self, name: str, tensor: str, size: int) -> None:
         """Note a gather of a tensor, unless the sum of losses has it already."""
-        if not (self.shares and id(x) in self.gathered):
-            self.to_all(name, max(x.shards.sizes) * size)
-            self.cache += x.shards.total * size if self.shares else 0
-        self.gathered.add(id(x))
+        shards, in_call = self.rows[tensor].shards, self.names.get(tensor, tensor)
+        if not (self.shares and in_call in self.gathered):
+            self.to_all(name, max(shards.sizes) * size)
+            self.cache += shards.total * size if self.shares else 0
+        self.gathered.add(in_call)
 
     def give_back(self, name: str, of: _Sizes, row: int, *, ring: bool = False, backward: bool = False) -> None:
         """Note that what was computed for other ranks' candidates returns to them."""
@@ -467,13 +469,12 @@ class _Ledger:
         names, one_tower = entry.candidates or entry.anchors, not entry.candidates
         of = self.sizes(entry.anchors, entry.candidates, width=entry.width)
         if entry.ids:
-            labels = self.rows[entry.ids]
-            self.gather_once("gather of labels", labels, labels.bytes if self.shares else SUM)
+            self.gather_once("gather of labels", entry.ids, self.rows[entry.ids].bytes if self.shares else SUM)
         else:
             self.to_all("gather of indices", max(of.candidates.sizes) * SUM)
         for x in entry.companions:
             if isinstance(x, str):
-                self.gather_once("gather of what comes with candidates", self.rows[x], self.rows[x].bytes)
+                self.gather_once("gather of what comes with candidates", x, self.rows[x].bytes)
             else:
                 self.to_all("gather of what comes with candidates", max(of.candidates.sizes) * x)
         self.bring(names, of, of.wide, made=entry.width is not None)
@@ -530,15 +531,16 @@ class _Ledger:
         self.at_once_later(gradients + max(moving, 3 * tile_bytes_of(self.situation)))
 
     def member(self, entry: Member) -> None:
-        outer = self.rows, self.prefix, self.plan
+        outer = self.rows, self.names, self.prefix, self.plan
         self.rows = {name: self.rows[merged] for name, merged in entry.names.items()}
+        self.names = {name: self.names.get(merged, merged) for name, merged in entry.names.items()}
         if entry.member is not None:
             self.plan = self.plan.members[entry.member]
             self.shares = self.ranks > 1 and not self.ring
         self.prefix = entry.width if self.prefix is None else min(self.prefix, entry.width or self.prefix)
         for of_member in entry.entries:
             self.note(of_member)
-        self.rows, self.prefix, self.plan = outer
+        self.rows, self.names, self.prefix, self.plan = outer
 
     def note(self, entry: Entry) -> None:
         match entry:
@@ -570,7 +572,7 @@ class _Ledger:
     def gather(self, entry: Gathered) -> None:
         first, shards = self.rows[entry.rows[0]], self.shards(entry.rows)
         if first.embeddings == 0:
-            self.gather_once("gather", first, entry.bytes)
+            self.gather_once("gather", entry.rows[0], entry.bytes)
         else:
             self.to_all("gather", max(shards.sizes) * entry.bytes)
         self.at_once(shards.total * entry.bytes if self.ranks > 1 else 0)
