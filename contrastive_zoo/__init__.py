@@ -1,4 +1,4 @@
-"""Any contrastive or metric-learning loss, the same function on W processes as on one.
+"""Train any contrastive loss on several GPUs and get exactly the loss and the gradients that one big GPU would give.
 
 loss_fn = contrastive_zoo.DistributedLoss(contrastive_zoo.NTXent(temperature=0.1))
 loss = loss_fn(view1, view2)      # this rank's rows; value and gradients are those of all ranks' rows
