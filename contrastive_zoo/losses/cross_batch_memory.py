@@ -20,6 +20,7 @@ from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
+from contrastive_zoo.losses.references import memory_problem
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
@@ -43,6 +44,8 @@ def memory_input(loss: Any) -> MemoryInput:
     if "negatives" in parameters and len(required) == 2:
         return "sharded negatives" if is_own else "negatives"
     if not is_own and {"indices_tuple", "ref_emb", "ref_labels"} <= parameters.keys():
+        if problem := memory_problem(loss):
+            raise ValueError(f"CrossBatchMemory: {loss_name(loss)}: {problem}")
         return "references"
     raise ValueError(
         f"CrossBatchMemory: {loss_name(loss)} compares a batch with itself only. Pass SupCon, SINCERE, NCA, TupletMargin, "
@@ -103,8 +106,9 @@ class CrossBatchMemory(Loss):
         dtype: of the embeddings in M, see :class:`MemoryQueue`.
 
     Raises:
-        ValueError: a loss that takes neither, a class in place of its instance, or a miner with a loss that takes none; at
-            the call what every loss refuses, or memories that differ in size, pointer or fill.
+        ValueError: a loss that takes neither, or that is wrong for other references than its batch, such as
+            ``TripletMarginLoss(swap=True)``; a class in place of its instance; a miner with a loss that takes none. At the
+            call what every loss refuses, or memories that differ in size, pointer or fill.
 
     Examples:
         >>> import contrastive_zoo as cz

@@ -282,7 +282,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
     def _alone(self, bare: Any, call: CallInputs | LossCall, session: Session) -> Any:
         """Compute alone; a third-party loss gets its arguments unchanged."""
         observer = self._observer if self.training else None
-        problem = None if isinstance(call, CallInputs) else call.indices_problem(session)
+        problem = None if isinstance(call, CallInputs) else call.refusal(session)
         problem = problem or self._history.values_problem()
         if observer is not None:
             problem = problem or observer.problem(call.inputs.rows)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
+from contrastive_zoo.losses.references import references_problem
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.row_checks import described, labels_problem
 from contrastive_zoo.ranks.world import World
@@ -48,14 +49,18 @@ class LossCall:
         paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
         if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):
             paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
-        return outside or self.indices_problem(world) or unequal_problem(arguments) or paired_problem(paired)
+        misuse = outside or self.refusal(world)
+        return misuse or unequal_problem(arguments) or paired_problem(paired)
 
     def row_indices(self) -> list[tuple[str, Tensor, Tensor]]:
         """The arguments that are indices of this rank's rows, as :meth:`Loss.index_arguments` returns them."""
         bare = without_ddp(self.loss)
         return bare.index_arguments(self.bound.args, self.bound.kwargs) if isinstance(bare, Loss) else []
 
-    def indices_problem(self, world: World) -> str | None:
+    def refusal(self, world: World) -> str | None:
+        """Return why the loss or its miner would be wrong for these arguments, in words; on one process too."""
+        if self.bound.arguments.get("ref_emb") is not None and (problem := references_problem(without_ddp(self.loss))):
+            return f"it is wrong for other references than its batch: {problem}"
         indices = self.bound.arguments.get("indices_tuple")
         if indices is not None and self.miner is not None:
             return "indices_tuple came along, but this DistributedLoss has a miner of its own. Leave one of them out."

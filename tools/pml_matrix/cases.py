@@ -70,6 +70,8 @@ BASES = {
 
 AROUND_ANOTHER = ("CrossBatchMemory", "SelfSupervisedLoss")
 WITHOUT_LABELS = ("ManifoldLoss", "SelfSupervisedLoss", "VICRegLoss")
+OF_ITS_BATCH = ("LiftedStructureLoss", "ThresholdConsistentMarginLoss")
+"""Losses that look up references among the anchors, which DistributedLoss refuses."""
 ONE_STEP = ("DynamicSoftMarginLoss",)
 """Losses whose histogram holds the graph of the previous step: a second backward pass raises, on one process too."""
 IN_FLOAT32 = ("ManifoldLoss", "SmoothAPLoss")
@@ -164,6 +166,8 @@ class Case:
             return "takes no labels, which a miner needs"
         if self.references and not {"ref_emb", "ref_labels"} <= inspect.signature(cls.forward).parameters.keys():
             return "takes no reference rows"
+        if self.references and self.loss in OF_ITS_BATCH:
+            return "is wrong for other references than its batch"
         if "weight_regularizer" in settings and not issubclass(cls, losses.WeightRegularizerMixin):
             return "takes no weight regularizer"
         if "loss" in settings and settings["loss"] not in cls.supported_losses():
