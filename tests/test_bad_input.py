@@ -112,6 +112,9 @@ OWN: dict[str, Mistake] = {
     "temperature must be positive and finite … got nan": (
         lambda bad, wrap: wrap(later(cz.NTXent(), temperature=float("nan") if bad else 0.1))(z(), z())
     ),
+    "temperature must be a float, or an integer of 64 bits, got an integer of 1329 bits": (
+        lambda bad, wrap: wrap(later(cz.NTXent(), temperature=10**400 if bad else 0.1))(z(), z())
+    ),
     "temperature must be positive and finite, got -1.0": (
         lambda bad, wrap: wrap(later(cz.SupCon(), temperature=torch.tensor(-1.0 if bad else 1.0)))(z(), y())
     ),
@@ -403,6 +406,11 @@ TENSORS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "a column of labels as floats": (lambda labels: cz.SupCon()(Z, labels), LABELS.double()[:, None], LABELS),
     "one label": (lambda labels: cz.ArcFace(3, 3).double()(Z[:1], labels), torch.tensor(1), torch.tensor([1])),
     "sparse embeddings": (lambda embeddings: cz.SupCon()(embeddings, LABELS), Z.to_sparse(), Z),
+    "nested embeddings": (
+        lambda embeddings: cz.SupCon()(embeddings, LABELS),
+        torch.nested.nested_tensor([*Z], layout=torch.jagged),
+        Z,
+    ),
     "short floats": (
         lambda embeddings: cz.SupCon()(embeddings, LABELS),
         Z.to(torch.float8_e4m3fn),

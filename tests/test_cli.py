@@ -221,6 +221,7 @@ def test_a_step_is_explained_as_by_the_function(
         ),
         (["triplet", "--ring", "-W", "8"], 2, "Leave ring out"),
         (["nt-xent", "--set", "temperature=-1"], 2, "temperature must be positive"),
+        (["nt-xent", "--set", "temperature=-.5"], 2, "got -0.5"),
         (["nt-xnt"], 2, "nt-xent"),
     ],
 )

@@ -25,7 +25,7 @@ from contrastive_zoo.ranks.collectives import all_gather, broadcast
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
-from contrastive_zoo.ranks.row_checks import word_problem
+from contrastive_zoo.ranks.row_checks import described, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
 from contrastive_zoo.ranks.world import Processes, Shards, World
 from contrastive_zoo.wrapper.distributed import LossAttributes
@@ -133,9 +133,11 @@ class DistributedSentenceLoss(LossAttributes):
                 shared_stream.close()  # encoders draw from each rank's own generator, losses from rank 0's
                 output = encode(*args, **kwargs)
                 names = _OF_TOKENS if isinstance(encoder, MultiVectorEncoder) else _OF_SAMPLES
-                local = {key: output[key] for key in names if isinstance(output.get(key), Tensor)}
+                features = output if isinstance(output, Mapping) else {}
+                local = {key: features[key] for key in names if isinstance(features.get(key), Tensor)}
                 if not local:
-                    words = f"asks its encoder for embeddings by the names {', '.join(names)}, got none."
+                    got = ", ".join(features) or described(output)
+                    words = f"each encoder and guide returns a dict with one of {', '.join(names)}, got {got}."
                     refuse(name, words, world=world)
                 of_all, rows = _gathered(name, local, rows, world)
                 shared_stream.enter_context(one_stream(world, device))

@@ -377,9 +377,10 @@ def _guided(
 ) -> Tensor:
     def scores(which: Tensor, corpus: Tensor) -> Tensor:
         pairs = which.nonzero(as_tuple=True)
-        result = torch.as_tensor(guide(query[pairs[0]], corpus[pairs])).double().cpu()
+        answer = guide(query[pairs[0]], corpus[pairs])
+        result = torch.as_tensor([] if answer is None else answer).double().cpu()
         if result.shape != pairs[0].shape or result.isnan().any():
-            got = f"{len(pairs[0])}, got {described(result)}"
+            got = f"{len(pairs[0])}, got {described(answer if answer is None else result)}"
             raise ValueError(f"{_NAME}: the guide returns one number per pair, {got}.")
         return torch.full(which.shape, torch.inf, dtype=torch.float64).index_put(pairs, result)
 

@@ -46,9 +46,10 @@ class Bounds(NamedTuple):
             return None
         if isinstance(value, Tensor) and (problem := tensor_problem(name, value)) is not None:
             return problem
-        is_plain = isinstance(value, (float, np.floating)) and math.isfinite(value)
+        is_plain = isinstance(value, (int, float, np.floating)) and not self.whole
         fits = not is_plain or _fits(value, positive=self.above == 0 and value > 0)
-        expected = (self.rule or f"{name} must be {self._in_words()}") if fits else f"{name} must be {_FLOAT32}"
+        limits = "a float, or an integer of 64 bits" if isinstance(value, int) else _FLOAT32
+        expected = (self.rule or f"{name} must be {self._in_words()}") if fits else f"{name} must be {limits}"
         return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
 
     def hold(self, x: object) -> bool:
@@ -71,8 +72,8 @@ class Bounds(NamedTuple):
         return bool(
             isinstance(x, kinds)
             and not isinstance(x, bool)
-            and not math.isnan(x)
             and _fits(x, positive=self.above == 0)
+            and not math.isnan(x)
             and (math.isfinite(x) or not self.finite)
             and (self.above is None or x > self.above)
             and (self.below is None or x < self.below)

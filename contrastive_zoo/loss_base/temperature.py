@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import WholeState, real
+from contrastive_zoo.ranks.row_checks import described
 
 
 class LearnableTemperature(WholeState):
@@ -40,8 +41,8 @@ class LearnableTemperature(WholeState):
             or initial * max_scale < 1
         ):
             raise ValueError(
-                f"LearnableTemperature: the initial temperature is positive and at least 1 / max_scale, got {initial} "
-                f"with max_scale={max_scale}."
+                "LearnableTemperature: the initial temperature is positive and at least 1 / max_scale, got "
+                f"{described(initial)} with max_scale={described(max_scale)}."
             )
         self.log_scale = nn.Parameter(torch.tensor([-math.log(initial)]))  # FSDP shards no parameter of shape []
         self.max_scale = max_scale

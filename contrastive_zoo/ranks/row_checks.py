@@ -29,7 +29,10 @@ def described(x: object) -> str:
     if isinstance(x, Tensor):
         layout = "" if x.layout is torch.strided else f"{str(x.layout).removeprefix('torch.')} "
         device = " on the meta device" if x.is_meta else ""
-        return f"{layout}{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{device}"
+        shape = f"[{x.size(0)}, …]" if x.is_nested else list(x.shape)
+        return f"{'nested ' * x.is_nested or layout}{str(x.dtype).removeprefix('torch.')} {shape}{device}"
+    if isinstance(x, int) and x.bit_length() > 64:  # Python writes no integer of more than 4300 digits
+        return f"an integer of {x.bit_length()} bits"
     if isinstance(x, (type(None), bool, int, float, complex, str, bytes, list, tuple, dict)) and len(repr(x)) < 60:
         return repr(x)
     return f"a {type(x).__name__}"
@@ -64,8 +67,10 @@ def tensor_problem(name: str, x: object) -> str | None:
     """What is wrong with what must be a dense tensor of numbers, in words; None if nothing is."""
     if not isinstance(x, Tensor):
         return f"{name} must be a tensor, got {type(x).__name__}."
-    if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not x.is_meta:  # the usual case, at every call
+    if x.dtype in _PLAIN_DTYPES and x.layout is torch.strided and not (x.is_meta or x.is_nested):  # the usual case
         return None
+    if x.is_nested:
+        return f"{name} must be a dense tensor, got {described(x)}. Pass {name}.to_padded_tensor(0.0)."
     if x.layout is not torch.strided:
         return f"{name} must be a dense tensor, got {described(x)}. Pass {name}.to_dense()."
     if x.is_quantized:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -287,14 +287,14 @@ def _write(result: dict[str, Any], file: Path) -> None:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Parse ``name=value``; the value is JSON, or else a string."""
+    """Parse ``name=value``; the value is JSON, a number as Python writes it, such as .2, or else a string."""
     name, separator, value = text.partition("=")
     if not separator:
         raise typer.BadParameter(f"--set takes name=value, got {text!r}.")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    for parse in (json.loads, float):
+        with suppress(ValueError):
+            return name, parse(value)
+    return name, value
 
 
 def _explain(name: str) -> None:

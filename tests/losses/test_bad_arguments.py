@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -189,7 +190,7 @@ SENTENCES: dict[str, Callable[[], object]] = {
     "margin is an integer, 1 … 100": lambda: cz.SphereFace(4, 3, margin=HUGE),
     "scale must be within the range of float32": lambda: cz.ArcFace(4, 3, scale=1e308),
     "temperature must be within the range of float32": lambda: cz.NTXent(temperature=1e-300),
-    "invariance must be finite": lambda: cz.FroSSL(invariance=-(2**63)),
+    "invariance must be a float, or an integer of 64 bits": lambda: cz.FroSSL(invariance=-(2**63)),
     "neg_margin must be finite, got uint8 []": lambda: cz.Contrastive(neg_margin=torch.tensor(3, dtype=torch.uint8)),
     "scores and margins are numbers": lambda: hard_negatives(absolute_margin=True),
     "queries must be a tensor": lambda: hard_negatives(queries=np.array(["a", "b"])),
@@ -312,9 +313,17 @@ def test_rows_of_width_0_have_scores() -> None:
     assert cz.OrthogonalRegularization()(empty).isfinite()
 
 
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises the other layout
+        return torch.nested.nested_tensor([*Z])
+
+
 ROWS: dict[str, Callable[[], Tensor]] = {
     "sparse": lambda: Z.to_sparse(),
     "csr": lambda: Z.to_sparse_csr(),
+    "nested": nested,
+    "jagged": lambda: torch.nested.nested_tensor([*Z], layout=torch.jagged),
     "meta": lambda: Z.to(META),
     "quantised": lambda: torch.quantize_per_tensor(Z, 0.1, 0, torch.qint8),
 }

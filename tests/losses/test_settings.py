@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,8 @@ def test_sizes_are_refused_when_built(value: Any) -> None:
 
 
 def test_settings_of_temperatures_are_refused() -> None:
-    assert "initial temperature" in said_by(lambda: cz.LearnableTemperature(math.inf))
+    for value in (math.inf, 10**5000):
+        assert "initial temperature" in said_by(partial(cz.LearnableTemperature, value))
     assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))
 
 

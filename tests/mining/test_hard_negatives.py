@@ -261,6 +261,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({"output": "list"}, "'triplet' or 'n-tuple', got 'list'"),
     "threshold": ({"max_score": float("nan")}, "scores and margins are numbers"),
     "guide": ({"guide": lambda query, corpus: query[:1]}, "one number per pair"),
+    "no guide": ({"guide": lambda query, corpus: None}, r"one number per pair, \d+, got None"),
 }
 
 
@@ -276,7 +277,7 @@ def test_bad_input_of_one_rank_is_every_ranks_error(worlds: Worlds) -> None:
         rows |= BAD[name][0] if name and dist.get_rank() == 1 else {}
         return mine(**rows)["negative"].tolist()
 
-    for name in ("width", "nan", "outside", "length", "number", "guide"):
+    for name in ("width", "nan", "outside", "length", "number", "guide", "no guide"):
         text, _ = common_error(worlds, 2, lambda name=name: job(name), lambda: job(None))
         assert text.startswith(("mine_hard_negatives: ", "top_k: ")), text
 
