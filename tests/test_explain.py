@@ -275,8 +275,8 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_formula_fails(name: str) -> None:
     method, change = MUTANTS[name]
-    real = getattr(cost._Ledger, method)
-    with patch.object(cost._Ledger, method, functools.partialmethod(functools.partial(_changed, change, real))):
+    real = getattr(cost.Ledger, method)
+    with patch.object(cost.Ledger, method, functools.partialmethod(functools.partial(_changed, change, real))):
         assert any(
             _differs(x, ring) for x in ("a sum", "no unit length", "towers of 64 bits") for ring in (False, True)
         )

@@ -22,15 +22,11 @@ from contrastive_zoo.ranks.world import Shards, World
 
 
 def class_numbers(ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " c"]]:
-    """Return the class of each row, 0, 1, …, and the number of rows of each class.
-
-    On an accelerator there are as many counts as rows, 0 for classes that do not exist: to know the number of classes, the
-    host would have to wait for the device. All ranks have as many, because the handshake compares their devices.
-    """
+    """Return the class of each row, 0, 1, …, and each class's number of rows; on an accelerator as many as rows."""
     if devices.on_cpu(ids):
         _, classes, counts = ids.unique(return_inverse=True, return_counts=True)
         return classes, counts
-    ordered, order = ids.sort()
+    ordered, order = ids.sort()  # to count the classes, the host would have to wait for the device
     begins = torch.zeros_like(ids)
     begins[1:] = ordered[1:] != ordered[:-1]
     classes = torch.empty_like(ids).scatter_(0, order, begins.cumsum(0))

@@ -152,11 +152,7 @@ def class_shard(num_classes: int, world: World | None) -> slice:
 
 
 def draw_weights(num_classes: int, *shape: int, local: slice) -> Float[Tensor, "..."]:
-    """Return standard normal weights [local classes, *shape], the same for a class under every split of the classes.
-
-    Every rank draws the weights of all classes and keeps its own: equal seeds give the weights of one process, and no
-    two classes get the same ones.
-    """
+    """Return standard normal weights [local classes, *shape]: every rank draws those of all classes and keeps its own."""
     weights = torch.empty(local.stop - local.start, *shape)
     for start in range(0, num_classes, _CLASSES_PER_DRAW):
         drawn = torch.randn(min(_CLASSES_PER_DRAW, num_classes - start), *shape)

@@ -71,14 +71,9 @@ _SEARCH_THRESHOLDS = 128  # from so many on a binary search is faster than compa
 
 
 def sum_over_positives(
-    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None = None
+    term: Callable[[Int[Tensor, "c 1"]], Float[Tensor, " c"]], positive: Bool[Tensor, "c N"], most: int | None
 ) -> Float[Tensor, " c"]:
-    """Return Σ over each anchor's positives p of ``term(p)``; a term may make c × N matrices, of which one lives at a time.
-
-    ``term`` is called with the first positive of each anchor, then with the second of each, and so on. The backward pass
-    recomputes each term, except under :func:`plain_formulas`. ``most`` is a number that no anchor's positives exceed; None
-    counts them.
-    """
+    """Return Σ over each anchor's positives p, at most ``most``, of ``term(p)``, whose c × N matrices live one at a time."""
     columns, present = masked_indices(positive, most)
     if not columns.shape[1]:  # one call of padding alone keeps the sum connected to the graph
         columns, present = columns.new_zeros(len(columns), 1), present.new_zeros(len(present), 1)

@@ -59,11 +59,7 @@ def log1p_exp(x: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
 
 
 def masked_max(x: Float[Tensor, "c N"], mask: Bool[Tensor, "c N"], *, first: bool = False) -> Float[Tensor, " c"]:
-    """Return the largest selected entry of each row; −inf, without gradient, for a row without any. All x are finite.
-
-    Equal maxima share the gradient, so that it does not depend on their order; with ``first`` the first of them gets
-    all of it, as from ``x.max(1)``.
-    """
+    """Return each row's largest selected entry, −inf for none; equal ones share the gradient, or the first has all of it."""
     return masked_extreme(x, mask, -1, first)
 
 
@@ -86,11 +82,7 @@ def masked_extreme(x: Tensor, mask: Tensor, sign: int, first: bool) -> Tensor:
 
 
 def tie_width(x: Tensor) -> float:
-    """Return the difference up to which numbers near 1 count as equal, 64 units of their rounding.
-
-    A matmul rounds the same product differently in blocks of other shapes. Where equal numbers come from several matmuls, a
-    comparison of them would therefore depend on the split over ranks.
-    """
+    """Return the difference up to which numbers near 1 count as equal, however a matmul of another shape rounds them."""
     return 64 * torch.finfo(x.dtype).eps
 
 

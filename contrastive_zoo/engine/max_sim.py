@@ -40,16 +40,13 @@ from contrastive_zoo.ranks.world import Shards, World
 
 @dataclass(frozen=True)
 class TokenSets:
-    """Sets of tokens of all ranks: this rank's tokens, one set after the other, and the split of all.
-
-    ``lengths`` are the numbers of tokens of the local sets, at least 1, and ``read`` the same on the host.
-    """
+    """Sets of tokens of all ranks: this rank's tokens, one set after the other, and the split of all."""
 
     tokens: Float[Tensor, "t d"]
-    lengths: Tensor
+    lengths: Tensor  # of the local sets, at least 1
     shards: Shards
     token_shards: Shards
-    read: Sequence[int]
+    read: Sequence[int]  # the lengths on the host
     factors: Tensor | None = None  # of an input of 16 bits, what is sent and multiplied in place of tokens
     gathered: Tensor | None = None  # what is sent, of all ranks, if losses of a sum share it
 
@@ -97,8 +94,7 @@ def max_sim_scores(
     """Return the scores of the local queries and the documents of all ranks, [n, M].
 
     Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
-    ``unit_norm``: tokens have norms of at most 1; if they came in 16 bits, products are divided by the norms of these.
-    ``plain``: by plain autograd.
+    ``unit_norm`` says whether norms are at most 1, ``plain`` whether plain autograd computes the scores.
     """
     lengths, read = documents.all_lengths(world)
     if plain:

@@ -31,13 +31,6 @@ class MaxSimSweep(Sweep):
         for sets, index in padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes):
             yield columns.start + sets, index
 
-    def block_scores(
-        self, queries: Operand, tokens: Operand, index: Tensor, *, select: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of a block, [n, b], and the position of the selected token of each document, [t, b]."""
-        best, position = best_tokens(queries, tokens, index, select=select)
-        return sum_by_set(best, self.query_lengths), position
-
     def add_gradients(
         self,
         queries: Operand,
@@ -45,10 +38,10 @@ class MaxSimSweep(Sweep):
         index: Tensor,
         position: Tensor,
         dscores: Tensor,
-        *totals: Tensor | None,
+        dqueries: Tensor | None,
+        dtokens: Tensor | None,
     ) -> None:
         """Add what a block's gradient of the scores, [n, b], gives to queries and tokens to their totals."""
-        dqueries, dtokens = totals
         rows, candidates = _unit(queries), _unit(tokens)
         weights, position = dscores[set_of_token(self.query_lengths, len(rows))], position.long()
         if dqueries is not None and len(rows):
@@ -74,7 +67,8 @@ class MaxSimSweep(Sweep):
             for columns, block in self.blocks(queries, of_rank):
                 documents, longest = block.shape
                 keep = cached.reserve(len(queries) * documents * small_integer(longest).itemsize)
-                scores[:, columns], position = self.block_scores(left, right, block, select=keep)
+                best, position = best_tokens(left, right, block, select=keep)
+                scores[:, columns] = sum_by_set(best, self.query_lengths)
                 positions.append(position)
         return scores, positions
 
@@ -90,7 +84,7 @@ class MaxSimSweep(Sweep):
             for columns, block in self.blocks(queries, of_rank):
                 position = next(stored)
                 if position is None:
-                    _, position = self.block_scores(left, right, block, select=True)
+                    _, position = best_tokens(left, right, block, select=True)
                 assert position is not None  # it was asked for
                 self.add_gradients(left, right, block, position, dscores[:, columns], dqueries, total)
             if visit > 0 and total is not None:
@@ -127,12 +121,7 @@ def small_integer(positions: int) -> torch.dtype:
 def padded_blocks(
     lengths: Int[Tensor, " n"], read: Sequence[int], tokens: int, sets: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of packed sets, the longest first: the indices of the sets, [b], and of their tokens, [b, L].
-
-    A set that is shorter than the longest of its block repeats its first token. A maximum over the tokens is then that
-    over the set, and needs no mask. ``lengths`` are at least 1, and ``read`` the same on the host. A block has at most
-    so many ``sets``, and so many ``tokens`` unless it is one set.
-    """
+    """Yield blocks of at most so many sets and tokens, the longest first: indices of sets, [b], and of tokens, [b, L]."""
     start = lengths.cumsum(0) - lengths
     size, order = lengths.sort(descending=True, stable=True)
     descending, first = sorted(read, reverse=True), 0
@@ -140,6 +129,7 @@ def padded_blocks(
         longest = descending[first]
         block = slice(first, first + max(1, min(sets, tokens // longest)))
         position = torch.arange(longest, device=lengths.device).expand(len(order[block]), longest)
+        # a shorter set repeats its first token, so that a maximum needs no mask
         index = start[order[block], None] + position.where(position < size[block, None], 0)
         yield order[block], index
         first = block.stop
@@ -158,11 +148,7 @@ def set_of_token(lengths: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
 def sum_selected(
     rows: Float[Tensor, "t d"], weights: Float[Tensor, "t b"], position: Int[Tensor, "t b"], length: int
 ) -> Float[Tensor, "c d"]:
-    """Return, for each token of b sets of ``length`` tokens, the weighted sum of the rows that selected it, [b length, d].
-
-    Row a selected token ``position[a, k]`` of set k, with the weight ``weights[a, k]``. Equal to ``onehot.T @ rows``,
-    with onehot the weights at their tokens, [t, b length]; it takes 1 / length of the multiplications.
-    """
+    """Return ``onehot.T @ rows``, onehot being ``weights`` at the tokens ``position`` of b sets of ``length`` tokens."""
     sets = position.shape[1]
     key = position + length * torch.arange(sets, device=position.device)
     key, order = key.flatten().sort(stable=True)

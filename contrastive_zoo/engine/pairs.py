@@ -64,8 +64,11 @@ class _Pairs:
     def _sum_of_signs(
         self, x: Tensor, y: Tensor | None, ids: Tensor | None, bias: float | Tensor, reduction: Reduction
     ) -> Tensor:
-        """Return the sigmoid loss of anchors x, of one tower or two."""
+        """Return the sigmoid loss of anchors x, of one tower with ids or of two."""
         batch, index = self.batch, 0 if y is None else 1
+        if batch.plan.is_plain:
+            loss, of_x = sigmoid_block_loss(self.temperature, bias), batch.indices() if ids is None else ids
+            return reduce_rows(batch, loss, x, of_x, candidates=y, reduction=reduction)
         return sum_over_sigmoid_pairs(
             x, y, ids, scale=1 / self.temperature, bias=bias, unit_norm=self.normalize, factors=self.factors,
             shards=batch.samples, reduction=reduction, world=batch.world, arithmetic=batch.plan.arithmetic,
@@ -200,9 +203,6 @@ class TowerPairs(_Pairs):
                 batch, *batch.rows.values(), temperature=self.temperature, bias=bias, reduction=reduction
             )
         x, y = self.rows
-        if batch.plan.is_plain:
-            ids, loss = batch.indices(), sigmoid_block_loss(self.temperature, bias)
-            return reduce_rows(batch, loss, x, ids, candidates=y, candidate_ids=ids, reduction=reduction)
         return self._sum_of_signs(x, y, None, bias, reduction)
 
     @cached_property
@@ -299,7 +299,4 @@ class LabelledPairs(_Pairs):
 
     def binary_cross_entropy(self, reduction: Reduction, bias: float | Tensor) -> Float[Tensor, "..."]:
         """Reduce ``-logsigmoid(±(z_i·z_j / t + bias)).sum(1)`` over all anchors: + for equal labels, − for others."""
-        batch, z = self.batch, self.embeddings
-        if batch.plan.is_plain:
-            return reduce_rows(batch, sigmoid_block_loss(self.temperature, bias), z, self.ids, reduction=reduction)
-        return self._sum_of_signs(z, None, self.ids, bias, reduction)
+        return self._sum_of_signs(self.embeddings, None, self.ids, bias, reduction)

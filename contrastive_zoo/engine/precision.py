@@ -43,12 +43,10 @@ def is_16_bit(dtype: torch.dtype | None) -> bool:
 
 @contextmanager
 def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
-    """Round the factors of float32 matmuls to 16 bits if ``dtype`` has 16, and accumulate in float32, in this context.
+    """Round the factors of float32 matmuls to 16 bits if ``dtype`` has 16, where the device is faster so, in this context.
 
-    This applies where the device is faster so: a CPU that multiplies bfloat16 (AVX512, AMX), and a GPU, whose TF32
-    represents all values of either 16-bit type. Elsewhere matmuls stay in float32. The setting belongs to the process:
-    matmuls of other threads are rounded, too, in the meantime. The last thread that leaves restores the setting that
-    the first one found; a setting that other code makes in between stays.
+    The setting belongs to the process: matmuls of other threads are rounded, too, in the meantime. The last thread that
+    leaves restores what the first one found; a setting that other code makes in between stays.
     """
     backend, rounding = None, None
     if device == "cpu" and dtype == torch.bfloat16:
@@ -153,10 +151,7 @@ def _chunks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which x is added up: float64, or float32 on devices without float64.
-
-    There a mean of 100,000 losses has a relative error of about 1e-6.
-    """
+    """Return the dtype in which x is added up: float64, or float32 on devices without, whose means err by about 1e-6."""
     return torch.float64 if has_float64(x.device) else torch.float32
 
 

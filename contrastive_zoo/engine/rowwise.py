@@ -134,11 +134,7 @@ class _SumOverAnchors(Function):
     def forward(
         ctx: Any, call: _Call, watch: StateWatch | None, shared: Tensor | None, anchors: Tensor, *others: Any
     ) -> Tensor:
-        """Compute the loss, and its gradients where the weight of every anchor is already known.
-
-        The others are candidates and learnable settings. ``watch`` learns whether the loss has drawn random numbers on any
-        rank; ``shared`` are the candidates of all ranks, if they are here already.
-        """
+        """Compute the loss of ``anchors``, candidates and learnable settings, and its gradients where weights are known."""
         loss, layout, (candidates, *learnable) = call.loss, call.layout, others
         columns = anchors if candidates is None else candidates
         gathered = gather_rows(columns, layout.candidate_shards, layout.world) if shared is None else shared

@@ -23,7 +23,7 @@ from contrastive_zoo.engine.batch import Reduction
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, Ring, Sweep, lengths
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype, without_autocast
-from contrastive_zoo.engine.tiling import tile_of, tile_shape, tiles
+from contrastive_zoo.engine.tiling import tile_of, tile_scratch, tiles
 from contrastive_zoo.ranks.collectives import sum_over_ranks
 from contrastive_zoo.ranks.compat import softplus
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -51,10 +51,8 @@ def sum_over_sigmoid_pairs(
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
     Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal
-    id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. ``unit_norm`` and
-    ``factors``, of anchors and candidates, are those of :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
-    ``arithmetic`` is that of the plan: tiles, or a kernel without ids and not for ``"none"``.
-    ``gathered`` are the candidates of all ranks, as they are sent, if they are here already.
+    id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. Kernels take no ids, and
+    no ``"none"``; other arguments are those of :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
     """
     all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
     of_both = None if factors is None else (factors[0], factors[-1])
@@ -134,7 +132,7 @@ class _Sweep(Sweep):
                 block = KernelBlock(left, scale, bias, learns, min_norm, self.dtype or left.dtype)
                 parts = parts_of_kernels(block, exchange, dcandidates)
             else:
-                block = _Block(self.operand(left), scale, bias, learns, weights)
+                block = _Block(self.operand(left), max(self.column_shards.sizes), scale, bias, learns, weights)
                 parts = self._parts(block, exchange, dcandidates)
             self.complete(exchange, dcandidates if learns else None, parts)
         products, danchors = block.products, block.danchors
@@ -183,6 +181,7 @@ class _Block:
     """Totals of the pairs of the local anchors with candidates seen so far, computed with torch, tile by tile."""
 
     anchors: Operand
+    most_columns: int  # of any rank
     scale: Tensor
     bias: Tensor
     learns: bool  # whether gradients are computed
@@ -195,8 +194,7 @@ class _Block:
         self.danchors = torch.zeros_like(rows) if self.learns else rows[:0]
         # the scale is a factor of the smaller of the two
         self.scaled = Operand(self.scale * rows, None) if inverse is None else Operand(rows, self.scale * inverse)
-        height, width = tile_shape(rows)
-        self.scratch = rows.new_empty(2, min(height, len(rows)) * width)
+        self.scratch = [tile_scratch(rows, self.most_columns) for _ in range(2)]
 
     def add(self, candidates: Operand, ids: tuple[Tensor, Tensor] | None, dcandidates: Tensor, *, local: bool) -> None:
         """Add pairs with candidates; ``ids`` of both, or None: positives are candidates of the anchors' own index."""

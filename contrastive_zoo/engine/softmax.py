@@ -62,16 +62,10 @@ def log_sum_exps(
     unless ``columnwise``). One tower, columns None: ``logsumexp((scale * A @ A.T).fill_diagonal_(-inf), 1)``, and None for
     the columns. −inf where nothing is left. Each rank's gradient of the scale is that of its local rows.
 
-    Args:
-        columnwise: whether columns have log-sum-exps, too.
-        unit_norm: all rows and columns are known to have norms of at most 1.
-        factors: of an input of 16 bits, what matmuls take in place of rows, and of columns; with ``unit_norm`` the products
-            are divided by their norms.
-        partners: the columns of the same rank that a row's sum leaves out, and the reverse. Kernels take one offset at most.
-        excluded: with one tower, the index, among all ranks' rows, of one more row that a row's sum leaves out, and the
-            reverse; or its own. None on every rank, or on none.
-        arithmetic: that of the plan: plain, tiles, or a kernel.
-        gathered: the columns of all ranks, as they are sent, if they are here already.
+    ``partners``, of which kernels take one offset at most, and ``excluded`` (None on every rank, or on none) are those of
+    :class:`SoftmaxSweep`. With ``unit_norm`` norms are at most 1, and products of ``factors``, which matmuls take in place
+    of inputs of 16 bits, are divided by their norms. ``arithmetic`` is that of the plan; ``gathered`` are the columns of all
+    ranks, as they are sent, if they are here already.
     """
     kind = SoftmaxSweep
     if arithmetic == "kernel":

@@ -96,17 +96,14 @@ class KernelSweep(SoftmaxSweep):
         stored: object,
         products: Tensor,
     ) -> Iterator[Tensor]:
-        """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
-
-        Weights are in units of the power of two above the largest gradient, which float16 can hold: on any number of ranks
-        they are rounded alike. Σ G_ij a_i·b_j of this rank, times a scale that is a number, is added to ``products``.
-        """
+        """Do as the sweep of tiles; this rank's Σ G_ij a_i·b_j, times a scale that is a number, is added to ``products``."""
         symmetric, factor = column_statistics is not None, as_scalar(scale, rows)
         columns_of_all = row_statistics[:0] if column_statistics is None else column_statistics
         if symmetric:
             columns_of_all = gather_rows(columns_of_all, self.column_shards, self.world)
         weighed = [rows.new_full((1,), SMALLEST), row_statistics[:, 2], columns_of_all[:, 2]]
         unit = torch.cat(weighed).abs().amax()
+        # float16 can hold weights in units of the power of two above the largest gradient, alike on any number of ranks
         unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)
         row_weights, column_weights = (arithmetic.coefficients(x, unit) for x in (row_statistics, columns_of_all))
         by_rank = column_weights.split(self.column_shards.sizes if symmetric else [0] * self.world.size, 1)

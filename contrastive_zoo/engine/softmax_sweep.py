@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, RankBlock, Ring, Sweep, merge_at_owners
 from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
-from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_shape, tiles
+from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_scratch, tiles
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 
@@ -49,10 +49,7 @@ class Partners:
         return [(rows[: len(x)], x) for x in partners]
 
     def fill(self, tile: Tensor, value: float | bool, i: slice, j: slice, *, mirrored: bool) -> None:
-        """Write a value over those of partners in a tile of the local block, of rows i and columns j.
-
-        ``mirrored`` says whether rows are also partners of columns, as in a tile on the diagonal of one tower.
-        """
+        """Write a value over partners in the tile of rows i and columns j; ``mirrored``: on one tower's diagonal."""
         down, right = tile.stride()
         for offset in self.offsets:
             first, last = (-((offset - start) // self.stride) for start in (j.start, j.stop))
@@ -77,10 +74,7 @@ class SoftmaxSweep(Sweep):
     """With one tower [n], the row of all ranks that each row's sum also leaves out, and the reverse; or the row itself."""
 
     def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> float | None:
-        """Return an upper bound of all ranks' logits; None where it would have to be read from an accelerator.
-
-        All ranks return the same: the handshake compares whether their rows are on accelerators.
-        """
+        """Return an upper bound of all ranks' logits; None, on every rank, where an accelerator would have to be read."""
         if isinstance(scale, Tensor):
             return None
         if self.unit_norm:
@@ -106,10 +100,6 @@ class SoftmaxSweep(Sweep):
             return None
         first = sum(self.column_shards.sizes[: block.ahead]) + block.columns.start
         return self.excluded[block.rows] - first
-
-    def _scratch(self, like: Tensor) -> Tensor:
-        height, width = tile_shape(like)
-        return like.new_empty(min(height, len(like)) * min(width, max(self.column_shards.sizes)))
 
     def _tiles(
         self, rows: Tensor, exchange: GatherExchange | Ring
@@ -146,11 +136,9 @@ class SoftmaxSweep(Sweep):
         scale: float | Tensor,
         cached: CachedLogits,
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """Return sums of local rows over all columns, sums of local columns over all rows, and tiles.
-
-        The sums leave partners out. Tiles are those that fit into the budget, None in place of the others.
-        """
-        scratch, total, parts = self._scratch(rows), arithmetic.empty(len(rows), rows), []
+        """Return sums of local rows and of local columns over all but partners, and tiles, None where they do not fit."""
+        scratch, total = tile_scratch(rows, max(self.column_shards.sizes)), arithmetic.empty(len(rows), rows)
+        parts: list[Tensor] = []
         stored: list[Tensor | None] = []
         for index, block, columns, cut in self._tiles(rows, exchange):
             left, right = self.operand(rows[block.rows]), self.operand(columns)
@@ -191,11 +179,12 @@ class SoftmaxSweep(Sweep):
         gradients by a scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
         """
         alpha = 1.0 if isinstance(scale, Tensor) else scale
-        scratch, row_weights, column_weights = self._scratch(rows), arithmetic.coefficients(row_statistics), None
+        scratch, out = (tile_scratch(rows, max(self.column_shards.sizes)) for _ in range(2))
+        row_weights, column_weights = arithmetic.coefficients(row_statistics), None
         if column_statistics is not None:
             column_statistics = gather_rows(column_statistics, self.column_shards, self.world)
             column_weights = arithmetic.coefficients(column_statistics).split(self.column_shards.sizes)
-        out, cached = self._scratch(rows), iter(stored)
+        cached = iter(stored)
         for index, block, columns, cut in self._tiles(rows, exchange):
             left, right = self.operand(rows[block.rows]), self.operand(columns)
             block_weights, block_drows = row_weights[block.rows], drows[block.rows]

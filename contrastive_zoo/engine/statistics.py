@@ -115,13 +115,8 @@ class _Eigenvalues(Function):
 def balanced_assignment(
     batch: Batch, scores: Float[Tensor, "... n K"], *, epsilon: float | Tensor, iterations: int
 ) -> Float[Tensor, "... n K"]:
-    """Run Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; return the local rows, which each sum to 1.
-
-    The result has no gradient. The iterations run on logarithms, so that a small epsilon does not overflow. One
-    iteration gives each prototype an equal share of all N rows, by reductions of K numbers, and then normalises rows.
-    The matrices of several views share the messages.
-    """
-    log_q = scores / epsilon
+    """Return the local rows of Sinkhorn's iterations on ``exp(scores / epsilon)`` of all ranks; views share the messages."""
+    log_q = scores / epsilon  # exponentials of a small epsilon would overflow
     for _ in range(iterations):
         share = batch.log_sum_exp(torch.logsumexp(log_q, -2, keepdim=True), gradient="complete")
         log_q = (log_q - share).log_softmax(-1)

@@ -42,6 +42,12 @@ def tile_size(itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
     return height, max(1, elements // height)
 
 
+def tile_scratch(rows: Tensor, columns: int) -> Tensor:
+    """Return memory for one tile at a time of rows and so many columns."""
+    height, width = tile_shape(rows)
+    return rows.new_empty(min(height, len(rows)) * min(width, columns))
+
+
 def tile_bytes(like: Tensor) -> int:
     return TILE_BYTES if like.device.type == "cpu" else 32 * TILE_BYTES
 

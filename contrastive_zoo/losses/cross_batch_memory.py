@@ -164,7 +164,7 @@ class CrossBatchMemory(Loss):
         """Return what a step takes once the memory is full."""
         (first, second, *mask), way = stated.inputs.rows, self._way()
         row, loss = stated.width * stated.inputs.rows[first].dtype.itemsize, cast(Any, self.loss)
-        memory = Stored(self.memory.size, stated.width, stated.wide)
+        memory = Stored(self.memory.size)
         labelled = way in ("candidates", "references")
         written: list[Entry] = (
             [Gathered([first], row), Gathered([second], 8)] if labelled else [Gathered([second], row)]

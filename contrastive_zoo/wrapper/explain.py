@@ -1,18 +1,18 @@
 """Explain a call: which path its step takes, and what that costs, without computing it."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from contrastive_zoo.engine.cost import EMBEDDINGS, Cost, Entry, UserCode, assumptions, cost_of
+from contrastive_zoo.engine.cost import EMBEDDINGS, Cost, Entry, UserCode, cost_of
 from contrastive_zoo.engine.implementation import DTYPES, LARGEST_WIDTH, NO_KERNELS, Kernels
 from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
-from contrastive_zoo.engine.tiling import budget, memory_budget
+from contrastive_zoo.engine.tiling import memory_budget
 from contrastive_zoo.loss_base.loss import CallInputs, Loss, rows_of
 from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, without_ddp
 from contrastive_zoo.ranks.handshake import PAYLOAD_LIMIT
@@ -22,54 +22,33 @@ from contrastive_zoo.wrapper.step import FROM_ELSEWHERE
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Cost):
     """The plan of a call and its cost for one rank; ``print`` shows both, with what would change them."""
 
     name: str  # of the loss
     plan: Plan  # who computes what, how embeddings get there, by which arithmetic, and why
     situation: Situation  # the sizes and options that the plan was chosen by
-    cost: Cost  # the messages, bytes, multiplications and memory of one rank
     device: str
     dtype: str
-    assumed: Sequence[str] = ()  # what the cost depends on and the arguments do not say
-    changes: Mapping[str, str] = field(default_factory=dict)  # what a user may do, and what the cost would be then
-
-    @property
-    def messages(self) -> int:
-        """Return the number of messages, forward and backward."""
-        return self.cost.messages
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.cost.bytes_sent
-
-    @property
-    def matmul_flop(self) -> int:
-        """Return the operations of matrix products, a multiplication and an addition being two."""
-        return self.cost.matmul_flop
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the memory that the loss holds at its peak, beside the embeddings."""
-        return self.cost.peak_bytes
+    changes: Mapping[str, str]  # what a user may do, and what the cost would be then
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        plan, cost, ranks = self.plan, self.cost, self.situation.world_size
+        plan, ranks = self.plan, self.situation.world_size
         yield f"{self.name}, {ranks:,} rank{'s' * (ranks > 1)} × {self._samples()}, {self.dtype}, {self.device}"
         work, movement, _ = plan.because
         yield f"  work        {plan.work}: {work}"
-        arrive = sum(x.bytes for x in cost.sent if x.name in EMBEDDINGS)
+        arrive = sum(x.bytes for x in self.sent if x.name in EMBEDDINGS)
         size = f"; {with_unit(arrive, 'B')} arrive at each rank" if arrive else ""
         yield f"  embeddings  {plan.movement}: {movement}{size}"
         for name, of in _arithmetics(plan):
             yield f"  arithmetic  {name}{of.arithmetic}: {of.because[2]}"
-        backward = f", {cost.backward_messages:,} of them in the backward pass" if cost.backward_messages else ""
-        yield f"  messages    {cost.messages:,}{backward}; a rank sends {with_unit(cost.bytes_sent, 'B')}"
-        yield f"  matmuls     {with_unit(cost.matmul_flop, 'FLOP')} a rank, forward and backward"
-        yield f"  memory      {with_unit(cost.peak_bytes, 'B')} beside the embeddings, their gradients included"
+        backward = f", {self.backward_messages:,} of them in the backward pass" if self.backward_messages else ""
+        yield f"  messages    {self.messages:,}{backward}; a rank sends {with_unit(self.bytes_sent, 'B')}"
+        yield f"  matmuls     {with_unit(self.matmul_flop, 'FLOP')} a rank, forward and backward"
+        yield f"  memory      {with_unit(self.peak_bytes, 'B')} beside the embeddings, their gradients included"
         for what in self.assumed:
             yield f"  assumed     {what}"
         if self.changes:
@@ -99,12 +78,7 @@ def _arithmetics(plan: Plan, name: str = "") -> Iterator[tuple[str, Plan]]:
 
 
 def with_unit(count: float, unit: str) -> str:
-    """Return a count with few digits.
-
-    Examples:
-        >>> with_unit(805_306_368, "B"), with_unit(304, "B")
-        ('805 MB', '304 B')
-    """
+    """Return a count with few digits, such as 805 MB."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {prefix}{unit}"
@@ -155,35 +129,32 @@ def explain(
     place = torch.device(device or next((x.device for x in arguments if not x.is_meta), "cpu"))
     args, keywords = _without_memory((tensors, named), bare, dtype)
     call, _ = wrapper._call(bare, args, keywords)
-    entries: list[Entry] = []
-    if isinstance(call, CallInputs):
-        name, problem, needs, code = call.name, call.problem, call.needs, LossModules(bare).runs_third_party_code
-    else:
-        name, problem, needs, code = loss_name(bare), call.inputs.problem, FROM_ELSEWHERE, True
+    name, problem, needs = loss_name(bare), call.inputs.problem, FROM_ELSEWHERE
+    if is_own := isinstance(call, CallInputs):
+        name, problem, needs = call.name, call.problem, call.needs
     if problem is not None:
         raise ValueError(f"{name}: {problem}")
-    if isinstance(call, CallInputs):
-        entries += bare.entries(call)
-    if code:
+    entries: list[Entry] = [*bare.entries(call)] if is_own else []
+    if not is_own or LossModules(bare).runs_third_party_code:
         entries.append(UserCode(isinstance(bare, Loss) and any(True for _ in bare.buffers())))
     rows = {key: rows_of(x, Shards((len(x),) * size)) for key, x in call.inputs.rows.items()}
     situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=_kernels(call, place))
     may_follow = situation.on_cpu and needs.split is None and wrapper.pad_dims is None
     situation = situation._replace(payload=may_follow and 0 < situation.payload_bytes <= PAYLOAD_LIMIT)
-    classes = next(
-        (len(x.unique()) for x in arguments if not (x.is_meta or x.is_floating_point()) and x.ndim == 1), None
-    )
+    labels = [x for x in arguments if not (x.is_meta or x.is_floating_point()) and x.ndim == 1]
+    classes = len(labels[0].unique()) if labels else None
+    of_rows = next((x.dtype for x in call.inputs.rows.values() if x.is_floating_point()), torch.float32)
+    shown, held = {"cpu": "CPU", "cuda": "CUDA"}.get(place.type, place.type), str(of_rows).removeprefix("torch.")
 
-    def explained(situation: Situation) -> tuple[Plan, Cost]:
+    def explained(situation: Situation) -> Explanation:
         plan = choose(name, needs, situation)
-        return plan, cost_of(plan, situation, entries, classes=classes)
+        cost = cost_of(plan, situation, entries, classes=classes)
+        return Explanation(
+            **vars(cost), name=name, plan=plan, situation=situation, device=shown, dtype=held, changes={}
+        )
 
-    plan, cost = explained(situation)
-    shown_dtype = next((x.dtype for x in call.inputs.rows.values() if x.is_floating_point()), torch.float32)
-    shown = {"cpu": "CPU", "cuda": "CUDA"}.get(place.type, place.type)
-    assumed = assumptions(plan, situation, entries, classes)
-    result = Explanation(name, plan, situation, cost, shown, str(shown_dtype).removeprefix("torch."), assumed)
-    return replace(result, changes=dict(_changes(result, explained, needs)))
+    now = explained(situation)
+    return replace(now, changes=dict(_changes(now, explained, needs)))
 
 
 def _without_memory(arguments: Any, loss: Any, dtype: torch.dtype | None) -> Any:
@@ -212,23 +183,30 @@ def _kernels(call: Any, place: torch.device) -> Kernels:
 
 
 def _changes(
-    now: Explanation, explained: Callable[[Situation], tuple[Plan, Cost]], needs: Needs
+    now: Explanation, explained: Callable[[Situation], Explanation], needs: Needs
 ) -> Iterator[tuple[str, str]]:
     """Yield what a user may do, and what a step would cost then."""
-    situation, cost = now.situation, now.cost
+    situation = now.situation
     if now.plan.work == "own anchors" and now.plan.movement in ("gather", "ring") and needs.no_ring is None:
         ring = now.plan.movement == "gather"
-        _, then = explained(situation._replace(ring=ring))
+        then = explained(situation._replace(ring=ring))
         sent, held = with_unit(then.bytes_sent, "B"), with_unit(then.peak_bytes, "B")
         yield f"ring={ring}", f"{then.messages:,} messages, {sent} sent, {held} held"
-    power = _enough(situation, explained)
-    with memory_budget(0 if power is None else 2**power):
-        _, then = explained(situation)
-    if power is not None or then.peak_bytes < cost.peak_bytes:
-        yield f"memory_budget({'0' if power is None else f'2**{power}'})", _computed(then)
+
+    def with_budget(size: int) -> Explanation:
+        with memory_budget(size):
+            return explained(situation)
+
+    least = with_budget(2**62).matmul_flop  # of a budget for all logits
+    if now.matmul_flop > least:
+        powers = range(20, 62)
+        power = powers[bisect_left(powers, True, key=lambda power: with_budget(2**power).matmul_flop == least)]
+        yield f"memory_budget(2**{power})", _computed(with_budget(2**power))
+    elif (then := with_budget(0)).peak_bytes < now.peak_bytes:
+        yield "memory_budget(0)", _computed(then)
     if now.device == "CUDA" and now.plan.arithmetic in ("tiles", "plain", "one operator") and needs.no_kernel is None:
         if situation.kernels.apply:
-            _, then = explained(situation._replace(kernels=situation.kernels._replace(always=True)))
+            then = explained(situation._replace(kernels=situation.kernels._replace(always=True)))
             yield "use_implementation('triton')", _computed(then)
         else:
             widths = f"at most {LARGEST_WIDTH:,} features"
@@ -236,18 +214,5 @@ def _changes(
     yield "GradCache", "less memory of the encoder; that of the loss stays"
 
 
-def _computed(cost: Cost) -> str:
-    return f"{with_unit(cost.matmul_flop, 'FLOP')} of matmuls, {with_unit(cost.peak_bytes, 'B')} held"
-
-
-def _enough(situation: Situation, explained: Callable[[Situation], tuple[Plan, Cost]]) -> int | None:
-    """Return the power of two that is a memory budget for all logits; None if more memory would save no multiplications."""
-
-    def multiplications(size: int) -> int:
-        with memory_budget(size):
-            return explained(situation)[1].matmul_flop
-
-    least = multiplications(2**62)
-    if multiplications(budget()) == least:
-        return None
-    return 20 + bisect_left(range(20, 62), True, key=lambda power: multiplications(2**power) == least)
+def _computed(then: Cost) -> str:
+    return f"{with_unit(then.matmul_flop, 'FLOP')} of matmuls, {with_unit(then.peak_bytes, 'B')} held"
