@@ -85,9 +85,8 @@ class BlockLoss:
     i of the result depends on anchor i only. A loss whose mean is taken over pairs or triplets returns its anchors' sums and
     their numbers of pairs. A loss that adds several means returns them as ``terms`` columns, [c, terms] both.
 
-    A setting that is a tensor is learnable: it gets the gradient of all ranks' anchors, even if it is no leaf, such as the
-    value of a :class:`LearnableTemperature`. ``lists_positives`` says whether the function calls ``block.max_positives``;
-    ``module`` is the user's module that the function calls, if there is one.
+    A setting that is a tensor is learnable, even if it is no leaf. ``lists_positives`` says whether the function calls
+    ``block.max_positives``; ``module`` is the user's module that it calls, if there is one.
     """
 
     def __init__(

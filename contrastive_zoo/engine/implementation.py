@@ -122,7 +122,7 @@ def choose_kernels(rows: Iterable[Tensor]) -> Kernels:
     from contrastive_zoo.engine import kernels  # imported here: most programs use no kernels
 
     chosen = name == "triton"
-    if (problem := _problem(first) or kernels.device_problem(first.device)) is not None:
+    if (problem := problem_of(first) or kernels.device_problem(first.device)) is not None:
         return Kernels(always=chosen, problem=problem)
     if (problem := kernels.installation_problem(first.device)) is not None:
         return Kernels(always=True, problem=problem) if chosen else _without_kernels(problem)
@@ -150,7 +150,8 @@ NO_KERNELS = Kernels()
 CHOOSES_KERNELS = f"torch, or triton above {LARGEST_MATRIX} embeddings"
 
 
-def _problem(rows: Tensor) -> str | None:
+def problem_of(rows: Tensor) -> str | None:
+    """Return why kernels cannot compare these embeddings on any device, in words, or None."""
     if is_dense():
         return "computes nothing under plain_formulas()"
     if rows.dtype not in DTYPES:

@@ -155,10 +155,8 @@ def masked_indices(
         present = torch.arange(most, device=mask.device) < position[:, -1:]
         # entries that are not selected are written to a column that is cut off
         slot = (position - 1).where(mask, most).long()
-        padded = slot.new_zeros(len(mask), most + 1)
-        return padded.scatter_(1, slot, torch.arange(mask.shape[1], device=mask.device).expand_as(slot))[
-            :, :most
-        ], present
+        padded, index = slot.new_zeros(len(mask), most + 1), torch.arange(mask.shape[1], device=mask.device)
+        return padded.scatter_(1, slot, index.expand_as(slot))[:, :most], present
     rows, columns = mask.nonzero().unbind(1)
     counts = rows.bincount(minlength=len(mask))
     present = torch.arange(int(counts.max()) if len(rows) else 0, device=mask.device) < counts[:, None]

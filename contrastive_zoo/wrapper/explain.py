@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.cost import EMBEDDINGS, Cost, Entry, UserCode, cost_of
-from contrastive_zoo.engine.implementation import DTYPES, LARGEST_WIDTH, NO_KERNELS, Kernels
+from contrastive_zoo.engine.implementation import LARGEST_WIDTH, Kernels, problem_of
 from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
 from contrastive_zoo.engine.tiling import memory_budget
 from contrastive_zoo.loss_base.loss import CallInputs, Loss, rows_of
@@ -30,7 +30,7 @@ class Explanation(Cost):
     situation: Situation  # the sizes and options that the plan was chosen by
     device: str
     dtype: str
-    changes: Mapping[str, str]  # what a user may do, and what the cost would be then
+    changes: Mapping[str, str] = field(default_factory=dict)  # what a user may do, and what the cost would be then
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -51,9 +51,8 @@ class Explanation(Cost):
         yield f"  memory      {with_unit(self.peak_bytes, 'B')} beside the embeddings, their gradients included"
         for what in self.assumed:
             yield f"  assumed     {what}"
-        if self.changes:
-            yield "What would change it:"
-        width = max(map(len, self.changes), default=0)
+        yield "What would change it:"
+        width = max(map(len, self.changes))
         for what, then in self.changes.items():
             yield f"  {what:<{width}}  {then}"
 
@@ -138,20 +137,20 @@ def explain(
     if not is_own or LossModules(bare).runs_third_party_code:
         entries.append(UserCode(isinstance(bare, Loss) and any(True for _ in bare.buffers())))
     rows = {key: rows_of(x, Shards((len(x),) * size)) for key, x in call.inputs.rows.items()}
-    situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=_kernels(call, place))
+    first = next((x for x in call.inputs.rows.values() if x.is_floating_point() and x.ndim > 1), None)
+    kernels = Kernels(place.type == "cuda" and is_own and first is not None and problem_of(first) is None)
+    situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=kernels)
     may_follow = situation.on_cpu and needs.split is None and wrapper.pad_dims is None
     situation = situation._replace(payload=may_follow and 0 < situation.payload_bytes <= PAYLOAD_LIMIT)
     labels = [x for x in arguments if not (x.is_meta or x.is_floating_point()) and x.ndim == 1]
     classes = len(labels[0].unique()) if labels else None
-    of_rows = next((x.dtype for x in call.inputs.rows.values() if x.is_floating_point()), torch.float32)
-    shown, held = {"cpu": "CPU", "cuda": "CUDA"}.get(place.type, place.type), str(of_rows).removeprefix("torch.")
+    shown = {"cpu": "CPU", "cuda": "CUDA"}.get(place.type, place.type)
+    held = "float32" if first is None else str(first.dtype).removeprefix("torch.")
 
     def explained(situation: Situation) -> Explanation:
         plan = choose(name, needs, situation)
         cost = cost_of(plan, situation, entries, classes=classes)
-        return Explanation(
-            **vars(cost), name=name, plan=plan, situation=situation, device=shown, dtype=held, changes={}
-        )
+        return Explanation(**vars(cost), name=name, plan=plan, situation=situation, device=shown, dtype=held)
 
     now = explained(situation)
     return replace(now, changes=dict(_changes(now, explained, needs)))
@@ -172,14 +171,6 @@ def _without_memory(arguments: Any, loss: Any, dtype: torch.dtype | None) -> Any
         return torch.zeros((), dtype=wanted, device=place).expand(x.shape)
 
     return tree_map(zeros, arguments)
-
-
-def _kernels(call: Any, place: torch.device) -> Kernels:
-    """Return whether kernels would compute these embeddings on a device of this type, which need not be there."""
-    rows = next((x for x in call.inputs.rows.values() if x.is_floating_point() and x.ndim > 1), None)
-    if place.type != "cuda" or rows is None or not isinstance(call, CallInputs):
-        return NO_KERNELS
-    return Kernels(rows.dtype in DTYPES and 1 <= rows.shape[-1] <= LARGEST_WIDTH)
 
 
 def _changes(

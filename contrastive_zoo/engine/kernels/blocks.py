@@ -22,10 +22,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # log₂ e: nats to bits
 
 @triton.jit
 def own_tiles(n, m, chunk, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return first row, end row and column block of this program: ``chunk`` rows of one block of columns.
-
-    ``GROUP`` column blocks run at the same time, so that they share rows in the L2 cache, which also holds their columns.
-    """
+    """Return first row, end row and column block of a program; ``GROUP`` column blocks share rows in the L2 cache."""
     chunks, column_blocks = tl.cdiv(n, chunk), tl.cdiv(m, BLOCK_N)
     program = tl.program_id(0)
     first = program // (GROUP * chunks) * GROUP
@@ -58,10 +55,7 @@ def sum_in_threads(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.co
 
 @triton.jit
 def store_halves(out, w, i, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store a tile in two halves through shared memory for one half, which leaves room for a fourth pipeline stage.
-
-    This saves a tenth of the time of the weights of 65,536² pairs on an H100.
-    """
+    """Store a tile in two halves: room for a fourth pipeline stage saves a tenth of the time of 65,536² pairs on an H100."""
     halves = tl.permute(tl.reshape(w.to(out.dtype), (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
     left, right = tl.split(halves)
     out.store([i, j], left)
@@ -209,11 +203,7 @@ class Weights:
 
     @classmethod
     def of(cls, a: Operand, b: Operand) -> "Weights":
-        """Return a buffer as large as the budget allows and the pairs need, in the dtype of the rows.
-
-        A weight is at most 2, and about 1/n if all pairs are equal. float16 loses precision below 2⁻¹⁴, so it stores
-        weights in units of 2⁻¹⁴, at most 32,768 units.
-        """
+        """Return a buffer in the rows' dtype; float16, imprecise below 2⁻¹⁴, stores weights, at most 2, in units of 2⁻¹⁴."""
         rows, step = a.rows, 16 // a.rows.element_size()
         side = 2 ** int(math.log2(WEIGHT_BYTES // rows.element_size()) / 2)
         buffer = rows.new_empty(min(side, len(a)), cdiv(min(side, len(b)), step) * step)
@@ -254,9 +244,6 @@ def tiles_for(x: Tensor, kernel: str = "") -> tuple[Tile, Tile]:
 
 @cache
 def _capability(device: int) -> int:
-    """Return 90 for compute capability 9.0; 80 without a GPU, for the interpreter, and for 12.x.
-
-    There a program has 99 KiB of shared memory, and the tiles of 9.0 need 224.
-    """
+    """Return 90 for compute capability 9.0; 80 without a GPU, and for 12.x, whose shared memory is too small."""
     major, minor = torch.cuda.get_device_capability(device) if device >= 0 else (8, 0)
     return 80 if major >= 12 else 10 * major + minor

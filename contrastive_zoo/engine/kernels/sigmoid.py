@@ -41,11 +41,7 @@ class KernelBlock:
         return Operand.of(rows.to(self.dtype), min_norm=self.min_norm)
 
     def _add_pairs(self, b: Operand, of_columns: Tensor, ahead: int) -> None:
-        """Add the negative pairs with some columns: losses, Σ w and Σ w · a·b to the totals, W b and Wᵀ a to gradients.
-
-        Row i is the positive of column i − ``ahead``. Gradients are of the rows as read: they lack the reciprocal of the
-        factor of each row.
-        """
+        """Add the pairs of each row i with some columns but i − ``ahead``; gradients lack 1 / the rows' factors."""
         a = self.anchors
         plain, edges = tiles_for(a.rows, "sigmoid_pairs")
         weights = Weights.of(a, b) if self.learns else Weights(a.rows, UNWEIGHTED_SIDE, 0)
