@@ -102,7 +102,7 @@ class Ledger:
     names: Mapping[str, str] = field(default_factory=dict)  # of tensors of a member, in the call
     gathered: set[str] = field(default_factory=set)  # tensors, by their names in the call
     sent: list[Message] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
+    assumed: dict[str, None] = field(default_factory=dict)  # what the arguments do not say, in order
     flop: Number = 0
     kept: Number = 0  # bytes, until the backward pass
     cache: Number = 0  # bytes, until a sum of losses is computed
@@ -114,13 +114,10 @@ class Ledger:
         self.ring = self.plan.movement == "ring"
         self.shares = bool(self.plan.members) and self.ranks > 1 and not self.ring  # gathers once for all members
 
-    def assume(self, what: str) -> None:
-        self.assumed += [] if what in self.assumed else [what]
-
     def shards(self, names: Names | Stored) -> Shards:
         """Return the split of embeddings, those of a rank one tensor after the other."""
         if isinstance(names, Stored):
-            self.assume("a memory that is full")
+            self.assumed["a memory that is full"] = None
             ranks, rank = self.situation.world_size, next(iter(self.rows.values())).shards.rank
             split = Shards(tuple((names.total + r) // ranks for r in reversed(range(ranks))), rank)
         else:
@@ -377,7 +374,7 @@ class Summed(NamedTuple):
         classes = to.classes or max(1, samples // 2) if on_cpu else samples * max(1, first.embeddings)
         if self.each == "class" and on_cpu and to.ranks > 1:
             of = "as these labels have, on every rank the same" if to.classes else "of two samples each"
-            to.assume(f"{classes:,} classes, {of}")
+            to.assumed[f"{classes:,} classes, {of}"] = None
         size = self.more + self.bytes * {"class": classes, "sample": samples, "": 1}[self.each]
         to.sum("sum", size)
         to.hold(forward=2 * size)
@@ -465,7 +462,7 @@ class UserCode(NamedTuple):
     has_state: bool = False  # whether buffers move on all ranks or on none
 
     def note(self, to: Ledger) -> None:
-        to.assume("code from elsewhere holds and multiplies nothing")
+        to.assumed["code from elsewhere holds and multiplies nothing"] = None
         if to.plan.work == "all on every rank":
             rank, others = next(iter(to.rows.values())).shards.rank, to.situation.world_size - 1
             copies = 0 if rank else others.bit_length()  # along a tree
@@ -517,4 +514,4 @@ def cost_of(plan: Plan, situation: Situation, entries: Sequence[Entry], *, class
     if first is not None:  # ranks meet before the first message of a backward pass
         sent.insert(first, Message("header of the backward pass", others * HEADER_BYTES, True))
     peak = max(ledger.peak, ledger.kept + ledger.backward_peak)
-    return Cost(sent, round(ledger.flop), round(peak), ledger.assumed)
+    return Cost(sent, round(ledger.flop), round(peak), [*ledger.assumed])

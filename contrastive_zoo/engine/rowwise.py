@@ -198,11 +198,7 @@ Average = Literal["anchors", "pairs"]  # what a mean is taken over
 def info_nce_per_positive(
     logits: Tensor, block: AnchorBlock, average: Average, positive_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return of each anchor log(1 + Σ_n exp(logits_n − logits_p)) over its positives p.
-
-    For ``"anchors"`` this is the mean over positives and whether there are any; for ``"pairs"`` the sum and the number
-    of positives. ``positive_logits`` are the logits of positives, if they differ from ``logits``.
-    """
+    """Return log(1 + Σ_n exp(logits_n − logits_p)): the mean over positives p and if there are any, or sum and number."""
     negatives = masked_log_sum_exp(logits, block.negative)
     positives = logits if positive_logits is None else positive_logits
     of_pairs = -F.logsigmoid(positives - negatives[:, None]).where(block.positive, 0)
