@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -220,6 +222,19 @@ class HoldsTheGroup(nn.Module):
         return (z - total).square().mean()
 
 
+def gathering_by_a_default() -> Callable[[Tensor], Tensor]:
+    """As code that was imported after init_process_group: its functions hold the default group of then."""
+    spec: Any = importlib.util.find_spec(dist_nn.__name__)
+    late = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(late)
+
+    def gathers_by_a_default(z: Tensor) -> Tensor:
+        rows: Tensor = torch.cat(late.all_gather(z))
+        return (rows - z).square().sum()  # of W times as many rows: an error of its own
+
+    return gathers_by_a_default
+
+
 class Raises(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         raise KeyError(f"in a world of {dist.get_world_size()}")
@@ -245,6 +260,7 @@ def refusals() -> list[Any]:
         lambda: cz.DistributedLoss(held_in_backward)(z).backward(),
         lambda: cz.DistributedLoss(mined, miner=miner)(z, labels),
         lambda: DistributedMiner(miner)(z, labels),
+        lambda: cz.DistributedLoss(gathering_by_a_default())(z),
     ]
     messages: list[Any] = [error_message(job) for job in jobs]
     messages.append(error_message(lambda: cz.DistributedLoss(Raises())(z), KeyError))
@@ -261,7 +277,49 @@ def test_a_loss_that_holds_a_group_is_refused_on_every_rank(worlds: Worlds) -> N
     assert "held_in_backward: it sends 1 message by" in first[1]
     assert "miner: it sends 1 message by" in first[2]
     assert "miner: it sends 1 message by" in first[3]
+    assert "gathers_by_a_default: it sends 1 message by" in first[4]
     assert "in a world of 1" in first[-1]
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+ONE = {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # LOCAL_RANK names the device
+
+
+def environment() -> dict[str, str]:
+    return {name: x for name, x in os.environ.items() if name in TORCHRUN}
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list[Any]) -> Tensor:
+        ctx.found = found
+        found.append(environment())
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            ctx.found += [environment(), other.submit(environment).result()]
+        raise KeyError("after the environment is read")
+
+
+def environments(*variables: str) -> list[Any]:
+    found: list[Any] = []
+    with patch.dict(os.environ, {name: TORCHRUN[name] for name in variables}):
+        value = cz.DistributedLoss(lambda z: Reads.apply(z, found))(numbers(3, D, seed=dist.get_rank()).requires_grad_())
+        found.append(environment())
+        error_message(value.backward, KeyError)
+        found.append(environment())
+    return found
+
+
+def test_a_loss_reads_the_environment_of_one_process(worlds: Worlds) -> None:
+    for found in worlds.run(2, environments, *TORCHRUN):
+        assert found == [ONE, TORCHRUN, ONE, TORCHRUN, TORCHRUN]
+
+
+def test_a_loss_reads_no_environment_where_there_is_none(worlds: Worlds) -> None:
+    assert worlds.run(2, environments) == [[{}] * 5] * 2
 
 
 def held_graph() -> list[float]:

@@ -1,5 +1,6 @@
 """What differs from version to version of torch, and every private name of it, in one place."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -71,15 +72,29 @@ _of_all = _c10d._World.default_pg
 _of_thread = _of_all.getter(lambda world: _seen.get(_of_all.fget(world)))
 _lock, _entered = Lock(), 0
 
+_Environ: Any = type(os.environ)
+_variable = _Environ.__getitem__
+# LOCAL_RANK stays: it names the device of this process
+_OF_ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+def _variable_of_thread(environ: Any, name: Any) -> Any:
+    value, group = _variable(environ, name), _seen.get(None)
+    return value if group is None or group.size() > 1 else _OF_ONE_PROCESS.get(name, value)
+
 
 @contextmanager
 def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
+    """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised.
+
+    In a group of one, this thread reads torchrun's environment variables of one process.
+    """
     global _entered
     token = _seen.set(group)
     with _lock:
         _entered += 1
         _c10d._World.default_pg = _of_thread
+        _Environ.__getitem__ = _variable_of_thread
     try:
         yield
     finally:
@@ -87,6 +102,7 @@ def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
             _entered -= 1
             if not _entered:
                 _c10d._World.default_pg = _of_all
+                _Environ.__getitem__ = _variable
         _seen.reset(token)
 
 

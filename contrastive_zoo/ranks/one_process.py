@@ -33,8 +33,9 @@ def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any 
     """What ``compute()`` returns, which every rank computes alike, where torch.distributed consists of this process.
 
     ``torch.distributed.get_world_size()`` is 1 in it and in the backward passes of its autograd functions in Python, and
-    collectives of the default group are those of one process. Elsewhere, and in other threads, nothing changes. Messages
-    by the process group of ``world`` are an error that begins with ``name``, unless ``loss`` is in DDP or FSDP.
+    collectives of the default group are those of one process. Elsewhere, in hooks of tensors and in other threads, nothing
+    changes. Messages by the process group of ``world`` are an error that begins with ``name``, unless ``loss`` is in DDP
+    or FSDP.
     """
     default = dist.group.WORLD
     if default is None or default.size() == 1:
@@ -62,11 +63,19 @@ def _backward(
 def _alone(default: dist.ProcessGroup, held: dist.ProcessGroup | None, name: str) -> Iterator[None]:
     """Context manager: this thread's default group is this process; messages by ``held`` are refused afterwards."""
     before = 0 if held is None else messages_of(held)
-    with default_group(this_process(default)):
-        yield
-    count = 0 if held is None else messages_of(held) - before
-    if count:
-        raise HeldGroupError(f"{name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
+
+    def refuse() -> None:
+        count = 0 if held is None else messages_of(held) - before
+        if count:
+            raise HeldGroupError(f"{name}: {_HOLDS_A_GROUP.format(count=count, s='s' * (count != 1))}")
+
+    try:
+        with default_group(this_process(default)):
+            yield
+    except Exception:
+        refuse()  # W times the rows that the loss expects are an error of its own, which does not say why
+        raise
+    refuse()
 
 
 def this_process(default: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -103,5 +112,6 @@ def _python_functions(value: Any, first: int) -> Iterator[Any]:
 _HOLDS_A_GROUP = (
     "it sends {count} message{s} by a process group that it holds, but every rank computes it from the rows of all ranks, "
     "which count W times then. Construct it without a process group, so that it takes the default group when it is called, "
-    "or switch its gathering off. A default argument holds a group, too: import contrastive_zoo before init_process_group."
+    "or switch its gathering off. A default argument holds a group, too: import the loss, and torch.distributed.nn.functional, "
+    "before init_process_group."
 )

@@ -79,8 +79,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
 
     With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
     the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. If it communicates by itself, it
-    sees one process: collectives of the default group, also in its backward pass, are those of one. On one process the
-    wrapper is transparent: a third-party loss receives its arguments unchanged, and errors are its own.
+    sees one process: collectives of the default group, also in the backward pass of its autograd functions but not in hooks
+    of tensors, are those of one. On one process the wrapper is transparent: a third-party loss receives its arguments
+    unchanged, and errors are its own.
 
     Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
     that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.

@@ -85,6 +85,7 @@ CASES = {
     "RankedList": Case(lambda: L.RankedListLoss(0.3, 3, imbalance=0.4, alpha=1.1, Tp=1)),
     "SignalToNoise": Case(lambda: L.SignalToNoiseRatioContrastiveLoss(pos_margin=0.1, neg_margin=1.5)),
     "SoftTriple": Case(lambda: L.SoftTripleLoss(CLASSES, WIDTH, centers_per_class=3, la=5, gamma=0.2, margin=0.1)),
+    "SoftTriple, one centre": Case(lambda: L.SoftTripleLoss(CLASSES, WIDTH, centers_per_class=1)),
     "SubCenterArcFace": Case(lambda: L.SubCenterArcFaceLoss(num_classes=CLASSES, embedding_size=WIDTH, scale=8)),
     "SupCon": Case(lambda: L.SupConLoss(0.3)),
     "SupCon, views": Case(lambda: L.SelfSupervisedLoss(L.SupConLoss(0.3)), call="views"),

@@ -74,8 +74,8 @@ def _translate(loss: Any, miner: Any) -> Loss:
 def _with_weights(native: type[Loss], settings: dict[str, Any], loss: Any) -> Loss:
     if issubclass(native, ClassLoss):
         weights = _class_weights(loss)
-        if weights.ndim == 3:
-            settings["sub_centers"] = weights.shape[1]
+        if "sub_centers" in native.fields:
+            settings["sub_centers"] = weights.shape[1] if weights.ndim == 3 else 1
         with torch.random.fork_rng(devices=[]):  # the constructor's random weights are replaced
             result: Any = native(len(weights), weights.shape[-1], **settings)
         assert result.weights.shape == weights.shape
