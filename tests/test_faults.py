@@ -1,5 +1,6 @@
 """A rank that raises, dies, stops, is late or runs out of batches: every other rank soon says what happened."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import contrastive_zoo as cz
 from contrastive_zoo.engine import softmax
 from contrastive_zoo.engine.exchange import SendReceive
-from contrastive_zoo.ranks import messages
+from contrastive_zoo.ranks import messages, randomness
 from contrastive_zoo.ranks.adjoints import reduced_to
 from contrastive_zoo.ranks.messages import CommunicationError, _note
 from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
@@ -111,6 +112,67 @@ def test_an_error_that_all_ranks_raise_disturbs_no_later_call(worlds: Worlds) ->
     assert worlds.run(2, after_an_error_of_all_ranks) == pytest.approx([expected] * 2)
 
 
+def late_for_a_broadcast(mutant: bool) -> tuple[str | None, list[float]]:
+    """The error of a loss that raises on every rank, and calls after it: rank 3 comes late, and rank 1 waits for it."""
+    rank, group = dist.get_rank(), dist.new_group()
+    store = dist.PrefixStore(group.group_name, dist.distributed_c10d._get_default_store())
+
+    def broadcast(*args: Any) -> None:
+        if rank == 3:
+            store.wait(["rank 1 has looked for a note"])
+        broadcast_in_place(*args)
+
+    def note(member: World, before: float = math.inf) -> str | None:
+        if rank == 1:
+            store.wait(["rank 0 has failed"])
+        found = _note(member, math.inf if mutant else before)
+        if rank == 1:
+            store.set("rank 1 has looked for a note", "")
+        return found
+
+    with patch.object(randomness, "broadcast_in_place", broadcast), patch.object(messages, "_note", note):
+        loss_fn = cz.DistributedLoss(raises, process_group=group)
+        error = error_message(lambda: loss_fn(local_rows()), (KeyError, CommunicationError))
+        if rank == 0:
+            store.set("rank 0 has failed", "")
+        later = cz.DistributedLoss(lambda z: z.square().sum(), process_group=group)
+        return error, [] if mutant else [later(local_rows()).item() for _ in range(2)]
+
+
+def test_an_error_of_all_ranks_is_raised_on_a_rank_that_waits_for_a_late_one(worlds: Worlds) -> None:
+    total = sum(numbers(4, 3, seed=rank).square().sum().item() for rank in range(4))
+    expected = "'a column is missing'", pytest.approx([total] * 2)
+    assert worlds.run(4, late_for_a_broadcast, mutant=False) == [expected] * 4
+    _, (error, _), *_ = worlds.run(4, late_for_a_broadcast, mutant=True)
+    assert_says(error, "rank 1 waited in a broadcast for a rank that has failed. Rank 0 failed in raises, call 1")
+
+
+class Interrupted(nn.Module):
+    calls = 0
+
+    def forward(self) -> Tensor:
+        self.calls += 1
+        if self.calls == 2 and dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return torch.tensor(0.5)
+
+
+def interrupted_in_a_setting() -> list[str | None]:
+    loss_fn = cz.DistributedLoss(cz.NTXent(temperature=Interrupted()), process_group=dist.new_group())
+    kinds: Any = KeyboardInterrupt, CommunicationError
+    return [error_message(lambda: loss_fn(local_rows(), local_rows()), kinds) for _ in range(3)]
+
+
+def test_a_rank_that_is_interrupted_in_a_setting_tells_the_others(worlds: Worlds) -> None:
+    (first, zero, again), (_, one, later) = worlds.run(2, interrupted_in_a_setting)
+    assert first is None
+    assert one == ""
+    reason = "Rank 1 failed in NTXent, call 2: KeyboardInterrupt."
+    assert zero == f"NTXent, call 2: rank 0 waited in the handshake for a rank that has failed. {reason}"
+    assert_says(again, f"the process group failed earlier. {zero}")
+    assert_says(later, f"rank 1 failed in its last call, and not all ranks did. {reason}")
+
+
 def backward_that_fails_on_rank_1() -> str | None:
     rank, a, b = dist.get_rank(), local_rows(), local_rows()
     with splitting(always=True):
@@ -162,13 +224,15 @@ def notes_of_an_earlier_group() -> tuple[str | None, str | None]:
     world = World.of(dist.new_group([0, 1]))
     store, key = dist.distributed_c10d._get_default_store(), f"contrastive_zoo/failure/{world.process_group.group_name}"
     if world.rank == 0:
-        store.set(key, "1\n1\nRank 1 failed long ago.")
+        store.set(key, "0")
+        store.set(f"{key}/1", "0\n0\nRank 1 failed long ago.")
     dist.barrier()
     cz.collectives.all_reduce(torch.ones(1), process_group=world)
     found = _note(world)
     dist.barrier()
     if world.rank == 1:
-        store.set(key, "1\n1\nRank 1 failed just now.")
+        store.set(f"{key}/1", "0\n1\nRank 1 failed just now.")
+        store.set(key, "0")
     dist.barrier()
     return found, _note(world)
 

@@ -13,6 +13,7 @@ class GroupState:
 
     has_sent: bool = False  # whether a message of this library has been sent
     handshakes: int = 0  # how many have been begun; equal on all ranks, since a handshake involves all of them
+    messages: int = 0  # how many that are polled have been begun since; equal on all ranks
     gathers: int = 0  # how many gathers in log₂ W rounds have been begun; equal on all ranks
     failed_at: int = -1  # the number of handshakes at which this rank itself failed last
     lost: str | None = None  # why the group cannot be used any more

@@ -6,6 +6,7 @@ within a second, and raise its sentence. The store is torch.distributed's own, t
 A note is text, never pickled. A message that arrives at once costs nothing more.
 """
 
+import math
 import os
 import threading
 import time
@@ -25,8 +26,6 @@ FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 STORE_TIMEOUT = 2.0  # seconds for one look into the store, whose host may be gone
 
 _PAUSE = 0.05  # seconds between two looks of a rank that has failed and goes on
-
-_GONE_ON = "gone on"  # what a rank writes in place of the number of the call in which it has failed
 
 _LATE = (
     "Usually a rank has left the training loop earlier (epochs of different length), calls the loss less often, is "
@@ -87,12 +86,14 @@ def started(message: str, begin: Callable[[], Any], member: Member, *, polled: b
         raise _failed(message, member, error, since) from error
 
     works = begun if isinstance(begun, list) else [] if begun is None else [begun]
+    status.messages += polled
+    number = status.messages
 
     def wait() -> None:
         try:
             for work in works:
                 if polled:
-                    _wait_and_look(work, message, member)
+                    _wait_and_look(work, message, number, member)
                 else:
                     work.wait()
         except CommunicationError:
@@ -111,7 +112,7 @@ def begun_handshake(member: Member) -> int:
     status = _of_group(member)
     if status.failed_at == status.handshakes and status.lost is None:
         _settle(member)
-    status.handshakes += 1
+    status.handshakes, status.messages = status.handshakes + 1, 0
     return status.handshakes
 
 
@@ -121,16 +122,21 @@ def _settle(member: Member) -> None:
     until = time.monotonic() + waiting_time(member.process_group)
     waits_for = {rank for rank in range(member.size) if rank != member.rank}
     while waits_for:
-        said = _in_store(lambda store: [_read(store, f"{key}/{rank}").split("\n", 1) for rank in range(member.size)])
-        if said is None or any(text[0] == _GONE_ON for text in said) or time.monotonic() > until:
-            words = "" if said is None else said[member.rank][-1]
+        said = _in_store(lambda store: (_read(store, f"{key}/gone on"), _notes(store, member)))
+        if said is None or said[0] or time.monotonic() > until:
+            words = "" if said is None else said[1][member.rank][-1]
             raise lost(f"{_who(member)} failed in its last call, and not all ranks did. {words}".strip(), member)
-        waits_for = {rank for rank in waits_for if said[rank][0] != str(status.failed_at)}
+        waits_for = {rank for rank in waits_for if said[1][rank][0] != str(status.failed_at)}
         time.sleep(_PAUSE if waits_for else 0)
 
 
 def _read(store: Any, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
+
+
+def _notes(store: Any, member: Member) -> list[list[str]]:
+    """By rank: the handshake after which it failed last, after which message since then, and a sentence."""
+    return [_read(store, f"{_key(member)}/{rank}").split("\n", 2) for rank in range(member.size)]
 
 
 @contextmanager
@@ -151,21 +157,20 @@ def report(error: BaseException, member: Member) -> None:
     status.failed_at = status.handshakes
     words = f"{type(error).__name__}: {error}".strip().rstrip(":.")
     of_loss = f" in {member.caller}" if member.caller else ""
-    note = f"{status.handshakes}\n{member.rank}\nRank {member.rank} failed{of_loss}: {words}."
-    message = f"{status.handshakes}\n{note.split(chr(10), 2)[2]}"
+    note = f"{status.handshakes}\n{status.messages}\nRank {member.rank} failed{of_loss}: {words}."
 
     def leave(store: Any) -> None:
-        store.set(_key(member), note)
-        store.set(f"{_key(member)}/{member.rank}", message)
+        store.set(f"{_key(member)}/{member.rank}", note)
+        store.set(_key(member), str(status.handshakes))  # one key to look at while no rank has failed
 
     _in_store(leave)
 
 
-def _wait_and_look(work: Any, message: str, member: Member) -> None:
-    """Wait for a work of the CPU; from time to time, look for a note of the rank that it waits for."""
+def _wait_and_look(work: Any, message: str, number: int, member: Member) -> None:
+    """Wait for a work of the CPU; from time to time, look for a note of a rank that has failed before it."""
     patience = FIRST_LOOK
     while not _arrived(work, patience):
-        if (note := _note(member)) is not None:
+        if (note := _note(member, number)) is not None:
             raise lost(f"{_who(member)} waited in {message} for a rank that has failed. {note}", member)
         patience = min(2 * patience, LONGEST_WAIT)
 
@@ -195,7 +200,7 @@ def _failed(message: str, member: Member, error: RuntimeError, since: float) -> 
 def lost(text: str, member: Member) -> CommunicationError:
     """Return the error after which the group is not used any more; a rank that has failed and would go on hears of it."""
     _of_group(member).lost = text
-    _in_store(lambda store: store.set(f"{_key(member)}/{member.rank}", f"{_GONE_ON}\n{text}"))
+    _in_store(lambda store: store.set(f"{_key(member)}/gone on", "1"))
     return CommunicationError(text)
 
 
@@ -216,18 +221,26 @@ def _clear(store: Any, member: Member) -> None:
     store.set(f"{_key(member)}/{member.rank}", "")
     if member.rank == 0:
         store.set(_key(member), "")
+        store.set(f"{_key(member)}/gone on", "")
 
 
-def _note(member: Member) -> str | None:
-    """What another rank said when it failed after the same handshake as this rank's last; None if this rank failed, too."""
+def _note(member: Member, before: float = math.inf) -> str | None:
+    """What another rank said that failed after this rank's last handshake or the one before, and sends no message ``before``.
+
+    None if this rank failed after the same handshake, too: then it waits for a call in which both go on.
+    """
     status = _of_group(member)
-    result = _in_store(lambda store: _read(store, _key(member)))
-    if not result:
-        return None
-    handshakes, rank, note = result.split("\n", 2)
-    # in this call, or in the one before, after which that rank sends no handshake of this call
-    is_recent = status.handshakes - 1 <= int(handshakes) <= status.handshakes
-    return note if is_recent and int(rank) != member.rank and status.failed_at != int(handshakes) else None
+
+    def recent(store: Any) -> list[list[str]]:
+        last = _read(store, _key(member))
+        return _notes(store, member) if last and int(last) >= status.handshakes - 1 else []
+
+    for rank, (handshake, *rest) in enumerate(_in_store(recent) or []):
+        if handshake and rank != member.rank and int(handshake) != status.failed_at:
+            place = int(handshake), int(rest[0])
+            if (status.handshakes - 1, 0) <= place < (status.handshakes, before):
+                return rest[1]
+    return None
 
 
 def _key(member: Member) -> str:

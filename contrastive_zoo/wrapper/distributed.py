@@ -13,6 +13,7 @@ from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compiling import uncompiled
+from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, Shards, World
@@ -216,6 +217,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
             # only this rank may lack an argument, or fail to read a setting; the others wait in the handshake
             text = f"{error}." if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
             refuse(loss_name(bare), text.removeprefix(f"{loss_name(bare)}: "), world=session)
+        except BaseException as error:  # Ctrl-C in a module in place of a setting
+            report(error, session)
+            raise
         if session.size == 1:
             return self._alone(bare, call, session)
         if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:

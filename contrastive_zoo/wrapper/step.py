@@ -101,6 +101,9 @@ class DistributedStep:
             statement = self._completed(self.statement())
         except Exception as error:  # a setting that cannot be read, for one; the other ranks wait in the handshake
             refuse(self.name, f"{type(error).__name__}: {error}", world=session)
+        except BaseException as error:  # Ctrl-C
+            report(error, session)
+            raise
         before = self.modules.buffer_versions() if self.modules.has_buffers else []
         agreed = shake_hands(statement, session)
         history.wrapper = agreed.wrapper
