@@ -27,7 +27,7 @@ from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards, refuse
-from contrastive_zoo.ranks.world import Processes, Shards, World
+from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.distributed import LossAttributes
 from contrastive_zoo.wrapper.options import GradReduction
 
@@ -71,6 +71,8 @@ class DistributedSentenceLoss(LossAttributes):
         >>> loss_fn([{"x": torch.eye(2)}, {"x": torch.ones(2, 2)}], torch.ones(2))      # (1 − 1/√2)²
         tensor(0.0858)
     """
+
+    process_group = ProcessGroupAttribute()
 
     def __init__(
         self,

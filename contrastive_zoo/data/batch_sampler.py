@@ -23,7 +23,7 @@ from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.handshake import Statement, shake_hands
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, flag_problem, in_one_line, is_integer
-from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 
 Batches = Sequence[NDArray[np.int64]]  # the sample indices of each global batch of an epoch
 
@@ -91,6 +91,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         >>> [list(Halves(7, process_group=World(rank, 3))) for rank in range(3)]
         [[[0, 1], [4]], [[2], [5]], [[3], [6]]]
     """
+
+    process_group = ProcessGroupAttribute()
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.session import Session, agree, refuse
 from contrastive_zoo.ranks.transport import payload_of
-from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.arguments import Arguments, GlobalIndices
 from contrastive_zoo.wrapper.loss_call import paired_problem, unequal_problem
 from contrastive_zoo.wrapper.wrapped import unwrapped_miner
@@ -50,6 +50,8 @@ class DistributedMiner(nn.Module):
         >>> DistributedMiner(hardest)(torch.eye(3), torch.tensor([0, 0, 1]))
         (tensor([0, 1, 2]), tensor([1, 0, 2]), tensor([2, 2, 0]))
     """
+
+    process_group = ProcessGroupAttribute()
 
     def __init__(
         self, miner: Callable[..., Any], *, process_group: Processes = None, check_finite: bool = True

@@ -12,7 +12,7 @@ from contrastive_zoo.metrics.ranking import Ties, names_problem
 from contrastive_zoo.metrics.search import ApproximateIndex
 from contrastive_zoo.metrics.task import DEFAULT, JUDGED, NUMBERS, ROWS, Evaluation
 from contrastive_zoo.ranks.row_checks import described
-from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 
 STATES = (*ROWS, *NUMBERS, *JUDGED)  # what is collected, an attribute each
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -39,6 +39,8 @@ class RetrievalMetrics(nn.Module):
         tensor(1., dtype=torch.float64)
         >>> metric.reset()
     """
+
+    process_group = ProcessGroupAttribute()
 
     def __init__(
         self,

@@ -225,7 +225,7 @@ def _clear(store: Any, member: Member) -> None:
 
 
 def _note(member: Member, before: float = math.inf) -> str | None:
-    """What another rank said that failed after this rank's last handshake or the one before, and sends no message ``before``.
+    """What a rank said that failed after this rank's last handshake or the one before, and will not send message ``before``.
 
     None if this rank failed after the same handshake, too: then it waits for a call in which both go on.
     """

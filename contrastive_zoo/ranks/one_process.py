@@ -112,6 +112,6 @@ def _python_functions(value: Any, first: int) -> Iterator[Any]:
 _HOLDS_A_GROUP = (
     "it sends {count} message{s} by a process group that it holds, but every rank computes it from the rows of all ranks, "
     "which count W times then. Construct it without a process group, so that it takes the default group when it is called, "
-    "or switch its gathering off. A default argument holds a group, too: import the loss, and torch.distributed.nn.functional, "
-    "before init_process_group."
+    "or switch its gathering off. A default argument holds a group, too: before init_process_group import the loss, and "
+    "torch.distributed.nn.functional."
 )

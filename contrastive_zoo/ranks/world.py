@@ -27,6 +27,32 @@ Processes: TypeAlias = Union["World", "dist.ProcessGroup", "DeviceMesh", None]
 """A set of processes: a World, a process group or a 1-d device mesh; None is the default group."""
 
 
+class ProcessGroupAttribute:
+    """The attribute ``process_group`` of a class: a copy shares the group, and a file holds in its place what to do."""
+
+    def __get__(self, holder: Any, kind: type | None = None) -> Processes:
+        shared = vars(holder).get("process_group") if holder is not None else None
+        return None if shared is None else shared.processes
+
+    def __set__(self, holder: Any, processes: Processes) -> None:
+        vars(holder)["process_group"] = _Shared(processes)
+
+
+class _Shared:
+    def __init__(self, processes: Any) -> None:
+        self.processes = processes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+    def __reduce__(self) -> Any:
+        group = self.processes.group if isinstance(self.processes, World) else self.processes
+        return _Shared, (_NOT_SAVED if isinstance(group, dist.ProcessGroup) else self.processes,)
+
+
+_NOT_SAVED = "left out of the file, which cannot hold a process group: set .process_group of what was loaded"
+
+
 @dataclass(frozen=True)
 class Shards:
     """The split of a global batch over the ranks: ``sizes[r]`` rows on rank r, in rank order.

@@ -16,7 +16,7 @@ from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.session import Findings, Session, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
-from contrastive_zoo.ranks.world import Processes, Shards, World
+from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards, World
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
 from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
@@ -153,6 +153,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         tensor(2.)
     """
 
+    process_group = ProcessGroupAttribute()
     __call__: Callable[..., R]
 
     @suggests_names

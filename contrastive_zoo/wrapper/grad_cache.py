@@ -21,7 +21,7 @@ from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
 from contrastive_zoo.ranks.session import agree_on_shards, refuse
 from contrastive_zoo.ranks.suggestions import suggests_names
-from contrastive_zoo.ranks.world import Processes, World
+from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
 from contrastive_zoo.wrapper.token_chunks import mask_parts, mask_problem
 
@@ -142,6 +142,8 @@ class GradCache(nn.Module):
 
     Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
+
+    process_group = ProcessGroupAttribute()
 
     @suggests_names
     def __init__(
