@@ -81,7 +81,7 @@ def moved_first(loss: Any) -> None:
 
 FAILURES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a refused batch": (refused, {"damage": moved_first}),
-    "a failed term": (fails_in_a_sum, {"mistakes": ["contrastive_zoo.loss_base.composition.state_kept_on_error"]}),
+    "a failed term": (fails_in_a_sum, {"mistakes": ["contrastive_zoo.losses.compositions.state_kept_on_error"]}),
 }
 """A call that fails, and a mistake that would let it move the state."""
 

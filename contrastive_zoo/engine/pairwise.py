@@ -8,9 +8,9 @@ over ranks. :func:`with_equal_columns` gives them equal results: those of the fi
 compared, so that candidates which are merely near each other keep their order. On accelerators rows are not compared: a
 kernel rounds all columns of its result alike.
 
-A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. Two attributes mark
-tensors of this module for that case. They are attributes, and not arguments, because the tensors pass through the user's
-``RowLoss.similarity(anchors, candidates)`` and ``RowLoss.rows(similarity, …)``, which take plain tensors.
+A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. The backward pass then
+takes a sparse gradient if the candidates are those of a sweep over blocks, which :func:`share_across_blocks` marks by an
+attribute: they pass through the user's ``RowLoss.similarity(anchors, candidates)``, which takes plain tensors.
 """
 
 from typing import Any, Literal
@@ -79,23 +79,16 @@ def _is_shared(candidates: Tensor) -> bool:
     return hasattr(candidates, "squared_norms")
 
 
-def _allow_sparse_gradient(matrix: Tensor, candidates: Tensor) -> Tensor:
-    """Return the matrix; its backward pass takes a sparse gradient on a CPU. On a GPU a dense matmul is faster."""
-    if _is_shared(candidates) and matrix.grad_fn is not None and devices.on_cpu(matrix):
-        matrix.sparse_grad_fn = matrix.grad_fn  # type: ignore[attr-defined]  # why: see the module's docstring
-    return matrix
-
-
 def takes_sparse_gradient(matrix: Tensor) -> bool:
-    """Return whether the backward pass of a matrix takes a sparse gradient; not if it was changed in place."""
-    return matrix.grad_fn is getattr(matrix, "sparse_grad_fn", False)
+    """Return whether the backward pass of a matrix takes a sparse gradient. On a GPU a dense matmul is faster."""
+    return getattr(matrix.grad_fn, "of_shared_candidates", False) and devices.on_cpu(matrix)  # grad_fn is its ctx
 
 
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
     """Return ``anchors @ candidates.T``, whose backward pass skips the zeros of a sparse gradient."""
     if is_dense():
         return anchors @ candidates.T
-    return _allow_sparse_gradient(_DotProducts.apply(anchors, candidates), candidates)
+    return _DotProducts.apply(anchors, candidates)
 
 
 class _DotProducts(Function):
@@ -103,7 +96,7 @@ class _DotProducts(Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor) -> Tensor:
         ctx.save_for_backward(anchors, candidates)
-        ctx.shared = _is_shared(candidates)
+        ctx.of_shared_candidates = _is_shared(candidates)
         return anchors @ candidates.T
 
     @staticmethod
@@ -113,7 +106,8 @@ class _DotProducts(Function):
         anchors, candidates = ctx.saved_tensors
         if (entries := _sparse_entries(gradient, anchors.shape[1])) is not None:
             i, j, w = entries
-            return _row_sums(i, w * candidates[j], anchors), _row_sums(j, w * anchors[i], candidates, sparse=ctx.shared)
+            dcandidates = _row_sums(j, w * anchors[i], candidates, sparse=ctx.of_shared_candidates)
+            return _row_sums(i, w * candidates[j], anchors), dcandidates
         return gradient @ candidates, gradient.t() @ anchors
 
 
@@ -122,7 +116,7 @@ def distances(
 ) -> Float[Tensor, "c N"]:
     """Return ‖a − b‖ of every anchor and candidate, or its square; 0, without gradient, below a matmul's rounding."""
     if not is_dense():
-        return _allow_sparse_gradient(_Euclidean.apply(anchors, candidates, squared), candidates)
+        return _Euclidean.apply(anchors, candidates, squared)
     norms = anchors.square().sum(1)[:, None] + candidates.square().sum(1)
     distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
     distinct = distance > _ROUNDING_UNITS * torch.finfo(distance.dtype).eps * norms.detach()
@@ -147,9 +141,9 @@ class _Euclidean(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor, squared: bool) -> Tensor:
-        ctx.shared = _is_shared(candidates)
-        shared: Any = candidates  # with the squared norms that its leaf has, see the module's docstring
-        squares: Tensor = shared.squared_norms if ctx.shared else candidates.square().sum(1)
+        ctx.of_shared_candidates = _is_shared(candidates)
+        squares = getattr(candidates, "squared_norms", None)
+        squares = candidates.square().sum(1) if squares is None else squares
         norms = anchors.square().sum(1)[:, None] + squares
         distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)
         _difference_near(distance, norms, anchors, candidates)
@@ -173,7 +167,8 @@ class _Euclidean(Function):
         if (entries := _sparse_entries(gradient, anchors.shape[1])) is not None:
             i, j, g = entries
             difference = weights(g, distance[i, j, None]) * (anchors[i] - candidates[j])
-            return (_row_sums(i, difference, anchors), _row_sums(j, -difference, candidates, sparse=ctx.shared), None)
+            dcandidates = _row_sums(j, -difference, candidates, sparse=ctx.of_shared_candidates)
+            return _row_sums(i, difference, anchors), dcandidates, None
         w = weights(gradient, distance)
         danchors = w @ candidates.new_ones(len(candidates), 1) * anchors
         dcandidates = w.t() @ anchors.new_ones(len(anchors), 1) * candidates

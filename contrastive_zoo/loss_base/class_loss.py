@@ -1,6 +1,5 @@
 """The base of losses with weight vectors for each class: proxies and classifiers, whose weights may be sharded."""
 
-from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -12,7 +11,6 @@ from contrastive_zoo.engine.cost import Classes, Entry, Shared
 from contrastive_zoo.loss_base.families import NO_LABELS, LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Reduction, Size, field
-from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
@@ -21,23 +19,22 @@ from contrastive_zoo.ranks.world import World
 class ClassLoss(LabelledLoss):
     """A loss with weight vectors for each class, the parameter ``weights``; the base of proxy losses and classifiers.
 
-    Weights are drawn from a standard normal distribution; only their direction matters. Construct the loss with the
-    same seed on every rank. Every rank then gets the complete gradient of all weights, before the trainer reduces it.
+    Weights are drawn standard normal; only their direction matters. Construct the loss with the same seed on every rank.
+    Every rank then gets the complete gradient of all weights, before the trainer reduces it.
 
-    With ``sub_centers``, which some of these losses have, a class has k weight vectors, of which the nearest counts.
-
-    With ``shard_over``, which some have, too, classes are split over these ranks, ``World.of()`` or
-    ``World.of(group)``, the same that share the batch; None keeps all weights on every rank. Each rank holds the
-    weights of its share of the classes, an even one in rank order. Their gradient is complete on the rank that holds
-    them, and no other rank has any. Therefore **no trainer may average, broadcast or shard them**: keep the loss out of
-    DDP, FSDP and DeepSpeed, and pass its parameters to this rank's optimizer, together with the model's. Each rank
-    saves its own part. The gradient is 1 × ∂L/∂weights under either ``grad_reduction`` of ``DistributedLoss``.
+    With ``shard_over`` each rank holds the weights of an even share of the classes, in rank order. Their gradient is
+    complete there, 1 × ∂L/∂weights under either ``grad_reduction``, and no other rank has any. Therefore **no trainer may
+    average, broadcast or shard them**: keep the loss out of DDP, FSDP and DeepSpeed, and pass its parameters to this
+    rank's optimizer, together with the model's. Each rank saves its own part.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] classes 0 … C − 1.
 
     Args:
-        num_classes: C; labels are 0 … C − 1.
+        num_classes: C.
         embedding_size: d.
+        sub_centers: of losses with this setting: the weight vectors k of a class, of which the nearest counts.
+        shard_over: of losses with this setting: the ranks, ``World.of()`` or ``World.of(group)``, that share the batch and
+            the classes. None keeps all weights on every rank.
 
     Raises:
         ValueError: more classes or a larger width than memory holds; at the call labels that are no classes, or weights of
@@ -56,13 +53,14 @@ class ClassLoss(LabelledLoss):
     engine = "classes"
 
     def __post_init__(self) -> None:
+        local = class_shard(self.num_classes, self.__dict__.get("shard_over"))
+
+        def draw(classes: int, width: int, centers: int = 1) -> Tensor:
+            return draw_weights(classes, centers, width, local=local)
+
         names = ("num_classes", "embedding_size", "sub_centers")
-        sizes = {name: int(getattr(self, name)) for name in names if name in self.fields}
-        self.num_classes, self.embedding_size, *more = sizes.values()
-        centers, local = (more or [1])[0], class_shard(self.num_classes, self.__dict__.get("shard_over"))
-        draw = partial(draw_weights, self.num_classes, centers, self.embedding_size, local=local)
-        weights = allocate(type(self).__name__, draw, **sizes)
-        self.weights = nn.Parameter(weights[:, 0] if centers == 1 else weights)
+        weights = self.allocated(draw, *(name for name in names if name in self.fields))
+        self.weights = nn.Parameter(weights[:, 0] if weights.shape[1] == 1 else weights)
 
     @property
     def sharded(self) -> bool:

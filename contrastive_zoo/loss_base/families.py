@@ -20,32 +20,21 @@ def of_views(views: Sequence[Tensor]) -> Inputs:
 
 
 class ViewLoss(Loss):
-    """A loss of two or more views of the same samples: ``loss(view1, view2, …)``.
-
-    - views: [n, d] each; index i is the same sample in every view. n may differ between ranks.
-    """
+    """A loss of two or more views of the same samples: ``loss(view1, view2, …)``, [n, d] each."""
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
         return of_views(views)
 
 
 class TwoViewLoss(Loss):
-    """A loss of two views of the same samples: ``loss(view1, view2)``.
-
-    - view1: [n, d]; n may differ between ranks.
-    - view2: [n, d]; index i is the same sample in both.
-    """
+    """A loss of two views of the same samples: ``loss(view1, view2)``, [n, d] each."""
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": view1, "view 1": view2})
 
 
 class ImageTextLoss(Loss):
-    """A loss of images and their texts: ``loss(images, texts)``.
-
-    - images: [n, d]; n may differ between ranks.
-    - texts: [n, d]; text i belongs to image i.
-    """
+    """A loss of images and their texts: ``loss(images, texts)``, [n, d] each."""
 
     normalize: bool = True
     reduction: Reduction = "mean"
@@ -59,21 +48,14 @@ class ImageTextLoss(Loss):
 
 
 class LabelledLoss(Loss):
-    """A loss of labelled embeddings: ``loss(embeddings, labels)``.
-
-    - embeddings: [n, d]; n may differ between ranks.
-    - labels: [n] integers, one per embedding.
-    """
+    """A loss of labelled embeddings: ``loss(embeddings, labels)``, [n, d] and [n] integers."""
 
     def inputs(self, embeddings: Float[Tensor, "n d"], labels: Int[Tensor, " n"] | None = None) -> Inputs:
         return Inputs({}, NO_LABELS) if labels is None else Inputs({"embeddings": embeddings, "labels": labels})
 
 
 class EmbeddingLoss(Loss):
-    """A loss of embeddings alone: ``loss(embeddings)``.
-
-    - embeddings: [n, d]; n may differ between ranks.
-    """
+    """A loss of embeddings alone: ``loss(embeddings)``, [n, d]."""
 
     def inputs(self, embeddings: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"embeddings": embeddings})

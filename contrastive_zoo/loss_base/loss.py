@@ -1,12 +1,11 @@
 """The base class of losses: fields are settings, ``inputs`` states a call, ``compute`` is the formula."""
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, ParamSpec, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, overload
 
 from torch import Tensor, nn
 
@@ -22,12 +21,12 @@ from contrastive_zoo.engine.implementation import (
 )
 from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.loss_base.settings import Settings
-from contrastive_zoo.loss_base.shapes import Shapes, shapes_of, shapes_problem
+from contrastive_zoo.loss_base.shapes import arguments_problem
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import refuse_empty
-from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, tensor_problem, values_problem
+from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, values_problem
 from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.world import Shards, World
 
@@ -40,7 +39,6 @@ NO_RING: Mapping[Engine, str] = {
     "other": "its compute() gathers what it needs",
 }
 """Why candidates cannot pass from rank to rank, by the engine of a loss."""
-
 
 P = ParamSpec("P")
 
@@ -105,9 +103,8 @@ class CallInputs:
 
     def products(self, *, partial: bool = False) -> list[Entry]:
         """Return what the sum of the products of all pairs of features takes."""
-        first, d = next(iter(self.inputs.rows)), self.width
-        numbers = d * d * self.wide
-        return [Summed(numbers, partial), Local([first], 6 * d * d), Local(bytes=2 * numbers)]
+        first, numbers = next(iter(self.inputs.rows)), self.width**2
+        return [Summed(numbers * self.wide, partial), Local([first], 6 * numbers), Local(bytes=2 * numbers * self.wide)]
 
     def held(self, copies: float) -> Local:
         """Return the memory of so many copies of all embeddings."""
@@ -116,11 +113,8 @@ class CallInputs:
 
     def situation(self, shards: Sequence[Shards], ranks: int, **known: Any) -> Situation:
         """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
-        rows, on_cpu = {}, True
-        for (name, x), of in zip(self.inputs.rows.items(), shards, strict=False):
-            rows[name] = rows_of(x, of)
-            on_cpu = on_cpu and x.is_cpu
-        return Situation(ranks, rows, on_cpu, is_dense(), **known)
+        rows = {name: rows_of(x, of) for (name, x), of in zip(self.inputs.rows.items(), shards, strict=False)}
+        return Situation(ranks, rows, all(x.is_cpu for x in self.inputs.rows.values()), is_dense(), **known)
 
     def plan(self, situation: Situation) -> Plan:
         """Return the path of the step; warn once of what would make it quicker."""
@@ -138,9 +132,8 @@ class CallInputs:
         plan: Plan,
         local_slice: slice | None = None,
     ) -> Batch:
-        split = dict(zip(rows, shards, strict=True))
-        inputs = self.inputs
-        return Batch(rows, split, self.settings, world, plan, local_slice, inputs.parts, inputs.host, self.name)
+        split, stated = dict(zip(rows, shards, strict=True)), self.inputs
+        return Batch(rows, split, self.settings, world, plan, local_slice, stated.parts, stated.host, self.name)
 
 
 def rows_of(x: Tensor, shards: Shards) -> Rows:
@@ -224,11 +217,7 @@ class Loss(Settings, nn.Module):
         return [(name, x, rows) for name, x, rows in pairs if isinstance(x, Tensor) and isinstance(rows, Tensor)]
 
     def inputs(self, *args: Any, **named: Any) -> Inputs:
-        """Return what a call brings, and what is wrong with it.
-
-        The arguments are tensors, of the shapes that annotations such as ``Float[Tensor, "n d"]`` of jaxtyping name: sizes
-        of one name are equal.
-        """
+        """Return what a call brings, of shapes that annotations such as ``Float[Tensor, "n d"]`` name, and what is wrong."""
         raise NotImplementedError(f"{type(self).__name__} must define inputs(), which returns Inputs of a call.")
 
     def compute(self, batch: Batch) -> Tensor:
@@ -260,7 +249,7 @@ class Loss(Settings, nn.Module):
     ) -> CallInputs:
         """Return what this rank states of a call; losses with one static :meth:`inputs` share it by ``known``."""
         name = type(self).__name__
-        problem = _arguments_problem(type(self), args, named) or self.settings_problem()
+        problem = arguments_problem(type(self), args, named) or self.settings_problem()
         if problem is None and (self._modules or self._parameters or self._buffers):
             problem = devices.values_problem(self)
         if problem is not None:
@@ -327,10 +316,7 @@ class Loss(Settings, nn.Module):
         return Needs(self.engine, names, names, whole, split, self.ring_problem(), self.no_kernel)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        """Return the engine entries that :meth:`compute` calls, for what a call costs.
-
-        The default is one entry of the engine with the tensors that :meth:`needs` names, the temperature and the reduction.
-        """
+        """Return the engine entries that :meth:`compute` calls, for what a call costs: by default one of its engine."""
         needs, scale, entries = stated.needs, *self.scale_of(stated)
         candidates = () if needs.anchors == needs.candidates else needs.candidates
         if needs.engine == "softmax":
@@ -345,9 +331,9 @@ class Loss(Settings, nn.Module):
     def is_reduced(self) -> bool:
         return self.__dict__.get("reduction") != "none"
 
-    def reduced(self, terms: int = 1) -> list[Entry]:
+    def reduced(self) -> list[Entry]:
         """Return the message that adds up losses and counts."""
-        return [Summed(2 * 8 * terms)] if self.is_reduced else []
+        return [Summed(2 * 8)] if self.is_reduced else []
 
     def scale_of(self, stated: CallInputs) -> tuple[float | None, list[Entry]]:
         """Return 1 / temperature, None if it is learnt, and the message of its gradient."""
@@ -359,22 +345,18 @@ class Loss(Settings, nn.Module):
     @property
     def has_one_operator(self) -> bool:
         """Whether one operator computes a small batch of two tensors of embeddings: of unit ones, reduced."""
-        settings = self.__dict__
-        return bool(settings.get("normalize")) and settings.get("reduction") != "none"
+        return bool(self.__dict__.get("normalize")) and self.is_reduced
 
     def split_reason(self) -> str | None:
         """Return why no rank can compute the loss of all ranks' embeddings, in words, or None."""
-        return "reduction='none' returns losses of local samples" if self.__dict__.get("reduction") == "none" else None
+        return None if self.is_reduced else "reduction='none' returns losses of local samples"
 
     def ring_problem(self) -> str | None:
         """Return why candidates cannot pass from rank to rank instead of being gathered, in words, or None."""
         return NO_RING.get(self.engine)
 
     def local(self) -> World:
-        """Return a world of this process alone; warn once if other processes run, which this loss ignores.
-
-        Code of a user that DistributedLoss calls on the embeddings of all ranks sees one process, so it causes no warning.
-        """
+        """Return a world of this process alone; warn once if other processes run, which this loss ignores."""
         world = World.of()
         if world.size > 1 and not Loss._warned_about_local_negatives:
             Loss._warned_about_local_negatives = True
@@ -384,43 +366,3 @@ class Loss(Settings, nn.Module):
                 stacklevel=6,  # the caller's line: above forward, its decorator and two frames of torch
             )
         return World()
-
-
-class CallForm(NamedTuple):
-    """The arguments that a loss's :meth:`Loss.inputs` takes."""
-
-    signature: inspect.Signature  # without ``self``
-    optional: frozenset[str]  # names of those that may be None
-    views: str  # the name of any number of them by position, empty if there is none
-    others: str  # the name of any number of them by name, empty if there is none
-    shapes: Mapping[str, Shapes]  # by name, those that each may have
-
-
-@functools.cache
-def call_form(kind: Any) -> CallForm:
-    result = list(inspect.signature(kind.inputs).parameters.values())
-    if not isinstance(inspect.getattr_static(kind, "inputs"), staticmethod):
-        result = result[1:]
-    optional = frozenset(x.name for x in result if x.default is None)
-    views, others = ("".join(x.name for x in result if x.kind is y) for y in (_VIEWS, _OTHERS))
-    return CallForm(
-        inspect.Signature(result), optional, views, others, {x.name: shapes_of(x.annotation) for x in result}
-    )
-
-
-_VIEWS, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-
-
-def _arguments_problem(kind: type[Loss], args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Return which argument is no tensor, or of another shape, in words; None is allowed where it is the default."""
-    form = call_form(kind)  # type: ignore[arg-type]  # mypy takes a class for its instance
-    try:
-        arguments = form.signature.bind(*args, **named).arguments
-    except TypeError as error:
-        raise TypeError(f"{kind.__name__}: {error}") from None
-    views = {f"view {index}": x for index, x in enumerate(arguments.pop(form.views, ()))}
-    arguments |= {**arguments.pop(form.others, {}), **views}
-    for name, x in arguments.items():
-        if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
-            return problem
-    return shapes_problem(arguments, {**dict.fromkeys(views, form.shapes.get(form.views, ())), **form.shapes})

@@ -14,10 +14,10 @@ from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_product
 from contrastive_zoo.engine.plan import Engine
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs, call_form
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.loss_modules import is_third_party
 from contrastive_zoo.loss_base.settings import Reduction
-from contrastive_zoo.loss_base.shapes import ROWS, shapes_problem
+from contrastive_zoo.loss_base.shapes import ROWS, call_form, shapes_problem
 
 CountedTerms = Literal["nonzero", "all"]  # the terms that a mean counts: those with a loss, or all
 
@@ -38,22 +38,26 @@ class AnchorLoss(LabelledLoss):
         """Whether embeddings are normalised to unit length first; a loss without this setting always does."""
         return bool(self.__dict__.get("normalize", True))
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether it runs code from elsewhere, which may draw random numbers or change a buffer."""
+        return any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
+
     def entries(self, stated: CallInputs) -> list[Entry]:
         if stated.needs.engine != "rows":
             return super().entries(stated)
         names = [name for name in stated.inputs.rows if name != "labels"]
-        watched = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
         loss = self.block_loss(Batch({}, {}, stated.settings))
         ids = "labels" if "labels" in stated.inputs.rows else ""
-        return [blocks_of(loss, names, ids=ids, reduction=self.reduction, watched=watched)]
+        return [blocks_of(loss, names, ids=ids, reduction=self.reduction, watched=self.may_draw)]
 
     def compute(self, batch: Batch) -> Tensor:
         views = [name for name in batch.rows if name != "labels"]
         z, has_labels = batch.candidates(*views, normalize=self.normalizes), "labels" in batch.rows
         ids = batch.int64(batch.rows["labels"]) if has_labels else batch.indices(times=len(views))
-        may_draw = any(is_third_party(type(x)) for x in self.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
-        loss = self.block_loss(batch)
-        return reduce_rows(batch, loss, z, ids, times=len(views), reduction=self.reduction, may_draw=may_draw)
+        return reduce_rows(
+            batch, self.block_loss(batch), z, ids, times=len(views), reduction=self.reduction, may_draw=self.may_draw
+        )
 
 
 class RowLoss(AnchorLoss):
@@ -61,15 +65,7 @@ class RowLoss(AnchorLoss):
 
     Call it with labelled embeddings, ``loss(embeddings, labels)``, or with views, ``loss(view1, view2, …)``, whose
     embeddings at the same index are positives of each other. Annotated class attributes are its settings, as of any
-    :class:`Loss`; in
-    :meth:`rows` a learnable one is the tensor that it is in this step.
-
-    Args:
-        normalize: normalise embeddings to unit length first, so that similarities are cosines, not dot products.
-        reduction: ``"mean"`` over all ranks' valid anchors, ``"sum"``, or ``"none"`` for the local anchors, 0 if not valid.
-
-    Raises:
-        ValueError: what any loss refuses: settings, labels, shapes, NaN and infinite embeddings, differences of ranks.
+    :class:`Loss`; in :meth:`rows` a learnable one is the tensor that it is in this step.
 
     Examples:
         >>> import torch
@@ -146,7 +142,6 @@ class RowLoss(AnchorLoss):
         return BlockLoss(on_block, terms=self.terms, lists_positives=lists, module=loss, **values, **parameters)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
-        """State labelled embeddings, or views."""
         if len(args) > 1 and not named and all(x.is_floating_point() and x.ndim == 2 for x in args):
             views = {f"view {index}": x for index, x in enumerate(args)}
             return Inputs(views, shapes_problem(views, dict.fromkeys(views, ROWS)))

@@ -5,6 +5,7 @@ import inspect
 import math
 import typing
 from collections.abc import Callable
+from functools import partial
 from itertools import starmap
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from contrastive_zoo.loss_base.state import WholeState, real
+from contrastive_zoo.loss_base.state import T, WholeState, allocate, real
 from contrastive_zoo.ranks.row_checks import described, flag_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.suggestions import did_you_mean
 
@@ -34,9 +35,7 @@ class Bounds(NamedTuple):
     finite: bool = True  # whether infinities are refused
     whole: bool = False  # whether it is an integer
     several: bool = False  # whether a tensor may hold any number of them
-    constant: bool = (
-        False  # whether the loss has no derivative by it; a tensor that requires a gradient is then refused
-    )
+    constant: bool = False  # whether the loss has no derivative by it, and refuses a tensor that requires a gradient
 
     def problem(self, name: str, value: Any) -> str | None:
         """Return what is wrong with a value, in words; None if it is within the bounds."""
@@ -243,10 +242,18 @@ class Settings(WholeState):
         problem = self.settings_problem() or next(filter(None, starmap(_module_problem, modules.items())), None)
         if problem is not None:
             raise ValueError(f"{kind}: {problem}")
+        for name, check in self._checks.items():
+            if check.bounds is not None and check.bounds.whole and getattr(self, name) is not None:
+                setattr(self, name, int(getattr(self, name)))
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """Make what follows from the settings: parameters, buffers, submodules."""
+
+    def allocated(self, make: Callable[..., T], *sizes: str) -> T:
+        """Return ``make`` of the settings of these names, which are the sizes of the result."""
+        values = {name: getattr(self, name) for name in sizes}
+        return allocate(type(self).__name__, partial(make, *values.values()), **values)
 
     def settings_problem(self) -> str | None:
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
@@ -281,7 +288,10 @@ class Settings(WholeState):
                 if isinstance(value, nn.Module):
                     value = computed[name] = value()
                     problem = problem or bounds.problem(name, value)
-                value = value if bounds.whole else real(value)
+                if bounds.whole:
+                    value = present[name] = int(value)
+                else:
+                    value = real(value)
             now[name] = value
         return Evaluated(values, computed, problem)
 

@@ -1,14 +1,16 @@
 """Shapes of a call: what the annotations of ``inputs`` say of each argument, and what is wrong with those that came."""
 
+import functools
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from contrastive_zoo.ranks.row_checks import described, labels_problem
+from contrastive_zoo.ranks.row_checks import described, labels_problem, tensor_problem
 
 _KINDS: tuple[tuple[Any, str], ...] = ((Float, "floating-point"), (Int, "integer"), (Bool, "bool"))
 _NAMES = re.compile(r"[A-Za-z]\w*( [A-Za-z]\w*)*")
@@ -105,6 +107,44 @@ def _size_problem(name: str, x: Tensor, shape: Shape, dim: str, first: tuple[str
     if dim != shape.dims[0]:
         return f"{name} must be {shape} with the {dim} of {other}, {got}"
     return f"row i of {name} belongs to row i of {other}, {got} {fix}"
+
+
+class CallForm(NamedTuple):
+    """The arguments that a loss's :meth:`Loss.inputs` takes."""
+
+    signature: inspect.Signature  # without ``self``
+    optional: frozenset[str]  # names of those that may be None
+    views: str  # the name of any number of them by position, empty if there is none
+    others: str  # the name of any number of them by name, empty if there is none
+    shapes: Mapping[str, Shapes]  # by name, those that each may have
+
+
+@functools.cache
+def call_form(kind: Any) -> CallForm:
+    taken = list(inspect.signature(kind.inputs).parameters.values())
+    if not isinstance(inspect.getattr_static(kind, "inputs"), staticmethod):
+        taken = taken[1:]
+    optional = frozenset(x.name for x in taken if x.default is None)
+    views, others = ("".join(x.name for x in taken if x.kind is y) for y in (_VIEWS, _OTHERS))
+    return CallForm(inspect.Signature(taken), optional, views, others, {x.name: shapes_of(x.annotation) for x in taken})
+
+
+_VIEWS, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def arguments_problem(kind: Any, args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Return which argument is no tensor, or of another shape, in words; None is allowed where it is the default."""
+    form = call_form(kind)
+    try:
+        arguments = form.signature.bind(*args, **named).arguments
+    except TypeError as error:
+        raise TypeError(f"{kind.__name__}: {error}") from None
+    views = {f"view {index}": x for index, x in enumerate(arguments.pop(form.views, ()))}
+    arguments |= {**arguments.pop(form.others, {}), **views}
+    for name, x in arguments.items():
+        if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
+            return problem
+    return shapes_problem(arguments, {**dict.fromkeys(views, form.shapes.get(form.views, ())), **form.shapes})
 
 
 def candidates_problem(name: str, x: Tensor, *, at_least: int) -> str | None:

@@ -23,10 +23,8 @@ def loading_problem(tensors: Mapping[str, Tensor], state_dict: Mapping[str, Any]
         saved = state_dict.get(prefix + name, present)
         same_kind = isinstance(saved, Tensor) and saved.is_floating_point() == present.is_floating_point()
         if not same_kind or saved.shape != present.shape:
-            return (
-                f"{name} is {described(present)} here, the state dict holds {described(saved)}. Construct it with the "
-                "same sizes."
-            )
+            here, there = described(present), described(saved)
+            return f"{name} is {here} here, the state dict holds {there}. Construct it with the same sizes."
         has_values = not saved.is_meta and not hasattr(saved, "device_mesh")  # of a DTensor, other ranks hold the rest
         if saved is not present and has_values and not saved.isfinite().all():
             return f"{name} holds NaN or infinite values in the state dict. Take an earlier checkpoint."
@@ -58,9 +56,8 @@ class WholeState(nn.Module):
 def state_kept_on_error(module: nn.Module) -> Iterator[None]:
     """Run the body; if it raises, every buffer of the module is what it was before.
 
-    Most losses need no copy of their state, since they move it at the end of a call, after everything that may raise. This
-    is for calls that continue after a state has moved: a batch that is stored before it is compared, a sum of losses. It
-    copies the buffers, and writes only those back that have changed: autograd may have saved the others.
+    This is for calls that continue after a state has moved: a batch that is stored before it is compared, a sum of losses.
+    Only buffers that have changed are written back: autograd may have saved the others.
     """
     places = [(x._buffers, name) for x in module.modules() for name in x._buffers]
     before = [(of, name, x, x.clone()) for of, name in places if (x := of[name]) is not None]
@@ -75,11 +72,7 @@ def state_kept_on_error(module: nn.Module) -> Iterator[None]:
 
 
 def real(x: Any) -> Any:
-    """Return a tensor of shape [1] as [], a Python or NumPy number as float, and anything else unchanged.
-
-    A parameter of shape [1] would change dtype and shape of the loss by promotion. A NumPy float32 number would reduce
-    the precision of results that are computed from it.
-    """
+    """Return a tensor of shape [1] as [], and a Python or NumPy number as float: these would change a loss by promotion."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.shape == (1,) else x
     is_number = isinstance(x, (int, np.integer, np.floating)) and not isinstance(x, bool)

@@ -34,12 +34,9 @@ class LearnableTemperature(WholeState):
 
     def __init__(self, initial: float = 0.07, *, max_scale: float = 100.0) -> None:
         super().__init__()
-        numbers = is_number(initial, above=0) and is_number(max_scale, above=0, finite=False)
-        if (
-            not numbers
-            or any(isinstance(x, Tensor) and x.is_meta for x in (initial, max_scale))
-            or initial * max_scale < 1
-        ):
+        are_numbers = is_number(initial, above=0) and is_number(max_scale, above=0, finite=False)
+        on_meta = any(isinstance(x, Tensor) and x.is_meta for x in (initial, max_scale))
+        if not are_numbers or on_meta or initial * max_scale < 1:
             raise ValueError(
                 "LearnableTemperature: the initial temperature is positive and at least 1 / max_scale, got "
                 f"{described(initial)} with max_scale={described(max_scale)}."

@@ -26,16 +26,13 @@ class CoSENT(Loss):
 
         loss = log(1 + Σ_{i, j: y_i < y_j} exp((s_i − s_j) / t))
 
-    Pairs with equal scores are not compared. ``"cosine"`` is CoSENT: s_i = q_i·k_i of unit embeddings. ``"angle"`` is
-    the angle term of AnglE: with embeddings of width d = 2m read as m complex numbers, real parts first, and divided by
-    their norms, s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|; an odd width is padded by a 0. Every rank sorts the N similarities
-    of all ranks: O(N log N) time and N numbers of memory instead of N². Equal to sentence-transformers'
-    CoSENTLoss(scale=1/t) and AnglELoss(scale=1/t).
+    Pairs with equal scores are not compared. Equal to sentence-transformers' CoSENTLoss(scale=1/t), AnglELoss(scale=1/t).
 
     Called as ``loss(queries, keys, scores)``, q and k, [n, d], and y, [n] numbers of any scale; only their order matters.
 
     Args:
-        similarity: ``"cosine"`` or ``"angle"``.
+        similarity: of unit embeddings, ``"cosine"``, s_i = q_i·k_i, or ``"angle"``, s_i = |Re⟨q_i, k_i⟩ + Im⟨q_i, k_i⟩|
+            of complex numbers whose real parts come first; an odd width is padded by a 0.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -54,13 +51,8 @@ class CoSENT(Loss):
         return Inputs({"queries": queries, "keys": keys, "scores": scores})
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        scores = stated.inputs.rows["scores"].dtype.itemsize
-        return [
-            stated.held(2.6),
-            *self.scale_of(stated)[1],
-            Gathered(["queries"], stated.wide),
-            Gathered(["scores"], scores),
-        ]
+        gathered = Gathered(["queries"], stated.wide), Gathered(["scores"], stated.inputs.rows["scores"].dtype.itemsize)
+        return [stated.held(2.6), *self.scale_of(stated)[1], *gathered]
 
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
@@ -72,20 +64,12 @@ class CoSENT(Loss):
 
 
 class AnglE(CoSENT):
-    r"""Compute the angle term of AnglE: :class:`CoSENT` that compares complex angles, ``similarity="angle"``, by default.
-
-    Called as ``loss(queries, keys, scores)``, as :class:`CoSENT`, with the same settings.
-    AnglE's paper adds this loss to CoSENT and to InfoNCE, each with a weight.
-
-    Args:
-        similarity: ``"cosine"`` or ``"angle"``.
+    """Compute the angle term of AnglE: :class:`CoSENT` with ``similarity="angle"``, this class's default.
 
     Examples:
         >>> q, k, y = torch.eye(2), torch.ones(2, 2), torch.tensor([0.2, 0.9])
         >>> AnglE()(q, k, y).equal(CoSENT(similarity="angle")(q, k, y))
         True
-
-    Source: Li & Li 2023, https://arxiv.org/abs/2309.12871
     """
 
     similarity: PairSimilarity = "angle"
@@ -108,16 +92,13 @@ class OnlineContrastive(Loss):
         loss = Σ_{i: y_i = 1, D_i > min_{y_j = 0} D_j} D_i²  +  Σ_{i: y_i = 0, D_i < max_{y_j = 1} D_j} max(0, margin − D_i)²
 
     If there are only positives or only negatives, their mean distance takes the place of the extreme of the other kind.
-    Distances that differ by at most 64 units of rounding count as equal, and are not hard. Equal to sentence-transformers'
-    OnlineContrastiveLoss since release 6.2; until 6.1 the mean distance also takes the place of an extreme of exactly one
-    pair.
+    Distances are equal up to rounding. Equal to OnlineContrastiveLoss of sentence-transformers since its release 6.2.
 
     Called as ``loss(queries, keys, labels)``, q and k, [n, d], and y, [n], 1 for a positive pair and 0 for a negative one.
 
     Args:
         margin: cosine distance beyond which negatives have no loss.
-        reduction: ``"sum"``, as the original, ``"mean"`` over the hard pairs of all ranks, or ``"none"`` for the local
-            pairs, [n].
+        reduction: ``"sum"``, as the original; ``"mean"`` is over the hard pairs of all ranks.
 
     Examples:
         >>> q, k = torch.eye(2), torch.tensor([[0.6, 0.8], [0.6, 0.8]])
@@ -157,11 +138,8 @@ class OnlineContrastive(Loss):
 def _thresholds(batch: Batch, distance: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest distance of all ranks' positives and the smallest of their negatives, as the loss uses them."""
     ends = [distance.where(positive, -torch.inf), (-distance).where(~positive, -torch.inf)]
-    lowest = distance.new_full((1,), -torch.inf)
-    local = torch.stack([torch.cat([x, lowest]).max() for x in ends])
-    farthest, nearest = batch.maximum(local).unbind()
-    nearest = -nearest
+    local = [torch.cat([x, x.new_full((1,), -torch.inf)]).max() for x in ends]
+    farthest, nearest = batch.maximum(torch.stack(local)).unbind()
     sums = torch.stack([distance.sum(), distance.new_full((), len(distance))])
     total, count = batch.sum(sums, gradient="complete").unbind()
-    mean = total / count
-    return farthest.where(farthest.isfinite(), mean), nearest.where(nearest.isfinite(), mean)
+    return farthest.where(farthest.isfinite(), total / count), (-nearest).where(nearest.isfinite(), total / count)

@@ -21,11 +21,9 @@ class NormalizedSoftmax(ShardableClassLoss):
     r"""Compute the cross-entropy of an embedding's class over cosines; each class weight is the proxy of its class.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    With z the unit embeddings, w the unit weights and y the labels,
+    With z the unit embeddings, w the unit weights and y the labels, this is ``cross_entropy(z @ w.T / t, y)``:
 
-        loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t  =  −log σ( z_i·w_{y_i} / t − log Σ_{j≠y_i} exp(z_i·w_j / t) )
-
-    Dense: ``cross_entropy(z @ w.T / t, labels)``.
+        loss_i = log Σ_j exp(z_i·w_j / t)  −  z_i·w_{y_i} / t
 
     Examples:
         >>> loss = NormalizedSoftmax(2, 2, temperature=1.0)
@@ -51,11 +49,10 @@ class ProxyNCA(ShardableClassLoss):
 
         loss_i = −log [ exp(−‖z_i − p_{y_i}‖² / t) / Σ_j exp(−‖z_i − p_j‖² / t) ]
 
-    As ‖z − p‖² = 2 − 2 z·p, this is :class:`NormalizedSoftmax` at t/2; pytorch-metric-learning's softmax_scale is 1/t.
-    The default is ProxyNCA++, with t = 1/9. The original ProxyNCA has t = 1 and leaves the own proxy out of the denominator.
+    which is :class:`NormalizedSoftmax` at t/2. The original ProxyNCA has t = 1, without the own proxy in the sum.
 
     Args:
-        temperature: t > 0, in units of squared distance.
+        temperature: t > 0, in units of squared distance; 1/9 in ProxyNCA++, 1/softmax_scale in pytorch-metric-learning.
 
     Examples:
         >>> loss = ProxyNCA(2, 2, temperature=2.0)
@@ -77,8 +74,7 @@ class CosFace(ShardableClassLoss):
     r"""Compute the large-margin cosine loss.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
-    Dense: ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``, with z the unit embeddings, w the unit weights, y the
-    labels.
+    With z the unit embeddings, w the unit weights, y the labels, ``cross_entropy(s * (z @ w.T - m * one_hot(y)), y)``:
 
         loss_i = −log σ( s (z_i·w_{y_i} − m)  −  log Σ_{j≠y_i} exp(s z_i·w_j) )
 
@@ -179,10 +175,11 @@ class SoftTriple(ClassLoss):
     reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        apart = self.tau and self.weights.ndim == 3
-        between = 6 * self.weights.numel() * self.weights.shape[1]  # of the centres of a class
-        of_centers: list[Entry] = [Shared(self.weights.nbytes), Local(flop=between)]
-        return [*super().entries(stated), *(of_centers if apart else [])]
+        entries = super().entries(stated)
+        if self.tau and self.weights.ndim == 3:
+            between = 6 * self.weights.numel() * self.weights.shape[1]  # of the centres of a class
+            entries += Shared(self.weights.nbytes), Local(flop=between)
+        return entries
 
     def compute(self, batch: Batch) -> Tensor:
         settings = batch.settings
@@ -204,8 +201,7 @@ def _center_distances(centers: Tensor) -> Tensor:
     return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))
 
 
-_MOST_MARGIN = 100
-"""The degree of a polynomial of the cosine, whose rounding errors grow with it; the papers' is 4 at most."""
+_MOST_MARGIN = 100  # degree of a polynomial of the cosine, whose rounding errors grow with it; at most 4 in the papers
 
 
 class LargeMarginSoftmax(ClassLoss):
@@ -217,14 +213,12 @@ class LargeMarginSoftmax(ClassLoss):
         ψ(θ) = (−1)^k cos(m θ) − 2k   for θ in [kπ/m, (k + 1)π/m]
         loss_i = −log σ( s ‖x_i‖ ‖w_{y_i}‖ ψ(θ_i)  −  log Σ_{j≠y_i} exp(s x_i·w_j) )
 
-    With ``normalize_weights`` all w have unit length, and the loss is SphereFace (A-Softmax). The papers mix ψ(θ) with
-    cos θ and anneal the share of cos θ to 0 in training; this is the loss without that share, as
-    pytorch-metric-learning's LargeMarginSoftmaxLoss and SphereFaceLoss.
+    Equal to pytorch-metric-learning's LargeMarginSoftmaxLoss and SphereFaceLoss. The papers anneal a share of cos θ to 0.
 
     Args:
         margin: m, an integer of at least 1.
         scale: s > 0.
-        normalize_weights: whether weights are normalised to unit length first.
+        normalize_weights: whether weights are normalised to unit length first, as in SphereFace (A-Softmax).
 
     Examples:
         >>> loss = LargeMarginSoftmax(2, 2, margin=2)
@@ -260,18 +254,11 @@ class LargeMarginSoftmax(ClassLoss):
 class SphereFace(LargeMarginSoftmax):
     """Compute :class:`LargeMarginSoftmax` with ``normalize_weights=True``, this class's default.
 
-    Called as ``loss(embeddings, labels)``, as there, with the same settings.
-
-    Args:
-        normalize_weights: whether weights are normalised to unit length first.
-
     Examples:
         >>> loss = SphereFace(2, 2, margin=2)
         >>> _ = loss.load_state_dict({"weights": 3 * torch.eye(2)})
         >>> loss(torch.eye(2), torch.tensor([1, 0])).detach()   # ψ(90°) = −1: log(1 + e^(1 + 1))
         tensor(2.1269)
-
-    Source: Liu et al. 2017, https://arxiv.org/abs/1704.08063
     """
 
     normalize_weights: bool = True
@@ -293,17 +280,11 @@ class Instance(ShardableClassLoss):
 
         loss_i = log Σ_j exp(x_i·w_j / t)  −  x_i·w_{c_i} / t  +  log Σ_j exp(y_i·w_j / t)  −  y_i·w_{c_i} / t
 
-    Dense: ``cross_entropy(x @ w.T / t, c) + cross_entropy(y @ w.T / t, c)``. Both modalities meet in the weights, which
-    are as many as the training set has samples; ``shard_over`` splits them over the ranks.
-
     Called as ``loss(x, y, labels)``, embeddings in either modality, [n, d], and c, [n], 0 … C − 1: indices of the samples in
-    the training set, or groups of samples.
-
-    The parameter is ``loss.weights``, [C, d], or [C, k, d] with k centres per sample, of which the nearest counts;
-    :class:`ClassLoss` documents how it is drawn, shared and sharded. Here their norms count, unless ``normalize=True``.
+    the training set, or of groups of samples. :class:`ClassLoss` documents ``weights``, [C, d] or [C, k, d].
 
     Args:
-        normalize: the paper does not.
+        normalize: whether embeddings and weights are normalised to unit length first; the paper does not.
 
     Examples:
         >>> loss = Instance(2, 2)
@@ -336,7 +317,7 @@ class ProxyAnchor(ClassLoss):
 
         loss = 1/|P⁺| Σ_{p∈P⁺} log(1 + Σ_{x∈X⁺(p)} exp(−α (s_xp − δ)))  +  1/C Σ_p log(1 + Σ_{x∉X⁺(p)} exp(α (s_xp + δ)))
 
-    in nats per proxy. The sums over embeddings are two numbers per proxy, reduced over all ranks.
+    in nats per proxy.
 
     Args:
         margin: δ, in units of the cosine.
@@ -369,13 +350,11 @@ class P2SGrad(ClassLoss):
     r"""Compute the mean squared error of cosines to all C classes, whose gradient is the probability-to-similarity gradient.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n]; :class:`ClassLoss` documents ``weights``, [C, d].
-    Dense: ``mse_loss(z @ w.T, one_hot(y))``, with z the unit embeddings, w the unit weights, y the labels.
+    With z the unit embeddings, w the unit weights and y the labels, this is ``mse_loss(z @ w.T, one_hot(y))``:
 
         loss_i = 1/C Σ_j (z_i·w_j − [j = y_i])²
 
-    The sum over classes is z_i·G z_i with G = Σ_j w_j w_jᵀ, a d × d matrix, so no N × C matrix exists. The value and the
-    gradient of embeddings are those of pytorch-metric-learning's P2SGradLoss. That class overwrites its weights by
-    their unit vectors at each call; here the gradient passes through their normalisation instead.
+    Equal to pytorch-metric-learning's P2SGradLoss, but for the gradient through the normalisation of weights.
 
     Examples:
         >>> loss = P2SGrad(2, 2)
@@ -389,9 +368,9 @@ class P2SGrad(ClassLoss):
     reduction: Reduction = "mean"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        (classes, d), names = self.weights.shape, ["embeddings"]
+        classes, d = self.weights.shape
         of_weights = Local(flop=6 * classes * d**2, bytes=5 * classes * d * stated.wide)
-        products = Local(names, 6 * d**2, 3 * d * stated.wide)
+        products = Local(["embeddings"], 6 * d**2, 3 * d * stated.wide)
         return [*(x for x in super().entries(stated) if not isinstance(x, Classes)), of_weights, products]
 
     def compute(self, batch: Batch) -> Tensor:

@@ -14,10 +14,11 @@ from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry, Gathered, Member, Pairs, Stored, Summed
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import blocks_of, reduce_rows
-from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss, call_form
-from contrastive_zoo.loss_base.loss_modules import is_third_party, loss_name
+from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
+from contrastive_zoo.loss_base.loss_modules import loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
+from contrastive_zoo.loss_base.shapes import call_form
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.losses.memory_queue import MemoryQueue
 from contrastive_zoo.losses.references import memory_problem
@@ -27,8 +28,7 @@ from contrastive_zoo.ranks.randomness import one_stream
 from contrastive_zoo.ranks.row_checks import described, instance_problem
 
 MemoryInput = Literal["candidates", "sharded negatives", "references", "negatives"]
-"""The loss compares the anchors with the memory as candidates; takes each rank's shard of it as ``negatives``; takes it as
-``ref_emb`` and ``ref_labels``; or takes all of it as ``negatives``."""
+"""How the loss takes the memory: as candidates, a rank's shard of it or all of it as ``negatives``, or as ``ref_emb``."""
 
 
 def memory_input(loss: Any) -> MemoryInput:
@@ -75,16 +75,14 @@ class CrossBatchMemory(Loss):
     The arguments of ``loss`` decide how M is used:
 
     - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss` that does not
-      override ``compute`` (most pair and triplet losses), and third-party losses that take ``ref_emb`` and
-      ``ref_labels``, such as pytorch-metric-learning's. Call it ``loss(embeddings, labels)``. The batch enters M; then
-      each of its embeddings is an anchor and is compared with M, except with its own copy:
+      override ``compute``, and third-party losses that take ``ref_emb`` and ``ref_labels``, such as
+      pytorch-metric-learning's. The batch enters M; then its embeddings are anchors, compared with M but for their copies:
 
           L = mean_i loss_i(z_i against M without i)
 
     - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses that take ``negatives``; third-party functions of
-      ``(queries, keys, negatives)``, which receive all ranks' embeddings. Call it ``loss(queries, keys)``. M serves as
-      negatives; then the keys enter it. InfoNCE also compares a query with the batch's other keys; with
-      ``in_batch_negatives=False`` it is MoCo's loss, which compares a query with its own key and M alone.
+      ``(queries, keys, negatives)``, which receive all ranks' embeddings. M serves as negatives; then the keys enter it.
+      InfoNCE with ``in_batch_negatives=False`` is MoCo's loss.
 
     Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
     any rank.
@@ -100,9 +98,8 @@ class CrossBatchMemory(Loss):
         loss: as above.
         size: number of embeddings in M.
         embedding_size: their width d.
-        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` on all ranks'
-            embeddings. Its tuples, without those of an embedding and its copy, are passed on as ``indices_tuple``. None
-            is all pairs.
+        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` of all ranks, whose
+            tuples, but for those of an embedding and its copy, become ``indices_tuple``. None is all pairs.
         dtype: of the embeddings in M, see :class:`MemoryQueue`.
 
     Raises:
@@ -115,13 +112,10 @@ class CrossBatchMemory(Loss):
         >>> loss = CrossBatchMemory(cz.InfoNCE(temperature=1.0), size=8, embedding_size=2)
         >>> loss(torch.eye(2), torch.eye(2)), loss(torch.eye(2), torch.eye(2))   # log(e + 1) − 1; then log(2 (e + 1)) − 1
         (tensor(0.3133), tensor(1.0064))
-        >>> east, west = torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]])
         >>> loss = CrossBatchMemory(cz.SupCon(temperature=1.0), size=8, embedding_size=2)
-        >>> label = torch.tensor([3])
-        >>> loss(east, label), loss(east, label)   # no positive yet; then the only candidate is one
-        (tensor(0.), tensor(0.))
-        >>> loss(west, label + 1), loss(east, label)   # no positive; then log(2 e + 1/e) − 1
-        (tensor(0.), tensor(0.7586))
+        >>> z, label = torch.tensor([[1.0, 0.0]]), torch.tensor([3])
+        >>> loss(z, label), loss(-z, label + 1), loss(z, label)   # no positive, twice; then log(e + 1/e) − 1
+        (tensor(0.), tensor(0.), tensor(0.1269))
 
     Source: Wang et al. 2020, alg. 1, https://arxiv.org/abs/1912.06798; negatives: He et al. 2020, alg. 1,
     https://arxiv.org/abs/1911.05722
@@ -166,17 +160,13 @@ class CrossBatchMemory(Loss):
         row, loss = stated.width * stated.inputs.rows[first].dtype.itemsize, cast(Any, self.loss)
         memory = Stored(self.memory.size)
         labelled = way in ("candidates", "references")
-        written: list[Entry] = (
-            [Gathered([first], row), Gathered([second], 8)] if labelled else [Gathered([second], row)]
-        )
+        partners = Gathered([second], 8 if labelled else row)
+        written: list[Entry] = [Gathered([first], row), partners] if labelled else [partners]
         written += [Gathered(mask, 1)] * (1 + labelled) if mask else []
         if way == "candidates":
             block_loss = loss.block_loss(Batch({}, {}, stated.settings.members[0]))
-            watched = any(is_third_party(type(x)) for x in loss.modules())  # type: ignore[arg-type]  # mypy takes a class for its instance
-            of_loss: list[Entry] = [
-                blocks_of(block_loss, [first], memory, reduction=loss.reduction, watched=watched),
-                *([Summed(8)] if mask else []),
-            ]
+            blocks = blocks_of(block_loss, [first], memory, reduction=loss.reduction, watched=loss.may_draw)
+            of_loss: list[Entry] = [blocks, *([Summed(8)] if mask else [])]
         elif way == "sharded negatives":
             keys = stated.inputs.rows[second]
             inputs = loss.inputs(stated.inputs.rows[first], keys, negatives=keys[:0])
@@ -184,7 +174,7 @@ class CrossBatchMemory(Loss):
             names = dict(zip(inputs.rows, (first, second), strict=False))
             of_loss = [Member(None, names, [_against(memory, x) for x in loss.entries(inner)])]
         else:  # every rank gathers both and computes the loss
-            of_loss = [Gathered([first], row), Gathered([second], 8 if labelled else row), Summed(8)]
+            of_loss = [Gathered([first], row), partners, Summed(8)]
         return [*of_loss, *(written if self.training else [])]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -206,7 +196,7 @@ class CrossBatchMemory(Loss):
             return self._against_candidates(batch, slots) if self._is_own() else self._against_references(batch, slots)
 
     def evaluated(self) -> Evaluated:
-        """Return the values of the settings, with those of the loss as ``members[0]``, if its ``forward`` is not called."""
+        """Return the values of the settings, with those of the loss as ``members[0]`` if its ``forward`` is not called."""
         values, computed, problem = super().evaluated()
         if isinstance(self.loss, Loss) and self._is_own():
             inner, computed, reason = self.loss.evaluated()
@@ -268,8 +258,7 @@ class CrossBatchMemory(Loss):
 
     def _against_negatives(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         gathered = map(batch.gather_with_gradient, (queries, keys))
-        compute = partial(self.loss, *gathered, negatives=self._stored(keys))
-        return self._alike(compute, batch, queries.device)
+        return self._alike(partial(self.loss, *gathered, negatives=self._stored(keys)), batch, queries.device)
 
     def _against_shards(self, batch: Batch, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute a loss that gathers its negatives: each rank passes its shard of the memory."""
@@ -288,18 +277,13 @@ class CrossBatchMemory(Loss):
         share = self.memory.shards(batch.world)
         known = {"rows": rows, "stored": self._stored(rows, share.local)}
         compared = replace(batch, rows=known, shards={"rows": batch.samples, "stored": share})
+        anchors, candidates = (compared.candidates(name, normalize=loss.normalizes) for name in known)
+        own = slots[batch.samples.local].to(rows.device)  # candidates stand in the order of slots
         return reduce_rows(
-            batch,
-            loss.block_loss(self._of_loss(batch)),
-            compared.candidates("rows", normalize=loss.normalizes),
-            labels,
-            candidates=compared.candidates("stored", normalize=loss.normalizes),
-            candidate_ids=self.memory.labels.to(labels)[share.local],
-            candidate_shards=share,
-            own_candidates=slots[batch.samples.local].to(rows.device),  # candidates stand in the order of slots
-            reduction=loss.reduction,
-            may_draw=any(is_third_party(type(x)) for x in loss.modules()),  # type: ignore[arg-type]  # mypy takes a class for its instance
-        )
+            batch, loss.block_loss(self._of_loss(batch)), anchors, labels, candidates=candidates,
+            candidate_ids=self.memory.labels.to(labels)[share.local], candidate_shards=share, own_candidates=own,
+            reduction=loss.reduction, may_draw=loss.may_draw,
+        )  # fmt: skip
 
     def _against_references(self, batch: Batch, slots: Tensor) -> Tensor:
         """Compare all ranks' anchors with the memory on every rank alike: a third-party loss does not know of ranks."""
@@ -335,6 +319,4 @@ def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Ten
     """Return the pairs or triplets without those whose positive is the anchor's copy in the memory."""
     anchors, positives, *rest = indices
     is_other = slots[anchors] != positives
-    if len(indices) == 4:
-        return anchors[is_other], positives[is_other], *rest
-    return anchors[is_other], positives[is_other], rest[0][is_other]
+    return anchors[is_other], positives[is_other], *(rest if len(indices) == 4 else [rest[0][is_other]])

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_zoo.engine.batch import Batch, Candidates
+from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Blocks, Entry
 from contrastive_zoo.engine.masked import masked_log_sum_exp
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, reduce_rows
@@ -24,17 +24,15 @@ class ClipDistillation(Loss):
         targets = (1 − λ) · I + λ · softmax(T)
         loss = ½ · cross_entropy(S, targets) + ½ · cross_entropy(Sᵀ, targets of Tᵀ)
 
-    open_clip's DistillClipLoss returns two numbers: this loss for λ = 0 and for λ = 1. It trains on their sum, twice this
-    loss for λ = ½. The teacher gets no gradient, and neither N × N matrix is held.
+    open_clip's DistillClipLoss trains on twice this loss for λ = ½. The teacher gets no gradient.
 
     Called as ``loss(images, texts, teacher_images, teacher_texts)``, x and y, [n, d], and u and v, [n, e], of the same
     samples.
 
     Args:
-        teacher_temperature: t' > 0, the teacher's temperature.
+        teacher_temperature: t' > 0.
         weight: λ from 0 (no teacher) to 1 (teacher only).
         symmetric: whether to average both directions; otherwise only from images to texts.
-        normalize: normalise embeddings of student and teacher to unit length first.
 
     Examples:
         >>> eye, uniform = torch.eye(2), torch.ones(2, 2)
@@ -60,15 +58,13 @@ class ClipDistillation(Loss):
         teacher_images: Float[Tensor, "n e"],
         teacher_texts: Float[Tensor, "n e"],
     ) -> Inputs:
-        return Inputs(
-            {"images": images, "texts": texts, "teacher_images": teacher_images, "teacher_texts": teacher_texts}
-        )
+        teachers = {"teacher_images": teacher_images, "teacher_texts": teacher_texts}
+        return Inputs({"images": images, "texts": texts, **teachers})
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        rows = stated.inputs.rows
-        width, of_teacher = rows["images"].shape[1], rows["teacher_images"].shape[1]
-        how: Any = {"companions": [of_teacher * stated.wide], "matmuls": 3 + of_teacher / max(1, width)}
-        how |= {"parameters": stated.learnt("temperature", "teacher_temperature", "weight")}
+        of_teacher = stated.inputs.rows["teacher_images"].shape[1]
+        how: Any = {"companions": [of_teacher * stated.wide], "matmuls": 3 + of_teacher / max(1, stated.width)}
+        how |= {"parameters": stated.learnt(*_LEARNT)}
         directions = [("images", "texts"), ("texts", "images")][: 1 + self.symmetric]
         return [Blocks([x], [y], reduction=self.reduction, **how) for x, y in directions]
 
@@ -76,17 +72,20 @@ class ClipDistillation(Loss):
         _, _, *teachers = batch.rows.values()
         x, y = (batch.candidates(name, normalize=self.normalize) for name in ("images", "texts"))
         u, v = (batch.prepared(rows.detach(), normalize=self.normalize) for rows in teachers)
-        settings = {name: getattr(batch.settings, name) for name in ("temperature", "teacher_temperature", "weight")}
+        settings = {name: getattr(batch.settings, name) for name in _LEARNT}
         pairs, loss = batch.indices(), BlockLoss(_distilled, **settings)
-
-        def direction(anchors: Candidates, candidates: Candidates, teachers: tuple[Tensor, Tensor]) -> Tensor:
-            return reduce_rows(
-                batch, loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teachers],
+        directions = [(x, y, (u, v)), (y, x, (v, u))][: 1 + self.symmetric]
+        losses = [
+            reduce_rows(
+                batch, loss, anchors, pairs, candidates=candidates, candidate_ids=pairs, companions=[teacher],
                 reduction=self.reduction,
-            )  # fmt: skip
+            )
+            for anchors, candidates, teacher in directions
+        ]  # fmt: skip
+        return torch.stack(losses).mean(0)
 
-        image_to_text = direction(x, y, (u, v))
-        return (image_to_text + direction(y, x, (v, u))) / 2 if self.symmetric else image_to_text
+
+_LEARNT = ("temperature", "teacher_temperature", "weight")
 
 
 def _distilled(
@@ -96,8 +95,7 @@ def _distilled(
     logits = block.anchors @ block.candidates.T / temperature
     of_teacher = teacher_anchors @ teacher_candidates.T / teacher_temperature
     every = torch.ones_like(block.positive)
-    of_teachers = masked_log_sum_exp(of_teacher, every)
-    shares = (of_teacher - of_teachers[:, None]).exp().to(logits.dtype)
+    shares = (of_teacher - masked_log_sum_exp(of_teacher, every)[:, None]).exp().to(logits.dtype)
     targets = weight * shares + (1 - weight) * block.positive.to(logits.dtype)
     losses = masked_log_sum_exp(logits, every) - (targets * logits).sum(1)
     return losses, torch.ones_like(block.ids, dtype=torch.bool)
@@ -110,11 +108,10 @@ class MarginMSE(Loss):
 
         loss_i = mean_k ( q_i·p_i − q_i·n_ik − m_ik )²
 
-    Of a teacher's scores [n, 1 + k], positive first, the margins are ``scores[:, :1] - scores[:, 1:]``. Equal to
-    sentence-transformers' MarginMSELoss, which takes each negative as a column of its own: ``torch.stack(columns, 1)``.
+    Equal to sentence-transformers' MarginMSELoss, which takes each negative as a column: ``torch.stack(columns, 1)``.
 
     Called as ``loss(queries, positives, negatives, margins)``, q and p, [n, d], n, [n, k, d], the same k everywhere, and m,
-    [n, k], without gradient.
+    [n, k], without gradient: of scores [n, 1 + k], positive first, ``scores[:, :1] - scores[:, 1:]``.
 
     Args:
         normalize: the original does not.
@@ -157,8 +154,7 @@ class ScoreDistillation(Loss):
 
         loss_i = t² KL( softmax_k(y_ik / t')  ‖  softmax_k(q_i·c_ik / t) )
 
-    The factor t² keeps the size of the gradient at any temperature. Equal to sentence-transformers' DistillKLDivLoss, which
-    takes each candidate as a column of its own: ``torch.stack(columns, 1)``.
+    Equal to sentence-transformers' DistillKLDivLoss, which takes each candidate as a column: ``torch.stack(columns, 1)``.
 
     Called as ``loss(queries, candidates, scores)``, q, [n, d], c, [n, k, d], the same k ≥ 2 everywhere, and y, [n, k],
     without gradient.

@@ -1,7 +1,7 @@
 """Softmax over two towers: InfoNCE, CLIP and MIL-NCE."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -26,10 +26,8 @@ class InfoNCE(Loss):
 
         loss = mean_i [ log ( Σ_j exp(q_i·k_j / t) + Σ_{x∈X(i)} exp(q_i·x / t) )  −  q_i·k_i / t ]
 
-    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``; with ``symmetric``, it is
-    the mean of that and of ``cross_entropy(k @ q.T / t, arange(N))``, the CLIP loss. The N × N matrix is never held.
-    Without ``in_batch_negatives`` the first sum has one term, q_i·k_i: MoCo's loss, over the own key and the queue.
-    MoCo v3 multiplies the loss by 2t: ``WeightedSum([InfoNCE(temperature=t)], weights=[2 * t])``, with keys detached.
+    Without extra negatives this is ``cross_entropy(q @ k.T / t, arange(N))``. MoCo v3 detaches keys and multiplies the
+    loss by 2t: ``WeightedSum([InfoNCE(temperature=t)], weights=[2 * t])``.
 
     Called as ``loss(queries, keys, negatives)``:
 
@@ -38,8 +36,9 @@ class InfoNCE(Loss):
       of one query each. In the symmetric direction only queries are candidates.
 
     Args:
-        symmetric: whether to average with the direction from keys to queries.
-        in_batch_negatives: whether other queries' keys are negatives. If not, pass ``negatives``, and not symmetric.
+        symmetric: whether to average with the direction from keys to queries, ``cross_entropy(k @ q.T / t, arange(N))``.
+        in_batch_negatives: whether other queries' keys are negatives. If not, the first sum is its term j = i, as in MoCo's
+            loss over the own key and the queue: pass ``negatives``, and not symmetric.
 
     Examples:
         >>> eye = torch.eye(2)
@@ -86,11 +85,10 @@ class InfoNCE(Loss):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         (scale, entries), (queries, keys, *negatives) = self.scale_of(stated), stated.inputs.rows
-        how: Any = {"scale": scale, "unit_norm": self.normalize}
-        if self.in_batch_negatives:
-            entries.append(Pairs([queries], [keys], columnwise=self.symmetric, **how))
-        of_all = [name for name in negatives if stated.inputs.rows[name].ndim == 2]
-        return [*entries, *(Pairs([queries], [name], columnwise=False, **how) for name in of_all), *self.reduced()]
+        columnwise = {keys: self.symmetric} if self.in_batch_negatives else {}
+        columnwise |= {name: False for name in negatives if stated.inputs.rows[name].ndim == 2}
+        pairs = (Pairs([queries], [name], scale, self.normalize, both) for name, both in columnwise.items())
+        return [*entries, *pairs, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
@@ -110,12 +108,11 @@ class Clip(ImageTextLoss, LogitScale):
 
         loss = ½ · cross_entropy(S, arange(N)) + ½ · cross_entropy(Sᵀ, arange(N))
 
-    Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process. A ``logit_bias`` added to S
-    does not change a softmax; :class:`SigLIP` has one. The temperature is learnable by default; ``loss.logit_scale`` is
-    its parameter, log(1/t) as open_clip's ``model.logit_scale``, clamped to at most log(100).
+    Equal to open_clip's ``ClipLoss()(images, texts, logit_scale=1 / t)`` on one process.
 
     Args:
-        temperature: t; ``LearnableTemperature(0.07)`` by default.
+        temperature: t; ``LearnableTemperature(0.07)`` by default. Its parameter is ``loss.logit_scale``, log(1/t) as
+            open_clip's ``model.logit_scale``, clamped to at most log(100).
 
     Examples:
         >>> Clip(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(e + 1) − 1
@@ -143,12 +140,10 @@ class MILNCE(Loss):
         N_i = Σ_{j≠i} Σ_k [ exp(v_i·y_jk / t) + exp(v_j·y_ik / t) ]
         loss = mean_i [ log(P_i + N_i) − log P_i ]
 
-    which is the paper's equation, ``denominator="exact"``. The authors' code counts the positives once in
-    either direction, log(2 P_i + N_i), so that the loss of a perfect model is log 2 per video: ``"reference"``.
-
     Args:
         temperature: t; the paper has none.
-        denominator: ``"exact"`` or ``"reference"``.
+        denominator: ``"exact"``, the paper's; or ``"reference"``, log(2 P_i + N_i) as in the authors' code, where the loss
+            of a perfect model is log 2.
         normalize: the paper does not.
 
     Examples:

@@ -1,7 +1,6 @@
 """Late interaction: MaxSim scores, with InfoNCE as ColBERT, or against the hardest document as ColPali."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,37 +24,15 @@ MASKS = {"queries": "query_mask", "documents": "document_mask", "negatives": "ne
 """The argument that says which tokens of another one are valid."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The scores of the local queries and the documents of all ranks."""
-
-    # [n, N + K], those of the N documents that queries belong to, then those of K negatives
-    scores: Float[Tensor, "n c"]
-    local: slice  # of all ranks' queries, and of the documents that belong to them, those of this rank
-
-    @property
-    def is_pair(self) -> Tensor:
-        """Which document each query belongs to, as a mask [n, N + K]."""
-        is_pair = torch.zeros_like(self.scores, dtype=torch.bool)
-        is_pair[:, self.local].fill_diagonal_(True)
-        return is_pair
-
-    @property
-    def positive(self) -> Tensor:
-        """The score of each query and its own document, [n]."""
-        return self.scores[:, self.local].diagonal()
-
-
 class LateInteractionLoss(Loss):
     """A loss of queries and documents that are sets of token embeddings, [n, L, d].
 
-    Every number of tokens L may differ between ranks, and from call to call. A rank computes the scores of its own queries;
-    documents are gathered, without padding, or pass from rank to rank with ``ring=True``.
+    A rank computes the scores of its own queries; documents are gathered, without padding, or pass from rank to rank with
+    ``ring=True``.
     """
 
-    token_reduction: TokenReduction = "sum"  # ``"sum"`` over the query's tokens, or ``"mean"``
-    normalize: bool = True  # normalise each token to unit length first
-    # ``"mean"`` over all ranks' queries, ``"sum"``, or ``"none"`` for the local queries, [n]
+    token_reduction: TokenReduction = "sum"
+    normalize: bool = True
     reduction: Reduction = "mean"
 
     engine = "tokens"
@@ -69,10 +46,7 @@ class LateInteractionLoss(Loss):
         negatives: Float[Tensor, "m c d"] | None = None,
         negative_mask: Bool[Tensor, "m c"] | Int[Tensor, "m c"] | None = None,
     ) -> Inputs:
-        """State the number of tokens of each set, and the valid tokens of all sets, one set after the other.
-
-        The host waits once for the numbers of an accelerator; :meth:`compute` finds them in the batch.
-        """
+        """State the number of tokens of each set, for which the host waits once, and the valid tokens of all sets."""
         rows = {
             "queries": queries, "documents": documents, "negatives": negatives,
             "query_mask": query_mask, "document_mask": document_mask, "negative_mask": negative_mask,
@@ -95,22 +69,23 @@ class LateInteractionLoss(Loss):
         return "a batch of tokens is not small"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        queries, *others = stated.inputs.host
-        tokens: list[Entry] = []
-        for name in others:
-            mean_length = sum(stated.inputs.host[name]) / max(1, len(stated.inputs.host[name]))
-            tokens.append(Tokens(f"tokens of {queries}", f"tokens of {name}", mean_length))
+        (queries, *others), lengths = stated.inputs.host, stated.inputs.host
+        means = {name: sum(lengths[name]) / max(1, len(lengths[name])) for name in others}
+        tokens = (Tokens(f"tokens of {queries}", f"tokens of {name}", mean) for name, mean in means.items())
         return [*self.scale_of(stated)[1], *tokens, *self.reduced()]
 
-    def scores(self, batch: Batch) -> Scores:
+    def scores(self, batch: Batch) -> tuple[Float[Tensor, "n c"], Float[Tensor, " n"], Bool[Tensor, "n c"]]:
+        """Return local queries' scores with all documents and negatives, with their own documents, and which are these."""
         scores = late_interaction_scores(batch, normalize=self.normalize)
-        return Scores(scores / batch.first[:, None] if self.token_reduction == "mean" else scores, batch.samples.local)
+        scores = scores / batch.first[:, None] if self.token_reduction == "mean" else scores
+        is_own = torch.zeros_like(scores, dtype=torch.bool)
+        is_own[:, batch.samples.local].fill_diagonal_(True)
+        return scores, scores[:, batch.samples.local].diagonal(), is_own
 
 
 def _lengths_problem(lengths: Mapping[str, Sequence[int]]) -> str | None:
     for name, of_sets in lengths.items():
-        empty = [str(row) for row, length in enumerate(of_sets) if length == 0]
-        if empty:
+        if empty := [str(row) for row, length in enumerate(of_sets) if length == 0]:
             return (
                 f"{name} have one valid token or more each, got none in row {', '.join(empty[:5])}. Drop the row, or "
                 "correct its mask."
@@ -126,20 +101,16 @@ class MaxSim(LateInteractionLoss):
         S_ij = Σ_a max_b q_ia·d_jb
         loss = mean_i [ log Σ_{j∈D} exp(S_ij / t)  −  S_ii / t ]
 
-    where D are all documents and all negatives. ``symmetric`` averages it with the direction from documents to queries,
-    ``cross_entropy(S[:, :n].T / t, arange(n))``. Equal to PyLate's ``Contrastive(temperature=t)`` on one process
-    where all tokens are valid; there padding counts as a similarity of 0. Of equal tokens of a document the first one gets
-    the gradient.
+    where D are all documents and all negatives. Equal to PyLate's ``Contrastive(temperature=t)`` on one process where all
+    tokens are valid; there padding counts as a similarity of 0. Of equal tokens of a document the first gets the gradient.
 
     Called as ``loss(queries, documents, query_mask, document_mask, negatives, negative_mask)``:
 
-    - queries: [n, a, d] tokens; n and the number of tokens a may differ between ranks.
-    - documents: [n, b, d] tokens; document i belongs to query i, b may differ between ranks.
-    - query_mask: [n, a], which tokens are valid (not 0); at least one of each query. None is all of them.
-    - document_mask: [n, b], likewise.
+    - queries, documents: [n, a, d] and [n, b, d] tokens; document i belongs to query i. n, a and b may differ between ranks.
     - negatives: [m, c, d] tokens of hard negatives, candidates of every query of every rank; m and c may differ between
       ranks. If one rank passes them, all must: a rank without any passes [0, 1, d].
-    - negative_mask: [m, c], likewise.
+    - query_mask, document_mask, negative_mask: [n, a], [n, b] and [m, c], which tokens are valid (not 0), one or more of
+      each query, document and negative. None is all of them.
 
     Args:
         temperature: t, 1 in PyLate, 0.02 with ``"mean"`` in colpali-engine.
@@ -164,18 +135,16 @@ class MaxSim(LateInteractionLoss):
         return [*super().entries(stated), *(over_queries if self.symmetric else ())]
 
     def compute(self, batch: Batch) -> Tensor:
-        scores = self.scores(batch)
-        losses = _losses(scores, batch.scale(batch.settings.temperature), batch if self.symmetric else None)
-        return batch.reduce(losses, reduction=self.reduction)
+        scores, positive, is_own = self.scores(batch)
+        scale = batch.scale(batch.settings.temperature)
+        others = (scale * scores).masked_fill(is_own, -torch.inf)
+        return batch.reduce(_losses(batch, scale * positive, others, self.symmetric), reduction=self.reduction)
 
 
 @without_autocast
-def _losses(result: Scores, scale: float | Tensor, batch: Batch | None) -> Tensor:
-    """Return the losses of the local queries, with the direction from documents to queries if there is a batch."""
-    positive = scale * result.positive
-    others = (scale * result.scores).masked_fill(result.is_pair, -torch.inf)
+def _losses(batch: Batch, positive: Tensor, others: Tensor, symmetric: bool) -> Tensor:
     losses = cross_entropy(positive, log_sum_exp(others, 1))
-    if batch is None:
+    if not symmetric:
         return losses
     of_documents = torch.full_like(positive, -torch.inf)
     if batch.total > 1:
@@ -192,9 +161,8 @@ class MaxSimPairwise(LateInteractionLoss):
 
         loss = mean_i log(1 + exp( (max_{j∈D, j≠i} S_ij − S_ii) / t ))
 
-    Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding; releases that
-    normalise scores have ``token_reduction="mean"``. A query without another document does not count. Documents of equal
-    score, up to 64 units of rounding of the query's largest score, share the gradient of the maximum.
+    Equal to colpali-engine's ``ColbertPairwiseCELoss()`` on one process, for unit tokens without padding. A query without
+    another document does not count. Documents of equal score, up to rounding, share the gradient of the maximum.
 
     Examples:
         >>> tokens = torch.eye(2)[:, None].repeat(1, 3, 1)               # 3 equal tokens each
@@ -207,17 +175,11 @@ class MaxSimPairwise(LateInteractionLoss):
     temperature: Temperature = 1.0
 
     def compute(self, batch: Batch) -> Tensor:
-        result = self.scores(batch)
-        losses = _pairwise_losses(result, batch.scale(batch.settings.temperature))
-        counts = torch.full_like(losses, result.scores.shape[1] > 1, dtype=torch.bool)
-        return batch.reduce(losses, counts, reduction=self.reduction)
-
-
-@without_autocast
-def _pairwise_losses(result: Scores, scale: float | Tensor) -> Tensor:
-    others = result.scores.masked_fill(result.is_pair, -torch.inf)
-    hardest = torch.zeros_like(result.positive)
-    if result.scores.shape[1] > 1:
-        # a score is a sum of rounded maxima, of documents at several places of several matmuls
-        hardest = shared_max(others, tie_width(others) * (1 + result.scores.detach().abs().amax(1)))
-    return F.softplus(scale * (hardest - result.positive), threshold=40)
+        scores, positive, is_own = self.scores(batch)
+        hardest, has_others = torch.zeros_like(positive), scores.shape[1] > 1
+        if has_others:
+            # a score is a sum of rounded maxima, of documents at several places of several matmuls
+            ties = tie_width(scores) * (1 + scores.detach().abs().amax(1))
+            hardest = shared_max(scores.masked_fill(is_own, -torch.inf), ties)
+        losses = F.softplus(batch.scale(batch.settings.temperature) * (hardest - positive), threshold=40)
+        return batch.reduce(losses, torch.full_like(losses, has_others, dtype=torch.bool), reduction=self.reduction)

@@ -31,7 +31,6 @@ class MemoryLoss(Loss):
     reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
-        self.size, self.embedding_size = int(self.size), int(self.embedding_size)
         self.queue = MemoryQueue(self.size, self.embedding_size)
 
     def ring_problem(self) -> str:
@@ -73,7 +72,6 @@ class NNCLR(MemoryLoss):
         loss = ( InfoNCE(NN(z¹), p²) + InfoNCE(NN(z²), p¹) ) / 2
 
     with :class:`InfoNCE` at temperature t. Neighbours have no gradient. As long as Q is empty, z takes the place of NN(z).
-
     The memory holds the projections of the first view of earlier calls; :class:`MemoryLoss` documents it.
 
     Called as ``loss(projections1, projections2, predictions1, predictions2)``, z¹, z² and the predictor's outputs for these,
@@ -102,34 +100,24 @@ class NNCLR(MemoryLoss):
         predictions1: Float[Tensor, "n d"],
         predictions2: Float[Tensor, "n d"],
     ) -> Inputs:
-        return self.stated_rows(
-            projections1=projections1, projections2=projections2, predictions1=predictions1, predictions2=predictions2
-        )
+        projections = {"projections1": projections1, "projections2": projections2}
+        return self.stated_rows(**projections, predictions1=predictions1, predictions2=predictions2)
 
     def needs(self, inputs: Inputs) -> Needs:
-        reduced = self.reduction != "none"
         needs = super().needs(inputs)
-        return needs._replace(anchors=["projections1"], candidates=["predictions1"], one_operator=reduced)
+        return needs._replace(anchors=["projections1"], candidates=["predictions1"], one_operator=self.is_reduced)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        scale, entries = self.scale_of(stated)
-        for z, p in (("projections1", "predictions2"), ("projections2", "predictions1")):
-            entries.append(Pairs([z], [p], scale, columnwise=False, narrow=False))
+        (scale, learnt), how = self.scale_of(stated), {"columnwise": False, "narrow": False}
+        pairs = [Pairs([f"projections{z}"], [f"predictions{p}"], scale, **how) for z, p in ((1, 2), (2, 1))]
         search = Local(["projections1", "projections2"], flop=2 * len(self.queue) * self.embedding_size)
-        return [
-            *entries,
-            *self.scale_of(stated)[1],
-            *self.reduced(),
-            *self.reduced(),
-            search,
-            *self.remembering(stated),
-        ]
+        return [*learnt * 2, *pairs, *self.reduced() * 2, search, *self.remembering(stated)]
 
     def compute(self, batch: Batch) -> Tensor:
         z1, z2, p1, p2 = batch.rows.values()
-        losses = [self._info_nce(batch, z, p) for z, p in ((z1, p2), (z2, p1))]
+        value = (self._info_nce(batch, z1, p2) + self._info_nce(batch, z2, p1)) / 2
         self.remember(z1, batch)
-        return (losses[0] + losses[1]) / 2
+        return value
 
     def _info_nce(self, batch: Batch, projections: Tensor, predictions: Tensor) -> Tensor:
         nearest = _neighbours(batch.prepared(projections.detach(), normalize=True), *self.earlier())
@@ -161,10 +149,8 @@ class ReSSL(MemoryLoss):
 
         loss_i = − Σ_j softmax_j(k_i·x_j / t') log softmax_j(q_i·x_j / t)
 
-    The teacher has no gradient. Samples of a batch are not compared with each other: a rank needs its own n × m logits
-    only. Without a memory there is no loss.
-
-    The memory holds the teacher's embeddings of earlier calls; :class:`MemoryLoss` documents it.
+    The teacher has no gradient. As long as the memory is empty, there is no loss. It holds the teacher's embeddings of
+    earlier calls; :class:`MemoryLoss` documents it.
 
     Args:
         size: number of embeddings in the memory.
@@ -188,9 +174,8 @@ class ReSSL(MemoryLoss):
         return self.stated_rows(student=student, teacher=teacher)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        memory = len(self.queue)
-        size = 6 * memory * stated.wide  # of targets and logits, their softmaxes and a gradient
-        compared = Local(["student"], flop=8 * memory * self.embedding_size, bytes=size)
+        size = len(self.queue)  # of targets and logits, their softmaxes and a gradient
+        compared = Local(["student"], flop=8 * size * self.embedding_size, bytes=6 * size * stated.wide)
         return [*self.scale_of(stated)[1], compared, *self.reduced(), *self.remembering(stated)]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -198,9 +183,8 @@ class ReSSL(MemoryLoss):
         memory, unused = self.earlier()
         q, k = (batch.prepared(rows, normalize=True) for rows in (student, teacher.detach()))
         candidates = torch.nn.functional.normalize(memory.to(q), dim=1)
-        student_rows = batch.scale(batch.settings.temperature) * q
-        teacher_rows = k / batch.settings.teacher_temperature
-        losses = _cross_entropies(student_rows, teacher_rows, candidates, unused)
+        q, k = batch.scale(batch.settings.temperature) * q, k / batch.settings.teacher_temperature
+        losses = _cross_entropies(q, k, candidates, unused)
         exists = torch.full_like(losses, len(memory) > 0)
         valid = exists if unused is None else exists * ~unused.all()
         value = batch.reduce(losses, valid, reduction=self.reduction)

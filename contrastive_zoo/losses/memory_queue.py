@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
-from contrastive_zoo.loss_base.state import allocate, loading_problem, move_towards, own_tensors
+from contrastive_zoo.loss_base.state import loading_problem, move_towards, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
@@ -24,10 +24,8 @@ from contrastive_zoo.ranks.world import Processes, Shards, World
 class MemoryQueue(Settings):
     """Store the last ``size`` embeddings of all ranks with a label each: a ring buffer, the same bytes on every rank.
 
-    Embeddings enter in rank order, one by one, as on one process that holds all of them. The oldest is overwritten first;
-    a batch larger than the ring leaves its last ``size`` embeddings. So the content does not depend on how embeddings were
-    split into batches and shards. Embeddings, labels, the slot of the next one and their number are buffers: a
-    ``state_dict`` restores them bit by bit, also on another number of processes.
+    Embeddings enter in rank order, one by one, and overwrite the oldest, so the content does not depend on how they were
+    split into batches and shards. A ``state_dict`` restores them bit by bit, also on another number of processes.
 
     Args:
         size: number of embeddings that fit.
@@ -35,9 +33,9 @@ class MemoryQueue(Settings):
         dtype: of the stored embeddings; None is torch's default. ``module.double()`` changes it, as of any buffer.
 
     Raises:
-        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating. RuntimeError, as
-            of any module: a ``state_dict`` of another shape or with impossible values (more embeddings than fit, a
-            pointer outside of the ring, NaN or infinite values); the memory then does not change.
+        ValueError: a size or width below 1 or above what memory holds, or a dtype that is not floating.
+        RuntimeError: a ``state_dict`` of another shape or with impossible values, such as more embeddings than fit; the
+            memory then does not change.
 
     Examples:
         >>> memory = MemoryQueue(3, embedding_size=1)
@@ -61,15 +59,13 @@ class MemoryQueue(Settings):
     def settings_problem(self) -> str | None:
         dtype = self.dtype
         fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1)
-        return super().settings_problem() or (
-            None if fits else f"dtype is a floating one of 16 bits or more, got {dtype}."
-        )
+        problem = None if fits else f"dtype is a floating one of 16 bits or more, got {dtype}."
+        return super().settings_problem() or problem
 
     def __post_init__(self) -> None:
-        size, width = self.size, self.embedding_size = int(self.size), int(self.embedding_size)
-        zeros = partial(torch.zeros, size, width, dtype=self.dtype)
-        self.embeddings = nn.Buffer(allocate("MemoryQueue", zeros, size=size, embedding_size=width))
-        self.ids = nn.Buffer(torch.zeros(size, dtype=torch.int64))
+        zeros = partial(torch.zeros, dtype=self.dtype)
+        self.embeddings = nn.Buffer(self.allocated(zeros, "size", "embedding_size"))
+        self.ids = nn.Buffer(torch.zeros(self.size, dtype=torch.int64))
         self.pointer, self.filled = (nn.Buffer(torch.zeros((), dtype=torch.int64)) for _ in range(2))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -133,8 +129,8 @@ class MemoryQueue(Settings):
             The slot of each of this rank's embeddings; −1 for one that is not stored.
 
         Raises:
-            ValueError: on every rank alike: embeddings of another width, labels or a mask that are not one per
-                embedding, NaN or infinite embeddings, or ranks that differ in dtype or arguments.
+            ValueError: on every rank: embeddings of another width, or NaN or infinite ones, labels or a mask that are not
+                one per embedding, or ranks that differ in dtype or arguments.
         """
         world = World.of(process_group, "MemoryQueue")
         if problem := values_problem(self) or tensor_problem("rows", rows):
@@ -156,10 +152,8 @@ class MemoryQueue(Settings):
         labels = self.ids.new_zeros(len(rows)) if labels is None else gather_rows(labels, shards, world).to(self.ids)
         mask = None if mask is None else gather_rows(mask, shards, world).to(device)
         entering = torch.arange(len(rows), device=device) if mask is None else mask.nonzero().flatten()
-        order = torch.arange(len(entering), device=device)
-        stored = entering[-self.size :]
-        slots = torch.full_like(labels, -1)
-        slots[stored] = ((self.pointer + order) % self.size)[-self.size :]
+        stored, slots = entering[-self.size :], torch.full_like(labels, -1)
+        slots[stored] = ((self.pointer + torch.arange(len(entering), device=device)) % self.size)[-self.size :]
         self.embeddings[slots[stored]] = rows[stored].to(self.embeddings.dtype)
         self.ids[slots[stored]] = labels[stored]
         self.pointer.add_(len(entering)).remainder_(self.size)
@@ -206,7 +200,7 @@ class MomentumEncoder(nn.Module):
 
         θ_k ← m θ_k + (1 − m) θ_q        at every update
 
-    Its outputs carry no gradient. Its ``state_dict`` holds its parameters and buffers.
+    Its outputs carry no gradient.
 
     Args:
         encoder: copied at construction, without DDP around it.
@@ -257,17 +251,16 @@ class MomentumEncoder(nn.Module):
         """Move the parameters towards those of ``encoder``, which was copied; call it after each optimizer step.
 
         Raises:
-            ValueError: a momentum outside [0, 1], or an encoder with other parameters or buffers; nothing is moved then.
+            ValueError: as the class documents; nothing is moved then.
         """
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"MomentumEncoder: update takes the encoder that was copied, got {described(encoder)}.")
         new, old = self._tensors(without_ddp(encoder)), self._tensors(self.encoder)
         shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (old, new)]
+        problem = _momentum_problem(self.momentum)
         if differ := [name for name in old.keys() | new.keys() if shapes[0].get(name) != shapes[1].get(name)]:
-            raise ValueError(
-                f"MomentumEncoder: update takes the encoder that was copied, got one that differs in {min(differ)!r}."
-            )
-        if problem := _momentum_problem(self.momentum):
+            problem = f"update takes the encoder that was copied, got one that differs in {min(differ)!r}."
+        if problem:
             raise ValueError(f"MomentumEncoder: {problem}")
         for name, x in old.items():
             if isinstance(x, nn.Parameter):

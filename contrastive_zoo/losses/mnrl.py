@@ -48,13 +48,7 @@ class MNRL(Loss):
 
     up to 64 units of rounding, and pairs and negatives that have the document's or the query's id of pair i.
     Qwen3-Embedding's loss is ``MNRL(directions=("query_to_doc", "query_to_query", "doc_to_doc"),
-    false_negative_margin=0.1)`` with document_ids: with m = 0 for false negatives, else 1,
-
-        Z_i = exp(q_i·d_i / t) + Σ_{x≠d_i} m exp(q_i·x / t)
-              + Σ_{j≠i} m exp(q_i·q_j / t) + Σ_{x∈D, not i's} m exp(d_i·x / t)
-
-    The paper defines m by scores of queries. Implementations therefore differ in the last sum: some compare d_i·x with
-    the margin, too; others, such as ms-swift, do not: ``mask_doc_to_doc=False``. NV-Retriever masks x with
+    false_negative_margin=0.1)`` with document_ids, in ms-swift with ``mask_doc_to_doc=False``. NV-Retriever masks x with
     q_i·x > 0.95 · q_i·d_i: ``false_negative_margin=-0.05, margin_strategy="relative"``, the same where q_i·d_i ≥ 0.
 
     Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids)``:
@@ -68,9 +62,8 @@ class MNRL(Loss):
     - query_ids: [n], integers: pairs of equal id have one query, whose positives are the documents of all of them.
 
     Args:
-        directions: ``"query_to_doc"`` and any of the above. GTE's loss is all four, symmetric InfoNCE query_to_doc and
-            doc_to_query ``"per_direction"``.
-        partition_mode: ``"joint"`` or ``"per_direction"``.
+        directions: ``"query_to_doc"`` and any of the above; all four in GTE's loss.
+        partition_mode: ``"joint"`` or ``"per_direction"``, which makes the first and the third symmetric InfoNCE.
         hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
             query's own), ``"all_negatives"``, or None.
         hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
@@ -118,7 +111,7 @@ class MNRL(Loss):
             return f"directions are 'query_to_doc' and any of {', '.join(_DIRECTIONS[1:])}, got {directions}."
         if problem := super().settings_problem():
             return problem
-        if self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
+        if self.partition_mode == "per_direction" and not set(directions) <= _HOLD_THE_POSITIVE:
             return "query_to_query and doc_to_doc never hold the positive: with them use partition_mode='joint'."
         return None
 
@@ -137,15 +130,14 @@ class MNRL(Loss):
         query_ids: Int[Tensor, " n"] | None = None,
     ) -> Inputs:
         rows = {"queries": queries, "documents": documents, "negatives": negatives, "owners": owners}
-        ids = {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
+        rows |= {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
 
         def owners_problem(least: int, most: int) -> str:
             return f"owners are rows of this rank's {len(queries)} queries, or -1, got {least} … {most}."
 
         values = [] if owners is None else [range_rule(owners, -1, len(queries) - 1, owners_problem)]
         compared = {"directions": tuple(self.directions)}  # which may also be a list
-        more = {"values": values, "compared": compared, "local": owners is not None}
-        return Inputs.of({**rows, **ids}, _ids_problem(negative_ids, document_ids), **more)
+        return Inputs.of(rows, _ids_problem(rows), values=values, compared=compared, local=owners is not None)
 
     def needs(self, inputs: Inputs) -> Needs:
         candidates = [name for name in ("documents", "negatives") if name in inputs.rows]
@@ -186,7 +178,7 @@ class MNRL(Loss):
             margin=(settings.false_negative_margin, self.margin_strategy), partition_mode=self.partition_mode,
             hardness_mode=self.hardness_mode, hardness_strength=settings.hardness_strength,
         )  # fmt: skip
-        queries, documents = (batch.rows[name] for name in ("queries", "documents"))
+        queries, documents = batch.rows["queries"], batch.rows["documents"]
         arguments = (queries, documents, batch.rows.get("negatives", queries[:0]))
         return reduce_pairs(
             batch, loss, [batch.prepared(x, normalize=self.normalize) for x in arguments],
@@ -277,10 +269,9 @@ def _pair_losses(
     return _losses(others, positive, partition_mode), torch.ones_like(block.ids, dtype=torch.bool)
 
 
-def _ids_problem(negative_ids: Tensor | None, document_ids: Tensor | None) -> str | None:
-    if negative_ids is None or document_ids is not None:
-        return None
-    return "negative_ids are compared with document_ids: pass both."
+def _ids_problem(rows: Mapping[str, Tensor | None]) -> str | None:
+    alone = rows["negative_ids"] is not None and rows["document_ids"] is None
+    return "negative_ids are compared with document_ids: pass both." if alone else None
 
 
 class GIST(Loss):
@@ -291,15 +282,12 @@ class GIST(Loss):
         τ_i = g(a_i, p_i) − margin,   or, relative,   g(a_i, p_i) − margin · |g(a_i, p_i)|
 
     anchor i's logits are a_i·p_j / t; with ``contrast_anchors`` also a_i·a_j / t, j ≠ i; with ``contrast_positives``
-    p_i·p_j / t, j ≠ i; and a_i·x / t. Pairs with g(·,·) > τ_i are masked, except a_i·p_i; 64 units of rounding above τ_i
-    still count as τ_i, so that a repeated sample is kept on every rank, however its matmul rounds:
+    p_i·p_j / t, j ≠ i; and a_i·x / t. Pairs with g(·,·) > τ_i, up to 64 units of rounding, are masked, except a_i·p_i:
 
         loss = mean_i [ logsumexp of i's logits  −  a_i·p_i / t ]
 
-    Ids mask candidates of all ranks, too, as those of :class:`MNRL` do, where the guide is unsure.
-
-    Equal to sentence-transformers' GISTEmbedLoss on one process, which masks a_i·a_i and p_i·p_i only if the guide finds
-    them closer than τ_i, that is, if τ_i < 1. On several ranks it compares anchors only with anchors of the same rank.
+    Ids mask candidates, too, as those of :class:`MNRL` do. Equal to sentence-transformers' GISTEmbedLoss on one process,
+    which masks a_i·a_i and p_i·p_i only if τ_i < 1, and on several ranks compares anchors with those of the same rank.
 
     Called as ``loss(anchors, positives, guide_anchors, guide_positives, negatives, guide_negatives, document_ids,
     negative_ids, query_ids)``:
@@ -308,8 +296,7 @@ class GIST(Loss):
     - guide_anchors, guide_positives: [n, e], the guide's embeddings of the same samples; without gradient.
     - negatives: [m, d], candidates of every anchor of every rank; m may differ between ranks.
     - guide_negatives: [m, e].
-    - document_ids, negative_ids: [n] and [m], integers: positives and negatives of equal id are one text.
-    - query_ids: [n], integers: pairs of equal id have one anchor, whose positives are those of all of them.
+    - document_ids, negative_ids, query_ids: as those of :class:`MNRL`.
 
     Args:
         margin_strategy: ``"absolute"`` or ``"relative"``.
@@ -352,10 +339,9 @@ class GIST(Loss):
     ) -> Inputs:
         rows = {"anchors": anchors, "positives": positives, "negatives": negatives}
         rows |= {"guide_anchors": guide_anchors, "guide_positives": guide_positives, "guide_negatives": guide_negatives}
-        ids = {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
+        rows |= {"document_ids": document_ids, "negative_ids": negative_ids, "query_ids": query_ids}
         no_guide = negatives is not None and guide_negatives is None
-        problem = "negatives came without guide_negatives. Pass both." if no_guide else None
-        return Inputs.of({**rows, **ids}, problem or _ids_problem(negative_ids, document_ids))
+        return Inputs.of(rows, "negatives came without guide_negatives. Pass both." if no_guide else _ids_problem(rows))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         width, of_guide = (stated.inputs.rows[name].shape[1] for name in ("anchors", "guide_anchors"))
@@ -369,11 +355,9 @@ class GIST(Loss):
         names = ("anchors", "positives", "negatives")
         rows = [batch.prepared(arguments[name], normalize=True) for name in names]
         guides = [batch.prepared(arguments[f"guide_{name}"].detach(), normalize=True) for name in names]
-        further: dict[Direction, bool] = {
-            "query_to_query": self.contrast_anchors,
-            "doc_to_doc": self.contrast_positives,
-        }
-        directions: list[Direction] = ["query_to_doc", *(x for x, contrasts in further.items() if contrasts)]
+        directions: list[Direction] = ["query_to_doc"]
+        directions += ["query_to_query"] if self.contrast_anchors else []
+        directions += ["doc_to_doc"] if self.contrast_positives else []
         loss = BlockLoss(
             _pair_losses, temperature=batch.settings.temperature, directions=directions, compared=directions,
             margin=(-batch.settings.margin, self.margin_strategy), has_guide=True,

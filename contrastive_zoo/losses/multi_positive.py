@@ -26,25 +26,20 @@ class MultiPositive(Loss):
 
         loss_i = log Σ_{j∈C(i)} exp(s_ij)  −  Σ_j p_ij s_ij
 
-    which is ``cross_entropy(s, p)`` for C(i) all keys. The targets of a query with several
-    ids follow its weights: p_ij ∝ Σ_l w_il [key j has id ids_il]. A query without a key does not count.
-
-    Where row i of queries belongs to row i of keys, others of its id, such as a caption that occurs twice, are
-
-        "positive"  p_i is even over the keys with its id
-        "ignore"    p_i is key i, and others of its id are left out of C(i)
-        "negative"  p_i is key i, and others of its id are candidates like any: InfoNCE
+    which is ``cross_entropy(s, p)`` for C(i) all keys, with p_ij ∝ Σ_l w_il [key j has id ids_il]. A query without a key
+    does not count.
 
     Called as ``loss(queries, keys, ids, key_ids, weights)``:
 
-    - queries: [n, d].
-    - keys: [m, d], m may differ between ranks.
+    - queries, keys: [n, d] and [m, d], m may differ between ranks.
     - ids: [n] integers, or [n, k] for several targets; an id without a key, such as −1, is padding.
     - key_ids: [m] integers; None where row i of keys belongs to row i of queries, and has its id.
     - weights: [n, k], non-negative; None weights all ids equally.
 
     Args:
-        duplicates: see above; other than ``"positive"`` for paired embeddings with one id each.
+        duplicates: where row i of queries belongs to row i of keys, and has one id, what other keys of its id are, such as a
+            caption that occurs twice: ``"positive"``, targets as key i; ``"ignore"``, left out of C(i); or ``"negative"``,
+            candidates like any, as in InfoNCE.
         symmetric: whether to average with the direction from keys to queries, for paired embeddings with one id each.
 
     Examples:
@@ -156,15 +151,14 @@ class NPairs(LabelledLoss):
 
         loss = mean_c [ log Σ_b exp(x_c·y_b / t)  −  x_c·y_c / t  +  λ (‖x_c‖² + ‖y_c‖²) ]
 
-    Dense: ``cross_entropy(x @ y.T / t, arange(C))``. With ``normalize=True`` equal to pytorch-metric-learning's NPairsLoss,
-    which selects the same embeddings. Its ``embedding_regularizer`` is a mean over all embeddings; the paper's and this one
-    are means over pairs. For views, where every sample is a pair, use ``InfoNCE(temperature=1.0, normalize=False)``.
+    which is ``cross_entropy(x @ y.T / t, arange(C))`` if λ is 0. With ``normalize=True`` equal to pytorch-metric-learning's
+    NPairsLoss, but for its ``embedding_regularizer``, a mean over all embeddings. For views use
+    ``InfoNCE(temperature=1.0, normalize=False)``.
 
     Args:
         temperature: t > 0, in units of dot products. The paper has none.
         l2: λ ≥ 0, the weight of the squared norms.
         normalize: the paper does not.
-        reduction: the mean is over all ranks' pairs, in nats, 0 without any; ``"none"`` is for the local embeddings.
 
     Examples:
         >>> z = torch.eye(2).repeat(2, 1)
@@ -183,9 +177,8 @@ class NPairs(LabelledLoss):
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         """Return what it costs at most, if each embedding is an anchor and a candidate: that depends on the labels."""
-        width, learnt = stated.inputs.rows["embeddings"].shape[1], stated.learnt("temperature")
-        names = ["embeddings"]
-        blocks = Blocks(names, names, parameters=learnt, reduction="none", width=width)
+        names, learnt = ["embeddings"], stated.learnt("temperature")
+        blocks = Blocks(names, names, parameters=learnt, reduction="none", width=stated.width)
         return [Gathered(["labels"], 8), blocks, *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -204,10 +197,9 @@ class NPairs(LabelledLoss):
         )  # fmt: skip
         squares = batch.settings.l2 * z.square().sum(-1)
         losses = z.new_zeros(len(z)).index_add(0, x, losses) + squares.where((first | second)[shards.local], 0)
-        if self.reduction == "none":
-            return losses
-        total = batch.reduce(losses, reduction="sum")
-        return total if self.reduction == "sum" else total / first.sum().clamp(min=1)
+        if self.reduction != "mean":
+            return batch.reduce(losses, reduction=self.reduction)
+        return batch.reduce(losses, reduction="sum") / first.sum().clamp(min=1)
 
 
 def _pair_losses(block: AnchorBlock, temperature: Tensor) -> tuple[Tensor, Tensor]:

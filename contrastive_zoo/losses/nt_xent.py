@@ -66,13 +66,12 @@ class DCL(TwoViewLoss):
 
         loss = mean_i [ log Σ_{k∈N(i)} exp(z_i·z_k / t)  −  w_i · z_i·z_p / t ]
 
-    Equal to lightly's DCLLoss and DCLWLoss on one process. On several ranks lightly's weights are relative to the local
-    batch, these to the global batch. Older releases of lightly add the logarithms of the sums over each view:
-    ``denominators="per_view"``.
+    Equal to lightly's DCLLoss and DCLWLoss on one process; on several ranks lightly's weights are of the local batch.
 
     Args:
         sigma: σ > 0, None for no weights.
-        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, as in older releases of lightly.
+        denominators: ``"joint"``, one sum over both views, as in the paper; ``"per_view"``, the logarithms of two sums are
+            added, as in older releases of lightly.
 
     Examples:
         >>> DCL(temperature=1.0)(torch.eye(2), torch.eye(2))   # log 2 − 1
@@ -90,9 +89,8 @@ class DCL(TwoViewLoss):
     engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        names = [*stated.inputs.rows]
-        of_weights: list[Entry] = [] if self.sigma is None else [Gathered(names[:1], stated.wide)]
-        learnt = stated.learnt("temperature")
+        names, learnt = [*stated.inputs.rows], stated.learnt("temperature")
+        of_weights = [] if self.sigma is None else [Gathered(names[:1], stated.wide)]
         return [*of_weights, Blocks(names, companions=[8, 8], parameters=learnt, reduction=self.reduction)]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -132,7 +130,6 @@ def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominato
 
 
 _SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
-TauPlus = Annotated[float, _SHARE]
 
 
 class HCL(TwoViewLoss):
@@ -155,11 +152,12 @@ class HCL(TwoViewLoss):
         >>> HCL(temperature=1.0, tau_plus=0.0)(torch.eye(2), torch.eye(2))   # log(1 + 2/e)
         tensor(0.5514)
 
-    Source: Robinson et al. 2021, §3, https://arxiv.org/abs/2010.04592
+    Source: Robinson et al. 2021, §3, https://arxiv.org/abs/2010.04592; β = 0: Chuang et al. 2020,
+    https://arxiv.org/abs/2007.00224
     """
 
     temperature: Temperature = 0.5
-    tau_plus: TauPlus = 0.1
+    tau_plus: Annotated[float, _SHARE] = 0.1
     beta: NonNegative = 1.0
     reduction: Reduction = "mean"
 
@@ -181,16 +179,9 @@ class HCL(TwoViewLoss):
 class Debiased(HCL):
     """Compute :class:`HCL` with β = 0, this class's default: corrected for negatives of the anchor's class alone.
 
-    Called as ``loss(view1, view2)``, [n, d] each, as there, with the same settings.
-
-    Args:
-        beta: β ≥ 0; a larger β weights hard negatives more.
-
     Examples:
         >>> Debiased(temperature=1.0)(torch.eye(2), torch.eye(2))   # log(1 + (2 − 0.2e) / 0.9e)
         tensor(0.4671)
-
-    Source: Chuang et al. 2020, https://arxiv.org/abs/2007.00224
     """
 
     beta: NonNegative = 0.0
@@ -203,12 +194,10 @@ def _estimated_negatives_loss(
     positive = x.where(block.positive, 0).sum(1)
     hard = masked_log_sum_exp((1 + beta) * x, block.negative, empty=0.0)
     hard = hard - masked_log_sum_exp(beta * x, block.negative, empty=0.0) + log_negatives
-    lower_bound = x.new_zeros(()) + log_negatives - 1 / temperature
-    estimate = hard
+    lower_bound, estimate = x.new_zeros(()) + log_negatives - 1 / temperature, hard
     if tau_plus > 0:
         share = math.log(tau_plus) + log_negatives + positive - hard
         is_positive = share < -torch.finfo(x.dtype).eps  # elsewhere the estimate is 0 or negative
-        share = share.where(is_positive, -1.0)
-        estimate = (hard + torch.log1p(-share.exp())).where(is_positive, -torch.inf)
+        estimate = (hard + torch.log1p(-share.where(is_positive, -1.0).exp())).where(is_positive, -torch.inf)
     estimate = torch.maximum(estimate - math.log1p(-tau_plus), lower_bound.expand_as(estimate))
     return -F.logsigmoid(positive - estimate), block.negative.any(1)

@@ -1,7 +1,7 @@
 """Hinges on pairs: each positive within one margin, each negative beyond another."""
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Number, Reduction, Share, Size
-from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.row_checks import range_rule, safe_index
 
 Power = Annotated[float, Bounds("power is at least 1", "Below, the gradient is infinite at the margin.", low=1)]
@@ -71,8 +70,7 @@ class SignalToNoise(_PairHinges):
 
         D_ij = var(z_j − z_i) / var(z_i)
 
-    with variances over the d features of unit embeddings. It is not symmetric. The paper's regulariser of the
-    embeddings' means is not included: add ``λ * z.sum(1).abs().mean()``, pytorch-metric-learning's ZeroMeanRegularizer.
+    with variances over the d features of unit embeddings. The paper adds a regulariser, ``λ * z.sum(1).abs().mean()``.
 
     Args:
         pos_margin: ratio up to which positives have no loss.
@@ -99,8 +97,7 @@ class ThresholdConsistentMargin(RowLoss):
 
         loss = λ⁺ mean_{s_ip ≤ m⁺} (m⁺ − s_ip)  +  λ⁻ mean_{s_in ≥ m⁻} (s_in − m⁻)
 
-    over the ordered pairs of the embeddings of all ranks; an empty mean is 0. Equal to pytorch-metric-learning's
-    ThresholdConsistentMarginLoss.
+    over the ordered pairs of the embeddings of all ranks; an empty mean is 0.
 
     Args:
         positive_margin: m⁺.
@@ -124,8 +121,7 @@ class ThresholdConsistentMargin(RowLoss):
     terms = 2
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        low = positive & (similarity <= self.positive_margin)
-        high = negative & (similarity >= self.negative_margin)
+        low, high = positive & (similarity <= self.positive_margin), negative & (similarity >= self.negative_margin)
         positive_term = self.positive_weight * (self.positive_margin - similarity).where(low, 0)
         negative_term = self.negative_weight * (similarity - self.negative_margin).where(high, 0)
         return row_sums(positive_term, negative_term), row_sums(low, high)
@@ -139,13 +135,11 @@ class IntraPairVariance(LabelledLoss):
 
         loss = mean_{i, p∈P(i)} max(0, (1 − ε⁺) μ⁺ − s_ip)²  +  mean_{i, n∈N(i)} max(0, s_in − (1 + ε⁻) μ⁻)²
 
-    over ordered pairs; an empty mean is 0. The means have gradients, too. They come from sums over classes, without a
-    further pass over the pairs. Equal to pytorch-metric-learning's IntraPairVarianceLoss. It regularises another loss.
+    over ordered pairs; an empty mean is 0. μ⁺ and μ⁻ have gradients, too. The loss regularises another one.
 
     Args:
         pos_eps: ε⁺.
         neg_eps: ε⁻.
-        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"`` for sums over the pairs of the local anchors, [n].
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -163,13 +157,9 @@ class IntraPairVariance(LabelledLoss):
     engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        row = stated.inputs.rows["embeddings"].shape[1] * stated.wide
-        how: Any = {"parameters": [stated.wide] * 2, "terms": 2, "reduction": self.reduction}
-        return [
-            Gathered(["labels"], 8),
-            Summed(row, each="class", more=row),
-            Blocks(["embeddings"], ids="labels", **how),
-        ]
+        row, means = stated.width * stated.wide, [stated.wide] * 2
+        blocks = Blocks(["embeddings"], ids="labels", parameters=means, terms=2, reduction=self.reduction)
+        return [Gathered(["labels"], 8), Summed(row, each="class", more=row), blocks]
 
     def compute(self, batch: Batch) -> Tensor:
         z = batch.candidates("embeddings", normalize=self.normalize)
@@ -237,32 +227,31 @@ class RankedList(RowLoss):
         return distances(anchors, candidates)
 
     def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        of_positives, of_negatives = similarity - self.alpha + self.margin, self.alpha - similarity
-        violations = [(of_positives, positive & (of_positives > 0)), (of_negatives, negative & (of_negatives > 0))]
-        largest = [masked_max(hinge.detach(), where) for hinge, where in violations]
-        shifts = [t * x.clamp(min=0) for t, x in zip((self.t_p, self.t_n), largest, strict=True)]
-        weights = [
-            (t * hinge - shift[:, None]).exp().where(where, 0)
-            for t, shift, (hinge, where) in zip((self.t_p, self.t_n), shifts, violations, strict=True)
-        ]
-        sums = [(w * hinge).sum(1) for w, (hinge, _) in zip(weights, violations, strict=True)]
-        totals = row_sums(*weights) + self.epsilon * similarity.shape[1] * (-torch.stack(shifts, 1)).exp()
-        positive_mean, negative_mean = (torch.stack(sums, 1) / totals.where(totals > 0, 1)).unbind(1)
-        return (1 - self.imbalance) * positive_mean + self.imbalance * negative_mean, positive.any(1) | negative.any(1)
+        epsilon = self.epsilon * similarity.shape[1]
+        of_positives = _weighted_mean(similarity - self.alpha + self.margin, positive, self.t_p, epsilon)
+        of_negatives = _weighted_mean(self.alpha - similarity, negative, self.t_n, epsilon)
+        return (1 - self.imbalance) * of_positives + self.imbalance * of_negatives, positive.any(1) | negative.any(1)
+
+
+def _weighted_mean(x: Tensor, where: Tensor, t: float, epsilon: float) -> Tensor:
+    """Return Σ w x / (Σ w + ε) of each row's selected positive entries, with w = exp(t x)."""
+    where = where & (x > 0)
+    shift = t * masked_max(x.detach(), where).clamp(min=0)
+    weights = (t * x - shift[:, None]).exp().where(where, 0)
+    total = weights.sum(1) + epsilon * (-shift).exp()
+    return (weights * x).sum(1) / total.where(total > 0, 1)
 
 
 class Margin(RowLoss):
     r"""Compute two hinges around a boundary, which is one parameter or one per class.
 
-    With D_ij the distance of unit embeddings, P and N an anchor's positives and negatives, and active pairs those with a
-    loss,
+    With D_ij the distance of unit embeddings, P and N an anchor's positives and negatives, active pairs those with a loss,
 
         loss = Σ_i [ |N(i)| Σ_{p∈P(i)} max(0, D_ip − β_i + margin) + |P(i)| Σ_{n∈N(i)} max(0, β_i − D_in + margin)
                      + ν |P(i)| |N(i)| β_i ]  /  Σ_i [ |N(i)| · active positives + |P(i)| · active negatives ]
 
-    that is, both pairs of every triplet over the number of active pairs, as in pytorch-metric-learning. The last term
-    keeps β small. With one β for all classes it is ν β; if β is not learnable, it is left out. The mean is 0 if no pair is
-    active.
+    as in pytorch-metric-learning. With one β for all classes the last term is ν β; if β is not learnable, it is left out.
+    The mean is 0 if no pair is active.
 
     Args:
         margin: distance α between β and either side.
@@ -290,9 +279,8 @@ class Margin(RowLoss):
         arguments = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
         if problem := Bounds().problem("beta", arguments):
             raise ValueError(f"{type(self).__name__}: {problem}")
-        initial, self.num_classes = float(arguments), None if self.num_classes is None else int(self.num_classes)
-        size = self.num_classes or 1  # one number as [1]: FSDP shards no parameter of shape []
-        betas = allocate("Margin", lambda: torch.full((size,), initial), num_classes=size)
+        initial = float(arguments)  # one number as [1]: FSDP shards no parameter of shape []
+        betas = self.allocated(lambda classes: torch.full((classes or 1,), initial), "num_classes")
         self.beta = nn.Parameter(betas, requires_grad=self.learn_beta)
 
     def inputs(self, *args: Tensor, **named: Tensor) -> Inputs:  # type: ignore[override]  # views, too
@@ -319,16 +307,13 @@ class Margin(RowLoss):
         beta = beta if self.num_classes is None else beta[safe_index(block.ids, self.num_classes), None]
         positive_term = (distance - beta + self.margin).relu().where(block.positive, 0)
         negative_term = (beta - distance + self.margin).relu().where(block.negative, 0)
-        counts = row_sums(block.positive, block.negative, positive_term > 0, negative_term > 0)
-        sums = row_sums(positive_term, negative_term)
-        positives, negatives, active_positives, active_negatives = counts.unbind(1)
-        losses = negatives * sums[:, 0] + positives * sums[:, 1]
+        positives, negatives = block.positive.sum(1), block.negative.sum(1)
+        losses = negatives * positive_term.sum(1) + positives * negative_term.sum(1)
         if self.num_classes is not None and self.learn_beta:
             losses = losses + self.nu * beta[:, 0] * positives * negatives
-        active = negatives * active_positives + positives * active_negatives
+        active = negatives * (positive_term > 0).sum(1) + positives * (negative_term > 0).sum(1)
         # an anchor with triplets but no active pair does not count in the divisor, but its ν β is in the sum
-        has_triplets = (positives * negatives > 0).to(sums.dtype)
-        return losses, active.to(sums.dtype) + torch.finfo(sums.dtype).tiny * has_triplets
+        return losses, active + torch.finfo(losses.dtype).tiny * (positives * negatives > 0).to(losses.dtype)
 
     def compute(self, batch: Batch) -> Tensor:
         value = super().compute(batch)

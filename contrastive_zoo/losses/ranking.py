@@ -51,8 +51,7 @@ class SmoothAP(_SoftRanks):
 
         loss_i = 1 − mean_{p∈P(i)} (1 + Σ_{k∈P(i), k≠p} σ_k(p)) / (1 + Σ_{k∈P(i)∪N(i), k≠p} σ_k(p))
 
-    averaged over the anchors with a positive. One positive per anchor is processed at a time: memory is linear in N,
-    and an anchor takes P N comparisons.
+    averaged over the anchors with a positive.
 
     Args:
         temperature: t > 0, in units of similarity; the smaller, the closer to true average precision.
@@ -83,7 +82,7 @@ class PNP(_SoftRanks):
 
         f(R) = R  (O),  (1 + R) log(1 + R)  (Iu),  (bR − log(1 + bR)) / b²  (Ib),  log(1 + R)  (Ds),  1 − (1 + R)^−α  (Dq)
 
-    averaged over the anchors with a positive. One matrix of an anchor block by N is held at a time, never N³ numbers.
+    averaged over the anchors with a positive.
 
     Args:
         variant: f. The first three grow faster than R or as fast, the last two slower.
@@ -149,9 +148,8 @@ class FastAP(RowLoss):
         lower = position.detach().long().clamp_(0, self.num_bins)
         above = position - lower
         of_positives, of_negatives = (self._histogram(lower, above, where) for where in (positive, negative))
-        positives = positive.sum(1)
-        ranked, result = (of_positives + of_negatives).cumsum(1), of_positives.cumsum(1)
-        precision = (of_positives * result / ranked.where(ranked > 0, 1)).sum(1)
+        positives, ranked = positive.sum(1), (of_positives + of_negatives).cumsum(1)
+        precision = (of_positives * of_positives.cumsum(1) / ranked.where(ranked > 0, 1)).sum(1)
         return 1 - precision / positives.clamp(min=1), positives > 0
 
     def _histogram(self, lower: Tensor, above: Tensor, where: Tensor) -> Tensor:
@@ -169,9 +167,8 @@ class Histogram(LabelledLoss):
 
         loss = Σ_r h⁻_r Σ_{q≤r} h⁺_q
 
-    which is 0 without a positive or a negative pair. Two passes over the pairs: the first sums histograms over ranks,
-    the second takes the gradient, with memory linear in N. pytorch-metric-learning's HistogramLoss leaves out negative pairs
-    of two embeddings that both have no positive.
+    which is 0 without a positive or a negative pair. pytorch-metric-learning's HistogramLoss leaves out negative pairs of
+    two embeddings that both have no positive.
 
     Args:
         num_bins: R, the number of steps; the paper finds little effect between 100 and 200.
@@ -191,9 +188,8 @@ class Histogram(LabelledLoss):
     engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        names, width = ["embeddings"], stated.inputs.rows["embeddings"].shape[1]
-        histograms = Summed(2 * (self.num_bins + 1) * stated.wide)
-        gathered = Gathered(names, width * stated.wide), Gathered(["labels"], 8)
+        names, histograms = ["embeddings"], Summed(2 * (self.num_bins + 1) * stated.wide)
+        gathered = Gathered(names, stated.width * stated.wide), Gathered(["labels"], 8)
         return [*gathered, histograms, Blocks(names, ids="labels", terms=2)]
 
     def compute(self, batch: Batch) -> Tensor:

@@ -24,7 +24,7 @@ from contrastive_zoo.engine.statistics import (
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
-from contrastive_zoo.loss_base.state import allocate, move_towards
+from contrastive_zoo.loss_base.state import move_towards
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
 
@@ -33,14 +33,12 @@ class BarlowTwins(TwoViewLoss):
     r"""Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
     Called as ``loss(view1, view2)``, [n, d] each.
-    With C the cross-correlation of features over the embeddings of all ranks, with standard deviations √(variance + ε) over
-    N,
+    With C the cross-correlation of features over the embeddings of all ranks, of standard deviations √(variance + ε),
 
         loss = Σ_k (1 − C_kk)²  +  λ Σ_{k≠l} C_kl²
 
-    ε and the divisor N are those of the authors' ``BatchNorm1d(affine=False)``; the paper has ε = 0. The authors' code
-    multiplies the loss by about 0.024 for its optimiser; lightly has ``lambda_=5e-3``. The correlations of a single sample
-    are 0. The loss has no unit.
+    with variances over N and ε as in the authors' ``BatchNorm1d(affine=False)``. Their code multiplies the loss by about
+    0.024. The correlations of a single sample are 0.
 
     Args:
         lambda_: λ ≥ 0.
@@ -82,7 +80,6 @@ class VICReg(TwoViewLoss):
 
     as in the authors' code, lightly and pytorch-metric-learning. The paper sums (a − b)² over features and does not
     halve the variance term: ``invariance=25 * d, variance=50``. The variance of a single sample counts as 0.
-    The terms have the units of features to the powers 2, 1 and 4.
 
     Args:
         invariance: λ.
@@ -113,18 +110,14 @@ class VICReg(TwoViewLoss):
     def compute(self, batch: Batch) -> Tensor:
         a, b = (batch.prepared(x, normalize=False) for x in batch.rows.values())
         loss = batch.settings.invariance * batch.reduce((a - b).square().mean(1))
-        for z in (a, b):
-            of_variances, of_covariances = self._terms(batch, centered(batch, z))
-            loss = loss + of_variances + of_covariances
-        return loss
+        return loss + self._of_features(batch, centered(batch, a)) + self._of_features(batch, centered(batch, b))
 
-    def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_features(self, batch: Batch, x: Tensor) -> Tensor:
         """Return the terms of the variances and of the covariances of centred features."""
         settings = batch.settings
         cov = second_moments(batch, x, x) / max(1, batch.total - 1)
-        deviation = (cov.diagonal() + settings.eps).sqrt()
-        of_variances = settings.variance / 2 * (settings.gamma - deviation).relu().mean()
-        return of_variances, settings.covariance * off_diagonal(cov).square().sum() / len(cov)
+        of_variances = (settings.gamma - (cov.diagonal() + settings.eps).sqrt()).relu().mean()
+        return settings.variance / 2 * of_variances + settings.covariance * off_diagonal(cov).square().sum() / len(cov)
 
 
 class VIbCReg(VICReg):
@@ -136,8 +129,7 @@ class VIbCReg(VICReg):
         loss = λ mean_{i,k} (a_ik − b_ik)²  +  Σ_{z∈{a,b}} [ μ mean_k max(0, γ − √(Cov(z)_kk + ε))
                                                             + ν/d² · Σ_{k≠l} R(z)_kl² ]
 
-    as solo-learn's vibcreg_loss_func. Correlations of a constant feature, and of a single sample, are 0. The paper also
-    whitens features by IterNorm at the end of the projector, which is a layer of the model.
+    as solo-learn's vibcreg_loss_func. Correlations of a constant feature, and of a single sample, are 0.
 
     Args:
         covariance: ν; the other settings are those of :class:`VICReg`.
@@ -155,13 +147,12 @@ class VIbCReg(VICReg):
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [*super().entries(stated), stated.features(), stated.features()]
 
-    def _terms(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_features(self, batch: Batch, x: Tensor) -> Tensor:
         settings, squares = batch.settings, squared_sums(batch, x)
-        deviation = (squares / max(1, batch.total - 1) + settings.eps).sqrt()
         norms = squares.clamp(min=LEAST_SQUARE).sqrt()
         correlation = second_moments(batch, x, x) / norms[:, None] / norms
-        of_variances = settings.variance * (settings.gamma - deviation).relu().mean()
-        return of_variances, settings.covariance * off_diagonal(correlation).square().mean()
+        of_variances = (settings.gamma - (squares / max(1, batch.total - 1) + settings.eps).sqrt()).relu().mean()
+        return settings.variance * of_variances + settings.covariance * off_diagonal(correlation).square().mean()
 
 
 class TiCo(TwoViewLoss):
@@ -173,10 +164,8 @@ class TiCo(TwoViewLoss):
         C = β M + (1 − β)/N Σ_i a_i a_iᵀ
         loss = mean_i [ 1 − a_i·b_i  +  ρ a_iᵀ C a_i ]
 
-    C has no gradient. Equal to lightly's TiCoLoss. Its memory is one d × d matrix, no queue of negatives.
-
-    M is the buffer ``covariance``, which starts at 0. In training mode each call uses the buffer and then stores C in it:
-    it is equal on every rank, and equal to that of one process.
+    C has no gradient. M is the buffer ``covariance``, which starts at 0. In training mode each call stores C in it: it is
+    equal on every rank, and equal to that of one process. Equal to lightly's TiCoLoss.
 
     Args:
         embedding_size: d.
@@ -200,16 +189,15 @@ class TiCo(TwoViewLoss):
     engine = "statistics"
 
     def __post_init__(self) -> None:
-        size = self.embedding_size = int(self.embedding_size)
-        zeros = allocate(type(self).__name__, lambda: torch.zeros(size, size), embedding_size=size)
-        self.covariance = nn.Buffer(zeros)
+        self.covariance = nn.Buffer(self.allocated(lambda d: torch.zeros(d, d), "embedding_size"))
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
         problem = None
         if self.covariance.shape != 2 * view1.shape[-1:]:
             got = f"got {described(self.covariance)} for views {described(view1)}"
-            fix = f"Construct TiCo(embedding_size={view1.shape[-1]})."
-            problem = f"the covariance is as wide as embeddings, {got}. {fix}"
+            problem = (
+                f"the covariance is as wide as embeddings, {got}. Construct TiCo(embedding_size={view1.shape[-1]})."
+            )
         return Inputs({"view 0": view1, "view 1": view2}, problem)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
@@ -235,8 +223,8 @@ class FroSSL(ViewLoss):
 
         loss = Σ_v [ log ‖ẑ_vᵀ ẑ_v / tr(ẑ_vᵀ ẑ_v)‖_F²  +  λ V/N Σ_i ‖ẑ_vi − m_i‖² ]
 
-    The traces, which are d unless a feature is 0 everywhere, have no gradient. Equal to lightly's FroSSLLoss. The
-    first term is at least −log d. Only d × d matrices exist, also for N < d. A view of zeros has no first term.
+    The traces, which are d unless a feature is 0 everywhere, have no gradient. A view of zeros has no first term. Equal to
+    lightly's FroSSLLoss.
 
     Args:
         invariance: λ.
@@ -257,8 +245,7 @@ class FroSSL(ViewLoss):
         return [stated.held(3.3), *of_view * len(stated.inputs.rows)]
 
     def compute(self, batch: Batch) -> Tensor:
-        rows = [batch.prepared(x, normalize=False) for x in batch.rows.values()]
-        scaled = [divided_by_norms(batch, z) for z in rows]
+        scaled = [divided_by_norms(batch, batch.prepared(x, normalize=False)) for x in batch.rows.values()]
         center, terms = sum(scaled[1:], scaled[0]) / len(scaled), []
         for z in scaled:
             moments = second_moments(batch, z, z)
@@ -277,17 +264,14 @@ class MMCR(ViewLoss):
 
         loss = −Σ_k ( √(σ_k(C)² + ε) − √ε )  +  λ mean_i Σ_k ( √(σ_k(Z_i)² + ε) − √ε )
 
-    For ε → 0 these are nuclear norms. A nuclear norm has no gradient where a singular value is 0: if embeddings repeat,
-    lie on a line, or views are equal. The gradient of this sum exists everywhere, and a singular value of 0 adds
-    nothing. Its value differs from the nuclear norms by at most √ε per singular value that is not 0.
-
-    The squares of σ(C) are the eigenvalues of CᵀC, so ranks exchange d × d numbers, also for N < d. Rounding CᵀC, by u N
-    for numbers of precision u, moves the value by at most u N/√ε per singular value of 0, and the gradient by as much:
-    in float64 different splits agree to 1e-10 up to N = 1,000 with the default ε. In float32 choose a larger ε.
+    For ε → 0 these are nuclear norms, which have no gradient where a singular value is 0: if embeddings repeat, lie on a
+    line, or views are equal. This sum has one, and differs by at most √ε per singular value that is not 0. Rounding by u N
+    for numbers of precision u moves value and gradient by at most u N/√ε per singular value of 0.
 
     Args:
         lambda_: λ; 0 leaves the views' norms out. lightly's default is 0.005.
-        eps: ε > 0.
+        eps: ε > 0. The default is for float64, in which splits over ranks agree to 1e-10 up to N = 1,000; choose a larger
+            one in float32.
 
     Examples:
         >>> MMCR(lambda_=1.0, eps=1e-12)(torch.eye(2), torch.eye(2))   # −(1 + 1) + √2
@@ -326,15 +310,11 @@ class WMSE(ViewLoss):
         L_v L_vᵀ = (1 − ε) C_v + ε tr(C_v)/d I        u_vi = L_v⁻¹ (z_vi − m_v), divided by its length
         loss_i   = mean_{v<w} ‖u_vi − u_wi‖²
 
-    Dense, without ε: ``normalize((z - z.mean(0)) @ inv(cholesky(cov(z.T))).T)``. The gradient passes through mean and
-    covariance. A sample of which a view is the mean to 6 digits has no direction there, and does not count.
-
-    The paper whitens random sub-batches of the process's own samples, several times, and ε is 0. Its loss therefore
-    depends on the number of processes; whitening all samples once has no such parameter. It needs N ≥ 2d to be well
-    conditioned; ε, relative to the mean variance, makes it so for any N and scale.
+    Without ε u_v is ``normalize((z - z.mean(0)) @ inv(cholesky(cov(z.T))).T)``. A sample of which a view is the mean to 6
+    digits does not count. The paper whitens random sub-batches of the process's own samples.
 
     Args:
-        eps: ε, above 0, at most 1.
+        eps: ε, above 0, at most 1, relative to the mean variance: 0 in the paper, which needs N ≥ 2d.
 
     Raises:
         ValueError: an eps so small that rounding makes the covariance indefinite (on a CPU; elsewhere the loss is NaN).
@@ -360,7 +340,7 @@ class WMSE(ViewLoss):
         return [stated.held(4), *of_view * len(stated.inputs.rows), *self.reduced()]
 
     def compute(self, batch: Batch) -> Tensor:
-        rows = [batch.prepared(x, normalize=False) for x in batch.rows.values()]
+        rows = (batch.prepared(x, normalize=False) for x in batch.rows.values())
         whitened, directed = zip(*(_whitened(batch, z) for z in rows), strict=True)
         cosine = torch.stack([(u * v).sum(1) for u, v in combinations(whitened, 2)]).mean(0)
         return batch.reduce(2 - 2 * cosine, torch.stack(directed).all(0), reduction=self.reduction)
@@ -373,16 +353,13 @@ def _whitened(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
     directed = vector_norm(x.detach(), dim=1) > _LEAST_DISTANCE * vector_norm(z.detach(), dim=1)
     # each rank whitens its local embeddings only, so gradients are summed over ranks
     covariance = batch.sum(matmul(x.T, x), gradient="partial") / max(1, batch.total - 1)
-    variance = covariance.trace() / d
-    eye = torch.eye(d, dtype=x.dtype, device=x.device)
+    variance, eye = covariance.trace() / d, torch.eye(d, dtype=x.dtype, device=x.device)
     relative = (1 - eps) * covariance / variance.where(variance > 0, 1) + eps * eye
     inverse = inverse_cholesky(relative)  # the scale of L does not change a direction
     if devices.on_cpu(inverse) and not inverse.isfinite().all():  # equal on every rank, as the covariance is
-        raise ValueError(
-            f"{batch.name}: the covariance has no inverse up to rounding with eps={eps}. Pass a larger eps."
-        )
+        problem = f"the covariance has no inverse up to rounding with eps={eps}. Pass a larger eps."
+        raise ValueError(f"{batch.name}: {problem}")
     return unit_rows(matmul(x, inverse.T).where(directed[:, None], 1)), directed
 
 
-_LEAST_DISTANCE = 1e-6
-"""Distance from the mean, relative to the norm, below which float32 holds no digit of the direction."""
+_LEAST_DISTANCE = 1e-6  # from the mean, relative to the norm, below which float32 holds no digit of the direction

@@ -18,7 +18,7 @@ from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
-from contrastive_zoo.loss_base.state import allocate, move_towards
+from contrastive_zoo.loss_base.state import move_towards
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described
 
@@ -29,8 +29,7 @@ class NegativeCosine(Loss):
         loss_i = − p_i·z_i / (‖p_i‖ ‖z_i‖)
 
     SimSiam's loss is ½ loss(p1, z2) + ½ loss(p2, z1). BYOL's is 2 + 2 loss for each direction, with a momentum encoder's
-    targets. There are no negatives, so the loss of a batch is a mean over its samples, which is right also for shards
-    of different size. lightly's NegativeCosineSimilarity has gradients with respect to targets that are not detached.
+    targets.
 
     Called as ``loss(predictions, targets)``, p and z, [n, d] each.
 
@@ -62,9 +61,8 @@ class DINO(Loss):
 
         loss_i = − mean over u and v ≠ u of Σ_k softmax_k((g^u_i − c) / τ_t) log softmax_k(s^v_i / τ_s)
 
-    The centre is the buffer ``centre``. In training mode each call first uses the buffer and then moves it towards the mean
-    of the teacher's outputs of all ranks: c ← m c + (1 − m) mean. It is equal on every rank, and equal to that of one
-    process.
+    The centre is the buffer ``centre``, equal on every rank. In training mode each call moves it after use towards the mean
+    of the teacher's outputs of all ranks: c ← m c + (1 − m) mean.
 
     Called as ``loss(student, teacher)``:
 
@@ -98,8 +96,7 @@ class DINO(Loss):
     engine = "statistics"
 
     def __post_init__(self) -> None:
-        size = self.out_dim = int(self.out_dim)
-        self.centre = nn.Buffer(allocate(type(self).__name__, lambda: torch.zeros(size), out_dim=size))
+        self.centre = nn.Buffer(self.allocated(torch.zeros, "out_dim"))
 
     def inputs(
         self,
@@ -134,10 +131,8 @@ class DINO(Loss):
 
 def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:
     if student.ndim != teacher.ndim or student.shape[-1] != teacher.shape[-1]:
-        return (
-            f"student and teacher are [n, views, k], or [n, k], got "
-            f"student {described(student)}, teacher {described(teacher)}."
-        )
+        s, t = described(student), described(teacher)
+        return f"student and teacher are [n, views, k], or [n, k], got student {s}, teacher {t}."
     if student.ndim == 3 and not (1 <= teacher.shape[1] <= student.shape[1] and student.shape[1] > 1):
         return (
             f"the student sees two or more views and the teacher the first of them, got {student.shape[1]} from the "
@@ -161,10 +156,8 @@ class SwAV(ViewLoss):
 
         loss_i = − mean over u ≤ code_views and v ≠ u of Σ_k q^u_ik log softmax_k(z^v_i·c / t)
 
-    The codes q carry no gradient. They come from Sinkhorn's iterations on exp(z·c / ε), K numbers an iteration and rank.
-
-    ``loss.prototypes``, [K, d], is the parameter, drawn standard normal. The authors and lightly normalise the parameter
-    itself before a step; here the loss normalises it, so its gradient is orthogonal to it.
+    The codes q carry no gradient. They come from Sinkhorn's iterations on exp(z·c / ε). The parameter is
+    ``loss.prototypes``, [K, d], drawn standard normal; the loss normalises it, as the authors do before a step.
 
     Args:
         num_prototypes: K.
@@ -197,21 +190,17 @@ class SwAV(ViewLoss):
     engine = "statistics"
 
     def __post_init__(self) -> None:
-        self.num_prototypes, self.embedding_size = int(self.num_prototypes), int(self.embedding_size)
-        sizes = {"num_prototypes": self.num_prototypes, "embedding_size": self.embedding_size}
-        draw = partial(draw_weights, *sizes.values(), local=slice(0, self.num_prototypes))
-        self.prototypes = nn.Parameter(allocate(type(self).__name__, draw, **sizes))
+        draw = partial(draw_weights, local=slice(0, self.num_prototypes))
+        self.prototypes = nn.Parameter(self.allocated(draw, "num_prototypes", "embedding_size"))
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
-        stated = super().inputs(*views)
-        compared = {"prototypes": list(self.prototypes.shape)}
+        stated, compared = super().inputs(*views), {"prototypes": list(self.prototypes.shape)}
         return replace(stated, problem=stated.problem or self._problem(views), compared=compared)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        share = Summed(self.code_views * self.num_prototypes * stated.wide)
+        codes = [Summed(self.code_views * self.num_prototypes * stated.wide)] * (2 * self.iterations)
         products = Local([*stated.inputs.rows], 6 * self.prototypes.numel(), 5 * self.num_prototypes * stated.wide)
-        of_codes = [share] * (2 * self.iterations)
-        return [*super().entries(stated), Shared(self.prototypes.nbytes), products, *of_codes]
+        return [*super().entries(stated), Shared(self.prototypes.nbytes), products, *codes]
 
     def compute(self, batch: Batch) -> Tensor:
         settings, views = batch.settings, len(batch.rows)

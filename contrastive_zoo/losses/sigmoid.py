@@ -1,6 +1,7 @@
 """Sigmoid over all pairs: a binary classification of each, of image-text pairs and of labelled embeddings."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,10 @@ from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Learnable, Reduction, Temperature, field
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 
-
-def unbounded_temperature() -> LearnableTemperature:
-    """Return SigLIP's learnable temperature, 0.1, whose scale has no upper bound."""
-    return LearnableTemperature(0.1, max_scale=math.inf)
+_unbounded_temperature = partial(LearnableTemperature, 0.1, max_scale=math.inf)
 
 
-def negative_bias() -> nn.Parameter:
+def _negative_bias() -> nn.Parameter:
     """Return SigLIP's learnable bias, −10, which matches the many negatives: as [1], since FSDP shards no []."""
     return nn.Parameter(torch.tensor([-10.0]))
 
@@ -35,11 +33,10 @@ class SigLIP(ImageTextLoss, LogitScale):
         loss = −1/N · Σ_i Σ_j log σ( z_ij · (x_i·y_j / t + b) )
 
     Dense: ``-logsigmoid((2 * eye(N) - 1) * (x @ y.T / t + b)).sum() / N``. Equal to open_clip's ``SigLipLoss`` on one
-    process, with logit_scale = 1/t. Temperature and bias are learnable by default; ``loss.logit_scale``, log(1/t) without a
-    bound, and ``loss.logit_bias`` are then open_clip's parameters of these names.
+    process, whose parameters are ``loss.logit_scale``, log(1/t) without a bound, and ``loss.logit_bias``.
 
     Args:
-        temperature: t; learnable by default, beginning at 0.1.
+        temperature: t; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
 
     Examples:
@@ -49,8 +46,8 @@ class SigLIP(ImageTextLoss, LogitScale):
     Source: Zhai et al. 2023, §3.2 and algorithm 1, https://arxiv.org/abs/2303.15343
     """
 
-    temperature: Temperature = field(factory=unbounded_temperature)
-    logit_bias: Learnable = field(factory=negative_bias)
+    temperature: Temperature = field(factory=_unbounded_temperature)
+    logit_bias: Learnable = field(factory=_negative_bias)
 
     engine, no_kernel = "sigmoid", None
 
@@ -71,8 +68,6 @@ class SupSigmoid(AnchorLoss, LogitScale):
 
         loss = −1/N · Σ_i Σ_{j≠i} log σ( y_ij · (z_i·z_j / t + b) )
 
-    Temperature and bias are learnable by default, as those of :class:`SigLIP`.
-
     Args:
         temperature: t; ``LearnableTemperature(0.1, max_scale=math.inf)`` by default.
         logit_bias: b; a parameter that begins at −10 by default. A number is constant.
@@ -85,8 +80,8 @@ class SupSigmoid(AnchorLoss, LogitScale):
     Source: Zhai et al. 2023, §3.2, with z_ij from labels, https://arxiv.org/abs/2303.15343
     """
 
-    temperature: Temperature = field(factory=unbounded_temperature)
-    logit_bias: Learnable = field(factory=negative_bias)
+    temperature: Temperature = field(factory=_unbounded_temperature)
+    logit_bias: Learnable = field(factory=_negative_bias)
     normalize: bool = True
     reduction: Reduction = "mean"
 

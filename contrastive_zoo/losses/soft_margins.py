@@ -103,13 +103,10 @@ class LiftedStructure(LabelledLoss):
 
         loss = mean_{i, p∈P(i)} ½ max(0, D_ip − pos_margin + log Σ_{k∈{i,p}} Σ_{n∈N(k)} exp(neg_margin − D_kn))²
 
-    Two sweeps: the first computes a log-sum-exp over negatives for each embedding, which the second gathers with it.
-
     Args:
         pos_margin: distance.
         neg_margin: distance; the paper's margin, with pos_margin 0.
         normalize: the paper does not.
-        reduction: the mean is over positive pairs, 0 without any; ``"none"`` is for the local embeddings' sums, [n].
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
@@ -159,8 +156,7 @@ class GeneralizedLiftedStructure(DissimilarityLoss):
 
         loss_i = max(0, log Σ_{p∈P(i)} exp(D_ip − pos_margin) + log Σ_{n∈N(i)} exp(neg_margin − D_in))
 
-    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts other anchors, too,
-    with 0 for an empty sum. Where every class has two embeddings or more, both values are equal.
+    averaged over the anchors with a positive and a negative. pytorch-metric-learning counts other anchors, too.
 
     Args:
         pos_margin: in units of the metric.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -31,14 +31,8 @@ class SupCon(AnchorLoss):
         loss_i = log Σ_{k≠i} exp(z_i·z_k / t)  −  mean_{p∈P(i)} z_i·z_p / t
 
     averaged over the anchors that have a positive. Dense: ``-(log_softmax((z @ z.T / t).fill_diagonal_(-inf), 1) *
-    positive).sum(1) / positive.sum(1)``. Positives need no mask: the sum of
-    their logits is one dot product with the sum of the class.
-
-    The variant ``"in"``, which performs worse in the paper, averages probabilities, not their logarithms. Its last term is
-    log mean_{p∈P(i)} exp(z_i·z_p / t).
-
-    The authors' code has temperature 0.07 and multiplies the loss by t / 0.07: ``temperature=0.07,
-    base_temperature=0.07``. It counts anchors without a positive in the mean, this loss does not.
+    positive).sum(1) / positive.sum(1)``. The authors' code, ``temperature=0.07, base_temperature=0.07``, counts anchors
+    without a positive in the mean.
 
     Called as ``loss(embeddings, labels, mask)``:
 
@@ -48,11 +42,10 @@ class SupCon(AnchorLoss):
       local sample. An embedding is never its own positive.
 
     Args:
-        variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in.
+        variant: ``"out"``, the paper's L_out, or ``"in"``, its L_in, whose last term is log mean_{p∈P(i)} exp(z_i·z_p / t).
         contrast_mode: ``"all"`` views are anchors, or the first (``"one"``); candidates are always all views.
         base_temperature: t₀; multiplies the loss by t / t₀, without gradient. None leaves this factor out.
-        reduction: the mean is over anchors with a positive, in nats, 0 without any; ``"none"`` is for the local anchors,
-            [n], or [n · v] sample by sample.
+        reduction: with views ``"none"`` is for the local anchors sample by sample, [n · v].
 
     Raises:
         ValueError: labels together with a mask, or a mask without a column for each sample of all ranks.
@@ -87,11 +80,8 @@ class SupCon(AnchorLoss):
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)._replace(anchors=["embeddings"], candidates=["embeddings"])
-        return (
-            needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_BY_ROWS)
-            if self._by_rows(inputs.rows)
-            else needs
-        )
+        by_rows = needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_BY_ROWS)
+        return by_rows if self._by_rows(inputs.rows) else needs
 
     def _by_rows(self, rows: Mapping[str, Tensor]) -> bool:
         """Return whether positives are no whole classes, or their logits are summed inside the logarithm."""
@@ -105,12 +95,12 @@ class SupCon(AnchorLoss):
             sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, "class")]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
         anchors = embeddings.shape[1] if self.contrast_mode == "one" and embeddings.ndim == 3 else 1
-        companions = [8] if "mask" in stated.inputs.rows else []
-        learnt = stated.learnt("temperature", "base_temperature")
-        candidates = names if self.contrast_mode == "one" else ()
-        return [
-            Blocks(names, candidates, "", companions, parameters=learnt, reduction=self.reduction, matmuls=3 / anchors)
-        ]
+        candidates, companions = (
+            names if self.contrast_mode == "one" else (),
+            [8] if "mask" in stated.inputs.rows else [],
+        )
+        how: Any = {"parameters": stated.learnt("temperature", "base_temperature"), "reduction": self.reduction}
+        return [Blocks(names, candidates, "", companions, matmuls=3 / anchors, **how)]
 
     def compute(self, batch: Batch) -> Tensor:
         mask = batch.rows.get("mask")
@@ -203,20 +193,19 @@ class SINCERE(RowLoss):
         return info_nce_per_positive(logits, block, self.average)
 
 
-_ANGLE = "margin is an angle of 0 to 180 degrees"
-Degrees = Annotated[float, Bounds(_ANGLE, "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True)]
+_ANGLE = Bounds(
+    "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True
+)
 
 
 class TupletMargin(RowLoss):
     r"""Compute a softmax loss over tuples of a positive and all negatives, on angles.
 
-    With θ_ij the angle between embeddings i and j of all ranks, P(i) the other embeddings with i's label, N(i) those with
-    another,
+    With θ_ij the angle of embeddings i and j of all ranks, P(i) the others with i's label, N(i) those with another,
 
         loss = mean_{i, p∈P(i)} log( 1 + Σ_{n∈N(i)} exp((cos θ_in − cos(θ_ip − β)) / t) )
 
-    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``, also where θ_ip = 0, where its gradient
-    is infinite and this one zero.
+    Equal to pytorch-metric-learning's TupletMarginLoss with ``scale=1/t``; where θ_ip = 0 the gradient is zero.
 
     Args:
         temperature: t, the paper's 1/s.
@@ -232,7 +221,7 @@ class TupletMargin(RowLoss):
     """
 
     temperature: Temperature = 1 / 64
-    margin: Degrees = 5.73
+    margin: Annotated[float, _ANGLE] = 5.73
     average: Average = "pairs"
 
     def on_block(self, block: AnchorBlock) -> tuple[Tensor, Tensor]:
@@ -251,8 +240,8 @@ class NCA(RowLoss):
 
         loss_i = log Σ_{k≠i} exp(−‖z_i − z_k‖² / t)  −  log Σ_{p∈P(i)} exp(−‖z_i − z_p‖² / t)
 
-    averaged over the anchors that have a positive, the paper's alternative to the sum of the probabilities. Equal to
-    pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``, which leaves out anchors whose probability underflows.
+    averaged over the anchors that have a positive. Equal to pytorch-metric-learning's NCALoss with ``softmax_scale=1/t``,
+    which leaves out anchors whose probability underflows.
 
     Args:
         temperature: t > 0, in units of squared distance.

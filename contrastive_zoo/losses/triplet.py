@@ -19,7 +19,6 @@ from contrastive_zoo.engine.statistics import nearest_nodes
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
-from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks.row_checks import described
 
 Mining = Literal["all", "hard", "semi-hard"]
@@ -31,9 +30,6 @@ class Triplet(DissimilarityLoss):
     With D_ij the distance of unit embeddings and the triplets (i, p, n) of the embeddings of all ranks,
 
         loss = mean_{(i,p,n)} max(0, D_ip − D_in + margin)        soft: log(1 + exp(D_ip − D_in + margin))
-
-    No triplet is ever held. A hinge's sum needs only how often each pair is active: N log N work an anchor, even for
-    all of its N² triplets. A soft sum takes P · N, one positive at a time.
 
     Args:
         margin: in units of the metric; negative or 0 are allowed.
@@ -62,10 +58,9 @@ class Triplet(DissimilarityLoss):
     average: CountedTerms = "nonzero"
 
     def settings_problem(self) -> str | None:
-        rule = "semi-hard negatives lie within a positive margin"
         if (problem := super().settings_problem()) or self.mining != "semi-hard" or isinstance(self.margin, nn.Module):
             return problem
-        return Bounds(rule, above=0).problem("margin", self.margin)
+        return Bounds("semi-hard negatives lie within a positive margin", above=0).problem("margin", self.margin)
 
     def lists_positives(self) -> bool:
         return self.soft and self.mining != "hard"
@@ -104,12 +99,8 @@ class Angular(RowLoss):
 
         loss = mean_{i, p∈P(i)} log(1 + Σ_{n∈N(i)} exp(4 tan²α (z_i + z_p)·z_n − 2 (1 + tan²α) z_i·z_p))
 
-    One positive per anchor is processed at a time: memory is linear in N, and P positives take P matmuls.
-
     Args:
         alpha: α in degrees, between 0 and 90; the paper tries 36 … 45.
-        normalize: normalise embeddings to unit length first. pytorch-metric-learning normalises a pair but not its
-            negatives: give it unit embeddings to compare.
 
     Examples:
         >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -180,17 +171,15 @@ class MegaBatchMargin(Loss):
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.candidates(name, normalize=self.normalize) for name in batch.rows)
         pairs, settings = batch.indices(), batch.settings
-        loss = BlockLoss(
-            _margin_hinges, positive_margin=settings.positive_margin, negative_margin=settings.negative_margin
-        )
+        loss = BlockLoss(_margin_hinges, least=settings.positive_margin, most=settings.negative_margin)
         return reduce_rows(batch, loss, q, pairs, candidates=k, candidate_ids=pairs, reduction=self.reduction)
 
 
-def _margin_hinges(block: AnchorBlock, positive_margin: float, negative_margin: float) -> tuple[Tensor, Tensor]:
+def _margin_hinges(block: AnchorBlock, least: float, most: float) -> tuple[Tensor, Tensor]:
     similarity = block.with_equal_columns(dot_products(block.anchors, block.candidates))
     of_positive = similarity.where(block.positive, 0).sum(1)
     hardest = masked_max(similarity, block.negative)  # −inf without a negative
-    return (positive_margin - of_positive).relu() + (hardest - negative_margin).relu(), block.positive.any(1)
+    return (least - of_positive).relu() + (hardest - most).relu(), block.positive.any(1)
 
 
 class DynamicSoftMargin(Loss):
@@ -204,11 +193,10 @@ class DynamicSoftMargin(Loss):
         loss_i = F(δ_i) δ_i,   F the cumulative distribution of h', linear between its nodes
 
     F(δ_i) has no gradient. Without a past (h = 0), h' is the batch's histogram. A single pair has no loss.
-    The authors' code and pytorch-metric-learning's take F at the node below δ_i, a step function: rounding then decides the
-    weight of a δ that is 0 because embeddings repeat, so that no two splits of a batch agree.
+    The authors' code and pytorch-metric-learning's take F at the node below δ_i.
 
-    h is the buffer ``histogram``, at equal steps from −2 to 2, which starts at 0. In training mode each call stores h' in
-    it: it is equal on every rank, and equal to that of one process.
+    h is the buffer ``histogram``, which starts at 0. In training mode each call stores h' in it: it is equal on every rank,
+    and equal to that of one process.
 
     Args:
         num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.
@@ -231,15 +219,12 @@ class DynamicSoftMargin(Loss):
     engine = "rows"
 
     def __post_init__(self) -> None:
-        self.num_bins = int(self.num_bins)
-        zeros = allocate("DynamicSoftMargin", lambda: torch.zeros(self.num_bins + 1), num_bins=self.num_bins)
-        self.histogram = nn.Buffer(zeros)
+        self.histogram = nn.Buffer(self.allocated(lambda bins: torch.zeros(bins + 1), "num_bins"))
 
     def inputs(self, anchors: Float[Tensor, "n d"], positives: Float[Tensor, "n d"]) -> Inputs:
-        nodes, problem = self.num_bins + 1, None
-        if self.histogram.shape != (nodes,):
-            problem = f"the histogram has num_bins + 1 nodes, [{nodes}], got {described(self.histogram)}."
-        return Inputs({"view 0": anchors, "view 1": positives}, problem)
+        nodes = self.num_bins + 1
+        problem = f"the histogram has num_bins + 1 nodes, [{nodes}], got {described(self.histogram)}."
+        return Inputs({"view 0": anchors, "view 1": positives}, problem if self.histogram.shape != (nodes,) else None)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         directions = ("view 0", "view 1"), ("view 1", "view 0")
@@ -284,12 +269,15 @@ def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:
 
 def _moved(batch: Batch, histogram: Tensor, lower: Tensor, share: Tensor, valid: Tensor) -> Tensor:
     """Return the histogram after a step towards that of all ranks' differences; it stays as it is without any."""
-    result = torch.zeros_like(histogram).index_add_(0, lower, (1 - share) * valid)
-    result = batch.sum(result.index_add_(0, lower + 1, share * valid), gradient="complete")
+    local = (
+        torch.zeros_like(histogram).index_add_(0, lower, (1 - share) * valid).index_add_(0, lower + 1, share * valid)
+    )
+    result = batch.sum(local, gradient="complete")
     count, has_past = result.sum(), histogram.sum() > 0
     step = torch.where(has_past, batch.settings.momentum, 1.0).where(count > 0, 0).to(result)
     return histogram + step * (result / count.where(count > 0, 1) - histogram)
 
 
-_ROUNDING_UNITS = 64
-"""Distance of squares, in units of the precision of numbers near 1, below which they count as equal."""
+_ROUNDING_UNITS = (
+    64  # distance of squares, in units of the precision of numbers near 1, below which they count as equal
+)

@@ -22,7 +22,6 @@ from contrastive_zoo.engine.tiling import TILE_BYTES
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss, of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
-from contrastive_zoo.loss_base.state import allocate
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described
@@ -36,13 +35,11 @@ class AlignUniform(TwoViewLoss):
 
         loss = mean_i ‖a_i − b_i‖^α  +  λ/2 Σ_{z∈{a,b}} log mean_{i≠j} exp(−t ‖z_i − z_j‖²)
 
-    On the sphere ‖z_i − z_j‖² = 2 − 2 z_i·z_j, so the second term is a log-sum-exp of similarities, 0 without a pair.
-    An embedding of zeros counts there as a point at right angles to all others.
-    α = t = 2 and λ = 1 are the paper's defaults; lightly's HypersphereLoss has t = 1.
+    The second term is 0 without a pair; an embedding of zeros counts there as a point at right angles to all others.
 
     Args:
         alpha: α ≥ 1.
-        t: t > 0, an inverse squared distance.
+        t: t > 0, an inverse squared distance; 1 in lightly's HypersphereLoss.
         uniformity: λ, the second term's weight.
 
     Examples:
@@ -85,9 +82,6 @@ class SpectralContrastive(TwoViewLoss):
 
         loss = −2 mean_i a_i·b_i  +  mean_{i≠j} (a_i·b_j)²
 
-    The second sum is ⟨AᵀA, BᵀB⟩ − Σ_i (a_i·b_i)²: d × d numbers, not N × N; it is 0 without a pair. The
-    loss has no unit if embeddings have none.
-
     Args:
         mu: largest squared norm; ``math.inf`` for the paper's loss, 1 in the authors' code.
 
@@ -125,9 +119,7 @@ class OrthogonalRegularization(EmbeddingLoss):
 
         loss = λ₁ M₁²  +  λ₂ max(0, M₂ − 1/d)
 
-    Random unit vectors have M₁ = 0 and M₂ = 1/d. The means follow from Σ z_i and Σ z_i z_iᵀ, so no pair is computed. A
-    single embedding has no pair: both are 0. sentence-transformers' GlobalOrthogonalRegularizationLoss averages it over its
-    input columns; add one of each column. The paper takes pairs of different classes, and adds it to another loss.
+    Without a pair both are 0. sentence-transformers' GlobalOrthogonalRegularizationLoss is its mean over input columns.
 
     Args:
         mean_weight: λ₁.
@@ -178,9 +170,8 @@ class KoLeo(EmbeddingLoss):
 
         loss_i = −log(min_{j≠i} ‖z_i − z_j‖ + ε)
 
-    A single embedding has no neighbour and no loss; of neighbours at equal distances the first gets the gradient; equal
-    embeddings have none. It regularises another loss: DINOv2 adds 0.1 times it, on the class tokens of each large crop
-    by itself. DINOv2 and lightly look for the neighbour on the own process only, and add ε to each coordinate, too.
+    A single embedding has no loss; of neighbours at equal distances the first gets the gradient; equal embeddings have
+    none. DINOv2 adds 0.1 times it to its loss. DINOv2 and lightly look for the neighbour on the own process only.
 
     Args:
         eps: ε > 0.
@@ -233,13 +224,11 @@ class SIGReg(EmbeddingLoss):
 
         loss = N mean_j ∫_{−T}^{T} |φ_j(t) − exp(−t²/2)|² exp(−t²/2) dt
 
-    by the trapezoidal rule on equal steps. Ranks exchange 2 m numbers per point. Equal to lightly's SIGReg.
-    :class:`LeJEPA` adds the distance of views.
+    by the trapezoidal rule on equal steps. Equal to lightly's SIGReg. :class:`LeJEPA` adds the distance of views.
 
-    In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank. An
-    accelerator draws other ones than a CPU, without reading the step. Move the loss to the device of its embeddings. In
-    evaluation mode all calls have the same directions. The buffer is part of the state dict, so that a resumed training
-    draws what an uninterrupted one does.
+    In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank, and a resumed
+    training draws what an uninterrupted one does. An accelerator draws other ones than a CPU. Move the loss to the device
+    of its embeddings.
 
     Args:
         embedding_size: d.
@@ -273,8 +262,8 @@ class SIGReg(EmbeddingLoss):
         return Inputs({"embeddings": embeddings}, self.directions_problem("embeddings", embeddings))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
-        names, slices = [*stated.inputs.rows], int(self.num_slices)
-        waves = Summed(2 * int(self.num_points) * slices * len(names) * stated.wide)
+        names, slices = [*stated.inputs.rows], self.num_slices
+        waves = Summed(2 * self.num_points * slices * len(names) * stated.wide)
         return [waves, Local(names, 4 * slices * stated.width, 5 * slices * stated.wide), Local(bytes=2 * TILE_BYTES)]
 
     def compute(self, batch: Batch) -> Tensor:
@@ -286,12 +275,11 @@ class SIGReg(EmbeddingLoss):
 
     def directions(self) -> Float[Tensor, "d m"]:
         """Return the directions of the current step, standard normal numbers."""
-        sizes = {"embedding_size": int(self.embedding_size), "num_slices": int(self.num_slices)}
-        return allocate(type(self).__name__, partial(_drawn, self.step, *sizes.values()), **sizes)
+        return self.allocated(partial(_drawn, self.step), "embedding_size", "num_slices")
 
     def directions_problem(self, name: str, rows: Tensor) -> str | None:
-        if rows.shape[1] != int(self.embedding_size):
-            drawn = f"float32 {[int(self.embedding_size), int(self.num_slices)]}"
+        if rows.shape[1] != self.embedding_size:
+            drawn = f"float32 {[self.embedding_size, self.num_slices]}"
             return f"directions are [d, m], got {drawn} for {name} {described(rows)}."
         return devices.state_problem("directions", self.step, rows)
 
@@ -322,8 +310,7 @@ class LeJEPA(SIGReg):
 
         loss = λ mean_v SIGReg(z_v)  +  (1 − λ) mean_{v,i} ‖z_vi − m_i‖² / d
 
-    where :class:`SIGReg` takes the same directions in each view. In training mode each call draws other directions, as
-    there. Embeddings are not normalised. Equal to lightly's LeJEPALoss on all views.
+    where :class:`SIGReg` takes the same directions in each view. Equal to lightly's LeJEPALoss on all views.
 
     Args:
         lambda_: λ, 0 … 1.
@@ -341,10 +328,10 @@ class LeJEPA(SIGReg):
     global_views: Size = 2
 
     def inputs(self, *views: Float[Tensor, "n d"]) -> Inputs:
-        stated, count = of_views(views), len(views)
+        stated = of_views(views)
         problem = stated.problem
-        if problem is None and self.global_views > count:
-            problem = f"the first global_views of the views are global, got {self.global_views} of {count} views."
+        if problem is None and self.global_views > len(views):
+            problem = f"the first global_views of the views are global, got {self.global_views} of {len(views)} views."
         return replace(stated, problem=problem or self.directions_problem("views", views[0]))
 
     def entries(self, stated: CallInputs) -> list[Entry]:

@@ -126,7 +126,7 @@ def test_each_argument_has_as_many_samples_as_the_first(name: str) -> None:
 
 
 def test_without_the_check_of_shapes_the_words_are_those_of_torch() -> None:
-    with patch("contrastive_zoo.loss_base.loss.shapes_problem", return_value=None), pytest.raises(RuntimeError):
+    with patch("contrastive_zoo.loss_base.shapes.shapes_problem", return_value=None), pytest.raises(RuntimeError):
         cz.Clip()(EYE, EYE[:2])
 
 
