@@ -309,8 +309,10 @@ def _(x: Any) -> None:
     x.keys = lambda keys: keys
 
 
-@training("a cache of gradients by hand")
+@training("a cache of gradients by hand, with dropout")
 class CachedByHand(OpenClip):
+    make_encoder = staticmethod(lambda: nn.Sequential(make_encoder(), nn.Dropout(0.2)))
+
     def backward(self, x: Tensor, y: Tensor) -> None:
         chunks = [*x.chunk(2), *y.chunk(2)]
         with torch.no_grad():
@@ -377,6 +379,18 @@ class Tokens(OpenClip):
             optimizer.zero_grad()
             self.loss(x, y).backward()
             optimizer.step()
+
+
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1) < 0.8)
+
+
+@variant("views that the loop draws, and samples that skip a layer", base=OpenClip)
+def _(x: Any) -> None:
+    x.model = DistributedDataParallel(nn.Sequential(make_encoder(), DropPath()))
+    torch.manual_seed(x.rank)
+    x.loss = lambda *views: OpenClip.loss(x, *(y + torch.randn_like(y) for y in views))
 
 
 @variant("a learning rate that is scaled with W, a sum over the global batch by all_reduce", base=Plain)

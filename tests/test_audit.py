@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pytorch_metric_learning")
 
 import contrastive_zoo as cz
+from contrastive_zoo.testing.auditing import rerun
 from contrastive_zoo.testing.auditing.diagnosis import PROBES
 from contrastive_zoo.testing.auditing.launch import audit, audit_script
 from contrastive_zoo.testing.auditing.records import LossCall, Step
@@ -140,6 +142,18 @@ def test_an_audit_without_a_probe_misses_its_mistake(worlds: Worlds) -> None:
         assert probe in MISTAKES or probe in ["_of_samples", *(x.__name__ for x in PROBES)]
         report = worlds.run(2, audit_here, module, name, probe)[0]
         assert not set(IN_A_POOL[module][name]) & set(names(report.findings)), f"{probe}: {report}"
+
+
+def test_views_are_not_drawn_again(worlds: Worlds) -> None:
+    (name,) = (x for x in audit_trainings.TRAININGS if x.startswith("views that the loop draws"))
+
+    def drawing_again() -> AuditReport:
+        with patch.object(rerun, "_of_ranks", lambda calls, leaves, as_long: leaves):
+            return audit_here(OWN, name)
+
+    report = worlds.run(2, drawing_again)[0]
+    assert report.ok is False
+    assert "dropout was switched off" in str(report)
 
 
 def test_random_right_trainings_are_not_accused(worlds: Worlds) -> None:

@@ -461,10 +461,7 @@ def _notes(step: StepEvidence) -> Iterator[str]:
             "each rank returns the loss of its own anchors; the mean of the ranks is the value of one process: log that "
             "mean"
         )
-    if first.draws:
-        yield (
-            "the training draws random numbers on each rank (dropout), which is outside the contract: one process draws "
-            "those of the ranks again"
-        )
+    if first.has_dropout:
+        yield "dropout was switched off, on the ranks and in one process: each rank draws masks of its own"
     if names := step.differing_tensors:
         yield f"{len(names)} buffers or tensors of modules differ between ranks after a step, such as {names[0]}"

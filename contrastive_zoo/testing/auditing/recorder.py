@@ -25,7 +25,6 @@ from contrastive_zoo.testing.auditing.records import (
     Step,
     digests,
     snapshot,
-    token_length,
 )
 from contrastive_zoo.testing.auditing.rerun import Rerun
 from contrastive_zoo.testing.evidence import SKETCH
@@ -38,6 +37,8 @@ THIRD_PARTY_LOSSES = (  # modules whose classes are losses
     "contrastive_zoo.adapters.sentence_transformers",
 )
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")  # of torch.nn.utils; trainers call these, too
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+STOCHASTIC_DEPTHS = ("DropPath", "StochasticDepth")  # ends of the names of classes that skip samples at random
 # A backward pass that starts with a larger gradient was scaled by the GradScaler that scaled last
 LARGEST_WEIGHT = 64.0
 
@@ -83,6 +84,8 @@ class Recorder:
             (torch.autograd, "backward", self._on_backward),
             (DataLoader, "__iter__", self._on_loader),
             (DataLoader, "__len__", self._on_length),
+            *((nn.functional, name, self._on_dropout) for name in DROPOUTS),
+            (nn.functional, "scaled_dot_product_attention", self._on_attention),
             (torch.amp.GradScaler, "scale", self._on_scale),
             (ShardedGradScaler, "scale", self._on_scale),
         )
@@ -151,7 +154,32 @@ class Recorder:
             self._are_losses[module] = is_known or of_library or bool(named)
         return self._are_losses[module]
 
+    def _on_dropout(self, original: Any, input: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Tensor:
+        """Leave dropout out, on the ranks and in one process, because each rank draws masks of its own."""
+        is_training = kwargs.get("training", (*args, True)[0])
+        return original(input, self._without_dropout(is_training * p), *args, **kwargs)
+
+    def _on_attention(
+        self,
+        original: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        return original(query, key, value, attn_mask, self._without_dropout(dropout_p), *args, **kwargs)
+
+    def _without_dropout(self, p: float) -> float:
+        self.step.has_dropout |= not self.finished and p > 0
+        return p if self.finished else 0.0
+
     def _on_call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.finished and type(module).__name__.endswith(STOCHASTIC_DEPTHS):
+            self.step.has_dropout |= module.training
+            return args[0]
         if self.finished or torch.compiler.is_compiling() or in_backward():
             return original(module, *args, **kwargs)
         return (self._call_inside if self._in_call else self._call)(original, module, args, kwargs)
@@ -171,22 +199,20 @@ class Recorder:
             self.step, self._had_gradients = Step(), False
         if not self.step.calls:
             self.step.epoch = self._epochs
-            if self.rerun is not None:
-                self.rerun.draws.states_at.clear()
         self.tensors.remember(module)
         if self.record.problem:
             self._finish()
             return original(module, *args, **kwargs)
         index = len(self.step.calls)
+        call = ModuleCall()
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
-            learnt = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-            call = ModuleCall([] if any(learnt) else digests(leaves), list(map(token_length, leaves)))
-            if not any(self.record.loaders):
-                call.arguments = [None if y else snapshot(x) for x, y in zip(leaves, learnt, strict=True)]
+            given = [isinstance(x, Tensor) and not (x.requires_grad or hasattr(x, "device_mesh")) for x in leaves]
+            call.arguments = [snapshot(x) if y else None for x, y in zip(leaves, given, strict=True)]
+            if not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+                call.samples = digests(leaves)
         else:
             args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
-            call = ModuleCall([], [])
         self.step.calls.append(call)
         current = torch.accelerator.current_accelerator()
         for device in {"cpu", *([current.type] if current is not None else [])}:
@@ -198,10 +224,8 @@ class Recorder:
             return self._call_inside(original, module, args, kwargs)
         finally:
             self._in_call = False
-            if not torch.equal(after := torch.get_rng_state(), before):
-                call.draws = before, after
-            if self.rerun is not None:
-                self.rerun.leave(len(self.record.steps), index)
+            if not torch.equal(torch.get_rng_state(), before):
+                call.drew_from = before
 
     def _call_inside(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._in_loss or not torch.is_grad_enabled() or not self._is_loss(module):

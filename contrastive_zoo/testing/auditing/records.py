@@ -41,10 +41,9 @@ class LossCall:
 class ModuleCall:
     """A call of a module by the script itself, not by another module."""
 
-    samples: list[bytes]  # a digest of every sample
-    lengths: list[int]  # of the token sequences in each leaf, 0 of others
-    arguments: list[Any] | None = None  # leaves, where no data loader is recorded
-    draws: tuple[Tensor, Tensor] | None = None  # the states of torch's random numbers before and after it, if it drew
+    samples: list[bytes] = field(default_factory=list)  # a digest of every sample
+    arguments: list[Tensor | None] = field(default_factory=list)  # leaves; None for those that need a gradient
+    drew_from: Tensor | None = None  # the state of torch's random numbers before it, if it drew
 
 
 @dataclass
@@ -65,16 +64,13 @@ class Step:
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
     clips: list[str] = field(default_factory=list)  # names of the functions that clip
     is_scaled: bool = False  # whether a GradScaler scales the loss
+    has_dropout: bool = False  # whether dropout was switched off
     low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
     epoch: int = 0  # how often a DataLoader had been started
 
     @property
     def samples(self) -> list[bytes]:
         return list(dict.fromkeys(y for x in self.calls for y in x.samples))
-
-    @property
-    def draws(self) -> bool:
-        return any(x.draws for x in self.calls)
 
     @property
     def values(self) -> list[float]:
@@ -193,26 +189,27 @@ def _first_digest(dataset: Any) -> str:
         np.random.set_state(states[1])
 
 
-def concatenated(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
+def concatenated(parts: Sequence[Any]) -> Any:
     try:
-        return merged(parts, lengths)
+        return merged(parts)
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(f"the ranks' batches cannot be concatenated: {error}") from error
 
 
-def merged(parts: Sequence[Any], lengths: Mapping[tuple[int, ...], int]) -> Any:
-    """Concatenate tensors along dimension 0, tokens padded to these lengths; join lists; merge mappings by key."""
+def merged(parts: Sequence[Any]) -> Any:
+    """Concatenate tensors along dimension 0, tokens padded to the longest; join lists; merge mappings by key."""
     first = parts[0]
     if isinstance(first, Tensor):
-        length = lengths.get(tuple(map(token_length, parts)))
-        padded = parts if length is None else [torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in parts]
-        return torch.cat(list(padded)) if first.ndim else first
+        lengths = [x.shape[1] for x in parts if x.ndim == 2 and not x.is_floating_point()]
+        if len(lengths) == len(parts):
+            parts = [torch.nn.functional.pad(x, (0, max(lengths) - x.shape[1])) for x in parts]
+        return torch.cat(list(parts)) if first.ndim else first
     if isinstance(first, Mapping):
-        return _like(first, [merged([x[key] for x in parts], lengths) for key in first])
+        return _like(first, [merged([x[key] for x in parts]) for key in first])
     if not isinstance(first, list | tuple):
         return first
     if len({len(x) for x in parts}) == 1 and first and all(map(_holds_samples, first)):
-        return _like(first, [merged(x, lengths) for x in zip(*parts, strict=True)])
+        return _like(first, [merged(x) for x in zip(*parts, strict=True)])
     return type(first)(y for x in parts for y in x)
 
 
@@ -229,26 +226,6 @@ def _holds_samples(x: Any) -> bool:
     if isinstance(x, Mapping):
         return any(isinstance(y, Tensor) and y.ndim for y in x.values())
     return isinstance(x, list | tuple) or (isinstance(x, Tensor) and x.ndim > 0)
-
-
-def padded_lengths(ranks: Sequence[Sequence[Any]]) -> dict[tuple[int, ...], int]:
-    """Return the length to which token sequences are padded, by their length on each rank.
-
-    Sequences whose lengths differ get a length of their own, by which random numbers tell what is padding.
-    """
-    result: dict[tuple[int, ...], int] = {}
-    for lengths in sorted({tuple(map(token_length, x)) for x in zip(*ranks, strict=False)}, key=lambda x: len({*x})):
-        length = max(lengths, default=0)
-        while length in result.values():
-            length += 1
-        result |= {lengths: length} if length else {}
-    return result
-
-
-def token_length(x: Any) -> int:
-    """Return the length of the sequences in a tensor of tokens, [n, length]; 0 for anything else."""
-    is_tokens = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
-    return int(x.shape[1]) if is_tokens else 0
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

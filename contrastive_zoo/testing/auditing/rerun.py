@@ -1,7 +1,6 @@
 """Run a training again in one process, with the batches of all ranks, from the state of rank 0."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.auditing.records import (
@@ -20,10 +18,8 @@ from contrastive_zoo.testing.auditing.records import (
     Record,
     concatenated,
     digests,
-    padded_lengths,
     reordered,
     tensors_of,
-    token_length,
 )
 from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.messages import replaced
@@ -48,8 +44,7 @@ class Rerun:
         if self.first.shares_samples:  # tensor parallel ranks hold the same samples, which count once
             samples = [[step.samples for step in x.steps] for x in self.records]
             self.records = [x for i, x in enumerate(self.records) if samples[i] not in samples[:i]]
-        self.draws = ShardedDraws()
-        self.has_draws = any(step.draws for x in self.records for step in x.steps)
+        self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
         self.lengths = iter(self.first.lengths)  # of the loaders on rank 0, on which schedules depend
 
@@ -65,17 +60,13 @@ class Rerun:
                 len(x) == len(leaves[0]) and all(map(torch.equal, x, leaves[0])) for x in leaves
             )
             whole = len(parts) == len(epochs) > 1 and equal and sliced_later
-            lengths = padded_lengths(leaves)
-            batch = parts[0] if whole else concatenated(parts, lengths)
+            batch = parts[0] if whole else concatenated(parts)
             if leaves[0] and not whole:
                 sizes = [len(x[0]) if x[0].ndim else 0 for x in leaves]
                 order = self._order(leaves, sizes)
                 batch = reordered(batch, order)
-                places, starts = order.argsort(), torch.tensor([0, *sizes]).cumsum(0)
-                if len(parts) == len(epochs):
-                    self.draws.rows = [places[start : start + n] for start, n in zip(starts, sizes, strict=False)]
-                    self.draws.lengths = {n: x for x, n in lengths.items() if len(set(x)) > 1}
-                    self.draws.assign(states)
+                self.rows = list(order.argsort().split(sizes))
+            torch.set_rng_state(states[0])
             yield batch
 
     def _order(self, leaves: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
@@ -111,59 +102,39 @@ class Rerun:
                 optimizer.state.clear()
 
     def enter(self, step: int, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of the script's call of a module; set the ranks' random numbers."""
-        if len(calls := self._calls(step, index)) < len(self.records):
+        """Return the arguments of the script's call of a module: those of the ranks, where the script makes others."""
+        calls = [x.steps[step].calls[index : index + 1] for x in self.records if step < len(x.steps)]
+        if sum(map(len, calls)) < len(self.records):
             return args, kwargs
-        if all(call.arguments is not None for call in calls):
-            args, kwargs = self._substituted(calls, args, kwargs)
-        columns = zip(map(token_length, tree_leaves((args, kwargs))), *(call.lengths for call in calls), strict=False)
-        differing = {n: tuple(x) for n, *x in columns if len(set(x)) > 1}
-        self.draws.lengths = differing or self.draws.lengths
+        ranks = [call for (call,) in calls]
+        leaves, structure = tree_flatten((args, kwargs))
+        if not any(self.first.loaders):
+            leaves = _of_ranks(ranks, leaves, as_long=False)
+        samples, recorded = digests(leaves), [y for x in ranks for y in x.samples]
+        if recorded and sorted(samples) != sorted(recorded):
+            if {*samples} <= {y for x in self.records for y in x.steps[step].samples}:
+                self._report("the script splits a batch, into other parts in one process than on the ranks")
+            else:  # as an augmentation in the loop, which draws random numbers
+                leaves = _of_ranks(ranks, leaves, as_long=True)
+                samples = digests(leaves)
         order: dict[bytes, list[int]] = {}
-        for position, sample in enumerate(digests(tree_leaves((args, kwargs)))):
+        for position, sample in enumerate(samples):
             order.setdefault(sample, []).append(position)
-        rows = [[order[x].pop(0) for x in call.samples if order.get(x)] for call in calls]
-        if [len(x) for x in rows] == [len(call.samples) for call in calls] and any(rows):
-            self.draws.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
-        elif order and order.keys() <= {y for x in self.records for y in x.steps[step].samples}:
-            self._report("the script splits a batch, into other parts in one process than on the ranks")
-        if any(call.draws for call in calls):
-            if all(call.draws for call in calls):
-                self.draws.assign([call.draws[0] for call in calls if call.draws])
-            else:
-                self._report("some ranks draw random numbers where others do not")
-        return args, kwargs
+        rows = [[order[x].pop(0) for x in call.samples if order.get(x)] for call in ranks]
+        if [len(x) for x in rows] == [len(call.samples) for call in ranks] and any(rows):
+            self.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
+        if ranks[0].drew_from is not None:
+            torch.set_rng_state(ranks[0].drew_from)
+        if any(call.drew_from is not None for call in ranks):
+            self._report("a module draws random numbers, besides those of dropout")
+        return tree_unflatten(leaves, structure)
 
     def _report(self, problem: str) -> None:
         self.problem = self.problem or problem
 
-    def _calls(self, step: int, index: int) -> list[ModuleCall]:
-        calls = [x.steps[step].calls if step < len(x.steps) else [] for x in self.records]
-        return [x[index] for x in calls if index < len(x)]
-
-    def leave(self, step: int, index: int) -> None:
-        """Compare the ranks' states of random numbers after a call with the recorded ones."""
-        after = [call.draws[1] for call in self._calls(step, index) if call.draws]
-        is_lost = len(after) == len(self.records) and not all(map(torch.equal, after, self.draws.states))
-        if is_lost or self.draws.is_ambiguous:
-            self._report("the random numbers of the ranks cannot be assigned to samples of one process")
-
-    def _substituted(self, calls: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Replace arguments without gradient that are a rank's samples by those of all ranks."""
-        leaves = tree_leaves((args, kwargs))
-        columns = list(zip(*(call.arguments for call in calls), strict=False))
-        if len(columns) != len(leaves):
-            return args, kwargs
-        sizes = next(([len(y) for y in x] for x in columns if all(isinstance(y, Tensor) and y.ndim for y in x)), [])
-        for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
-            is_recorded = isinstance(x, Tensor) and all(isinstance(y, Tensor) and y.ndim for y in parts)
-            if is_recorded and [len(y) for y in parts] == sizes and not x.requires_grad and len(x) != sum(sizes):
-                leaves[i] = concatenated(parts, padded_lengths([[y] for y in parts])).to(x.device)
-        return tree_unflatten(leaves, tree_structure((args, kwargs)))
-
     @contextmanager
     def world_of_one(self) -> Iterator[None]:
-        """Make every process group one of one rank, and every mesh one of one rank; draw from the ranks' states."""
+        """Context manager: every process group, and every mesh, is one of one rank."""
         with ExitStack() as stack:
             watched: list[tuple[Any, str, Callable[..., Any]]] = [(World, "of", _of_this_process)]
             if dist.is_available():
@@ -175,15 +146,26 @@ class Rerun:
                 watched += [(nn.functional, "batch_norm", self._batch_norm)]
             for home, name, function in watched:
                 stack.enter_context(replaced(home, name, function))
-            if self.has_draws:
-                stack.enter_context(self.draws)
             yield
 
     def _batch_norm(self, original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if sum(map(len, self.draws.rows)) != len(x):
+        if sum(map(len, self.rows)) != len(x):
             return original(x, *args, **kwargs)
-        parts = [original(x[rows], *args, **kwargs) for rows in self.draws.rows]
-        return torch.cat(parts)[torch.cat(self.draws.rows).argsort()]
+        parts = [original(x[rows], *args, **kwargs) for rows in self.rows]
+        return torch.cat(parts)[torch.cat(self.rows).argsort()]
+
+
+def _of_ranks(calls: Sequence[ModuleCall], leaves: Sequence[Any], as_long: bool) -> list[Any]:
+    """Replace arguments without gradient by those of all ranks, if they are as long as these together, or are not."""
+    result, columns = list(leaves), list(zip(*(call.arguments for call in calls), strict=False))
+    if len(columns) != len(leaves):
+        return result
+    sizes = next(([len(y) for y in x] for x in columns if all(y is not None and y.ndim for y in x)), [])
+    for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
+        is_recorded = isinstance(x, Tensor) and all(y is not None and y.ndim for y in parts) and not x.requires_grad
+        if is_recorded and [len(y) for y in parts] == sizes and (len(x) == sum(sizes)) == as_long:
+            result[i] = concatenated(parts).to(x.device)
+    return result
 
 
 def _join_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,94 +186,3 @@ def _of_this_process(original: Any, process_group: Any = None, caller: str = "")
 def _without_live_group(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the module of a DDP that was wrapped before the rerun, in the group of all ranks."""
     return original(ddp, *args, **kwargs) if ddp.process_group.size() == 1 else ddp.module(*args, **kwargs)
-
-
-class ShardedDraws(TorchDispatchMode):
-    """Draw what belongs to samples, as the masks of dropout, for the samples of each rank from the state of that rank.
-
-    A draw belongs to samples if one of its dimensions is that of the batch, or the first is a multiple. The ranks' states
-    go with that of torch: where a checkpoint or a cache of gradients sets an earlier one again, theirs are set again, too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: list[Tensor] = []
-        self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
-        self.lengths: dict[int, tuple[int, ...]] = {}  # of each rank's tokens where they differ, by their padded length
-        self.is_ambiguous = False  # whether several dimensions of a draw may be that of the samples
-        self.states_at: dict[bytes, list[Tensor]] = {}  # the ranks' states at a state of torch
-
-    def assign(self, states: Sequence[Tensor]) -> None:
-        self.states = list(states)
-        self.states_at[_present()] = self.states
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_draw = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)
-        if not is_draw or not self.states or not self.rows or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        self.states = self.states_at.get(_present(), self.states)
-        result = func(*args, **kwargs)
-        after = torch.get_rng_state()
-        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.ndim]
-        states = []
-        for rank, state in enumerate(self.states):
-            torch.set_rng_state(state)
-            if tensors and self._batch_dimension(tensors[0].shape) >= 0:
-                self._draw(func, args, kwargs, tensors, self._region(rank, tensors[0].shape))
-            else:  # a number of the whole batch: that of rank 0
-                copied, named = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
-                drawn = func(*copied, **named)
-                for x, y in zip(tensors if rank == 0 else [], tree_leaves(drawn), strict=False):
-                    x.copy_(y)
-            states.append(torch.get_rng_state())
-        torch.set_rng_state(after)
-        self.assign(states)
-        return result
-
-    def _draw(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], region: tuple[Any, ...]) -> None:
-        """Overwrite a rank's region of what was drawn with what that rank draws."""
-        shape = tensors[0].shape
-        part = tensors[0][region]
-
-        def of_rank(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return _in_order(x[region], x) if x.shape == shape else x
-            return list(part.shape) if isinstance(x, list | tuple) and list(x) == list(shape) else x
-
-        # sizes are sequences, which a tree would take apart
-        drawn = func(*map(of_rank, args), **{key: of_rank(x) for key, x in kwargs.items()})
-        for x, y in zip(tensors, (z for z in tree_leaves(drawn) if isinstance(z, Tensor)), strict=False):
-            if x.shape == shape:
-                x[region] = y
-
-    def _region(self, rank: int, shape: torch.Size) -> tuple[Any, ...]:
-        """Return the indices of a rank's samples, and for each further dimension what is no padding of their tokens."""
-        batch, total = self._batch_dimension(shape), sum(map(len, self.rows))
-        each = shape[batch] // total  # elements for each sample
-        inner = torch.arange(each)
-        if longest := next((n for n in self.lengths if each % n == 0), 0):
-            inner = inner.view(longest, -1)[: self.lengths[longest][rank]].flatten()
-        samples = (self.rows[rank][:, None] * each + inner).flatten()
-        others = [slice(self.lengths[n][rank] if n in self.lengths else n) for n in shape]
-        return *others[:batch], samples, *others[batch + 1 :]
-
-    def _batch_dimension(self, shape: torch.Size) -> int:
-        """Return the dimension of the samples: one of their number, or the first, if that is a multiple; else -1."""
-        total = sum(map(len, self.rows))
-        exact = [i for i, n in enumerate(shape) if n == total]
-        is_multiple = total > 0 and shape[0] > 0 and shape[0] % total == 0
-        self.is_ambiguous |= len(exact) > 1 or (is_multiple and exact[:1] not in ([], [0]))
-        return exact[0] if exact else 0 if is_multiple else -1
-
-
-def _in_order(x: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor whose elements lie in memory in the order of another one, in which random numbers are drawn."""
-    strides = like.stride()
-    order = sorted(range(like.ndim), key=lambda i: (-strides[i], i))
-    inverse = [order.index(i) for i in range(like.ndim)]
-    return x.permute(order).contiguous().permute(inverse)
-
-
-def _present() -> bytes:
-    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).digest()
