@@ -4,9 +4,8 @@ import json
 import os
 import sys
 from contextlib import nullcontext, suppress
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from contrastive_zoo.ranks.suggestions import did_you_mean
 
@@ -37,23 +36,15 @@ def commands(
     """Check and list contrastive losses that are the same function on W processes as on one."""
 
 
-class Trainer(str, Enum):
-    """How the trainer reduces gradients over ranks."""
-
-    mean = "mean"
-    sum = "sum"
-
-
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file as JSON; - for the output.", dir_okay=False)
 ]
-
-
-class Level(str, Enum):
-    """What is under test: a loss, or a whole training step."""
-
-    loss = "loss"
-    training_step = "training-step"
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
+]
+WorldSizes = Annotated[
+    list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: --world-size 1 2 4.")
+]
 
 
 @app.command()
@@ -62,22 +53,21 @@ def check(
         str | None,
         typer.Argument(help="module:function that returns a loss, module:LossClass, or a name that `list` shows."),
     ] = None,
-    world_size: Annotated[
-        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes to test: --world-size 1 2 4.")
-    ] = None,
+    world_size: WorldSizes = None,
     examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,
-    trainer: Annotated[Trainer, typer.Option(help="How the trainer reduces gradients over ranks.")] = Trainer.mean,
+    trainer: Annotated[
+        Literal["mean", "sum"], typer.Option(help="How the trainer reduces gradients over ranks.")
+    ] = "mean",
     call: Annotated[str, typer.Option(help="Call form of the loss: labels, views, or auto.")] = "auto",
     level: Annotated[
-        Level, typer.Option(help="What the function returns: a loss, or (model, step), a whole training step.")
-    ] = Level.loss,
+        Literal["loss", "training-step"],
+        typer.Option(help="What the function returns: a loss, or (model, step), a whole training step."),
+    ] = "loss",
     timeout: Annotated[
         float, typer.Option(help="Seconds for one global batch, besides those of the first call.", min=0.1)
     ] = 4.0,
     width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
-    ] = None,
+    setting: Settings = None,
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
     json_file: JsonFile = None,
     explain: Annotated[str | None, typer.Option(help="Explain an invariant and what breaks without it.")] = None,
@@ -111,9 +101,9 @@ def check(
                 make,
                 world_sizes=world_size or (1, 2, 3, 4),
                 call=call_form if call == "auto" and call_form else call,
-                grad_reduction=trainer.value,
+                grad_reduction=trainer,
                 max_examples=examples,
-                level=level.name,
+                level=level.replace("-", "_"),
                 width=width,
                 timeout=timeout,
                 name=name,
@@ -132,9 +122,7 @@ def audit(
         list[str] | None, typer.Argument(help="The script and its arguments.", metavar="SCRIPT ...")
     ] = None,
     module: Annotated[str | None, typer.Option("-m", help="A module to run instead, as python -m does.")] = None,
-    world_size: Annotated[
-        list[int] | None, typer.Option("--world-size", "-W", help="Numbers of processes: --world-size 2 4.")
-    ] = None,
+    world_size: WorldSizes = None,
     steps: Annotated[int, typer.Option(help="Number of steps of the optimizer to compare.", min=1)] = 3,
     loss: Annotated[
         list[str] | None, typer.Option(help="Class, or module:Class, of a loss that is not known; repeat the option.")
@@ -168,17 +156,7 @@ def audit(
     raise typer.Exit(_shown(report, json_file))
 
 
-class Dtype(str, Enum):
-    """The precision of embeddings."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float64 = "float64"
-
-
-SEVERAL = 32
-"""Tokens, candidates or views of a sample in what a command explains."""
+SEVERAL = 32  # tokens, candidates or views of a sample in a call that is explained
 
 
 @app.command("explain")
@@ -190,14 +168,14 @@ def explain_step(
     width: Annotated[int, typer.Option(help="Features of an embedding.", min=1)] = 128,
     world_size: Annotated[int, typer.Option("--world-size", "-W", help="Number of processes.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="What computes: cpu or cuda; neither has to be there.")] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="Precision of the embeddings.")] = Dtype.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="Precision of the embeddings.")
+    ] = "float32",
     call: Annotated[
         str, typer.Option(help="Call form of a loss that `list` does not show: labels or views.")
     ] = "views",
     ring: Annotated[bool, typer.Option("--ring", help="Pass candidates from rank to rank.")] = False,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
-    ] = None,
+    setting: Settings = None,
 ) -> None:
     """Show which path a step takes, and its messages, bytes, matmuls and memory, without computing it.
 
@@ -229,7 +207,7 @@ def explain_step(
             for kind in kinds
             if kind != "token mask"  # all tokens are valid
         ]
-        options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype.value)}
+        options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
         typer.echo(contrastive_zoo.explain(loss, *tensors, world_size=world_size, **options))
     except TargetError as error:
         raise typer.BadParameter(str(error)) from None

@@ -18,7 +18,7 @@ from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.evidence import noisy, tolerance
 from contrastive_zoo.testing.interventions import EDITS, splitting
-from contrastive_zoo.testing.messages import Draws, LossRecorder, Message, Messages, allow_repeated_samples
+from contrastive_zoo.testing.messages import LossRecorder, Message, Messages, allow_repeated_samples
 from contrastive_zoo.testing.worlds import RankError, Worlds
 
 Call = Literal["labels", "views"]
@@ -124,24 +124,18 @@ def measure(case: Case, steps: Sequence[GlobalBatch], plan: Plan) -> list[Outcom
     expected_errors = () if len(steps) == 1 else Exception if world.size == 1 else ValueError
     outcomes: list[Outcome] = []
     batches = [[x] if plan.second_seed is None else [x, replace(x, seed=plan.second_seed)] for x in steps]
-    shards = [[local_shard(case, x, plan) for x in of_step] for of_step in batches]  # their draws are not the loss's
-    draws = Draws(same=plan.edit == "same draws")
-    with draws if plan.record or draws.same else nullcontext():
-        subject = Subject(case, steps[0].d, plan.rounding)
-        of_encoder = 0 if case.step else 1  # its weights are drawn too
-        if plan.first_seed is not None:
-            for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
-                seed(plan.first_seed + world.rank)
-        for index, of_step in enumerate(shards):
-            # every second step takes the general path, in which ranks split the work
-            with splitting(always=index % 2 == 0):
-                try:
-                    result = subject.measure(of_step, plan)
-                    result.random_operations = draws.count > of_encoder
-                    outcomes.append(result)
-                except expected_errors as error:
-                    outcomes.append(str(error))
-            subject.end_step()
+    subject = Subject(case, steps[0].d, plan.rounding)
+    if plan.first_seed is not None:
+        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
+            seed(plan.first_seed + world.rank)
+    for index, of_step in enumerate(batches):
+        # every second step takes the general path, in which ranks split the work
+        with splitting(always=index % 2 == 0):
+            try:
+                outcomes.append(subject.measure([local_shard(case, x, plan) for x in of_step], plan))
+            except expected_errors as error:
+                outcomes.append(str(error))
+        subject.end_step()
     return outcomes
 
 
@@ -187,12 +181,12 @@ class Subject:
 
     def measure(self, shards: Sequence[Sequence[Tensor]], plan: Plan) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
-        messages, states = Messages(), random_states()
+        messages, states = Messages(same_draws=plan.edit == "same draws"), random_states()
         self.recorder = LossRecorder(count=lambda: len(messages.sent))
         values: list[Tensor] = []
         returned = 0  # number of messages at the time
         for batches in [[x] for x in shards] if plan.one_by_one else [shards]:
-            with messages if plan.record else nullcontext():
+            with messages if plan.record or messages.same_draws else nullcontext():
                 called = [self.value(x) for x in batches]
                 returned = returned or len(messages.sent)
                 for value in called if self.step is None else ():
@@ -214,6 +208,7 @@ class Subject:
             forward=messages.sent[:returned],
             backward=messages.sent[returned:],
             drew_random_numbers=random_states() != states,
+            random_operations=messages.draws > 0,
             embeddings=[gradient for call in calls for gradient in call.embedding_gradients],
             grad_reduction=getattr(calls[0].loss if calls else self.loss, "grad_reduction", None),
             precision=messages.precision,

@@ -33,46 +33,35 @@ class Message(NamedTuple):
 
 
 class Messages(TorchDispatchMode):
-    """Records the collectives called inside the context, by any function; it slows every operation down."""
+    """Records the collectives and counts the draws of any function inside the context; it slows every operation down.
 
-    def __init__(self) -> None:
+    With ``same_draws`` all ranks draw the same random numbers, whatever their seed.
+    """
+
+    def __init__(self, *, same_draws: bool = False) -> None:
         super().__init__()
         self.sent: list[Message] = []
+        self.same_draws, self.draws = same_draws, 0
         self.precision = torch.float64  # the narrowest dtype to which floating numbers were converted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name: str = getattr(func, "_opname", "")
+        name, kwargs = getattr(func, "_opname", ""), kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional") and name not in _NOT_RECORDED:
             tensors = [x for x in tree_leaves(args[1 if name in _OUTPUT_FIRST else 0]) if isinstance(x, Tensor)]
             uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
             dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
             size = None if uneven else sum(x.numel() for x in tensors)
             self.sent.append(Message(name, size, "/".join(sorted(dtypes))))
-        result = func(*args, **(kwargs or {}))
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags
+        self.draws += is_draw
+        if is_draw and self.same_draws:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(self.draws)
+                return func(*args, **{key: None if key == "generator" else x for key, x in kwargs.items()})
+        result = func(*args, **kwargs)
         if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point() and result.numel() > 1:
             self.precision = max(self.precision, result.dtype, key=lambda x: torch.finfo(x).eps)
         return result
-
-
-class Draws(TorchDispatchMode):
-    """Counts the operations that draw random numbers; with ``same`` they draw the same ones on every rank."""
-
-    def __init__(self, *, same: bool) -> None:
-        super().__init__()
-        self.same, self.count = same, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_draw = torch.Tag.nondeterministic_seeded in func.tags
-        self.count += is_draw
-        if not (is_draw and self.same):
-            return func(*args, **kwargs)
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(self.count)
-        try:
-            return func(*args, **{name: None if name == "generator" else x for name, x in kwargs.items()})
-        finally:
-            torch.set_rng_state(state)
 
 
 @contextmanager
@@ -131,8 +120,8 @@ class LossRecorder:
         inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
         if not inputs:
             return
-        members = {id(member) for member in module.modules()}
-        self.calls = [call for call in self.calls if id(call.loss) not in members]  # inner modules return first
+        members = {*module.modules()}
+        self.calls = [call for call in self.calls if call.loss not in members]  # inner modules return first
         embeddings = [x for x in inputs if x.ndim > 1]  # not a scale or a temperature
         call = LossCall(module, [torch.zeros_like(x) for x in embeddings], self.count())
         for x, total in zip(embeddings, call.embedding_gradients, strict=True):

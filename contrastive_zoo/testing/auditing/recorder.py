@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.testing.auditing.records import (
     LossCall,
@@ -465,34 +466,23 @@ def _is_a(module: nn.Module, names: set[str]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
-# Numbers in a sketch, and signs for each of them; a norm of a sketch has a standard deviation of √(1 / 128) = 9 %
-SIZE, ROWS = SKETCH, 4096
-
-
-@functools.cache
-def _signs(device: torch.device, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).double().to(device)
+ROWS = 2**12  # of 64 numbers, that are converted to float64 at once
 
 
 def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the sketch of a tensor, or of its elements times the magnitudes of ``weight``, [64] in float64.
+    """Return the count sketch of a tensor, or of its elements times the magnitudes of ``weight``, [64] in float64.
 
-    A tensor of up to 64 elements is its own sketch, padded with zeros. Of a larger one, each element is added with a random
-    sign to one of the numbers (a count sketch, Charikar et al. 2002, https://doi.org/10.1007/3-540-45465-9_59).
+    Its norm has a standard deviation of √(1 / 128) = 9 %. Source: Charikar et al. 2002,
+    https://doi.org/10.1007/3-540-45465-9_59
     """
-    x = x.detach().reshape(-1)
-    block = SIZE if len(x) <= SIZE else SIZE * ROWS
-    result = torch.zeros(SIZE, dtype=torch.float64, device=x.device)
-    signs = torch.ones(SIZE, device=x.device) if block == SIZE else _signs(x.device, block)
-    of_blocks = _signs(torch.device("cpu"), ROWS).tolist()
-    for index, start in enumerate(range(0, len(x), block)):
-        part = x[start : start + block].double()
-        if weight is not None:
-            part = part * weight.detach().reshape(-1)[start : start + block].double().abs()
-        part = torch.nn.functional.pad(part * signs[: len(part)], (0, -len(part) % SIZE))
-        result += of_blocks[index % ROWS] * part.view(-1, SIZE).sum(0)
-    return result.cpu()
+    generator, result = torch.Generator().manual_seed(0), torch.zeros(SKETCH, dtype=torch.float64)
+    flat = [y.detach().reshape(-1) for y in (x, weight) if y is not None]
+    rows = [torch.nn.functional.pad(y, (0, -len(y) % SKETCH)).view(-1, SKETCH).split(ROWS) for y in flat]
+    for part, *weights in zip(*rows, strict=True):
+        signs = torch.randint(0, 2, (len(part),), generator=generator).mul_(2).sub_(1).to(part.device, torch.float64)
+        values = [part.double(), *(y.double().abs() for y in weights)]
+        result += (signs @ math.prod(values)).cpu()
+    return result
 
 
 def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -506,10 +496,4 @@ def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         return gathered.wait() if hasattr(gathered, "wait") else gathered
     if group is None or group.size() == 1:
         return x
-    size = torch.tensor(x.numel(), device=x.device)
-    sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    longest = int(max(sizes))
-    pieces = [x.new_zeros(longest) for _ in sizes]
-    dist.all_gather(pieces, torch.nn.functional.pad(x.reshape(-1), (0, longest - x.numel())), group=group)
-    return torch.cat([piece[: int(n)] for piece, n in zip(pieces, sizes, strict=True)])
+    return all_gather(x.reshape(-1), process_group=group)
