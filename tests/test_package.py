@@ -27,8 +27,8 @@ ROOMS = ["ranks", "engine", "loss_base", "losses", "wrapper", "metrics", "data",
 MEMORIES = {"losses.cross_batch_memory", "losses.memory_loss", "losses.memory_queue"}
 """Modules of losses that keep what all ranks have sent: more than a formula."""
 
-OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check_target", "cli", "console", "check"))
-"""Modules of testing that show, list and find losses; check tries whether the wrapper repairs one."""
+OF_LOSSES = tuple(f"testing.{x}" for x in ("auditing", "catalogue", "check", "cli", "console", "loss_evidence"))
+"""Modules of testing that show, list and find losses; loss_evidence tries whether the wrapper repairs one."""
 
 
 @functools.cache

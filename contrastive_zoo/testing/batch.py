@@ -1,7 +1,7 @@
 """A global batch, described by a few numbers that can be drawn, shrunk and pasted into a test."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -125,3 +125,16 @@ def global_batches(
         kind=st.sampled_from(list(kinds)),
         seed=st.integers(0, 999),
     )
+
+
+def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
+    """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
+
+    Examples:
+        >>> [step.shards for step in training_of(GlobalBatch((2, 2)))]
+        [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
+    """
+    size = len(batch.shards)
+    on_rank_0 = (batch.total, *[0] * (size - 1))
+    splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
+    return tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits))

@@ -1,37 +1,27 @@
 """Check in one call whether a loss is the same function on any number of processes, and diagnose it if it is not."""
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal
 
 try:
     from hypothesis import HealthCheck, Phase, find, given, settings
     from hypothesis.errors import HypothesisException, NoSuchExample
 except ImportError as error:
     raise ImportError("contrastive_zoo.testing needs hypothesis: pip install 'contrastive_zoo[testing]'") from error
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-import contrastive_zoo
-from contrastive_zoo.ranks.one_process import HeldGroupError
 from contrastive_zoo.testing import invariants, measurement
 from contrastive_zoo.testing.batch import ADVERSARIAL, ORDINARY, GlobalBatch, global_batches
-from contrastive_zoo.testing.evidence import CLOSE, Comparison, Evidence, Gradients, Ratio, Stage, flat, is_near
-from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, Broken, Invariant, finite_at_extremes, runs_on_every_split
-from contrastive_zoo.testing.measurement import Call, Case, GradReduction, Measurement, Plan, Trial
-from contrastive_zoo.testing.mistakes import FALLBACK, diagnose
+from contrastive_zoo.testing.loss_evidence import LossEvidence
+from contrastive_zoo.testing.measurement import Call, Case, GradReduction, Trial
+from contrastive_zoo.testing.mistakes import diagnose
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report, require_world_sizes
-from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout, is_user_code
-from contrastive_zoo.wrapper.distributed import DistributedLoss
+from contrastive_zoo.testing.worlds import RankError, Worlds
 
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
 # Seconds for the loss's construction, which imports its modules, and for its first call, which may compile
@@ -291,255 +281,3 @@ def _size(batch: GlobalBatch) -> tuple[int, ...]:
     """Return a key by which batches are ordered from small and plain to large."""
     plain = (batch.labels == "mixed") + (batch.kind == "gaussian")
     return (len(batch.shards), batch.total, batch.d, -plain, batch.seed, *batch.shards)
-
-
-# Shards of the probes: equal, unequal, and all samples on the last rank
-EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
-
-
-class LossEvidence(Evidence):
-    """The evidence of a loss or a training step; the same in every run, whatever batches a check has drawn.
-
-    A check names the broken invariants, and gives a batch on which some rank failed.
-    """
-
-    def __init__(
-        self, case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
-    ) -> None:
-        self.case, self.worlds, self.width, self.tolerance = case, worlds, width, measurement.TOLERANCE
-        self.is_step, self.trainer = case.step, case.grad_reduction
-        self.broken = frozenset(broken) - {runs_on_every_split.name}
-        self.measured: Measurement | None = None  # by rank 0 on the first batch
-        self._trials: dict[tuple[int, ...], Trial] = {}
-        try:
-            trial = self._trial(EVEN[0])
-            if not trial.draws and trial.with_noise is not None:
-                self.tolerance = trial.with_noise.tolerance
-            self.comparisons = [self._compared(shards) for shards in EVEN]
-            self.uneven = self._compared(UNEVEN)
-            self.one_sided = self._compared(ONE_SIDED)
-        except RankError as error:
-            self.failure = self._kind(error)
-        if self.measured is not None:
-            self.option = self.measured.grad_reduction
-            self.calls_in_backward = not case.step and any(x.is_of_floats for x in self.measured.backward)
-            self.draws = self.measured.random_operations
-        self.stages = self._stages(failing)
-
-    @property
-    def close(self) -> float:
-        return max(CLOSE, self.tolerance)
-
-    def _trial(self, shards: tuple[int, ...]) -> Trial:
-        batch = GlobalBatch(shards, d=self.width, seed=7)
-        return self._trials.setdefault(shards, Trial(self.case, batch, self.worlds))
-
-    def _compared(self, shards: tuple[int, ...]) -> Comparison:
-        """Compare one batch with one process; a RankError says that a rank raised, died or never answered."""
-        trial = self._trial(shards)
-        one, ranks = trial.on_one_process(), trial.on_ranks(Plan(record=True))
-        self.measured = self.measured or ranks[0]
-
-        def gradients(of: str) -> Gradients | None:
-            expected, by_rank = getattr(one, of), [getattr(x, of) for x in ranks]
-            if not expected:
-                return None
-            by_rank = by_rank if self.is_step else [trial.reduce(by_rank)]
-            names = [name for name in expected if all(name in x for x in by_rank)]
-            return Gradients.between([flat(x, names) for x in by_rank], flat(expected, names), self.close)
-
-        embeddings, lengths = None, [[len(y) for y in x.embeddings] for x in (one, *ranks)]
-        if one.embeddings and all(len(x) == len(lengths[0]) for x in lengths):
-            by_input = zip(*(x.embeddings for x in ranks), strict=True)
-            of_ranks = torch.cat([x.flatten() for each in by_input for x in each])
-            embeddings = Ratio.between(of_ranks, torch.cat([x.flatten() for x in one.embeddings]))
-        return Comparison(
-            values=torch.tensor([[x.value] for x in ranks], dtype=torch.float64),
-            expected=torch.tensor([one.value], dtype=torch.float64),
-            encoder=gradients("encoder"),
-            parameters=gradients("parameters"),
-            embeddings=embeddings,
-            equal_parameters=_are_equal([x.parameters for x in ranks]),
-            gathered=bool(one.embeddings) and all(x == lengths[0] for x in lengths),
-            tolerance=self.close,
-            shards=shards,
-        )
-
-    def _stages(self, failing: GlobalBatch | None) -> list[Stage]:
-        with suppress(RankError):  # the loss's own parameters, before the first step
-            if not _are_equal(
-                self.worlds.run(2, measurement.starting_parameters, self.case, self._trial(EVEN[0]).batch)
-            ):
-                return ["start"]
-        if not self.comparisons:
-            return ["failure"]
-        if not self.every(lambda x: x.has_values(1.0)):
-            return ["value"]
-        if not self.every(lambda x: x.is_scaled(1.0, 1.0)):
-            return ["gradient"]
-        if self.uneven is not None and not (self.uneven.has_values(1.0) and self.uneven.is_scaled(1, 1)):
-            return ["uneven"]
-        if not self.every(lambda x: x.equal_parameters):
-            return ["gradient"]
-        if self.failure is None and failing is not None:
-            try:
-                Trial(self.case, failing, self.worlds).on_ranks()
-            except RankError as error:
-                self.failure = self._kind(error)
-        if self.failure is not None:
-            return ["failure"]
-        return [] if self.broken & {invariant.name for invariant in CONTRACT} else ["other"]
-
-    def _kind(self, error: RankError) -> str:
-        if isinstance(error, WorldTimeout):
-            return "hang"
-        if any(isinstance(x, HeldGroupError) for x in error.errors.values()):
-            return FALLBACK
-        return "uneven shards" if self.comparisons else "raises"
-
-    def calls(self, name: str) -> bool:
-        return self.measured is not None and any(name in x.name for x in self.measured.forward if x.is_of_floats)
-
-    @property
-    def _probed(self) -> Sequence[Comparison]:
-        """The batches on which a wrong value shows."""
-        return [self.uneven] if self.stages == ["uneven"] and self.uneven is not None else self.comparisons
-
-    def confirms(self, mistake: str) -> bool:
-        if mistake == FALLBACK:
-            if self.option is not None or self.is_step or not self.calls(""):
-                return False
-            make = self.case.make
-            wrapped = replace(self.case, make=lambda: DistributedLoss(make()))
-            return LossEvidence(wrapped, (), self.worlds, width=self.width).stages == ["other"]  # the contract holds
-        if mistake == "state":
-            return self._remembers
-        if mistake == {"labels": "views split wrongly", "views": "labels not gathered"}[self.case.call]:
-            return False
-        if all(any(self._computes(x, y) for y in SELECTIONS.get(mistake, ())) for x in self.comparisons):
-            return True
-        is_of_labels = mistake == "labels not gathered"
-        return is_of_labels and self.changes("other samples") is True and self.changes("other labels") is False
-
-    def _computes(self, comparison: Comparison, select: Selection) -> bool:
-        """Return whether each rank returns the loss of the samples that it selects, or all the mean over ranks of these."""
-        batch = self._trial(comparison.shards).batch
-        whole, ranks = measurement.whole_batch(self.case, batch), range(comparison.world_size)
-        selected = (select(whole, [*batch.shards], rank) for rank in ranks)
-        local = [measurement.value_of(self.case, samples, batch.d, self.worlds) for samples in selected]
-        values, mean = [float(x) for x in comparison.values], sum(local) / len(local)
-        return all(map(self._near, values, local)) or all(self._near(x, mean) for x in values)
-
-    def _near(self, x: float, y: float) -> bool:
-        return is_near(x, y, self.close)
-
-    def changes(self, edit: str) -> bool | None:
-        """Return whether an edit changes the value of rank 0, or of the last rank for an edit of its shard.
-
-        None if a rank fails, or if the value of one process does not change although it should.
-        """
-        plan, rank = Plan(edit=edit), -1 if edit == "last shard reversed" else 0
-        try:
-            for x in self._probed:
-                trial = self._trial(x.shards)
-                if not self._near(trial.on_ranks(plan)[rank].value, float(x.values[rank])):
-                    return True
-                if edit.startswith("other") and self._near(trial.on_one_process(plan).value, float(x.expected)):
-                    return None
-        except RankError:
-            return None
-        return False
-
-    def right_after(self, edit: str) -> bool:
-        plan, trials = Plan(edit=edit), [self._trial(x.shards) for x in self.comparisons]
-        with suppress(RankError):
-            return all(self._near(y.value, x.on_one_process(plan).value) for x in trials for y in x.on_ranks(plan))
-        return False
-
-    @property
-    def _remembers(self) -> bool:
-        """Return whether the value of a step on one process depends on the samples of the step before."""
-        batch, whole = self._trial(EVEN[0]).batch, Plan(whole=True)
-        steps = ((replace(batch, seed=seed), batch) for seed in (1, 2))
-        first, second = (self.worlds.run(1, measurement.measure, self.case, x, whole)[0][-1] for x in steps)
-        return not (isinstance(first, str) or isinstance(second, str) or self._near(first.value, second.value))
-
-    def place(self) -> str:
-        shown = self._probed or self.comparisons
-        return parting(self._trial(shown[0].shards)) if shown else ""
-
-
-def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:
-    first, *others = by_rank
-    return all(x.keys() == first.keys() and all(torch.allclose(x[name], first[name]) for name in first) for x in others)
-
-
-DIGITS = 9  # significant digits in which a number is the same
-_FOLDERS = ("ranks", "engine", "loss_base", "losses", "wrapper")
-_LIBRARY = tuple(os.path.join(contrastive_zoo.__path__[0], folder) for folder in _FOLDERS)
-Lines = frozenset[tuple[str, ...]]
-
-
-class Made(NamedTuple):
-    """A tensor of a forward pass: where it was made, its rows, and its columns."""
-
-    place: str
-    rows: Lines
-    columns: Lines
-
-
-class Trace(TorchDispatchMode):
-    """Records the floating tensors that operations inside the context return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Made] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.__name__.partition(".")[0]
-        if func.namespace == "aten" and not name.startswith(("empty", "new_empty", "detach", "lift")):
-            for x in tree_leaves(result):
-                if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and (where := _place()):
-                    rows = x.detach().reshape(len(x) if x.ndim > 1 else x.numel(), -1).tolist()
-                    rounded = [tuple(f"{number:.{DIGITS}g}" for number in row) for row in rows]
-                    place = f"{where}: {name} of shape {list(x.shape)}"
-                    self.made.append(Made(place, frozenset(rounded), frozenset(zip(*rounded, strict=True))))
-        return result
-
-
-def _place() -> str:
-    """Return module, file, line and function of the user's code that calls an operation."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and not is_user_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_LIBRARY):
-        return ""  # of this library, not of the loss under test
-    owner = frame.f_locals.get("self")
-    module = f" of {type(owner).__name__}" if isinstance(owner, torch.nn.Module) else ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}{module}"
-
-
-def trace(case: Case, batch: GlobalBatch, whole: bool) -> list[Made]:
-    subject = measurement.Subject(case, batch.d)
-    arguments = subject.model.embed(measurement.local_shard(case, batch, Plan(whole=whole)))
-    with Trace() as recorded:
-        subject.loss(*arguments)
-    return recorded.made
-
-
-def parting(trial: Trial) -> str:
-    """Return where the first rank parts from one process, in words; empty if it does not, or fails."""
-    if trial.case.step:
-        return ""
-    try:
-        (alone,) = trial.worlds.run(1, trace, trial.case, trial.batch, True)
-        by_rank = trial.worlds.run(trial.world_size, trace, trial.case, trial.batch, False)
-    except RankError:
-        return ""
-    lines = Lines().union(*(x.rows | x.columns for x in alone))
-    for of_ranks in zip_longest(*by_rank):
-        for rank, made in enumerate(of_ranks):
-            if made is not None and not (made.rows <= lines or made.columns <= lines):
-                return f"first on rank {rank} at {made.place}, of which one process computes no part"
-    return ""

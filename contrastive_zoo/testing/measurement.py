@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
+from contrastive_zoo.testing.batch import FEATURES, GlobalBatch, training_of
 from contrastive_zoo.testing.evidence import noisy, tolerance
 from contrastive_zoo.testing.interventions import EDITS, splitting
 from contrastive_zoo.testing.messages import LossRecorder, Message, Messages, allow_repeated_samples
@@ -298,19 +298,6 @@ def split_parameters(module: nn.Module, tensors: Gradients) -> tuple[Gradients, 
 def random_states() -> tuple[Any, ...]:
     numpy_state: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), numpy_state[1].tobytes(), numpy_state[2], random.getstate()
-
-
-def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
-    """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
-
-    Examples:
-        >>> [step.shards for step in training_of(GlobalBatch((2, 2)))]
-        [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
-    """
-    size = len(batch.shards)
-    on_rank_0 = (batch.total, *[0] * (size - 1))
-    splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
-    return tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits))
 
 
 TOLERANCE = 1e-10  # largest allowed difference in float64, relative to the larger of 1 and the largest expected element

@@ -14,7 +14,7 @@ from torch import nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch, global_batches
-from contrastive_zoo.testing.check import LossEvidence, NotInvariant, check_world_size_invariance, examine
+from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     INVARIANTS,
@@ -22,6 +22,7 @@ from contrastive_zoo.testing.invariants import (
     finite_at_extremes,
     same_value_on_every_rank,
 )
+from contrastive_zoo.testing.loss_evidence import LossEvidence
 from contrastive_zoo.testing.measurement import Case, Trial, call_form
 from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose
 from contrastive_zoo.testing.worlds import Worlds
