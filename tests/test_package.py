@@ -199,7 +199,7 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
 
 def test_imports_are_found() -> None:
     assert imported_modules("losses.nt_xent") >= {"engine.batch", "engine.pairs", "loss_base.families"}
-    assert "wrapper.distributed" in imported_modules("testing.check")
+    assert "wrapper.distributed" in imported_modules("testing.loss_evidence")
     assert [room(name) for name in ("ranks.world", "engine.rowwise", "wrapper.distributed")] == [0, 1, 4]
 
 
