@@ -23,7 +23,8 @@ class ContrastiveTrainerMixin(_Trainer):
     the Trainer creates, without weight decay. ``max_grad_norm`` and checkpoints know the parameters of the model only; a
     loss inside the model has neither limit.
 
-    Place the mixin before the Trainer among the base classes. A method ``compute_loss`` of your own works as well.
+    Place the mixin before the Trainer among the base classes. A method ``compute_loss`` of your own works as well. Models of
+    Hugging Face take no empty batch: if a rank may have no samples, call ``GradCache(encoder, chunk_size)`` instead.
 
     Raises:
         ValueError: ``optimizers`` contains an optimizer without the parameters of ``compute_loss_func``.

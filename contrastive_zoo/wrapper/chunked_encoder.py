@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
+from contrastive_zoo.ranks.adjoints import broadcasted
 from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.compiling import Function
-from contrastive_zoo.ranks.world import World
+from contrastive_zoo.ranks.handshake import refuse_empty
+from contrastive_zoo.ranks.row_checks import described
+from contrastive_zoo.ranks.session import refuse
+from contrastive_zoo.ranks.world import Shards, World
 
 
 def set_random_states(states: Sequence[Tensor], devices: Iterable[torch.device]) -> None:
@@ -71,8 +76,13 @@ class Chunk(NamedTuple):
 
 
 def has_samples(x: Any) -> bool:
-    """Return whether x is a tensor whose dimension 0 counts samples."""
-    return isinstance(x, Tensor) and x.ndim > 0
+    """Return whether x is a dense tensor whose dimension 0 counts samples."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.ndim > 0
+
+
+def is_empty(chunk: Chunk) -> bool:
+    counts = [len(x) for x in tree_leaves(tuple(chunk)) if has_samples(x)]
+    return bool(counts) and not any(counts)
 
 
 def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -92,10 +102,13 @@ class ChunkedEncoder:
     tree: TreeSpec  # the structure of the encoder's output
     sizes: list[list[int]]  # of each chunk, the number of embeddings of each output tensor
     repetitions = 0  # of the last chunk, without effect, where other ranks have more chunks
+    is_borrowed = False  # whether its chunk is a row of another rank, whose output is cut
 
     def __init__(self, model: nn.Module, chunks: list[Chunk], last_reduction: list[int] | None = None) -> None:
         # with ZeRO 3, the backward pass in which gradients were reduced last
-        self.model, self.chunks, self.last_reduction = model, chunks, last_reduction or [-1]
+        self.model, self.last_reduction = model, last_reduction or [-1]
+        self.chunks = [x for x in chunks if not is_empty(x)]
+        self.example = next(iter(self.chunks or chunks), None)  # of a chunk, maybe an empty one
         self.devices = sorted({x.device for x in model.parameters() if x.device.type != "cpu"}, key=str)
         kinds = ("cpu", *{device.type for device in self.devices})
         self.autocast = [(x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x)) for x in kinds]
@@ -114,20 +127,22 @@ class ChunkedEncoder:
                 stack.enter_context(torch.autocast(*kind, cache_enabled=False))
             yield
 
-    def encode(self) -> list[Tensor]:
-        """Run the first pass: return the leaves of the outputs of all chunks, without a graph."""
+    def _outputs(self, chunk: Chunk) -> list[Any]:
+        outputs, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
+        return [x[:0] if self.is_borrowed and has_samples(x) else x for x in outputs]
+
+    def encode(self) -> list[list[Any]]:
+        """Run the first pass: return the leaves of the output of each chunk, without a graph."""
         result = []
         with torch.no_grad(), self._autocast_of_construction(), buffers_before(self.module) as self.buffers:
             for chunk in self.chunks:
                 of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
                 self.random_states.append([torch.get_rng_state(), *of_devices])
-                leaves, self.tree = tree_flatten(self.model(*chunk.args, **chunk.kwargs))
-                result.append(leaves)
+                result.append(self._outputs(chunk))
             with self._random_numbers_kept(), buffers_kept(self.module):
                 for _ in range(self.repetitions):
-                    self.model(*self.chunks[-1].args, **self.chunks[-1].kwargs)
-        self.sizes = [[len(x) for x in leaves] for leaves in result]
-        return [torch.cat(parts) for parts in zip(*result, strict=True)]
+                    self._outputs(self.chunks[-1])
+        return result
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -184,6 +199,7 @@ class ChunkedEncoder:
 
     def encode_again(self, output_gradients: list[Tensor], totals: dict[Tensor, Tensor], *, sync: bool) -> None:
         """Run the second pass, which adds gradients to ``totals``; with ``sync`` hooks reduce them during the last chunk."""
+        self.has_graph = False
         sizes = zip(*self.sizes, strict=True)
         by_output = (x.split(list(of)) for x, of in zip(output_gradients, sizes, strict=True))
         chunks = list(zip(self.chunks, self.random_states, zip(*by_output, strict=True), strict=True))
@@ -200,6 +216,11 @@ class ChunkedEncoder:
                     self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
             finally:
                 set_buffers(self.module, after)
+        if not self.has_graph and self.model.training and any(x.requires_grad for x in self.model.parameters()):
+            raise ValueError(
+                f"{self.caller}: the encoder's output has no gradient, so that it would not be trained. Remove detach() and "
+                "no_grad() from its forward, or call encoder.requires_grad_(False) if it is not to be trained."
+            )
 
     def _run_again(
         self,
@@ -212,9 +233,10 @@ class ChunkedEncoder:
         with self._reduced() if is_last else self._held():
             with torch.enable_grad(), self._autocast_of_construction():
                 set_random_states(states, self.devices)
-                outputs = tree_leaves(self.model(*chunk.args, **chunk.kwargs))
+                outputs = self._outputs(chunk)
             pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
             ends, of_ends = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+            self.has_graph |= bool(ends)
             parameters = self.parameters
             if not parameters and (is_last or not self._is_sharded):
                 if ends or totals:
@@ -227,40 +249,70 @@ class ChunkedEncoder:
                     if gradient is not None:
                         totals[x] = totals[x] + gradient if x in totals else gradient
 
-    def agree_on_passes(self, caller: str, world: World, sizes: Sequence[int]) -> None:
-        """Repeat the last chunk, or an empty one, where other ranks have more: a forward pass may send messages."""
-        if min(sizes) == 0:
-            texts = world.exchange_text(_layout(self.chunks[0]) if self.chunks else "-")
-            layout = next(text for text in texts if text != "-")
-            if not layout:
-                raise ValueError(
-                    f"{caller}: a rank has no chunk, and the chunks of other ranks do not consist of tensors alone, so that "
-                    "no empty one can be shaped as they are. Pass an empty chunk there, such as x[:0]."
-                )
+    def agree_on_passes(self, caller: str, world: World, shards: Shards) -> None:
+        """Repeat the last chunk, or run a borrowed row, where other ranks have more: a forward pass may send messages."""
+        self.caller, self.world = caller, world
+        if min(shards.sizes) == 0:
+            chunk = self._borrowed(shards)
             if not self.chunks:
-                tree, tensors = json.loads(layout)
-                device = next((x.device for x in self.model.parameters()), None)
-                empty = [torch.empty(0, *shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in tensors]
-                self.chunks.append(Chunk(*tree_unflatten(empty, treespec_loads(tree))))
-        self.repetitions = max(sizes) - len(self.chunks)
+                self.chunks, self.is_borrowed = [chunk], True
+        self.repetitions = max(1, *shards.sizes) - len(self.chunks)
 
+    def _borrowed(self, shards: Shards) -> Chunk:
+        """Return the first row of a rank that has rows: zeros might be a mask without tokens, whose gradient is NaN.
 
-def _layout(chunk: Chunk) -> str:
-    """Return a chunk's structure, dtypes and shapes as text; nothing if it holds anything but tensors."""
-    leaves, tree = tree_flatten(tuple(chunk))
-    if not all(has_samples(x) for x in leaves):
-        return ""
-    return json.dumps([treespec_dumps(tree), [(str(x.dtype)[6:], x.shape[1:]) for x in leaves]])
+        It is a row of zeros if no rank has rows, and no row for BatchNorm, which refuses a single one and takes none.
+        """
+        rows = 0 if any(isinstance(x, _BatchNorm) for x in self.model.modules()) else 1
+        leaves, tree = tree_flatten(tuple(self.example or ()))
+        dtypes = [str(x.dtype)[6:] if has_samples(x) else None for x in leaves]
+        kind = [dtypes, None if None in dtypes else treespec_dumps(tree)]
+        shapes = [[rows, *x.shape[1:]] if has_samples(x) else None for x in leaves]
+        texts = self.world.exchange_text(json.dumps([kind, shapes]) if self.example else "")
+        brought = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+        if not brought:
+            refuse_empty(self.caller, shards)
+        source = max(brought, key=lambda rank: shards.sizes[rank] > 0)
+        (dtypes, structure), shapes = brought[source]
+        if any(of != brought[source][0] for of, _ in brought.values()) or (structure is None and "" in texts):
+            raise ValueError(
+                f"{self.caller}: a rank without samples has other arguments than the other ranks, or none. Pass an empty "
+                "chunk there, such as x[:0], and the same further arguments."
+            )
+        if self.example is None:
+            device = next((x.device for x in self.model.parameters()), None)
+            leaves, tree = [torch.empty(0, device=device)] * len(dtypes), treespec_loads(structure)
+        for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+            if dtype is not None:
+                row = leaves[index][:rows]
+                if source != self.world.rank or row.shape[0] < rows:
+                    row = torch.zeros(shape, dtype=getattr(torch, dtype), device=row.device)
+                leaves[index] = broadcasted(row, source, self.world)
+        return Chunk(*tree_unflatten(leaves, tree))
 
 
 def encode_all(encoders: Sequence[ChunkedEncoder]) -> list[Any]:
     """Return each encoder's output for all its chunks; the outputs' backward pass runs the encoders again."""
     is_trainable = any(x.requires_grad for encoder in encoders for x in encoder.model.parameters())
-    if not torch.is_grad_enabled() or not is_trainable:
-        return [tree_unflatten(x.encode(), x.tree) for x in encoders]
-    parameters = dict.fromkeys(x for encoder in encoders for x in encoder.parameters)  # towers may share some
-    outputs = iter(_Encode.apply(encoders, torch.zeros((), requires_grad=True), *parameters))
+    if torch.is_grad_enabled() and is_trainable:
+        parameters = dict.fromkeys(x for encoder in encoders for x in encoder.parameters)  # towers may share some
+        outputs = iter(_Encode.apply(encoders, torch.zeros((), requires_grad=True), *parameters))
+    else:
+        outputs = iter(_first_passes(encoders))
     return [tree_unflatten(list(itertools.islice(outputs, x.tree.num_leaves)), x.tree) for x in encoders]
+
+
+def _first_passes(encoders: Sequence[ChunkedEncoder]) -> list[Tensor]:
+    """Return the embeddings of all encoders, without a graph; ranks hear of other outputs in their next handshake."""
+    passes = [encoder.encode() for encoder in encoders]
+    for encoder, chunks in zip(encoders, passes, strict=True):
+        outputs = list(itertools.chain.from_iterable(chunks))
+        if not outputs or not all(map(has_samples, outputs)):
+            got = next((described(x) for x in outputs if not has_samples(x)), "no output")
+            problem = f"the encoder returns embeddings, dense tensors [n, …], got {got}. Return them from its forward."
+            refuse(encoder.caller, problem, world=encoder.world)
+        encoder.sizes = [[len(x) for x in of_chunk] for of_chunk in chunks]
+    return [torch.cat(parts) for chunks in passes for parts in zip(*chunks, strict=True)]
 
 
 class _Encode(Function):
@@ -271,7 +323,7 @@ class _Encode(Function):
         ctx: Any, encoders: Sequence[ChunkedEncoder], anchor: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.encoders, ctx.parameters = encoders, parameters
-        outputs = [x for encoder in encoders for x in encoder.encode()]
+        outputs = _first_passes(encoders)
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
         return tuple(outputs)
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described, is_integer, tensor_problem
-from contrastive_zoo.ranks.session import agree_on_shards, refuse
+from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.ranks.suggestions import suggests_names
 from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, World
 from contrastive_zoo.wrapper.chunked_encoder import Chunk, ChunkedEncoder, encode_all, has_samples
@@ -38,7 +37,8 @@ def cached_step(
 
     The gradients are those of ``loss_fn(torch.cat([model(x) for x in chunks]), *targets).backward()``: both passes draw
     the same dropout masks, and buffers are updated once. DDP and FSDP2 reduce gradients once; without them, call
-    :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold different numbers of chunks, including none.
+    :func:`contrastive_zoo.average_gradients` afterwards. Ranks may hold different numbers of chunks. One without
+    chunks encodes a row of another rank, as :class:`GradCache` does.
 
     Args:
         model: an encoder, or a sequence of encoders, one for each tower. A module may return several tensors.
@@ -55,7 +55,8 @@ def cached_step(
 
     Raises:
         ValueError: on every rank alike: no chunk; no chunk on one rank and chunks of other things than tensors on others;
-            chunks that need a gradient; bad models or chunks. On its rank: ``loss_fn`` returns several numbers.
+            chunks that need a gradient; bad models or chunks; outputs as in :class:`GradCache`. On its rank: ``loss_fn``
+            returns several numbers.
         TypeError: ``loss_fn`` returns no tensor.
 
     Examples:
@@ -76,7 +77,8 @@ def cached_step(
     problem, encoders = _step_problem(models, sequences, loss_fn, several), []
     if problem is None:
         encoders = [ChunkedEncoder(x, list(map(Chunk.of, its))) for x, its in zip(models, sequences, strict=True)]
-    outputs = _encoded("cached_step", encoders, problem, process_group)
+    inputs = [x for encoder in encoders for x in tree_leaves(list(encoder.chunks))]
+    outputs = _encoded("cached_step", models, encoders, problem or _inputs_problem(inputs), process_group)
     loss = loss_fn(*itertools.chain.from_iterable(tree_leaves(output) for output in outputs), *targets)
     if not isinstance(loss, Tensor):
         raise TypeError(f"cached_step: loss_fn returns one number as a tensor, got {described(loss)}.")
@@ -118,8 +120,9 @@ class GradCache(nn.Module):
     With ``chunk_tokens`` the encoder takes a keyword ``attention_mask``, [n, tokens], padded on one side. Chunks are those
     of :func:`contrastive_zoo.data.token_chunks`: all tensors [n, tokens, …] are cut to their longest sample.
 
-    Encode two views by one call, ``encode(torch.cat([view1, view2])).chunk(2)``: then gradients are reduced once. Under
-    ``torch.no_grad()`` ranks do not wait for each other.
+    Encode two views by one call, ``encode(torch.cat([view1, view2])).chunk(2)``: then gradients are reduced once. A rank
+    without samples encodes one row of another rank, and cuts the output: many encoders take no empty batch. Its gradient is
+    zero, and all parameters take part in DDP's all-reduce. Under ``torch.no_grad()`` ranks do not wait for each other.
 
     Args:
         model: the encoder, with or without DDP around it.
@@ -130,8 +133,10 @@ class GradCache(nn.Module):
     Raises:
         ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank alike: tensors that
             differ in their numbers of samples, no tensor, inputs that need a gradient, a mask that is missing or padded on
-            both sides, a sample longer than ``chunk_tokens``. With ``chunk_tokens``: an encoder without one embedding per
-            sample. With ZeRO 3: a second call of the encoder, or a last chunk that leaves out a parameter of the others.
+            both sides, a sample longer than ``chunk_tokens``, outputs other than dense tensors [n, …]. With
+            ``chunk_tokens``: an encoder without one embedding per sample. In the backward pass: an encoder in training mode
+            with trainable parameters whose output has no gradient. With ZeRO 3: a second call of the encoder, or a last
+            chunk that leaves out a parameter of the others.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
@@ -170,16 +175,16 @@ class GradCache(nn.Module):
         leaves, tree = tree_flatten((args, kwargs))
         counts = {len(x) for x in leaves if has_samples(x)}
         problem = None if len(counts) == 1 else f"tensors have one number of rows, got {sorted(counts) or 'no tensor'}."
-        sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout is not torch.strided]
-        if sparse:  # before they are split
-            refuse("GradCache", tensor_problem("each input", sparse[0]) or "", world=World.of(self.process_group))
+        whole = next((x for x in leaves if isinstance(x, Tensor) and x.ndim and not has_samples(x)), None)
+        problem = (None if whole is None else tensor_problem("each input", whole)) or problem or _inputs_problem(leaves)
         mask: Any = kwargs.get("attention_mask")
-        size = self.chunk_size or 1
-        parts: list[tuple[Any, slice]]  # samples of each chunk, and the columns of tensors of tokens
-        parts = [(slice(start, start + size), slice(None)) for start in range(0, max(counts, default=0) or 1, size)]
+        parts: list[tuple[Any, slice]] = []  # samples of each chunk, and the columns of tensors of tokens
         if self.chunk_tokens is not None:
             problem = problem or mask_problem(mask, self.chunk_tokens)
-            parts = parts if problem else [*mask_parts(mask, self.chunk_tokens)]
+            parts = [] if problem else [*mask_parts(mask, self.chunk_tokens)]
+        elif problem is None and self.chunk_size is not None:
+            starts = range(0, max(counts) or 1, self.chunk_size)
+            parts = [(slice(start, start + self.chunk_size), slice(None)) for start in starts]
 
         def part(x: Any, rows: Any, columns: slice) -> Any:
             if not has_samples(x):
@@ -188,7 +193,7 @@ class GradCache(nn.Module):
 
         chunks = [Chunk(*tree_unflatten([part(x, *of_chunk) for x in leaves], tree)) for of_chunk in parts]
         encoder = ChunkedEncoder(self.model, chunks, self._last_reduction)
-        (output,) = _encoded("GradCache", [encoder], problem, self.process_group)
+        (output,) = _encoded("GradCache", [self.model], [encoder], problem, self.process_group)
         if self.chunk_tokens is None:
             return output
         if bad := [x for x in tree_leaves(output) if len(x) != max(counts)]:
@@ -220,21 +225,24 @@ def _trainer_problem(model: nn.Module) -> str | None:
     return None
 
 
-def _encoded(caller: str, encoders: list[ChunkedEncoder], problem: str | None, process_group: Processes) -> list[Any]:
+def _inputs_problem(inputs: Sequence[Any]) -> str | None:
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return None
+    return (
+        "chunks carry a gradient, which stops here. Put trainable preprocessing into the model, or detach the inputs."
+    )
+
+
+def _encoded(
+    caller: str, models: Sequence[Any], encoders: list[ChunkedEncoder], problem: str | None, process_group: Processes
+) -> list[Any]:
     """Return the encoders' outputs, after all ranks have agreed that each of them can run."""
-    inputs = (x for encoder in encoders for x in tree_leaves(list(encoder.chunks)))
-    if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        problem = problem or (
-            "chunks carry a gradient, which stops here. Put trainable preprocessing into the model, or detach the inputs."
-        )
     problem = problem or next(filter(None, (_trainer_problem(encoder.model) for encoder in encoders)), None)
     if process_group is None:
-        models = [encoder.model for encoder in encoders if isinstance(encoder.model, DistributedDataParallel)]
-        process_group = models[0].process_group if models else None
+        process_group = next((x.process_group for x in models if isinstance(x, DistributedDataParallel)), None)
     # without a backward pass ranks send no messages, and one rank may encode alone
     world = World.of(process_group if torch.is_grad_enabled() else World(), caller)
     counts = {f"chunks of tower {i}": torch.zeros(len(encoder.chunks)) for i, encoder in enumerate(encoders)}
     for encoder, shards in zip(encoders, agree_on_shards(caller, counts, world=world, problem=problem), strict=True):
-        refuse_empty(caller, shards)
-        encoder.agree_on_passes(caller, world, shards.sizes)
+        encoder.agree_on_passes(caller, world, shards)
     return encode_all(encoders)
