@@ -8,6 +8,7 @@ from contrastive_zoo import metrics as metrics
 from contrastive_zoo import testing as testing
 from contrastive_zoo.loss_base.class_loss import ClassLoss as ClassLoss
 from contrastive_zoo.loss_base.row_loss import RowLoss as RowLoss
+from contrastive_zoo.loss_base.state import one_step as one_step
 from contrastive_zoo.loss_base.temperature import LearnableTemperature as LearnableTemperature
 from contrastive_zoo.losses import *
 from contrastive_zoo.metrics.monitor import Monitor as Monitor

@@ -111,6 +111,11 @@ class LossModules:
     def has_buffers(self) -> bool:
         return any(map(attrgetter("_buffers"), self.by_path.values()))
 
+    @property
+    def in_one_step(self) -> bool:
+        """Whether calls leave the state as it is until the end of :func:`one_step`."""
+        return any(getattr(x, "open_step", None) is not None for x in self.by_path.values())
+
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
         result: list[tuple[Tensor, int]] = []

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -85,7 +86,7 @@ class CrossBatchMemory(Loss):
       InfoNCE with ``in_batch_negatives=False`` is MoCo's loss.
 
     Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
-    any rank.
+    any rank. If a step has several calls, use :func:`contrastive_zoo.one_step`.
 
     Called as ``loss(rows, partners, enqueue_mask)``:
 
@@ -183,10 +184,11 @@ class CrossBatchMemory(Loss):
         if "keys" in batch.rows:
             against = self._against_shards if self._way() == "sharded negatives" else self._against_negatives
             value = against(batch, rows, partners)
-            self._enqueue(batch, partners, None, mask)
+            if self.training:
+                self.memory.write(partners.detach(), None, mask, batch.samples, batch.world)
             return value
-        with state_kept_on_error(self):  # the batch is part of the memory that it is compared with
-            slots = self._enqueue(batch, rows, partners, mask)
+        # the batch is part of the memory that it is compared with
+        with state_kept_on_error(self), self._enqueued(batch, rows, partners, mask) as slots:
             batch = replace(batch, rows={"embeddings": rows, "labels": partners}, local_slice=None)
             if mask is not None:
                 slots = slots[~batch.gather_detached(mask).to(slots.device)]
@@ -247,11 +249,13 @@ class CrossBatchMemory(Loss):
         values = {name: getattr(self.loss, name) for name in self.loss.fields if name not in self.fields}
         return {name: x for name, x in values.items() if not isinstance(x, (Tensor, nn.Module))}
 
-    def _enqueue(self, batch: Batch, rows: Tensor, labels: Tensor | None, mask: Tensor | None) -> Int[Tensor, " N"]:
-        """Add the embeddings to the memory in train mode; return the slots of all ranks', −1 for those not in it."""
+    def _enqueued(
+        self, batch: Batch, rows: Tensor, labels: Tensor, mask: Tensor | None
+    ) -> AbstractContextManager[Int[Tensor, " N"]]:
+        """Context manager: the memory holds the batch in train mode; yields the slots of all ranks', −1 for none."""
         if self.training:
-            return self.memory.write(rows.detach(), labels, mask, batch.samples, batch.world)
-        return torch.full((batch.total,), -1, device=self.memory.ids.device)
+            return self.memory.holding(rows.detach(), labels, mask, batch.samples, batch.world)
+        return nullcontext(torch.full((batch.total,), -1, device=self.memory.ids.device))
 
     def _stored(self, like: Tensor, share: slice = slice(None)) -> Tensor:
         return self.memory.embeddings[: len(self.memory)][share].to(like, copy=True)

@@ -22,7 +22,8 @@ class MemoryLoss(Loss):
     """A loss of a batch and of the embeddings of earlier batches, in the module ``queue``, a :class:`MemoryQueue`.
 
     In training mode unit embeddings of all ranks enter it after each call, in rank order: it is equal on every rank, and
-    equal to that of one process. It is part of the state dict. Embeddings of another width raise a ValueError.
+    equal to that of one process. It is part of the state dict. Embeddings of another width raise a ValueError. If a step
+    has several calls, use :func:`contrastive_zoo.one_step`.
     """
 
     size: Size = field(kw_only=False)

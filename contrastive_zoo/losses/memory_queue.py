@@ -1,7 +1,8 @@
 """A ring buffer of the last embeddings of all ranks, and the momentum encoder that computes such keys."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from contrastive_zoo.loss_base.loss_modules import without_ddp
 from contrastive_zoo.loss_base.settings import Bounds, Settings, Size, field
 from contrastive_zoo.loss_base.shapes import ROWS, shapes_of, shapes_problem
-from contrastive_zoo.loss_base.state import loading_problem, move_towards, own_tensors
+from contrastive_zoo.loss_base.state import Stateful, loading_problem, move_towards, own_tensors
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import values_problem
 from contrastive_zoo.ranks.row_checks import array_in_one_line, described, tensor_problem, word_problem
@@ -21,7 +22,7 @@ from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 
-class MemoryQueue(Settings):
+class MemoryQueue(Settings, Stateful):
     """Store the last ``size`` embeddings of all ranks with a label each: a ring buffer, the same bytes on every rank.
 
     Embeddings enter in rank order, one by one, and overwrite the oldest, so the content does not depend on how they were
@@ -147,18 +148,56 @@ class MemoryQueue(Settings):
         self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
     ) -> Int[Tensor, " N"]:
         """Store the embeddings without checks or handshake; return the slots of all ranks' embeddings."""
+        before = sum(len(x) for x, _ in self.recorded)
+        entering, slots = self._gathered(rows, labels, mask, shards, world, before)
+        self.record(entering)
+        return slots
+
+    @contextmanager
+    def holding(
+        self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World
+    ) -> Iterator[Int[Tensor, " N"]]:
+        """Context manager: store the embeddings, as :meth:`write` does, for the body already if a step is open."""
+        entering, slots = self._gathered(rows, labels, mask, shards, world)
+        if self.open_step is None:
+            self.record(entering)
+            yield slots
+            return
+        with torch.no_grad():
+            before = [x.clone() for x in self.buffers()]
+            self.move([entering])
+        try:
+            yield slots
+        finally:
+            with torch.no_grad():
+                for x, values in zip(self.buffers(), before, strict=True):
+                    x.copy_(values)
+        self.record(entering)
+
+    def _gathered(
+        self, rows: Tensor, labels: Tensor | None, mask: Tensor | None, shards: Shards, world: World, before: int = 0
+    ) -> tuple[tuple[Tensor, Tensor], Int[Tensor, " N"]]:
+        """Return all ranks' embeddings and labels that enter, and the slots of all, if ``before`` others enter first."""
         device = self.embeddings.device
         rows = gather_rows(rows, shards, world).to(device)
         labels = self.ids.new_zeros(len(rows)) if labels is None else gather_rows(labels, shards, world).to(self.ids)
         mask = None if mask is None else gather_rows(mask, shards, world).to(device)
         entering = torch.arange(len(rows), device=device) if mask is None else mask.nonzero().flatten()
-        stored, slots = entering[-self.size :], torch.full_like(labels, -1)
-        slots[stored] = ((self.pointer + torch.arange(len(entering), device=device)) % self.size)[-self.size :]
-        self.embeddings[slots[stored]] = rows[stored].to(self.embeddings.dtype)
-        self.ids[slots[stored]] = labels[stored]
-        self.pointer.add_(len(entering)).remainder_(self.size)
-        self.filled.add_(len(entering)).clamp_(max=self.size)
-        return slots
+        slots = torch.full_like(labels, -1)
+        slots[entering[-self.size :]] = self._next_slots(len(entering), before)
+        return (rows[entering], labels[entering]), slots
+
+    def _next_slots(self, count: int, before: int = 0) -> Int[Tensor, " stored"]:
+        order = torch.arange(before, before + count, device=self.pointer.device)
+        return ((self.pointer + order) % self.size)[-self.size :]
+
+    def move(self, calls: Sequence[tuple[Tensor, Tensor]]) -> None:
+        rows, labels = map(torch.cat, zip(*calls, strict=True))
+        slots = self._next_slots(len(rows))
+        self.embeddings[slots] = rows[-self.size :].to(self.embeddings.dtype)
+        self.ids[slots] = labels[-self.size :]
+        self.pointer.add_(len(rows)).remainder_(self.size)
+        self.filled.add_(len(rows)).clamp_(max=self.size)
 
     def compared_state(self) -> dict[str, Any]:
         """Return the state that must be the same on every rank before embeddings enter; now and then with a digest.
@@ -195,7 +234,7 @@ _MIXER = 2654435761  # Knuth's multiplier, which spreads pointers that are multi
 Buffers = Literal["own", "copy"]
 
 
-class MomentumEncoder(nn.Module):
+class MomentumEncoder(Stateful):
     """A moving average of an encoder's parameters, whose keys change little over many steps.
 
         θ_k ← m θ_k + (1 − m) θ_q        at every update
@@ -262,7 +301,11 @@ class MomentumEncoder(nn.Module):
             problem = f"update takes the encoder that was copied, got one that differs in {min(differ)!r}."
         if problem:
             raise ValueError(f"MomentumEncoder: {problem}")
-        for name, x in old.items():
+        self.record(new)
+
+    def move(self, calls: Sequence[Mapping[str, Tensor]]) -> None:
+        new = calls[-1]
+        for name, x in self._tensors(self.encoder).items():
             if isinstance(x, nn.Parameter):
                 move_towards(x, new[name], 1 - self.momentum)
             else:

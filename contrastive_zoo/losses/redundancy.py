@@ -1,5 +1,6 @@
 """Moments and spectra of features: views agree, and features vary, do not repeat each other, and fill all directions."""
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from contrastive_zoo.engine.statistics import (
 from contrastive_zoo.loss_base.families import TwoViewLoss, ViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, NonNegative, Number, Positive, Reduction, Size, field
-from contrastive_zoo.loss_base.state import move_towards
+from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
 
@@ -155,7 +156,7 @@ class VIbCReg(VICReg):
         return settings.variance * of_variances + settings.covariance * off_diagonal(correlation).square().mean()
 
 
-class TiCo(TwoViewLoss):
+class TiCo(TwoViewLoss, Stateful):
     r"""Compute transformation invariance and covariance contrast.
 
     Called as ``loss(view1, view2)``, [n, d] each; the second is usually a momentum encoder's.
@@ -165,7 +166,8 @@ class TiCo(TwoViewLoss):
         loss = mean_i [ 1 − a_i·b_i  +  ρ a_iᵀ C a_i ]
 
     C has no gradient. M is the buffer ``covariance``, which starts at 0. In training mode each call stores C in it: it is
-    equal on every rank, and equal to that of one process. Equal to lightly's TiCoLoss.
+    equal on every rank, and equal to that of one process. If a step has several calls, use
+    :func:`contrastive_zoo.one_step`. Equal to lightly's TiCoLoss.
 
     Args:
         embedding_size: d.
@@ -210,9 +212,13 @@ class TiCo(TwoViewLoss):
         contrast = beta * self.covariance.to(moments) + (1 - beta) * moments.detach()
         loss = batch.reduce(1 - (a * b).sum(1)) + batch.settings.rho * (moments * contrast).sum()
         if self.training:
-            with torch.no_grad():
-                move_towards(self.covariance, moments, 1 - beta)
+            self.record((moments.detach(), batch.total))
         return loss
+
+    def move(self, calls: Sequence[tuple[Tensor, int]]) -> None:
+        total = sum(count for _, count in calls)
+        moments = torch.stack([count / total * moments for moments, count in calls]).sum(0)
+        move_towards(self.covariance, moments, 1 - self.beta)
 
 
 class FroSSL(ViewLoss):

@@ -1,6 +1,7 @@
 """Predictions of one view point at what another view gives, without negatives: a teacher's output, or a cluster."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -18,7 +19,7 @@ from contrastive_zoo.engine.statistics import balanced_assignment
 from contrastive_zoo.loss_base.families import ViewLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.settings import Bounds, Momentum, Positive, Reduction, Size, Temperature, field
-from contrastive_zoo.loss_base.state import move_towards
+from contrastive_zoo.loss_base.state import Stateful, move_towards
 from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described
 
@@ -54,7 +55,7 @@ class NegativeCosine(Loss):
         return batch.reduce(-(p * z).sum(1), reduction=self.reduction)
 
 
-class DINO(Loss):
+class DINO(Loss, Stateful):
     r"""Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
@@ -62,7 +63,8 @@ class DINO(Loss):
         loss_i = − mean over u and v ≠ u of Σ_k softmax_k((g^u_i − c) / τ_t) log softmax_k(s^v_i / τ_s)
 
     The centre is the buffer ``centre``, equal on every rank. In training mode each call moves it after use towards the mean
-    of the teacher's outputs of all ranks: c ← m c + (1 − m) mean.
+    of the teacher's outputs of all ranks: c ← m c + (1 − m) mean. If a step has several calls, use
+    :func:`contrastive_zoo.one_step`.
 
     Called as ``loss(student, teacher)``:
 
@@ -122,11 +124,13 @@ class DINO(Loss):
             pairs -= min(views)
         loss = batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction)
         if self.training:
-            with torch.no_grad():
-                rows = teacher.flatten(0, -2).to(self.centre.dtype)
-                total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
-                move_towards(self.centre, total[:-1] / total[-1], 1 - batch.settings.centre_momentum)
+            rows = teacher.flatten(0, -2).to(self.centre.dtype)
+            self.record(batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete"))
         return loss
+
+    def move(self, calls: Sequence[Tensor]) -> None:
+        total = torch.stack([*calls]).sum(0)
+        move_towards(self.centre, total[:-1] / total[-1], 1 - self.centre_momentum)
 
 
 def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:

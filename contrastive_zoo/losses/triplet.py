@@ -1,6 +1,7 @@
 """Margins over triplets: all of them, their angles, and those with the hardest other embedding of the batch."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -19,6 +20,7 @@ from contrastive_zoo.engine.statistics import nearest_nodes
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
+from contrastive_zoo.loss_base.state import Stateful, real
 from contrastive_zoo.ranks.row_checks import described
 
 Mining = Literal["all", "hard", "semi-hard"]
@@ -182,7 +184,7 @@ def _margin_hinges(block: AnchorBlock, least: float, most: float) -> tuple[Tenso
     return (least - of_positive).relu() + (hardest - most).relu(), block.positive.any(1)
 
 
-class DynamicSoftMargin(Loss):
+class DynamicSoftMargin(Loss, Stateful):
     r"""Compute the difference of distances in each hardest triplet times the share of triplets that are easier.
 
     Called as ``loss(anchors, positives)``, a and p, [n, d] each.
@@ -196,7 +198,7 @@ class DynamicSoftMargin(Loss):
     The authors' code and pytorch-metric-learning's take F at the node below δ_i.
 
     h is the buffer ``histogram``, which starts at 0. In training mode each call stores h' in it: it is equal on every rank,
-    and equal to that of one process.
+    and equal to that of one process. If a step has several calls, use :func:`contrastive_zoo.one_step`.
 
     Args:
         num_bins: number of steps from −2 to 2; a few hundred, since F is linear within a step.
@@ -236,14 +238,24 @@ class DynamicSoftMargin(Loss):
         valid = torch.full_like(difference, batch.total > 1)
         lower, share = nearest_nodes(difference.detach() / 2, len(self.histogram) - 1)
         share = share.clamp(0, 1)
-        histogram = _moved(batch, self.histogram.to(difference), lower, share, valid)
+        counts = difference.new_zeros(len(self.histogram)).index_add_(0, lower, (1 - share) * valid)
+        counts = batch.sum(counts.index_add_(0, lower + 1, share * valid), gradient="complete")
+        histogram = self._moved(counts)
         below = histogram.cumsum(0)
         weights = (1 - share) * below[lower] + share * below[lower + 1]
         loss = batch.reduce(weights * difference, valid, reduction=self.reduction)
         if self.training:
-            with torch.no_grad():
-                self.histogram.copy_(histogram)
+            self.record(counts)
         return loss
+
+    def move(self, calls: Sequence[Tensor]) -> None:
+        self.histogram.copy_(self._moved(torch.stack([*calls]).sum(0)))
+
+    def _moved(self, counts: Tensor) -> Tensor:
+        """Return the histogram after a step towards the counts of all ranks; it stays as it is without any."""
+        histogram, count = self.histogram.to(counts), counts.sum()
+        step = torch.where(histogram.sum() > 0, real(self.momentum), 1.0).where(count > 0, 0).to(counts)
+        return histogram + step * (counts / count.where(count > 0, 1) - histogram)
 
 
 def _differences(batch: Batch) -> Tensor:
@@ -265,17 +277,6 @@ def _differences(batch: Batch) -> Tensor:
 def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:
     distance = block.with_equal_columns(distances(block.anchors, block.candidates))
     return masked_min(distance, block.negative), block.negative.any(1)
-
-
-def _moved(batch: Batch, histogram: Tensor, lower: Tensor, share: Tensor, valid: Tensor) -> Tensor:
-    """Return the histogram after a step towards that of all ranks' differences; it stays as it is without any."""
-    local = (
-        torch.zeros_like(histogram).index_add_(0, lower, (1 - share) * valid).index_add_(0, lower + 1, share * valid)
-    )
-    result = batch.sum(local, gradient="complete")
-    count, has_past = result.sum(), histogram.sum() > 0
-    step = torch.where(has_past, batch.settings.momentum, 1.0).where(count > 0, 0).to(result)
-    return histogram + step * (result / count.where(count > 0, 1) - histogram)
 
 
 _ROUNDING_UNITS = (

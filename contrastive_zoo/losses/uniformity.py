@@ -1,6 +1,7 @@
 """Embeddings spread out: far from each other, with near partners, or with a standard normal distribution."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -22,6 +23,7 @@ from contrastive_zoo.engine.tiling import TILE_BYTES
 from contrastive_zoo.loss_base.families import EmbeddingLoss, TwoViewLoss, of_views
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, Number, Positive, Reduction, Share, Size, field
+from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described
@@ -216,7 +218,7 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
 _MOST_POINTS = 10_000  # each point is a term of its own in the graph
 
 
-class SIGReg(EmbeddingLoss):
+class SIGReg(EmbeddingLoss, Stateful):
     r"""Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
     Called as ``loss(embeddings)``, [n, d].
@@ -227,8 +229,8 @@ class SIGReg(EmbeddingLoss):
     by the trapezoidal rule on equal steps. Equal to lightly's SIGReg. :class:`LeJEPA` adds the distance of views.
 
     In training mode each call draws other directions, from the buffer ``step``: they are equal on every rank, and a resumed
-    training draws what an uninterrupted one does. An accelerator draws other ones than a CPU. Move the loss to the device
-    of its embeddings.
+    training draws what an uninterrupted one does. In :func:`contrastive_zoo.one_step` all calls have the same. An
+    accelerator draws other ones than a CPU. Move the loss to the device of its embeddings.
 
     Args:
         embedding_size: d.
@@ -270,8 +272,11 @@ class SIGReg(EmbeddingLoss):
         z = batch.prepared(batch.first, normalize=False)
         loss = epps_pulley(batch, z[:, None], self.directions())
         if self.training:
-            self.step.add_(1)
+            self.record(None)
         return loss
+
+    def move(self, calls: Sequence[None]) -> None:
+        self.step.add_(1)
 
     def directions(self) -> Float[Tensor, "d m"]:
         """Return the directions of the current step, standard normal numbers."""
@@ -343,5 +348,5 @@ class LeJEPA(SIGReg):
         distances = (z - z[:, : batch.settings.global_views].mean(1, keepdim=True)).square().mean((1, 2))
         loss = share * epps_pulley(batch, z, self.directions()) + (1 - share) * batch.reduce(distances)
         if self.training:
-            self.step.add_(1)
+            self.record(None)
         return loss

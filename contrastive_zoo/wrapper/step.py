@@ -125,7 +125,8 @@ class DistributedStep:
         if of_all and self.options.check_equal:
             history.remember_value(value)
         history.draws |= session.findings.draws
-        history.keeps_state = self.modules.has_buffers and self.modules.buffers_changed(before)
+        moved = self.modules.has_buffers and self.modules.buffers_changed(before)
+        history.keeps_state = moved or self.modules.in_one_step
         history.calls += 1
         if self.observer is not None:
             self.observer.observe(self.modules.loss, self.rows, agreed.shards, session)

@@ -120,14 +120,14 @@ def test_a_reducer_of_a_square_matrix_is_refused_with_losses_of_pairs(kind: Any)
             in_memory(loss, rows, labels)
 
 
-class Mended(losses.TripletMarginLoss):
+class WithoutSwap(losses.TripletMarginLoss):
     def compute_loss(self, *args: Any) -> Any:
         self.swap = False
         return super().compute_loss(*args)
 
 
 def test_a_subclass_with_a_formula_of_its_own_is_not_refused() -> None:
-    assert in_memory(Mended(swap=True), *batches(0)) == in_memory(losses.TripletMarginLoss(), *batches(0))
+    assert in_memory(WithoutSwap(swap=True), *batches(0)) == in_memory(losses.TripletMarginLoss(), *batches(0))
 
 
 def swapped() -> Tensor:
