@@ -2,7 +2,6 @@
 
 import random
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -303,29 +302,6 @@ def test_a_wrapped_loss_is_that_of_all_rows_and_does_not_warn(name: str, worlds:
     for value, is_touched in worlds.run(2, job):
         close(value, cz.NTXent()(rows, rows + 1), 1e-6)
         assert not is_touched
-
-
-def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
-    def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
-        Loss._warned_about_local_negatives = False
-        rows = z(4 + dist.get_rank())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            cz.DistributedLoss(cz.NTXent())(rows, rows)
-            assert not caught
-            found = [cz.NTXent()(rows, rows), cz.NTXent()(rows, rows), cz.SupCon()(rows, y(len(rows)))]
-        assert {x.category for x in caught} == {UserWarning}
-        return [(str(x.message), x.filename) for x in caught], found
-
-    for rank, (texts, found) in enumerate(worlds.run(2, job)):
-        rows = z(4 + rank, of_rank=rank)
-        expected = [cz.NTXent()(rows, rows)] * 2 + [cz.SupCon()(rows, y(len(rows)))]
-        for value, alone in zip(found, expected, strict=True):
-            close(value, alone.detach(), 1e-6)
-        ((text, where),) = texts
-        assert "this process's own rows only, though 2 processes run" in text
-        assert "DistributedLoss(NTXent(...))" in text
-        assert where == __file__, "the warning points at the user's line"
 
 
 def test_a_loss_may_insist_on_what_its_miner_finds(worlds: Worlds) -> None:

@@ -293,6 +293,22 @@ def test_what_a_loss_holds_communicates_between_all_ranks(worlds: Worlds) -> Non
     assert worlds.run(2, held_graph) == [[2.0]] * 2
 
 
+def hooked() -> list[int]:
+    sizes: list[int] = []
+
+    def loss(z: Tensor) -> Tensor:
+        z = 2 * z
+        z.register_hook(lambda gradient: sizes.append(dist.get_world_size()))
+        return z.sum()
+
+    cz.DistributedLoss(loss)(numbers(3, D, seed=dist.get_rank()).requires_grad_()).backward()
+    return sizes
+
+
+def test_a_hook_of_a_tensor_sees_all_ranks_as_the_page_says(worlds: Worlds) -> None:
+    assert worlds.run(2, hooked) == [[2], [2]]
+
+
 class Squared(torch.autograd.Function):
     """x², whose backward pass reads x, which a checkpoint computes anew then, and sums over ranks."""
 

@@ -26,6 +26,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import uncompiled
 from contrastive_zoo.ranks.devices import on_cpu
 from contrastive_zoo.ranks.handshake import refuse_empty
+from contrastive_zoo.ranks.one_process import is_gathered
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, values_problem
 from contrastive_zoo.ranks.session import Session, agree
 from contrastive_zoo.ranks.world import Shards, World
@@ -241,7 +242,7 @@ class Loss(Settings, nn.Module):
         """Return the loss; ``world`` are the ranks that share the batch, whose gradients are then plain derivatives."""
         if args and isinstance(args[0], Batch):
             return self.compute(args[0])
-        session = Session.of(self.local() if world is None else world, check_finite=self.check_finite)
+        session = Session.of(self.local((args, named)) if world is None else world, check_finite=self.check_finite)
         return self.compute(self.agreed(self.stated(args, named), session))
 
     def stated(
@@ -355,10 +356,10 @@ class Loss(Settings, nn.Module):
         """Return why candidates cannot pass from rank to rank instead of being gathered, in words, or None."""
         return NO_RING.get(self.engine)
 
-    def local(self) -> World:
-        """Return a world of this process alone; warn once if other processes run, which this loss ignores."""
+    def local(self, arguments: Any) -> World:
+        """Return a world of this process alone; warn once if other processes run, whose embeddings were not gathered."""
         world = World.of()
-        if world.size > 1 and not Loss._warned_about_local_negatives:
+        if world.size > 1 and not Loss._warned_about_local_negatives and not is_gathered(arguments):
             Loss._warned_about_local_negatives = True
             warnings.warn(
                 f"{type(self).__name__} compares this process's own rows only, though {world.size} processes run: "

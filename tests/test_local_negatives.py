@@ -1,0 +1,96 @@
+"""A loss without DistributedLoss, on one of several processes: it is local, and warns unless embeddings were gathered."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as dist_nn
+from torch import Tensor
+
+import contrastive_zoo as cz
+from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import close, numbers
+
+
+def z(n: int = 4, of_rank: int | None = None) -> Tensor:
+    seed = dist.get_rank() if of_rank is None else of_rank
+    return numbers(n, 3, seed=seed).requires_grad_()
+
+
+def y(n: int) -> Tensor:
+    return torch.arange(n) % 2
+
+
+def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
+    def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
+        Loss._warned_about_local_negatives = False
+        rows = z(4 + dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cz.DistributedLoss(cz.NTXent())(rows, rows)
+            assert not caught
+            found = [cz.NTXent()(rows, rows), cz.NTXent()(rows, rows), cz.SupCon()(rows, y(len(rows)))]
+        assert {x.category for x in caught} == {UserWarning}
+        return [(str(x.message), x.filename) for x in caught], found
+
+    for rank, (texts, found) in enumerate(worlds.run(2, job)):
+        rows = z(4 + rank, of_rank=rank)
+        expected = [cz.NTXent()(rows, rows)] * 2 + [cz.SupCon()(rows, y(len(rows)))]
+        for value, alone in zip(found, expected, strict=True):
+            close(value, alone.detach())
+        ((text, where),) = texts
+        assert "this process's own rows only, though 2 processes run" in text
+        assert "DistributedLoss(NTXent(...))" in text
+        assert where == __file__, "the warning points at the user's line"
+
+
+class GatherLayer(torch.autograd.Function):
+    """As people write it by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = torch.stack(gradients)
+        dist.all_reduce(total)
+        return total[dist.get_rank()]
+
+
+GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch.distributed.nn": lambda x: torch.cat(dist_nn.all_gather(x)),
+    "functional collectives": lambda x: funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD),
+    "cz.collectives.all_gather": lambda x: cz.collectives.all_gather(x),
+    "by hand": lambda x: torch.cat(GatherLayer.apply(x)),
+}
+
+
+def warnings_of(gather: Callable[[Tensor], Tensor]) -> int:
+    Loss._warned_about_local_negatives = False
+    rows = gather(z().tanh()).chunk(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cz.NTXent()(*rows)
+    return len(caught)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", GATHERS)
+def test_gathered_embeddings_cause_no_warning(name: str, worlds: Worlds) -> None:
+    assert worlds.run(2, warnings_of, GATHERS[name]) == [0, 0]
+
+
+def test_torch_gather_and_a_gather_without_gradient_are_no_evidence(worlds: Worlds) -> None:
+    for other in (
+        lambda x: x.gather(0, torch.zeros_like(x, dtype=torch.int64)),
+        lambda x: GATHERS["by hand"](x.detach()),
+    ):
+        assert worlds.run(2, warnings_of, other) == [1, 1]
