@@ -72,29 +72,33 @@ _of_all = _c10d._World.default_pg
 _of_thread = _of_all.getter(lambda world: _seen.get(_of_all.fget(world)))
 _lock, _entered = Lock(), 0
 
-_Environ: Any = type(os.environ)
-_variable = _Environ.__getitem__
-# LOCAL_RANK stays: it names the device of this process
+# LOCAL_RANK is none of them: it names the device of this process
 _OF_ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+_launched: dict[str, str] = {}  # those of them that the launcher has set
 
 
-def _variable_of_thread(environ: Any, name: Any) -> Any:
-    value, group = _variable(environ, name), _seen.get(None)
-    return value if group is None or group.size() > 1 else _OF_ONE_PROCESS.get(name, value)
+def _write_variables() -> None:
+    """Write what the launcher has set, as it is in this thread's default group; the last one that leaves restores it."""
+    group = _seen.get(None)
+    if group is not None or not _entered:
+        is_one = group is not None and group.size() == 1
+        os.environ.update({name: _OF_ONE_PROCESS[name] for name in _launched} if is_one else _launched)
 
 
 @contextmanager
 def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised.
 
-    In a group of one, this thread reads torchrun's environment variables of one process.
+    In a group of one, torchrun's environment variables are those of one process; they have no threads.
     """
-    global _entered
+    global _entered, _launched
     token = _seen.set(group)
     with _lock:
+        if not _entered:
+            _launched = {name: os.environ[name] for name in _OF_ONE_PROCESS if name in os.environ}
         _entered += 1
         _c10d._World.default_pg = _of_thread
-        _Environ.__getitem__ = _variable_of_thread
+        _write_variables()
     try:
         yield
     finally:
@@ -102,8 +106,8 @@ def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
             _entered -= 1
             if not _entered:
                 _c10d._World.default_pg = _of_all
-                _Environ.__getitem__ = _variable
-        _seen.reset(token)
+            _seen.reset(token)
+            _write_variables()
 
 
 def unpacking_in(group: dist.ProcessGroup) -> AbstractContextManager[Any]:

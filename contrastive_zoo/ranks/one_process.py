@@ -33,9 +33,9 @@ def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any 
     """What ``compute()`` returns, which every rank computes alike, where torch.distributed consists of this process.
 
     ``torch.distributed.get_world_size()`` is 1 in it and in the backward passes of its autograd functions in Python, and
-    collectives of the default group are those of one process. Elsewhere, in hooks of tensors and in other threads, nothing
-    changes. Messages by the process group of ``world`` are an error that begins with ``name``, unless ``loss`` is in DDP
-    or FSDP.
+    collectives of the default group are those of one process. Elsewhere, in hooks of tensors and in other threads,
+    torch.distributed is unchanged. Messages by the process group of ``world`` are an error that begins with ``name``,
+    unless ``loss`` is in DDP or FSDP.
     """
     default = dist.group.WORLD
     if default is None or default.size() == 1:
