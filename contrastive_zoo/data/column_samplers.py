@@ -1,8 +1,7 @@
 """Batch samplers by columns of a dataset: m samples of each of several classes, no value twice, or a budget of tokens."""
 
-import heapq
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Literal, TypeAlias
 
@@ -60,8 +59,8 @@ class MPerClassBatchSampler(BaseBatchSampler):
     In every epoch the samples of a class are shuffled and cut into groups of m. Two or more that remain are a group of their
     own; a single one joins another group. So every sample of a class with at least two has a positive in its global batch.
 
-    A batch holds groups of p different classes; only the last batch has fewer. If one class has more groups than there
-    would be batches, groups are spread evenly over as many batches as it has groups; a warning on rank 0 says so.
+    A batch holds groups of p different classes, as long as p classes have groups left: frequent classes come first. If one
+    class has more groups than such batches, the last ones of the epoch have fewer; a warning on rank 0 says how many.
 
     Args:
         labels: the class of each sample: integers or strings.
@@ -78,7 +77,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         >>> labels = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])
         >>> sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=2, process_group=World())
         >>> [sorted(labels[batch].tolist()) for batch in sampler]
-        [[0, 0, 0, 2, 2], [1, 1, 2, 2]]
+        [[1, 1, 2, 2], [0, 0, 0, 2, 2]]
 
     Source: batches of p classes with m samples: Hermans et al. 2017, §2, https://arxiv.org/abs/1703.07737
     """
@@ -104,59 +103,57 @@ class MPerClassBatchSampler(BaseBatchSampler):
         super().__init__(settings, problem, **options)
         counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
         self._groups = np.maximum(counts // m + (counts % m >= 2), counts > 0)
+        self._group_classes = np.repeat(np.arange(len(counts)), self._groups)
         if World.of(self.process_group).rank == 0 and (problem := self._long_tail(values)):
             warnings.warn(f"MPerClassBatchSampler: {problem}", stacklevel=2)
 
     def _long_tail(self, values: Sequence[object]) -> str | None:
         """Return how many batches have fewer classes than asked for, in words; None if that is the last one only."""
-        total, largest = int(self._groups.sum()), int(self._groups.argmax())
-        if (most := self._groups[largest]) <= -(-total // self.classes_per_batch):
+        sizes = np.bincount(self._batches_of_groups(0))
+        if (fewer := int((sizes < self.classes_per_batch).sum())) <= 1:
             return None
-        classes = np.bincount(_distinct(self._groups, self.classes_per_batch, random_keys(0, np.arange(total))))
-        fewer = int((classes < self.classes_per_batch).sum())
+        largest = int(self._groups.argmax())
         return (
-            f"{fewer} of {len(classes)} batches have fewer than classes_per_batch={self.classes_per_batch} classes, as "
-            f"class {values[largest]!r} has {most} of {total} groups of m={self.m}, one in a batch. Leave a part of this "
-            "class out, or raise m."
+            f"the last {fewer} of {len(sizes)} batches have fewer than classes_per_batch={self.classes_per_batch} classes, "
+            f"as class {values[largest]!r} has {self._groups[largest]} of {len(self._group_classes)} groups of m={self.m}, "
+            "one in a batch. Leave a part of this class out, or raise m."
         )
+
+    def _batches_of_groups(self, epoch: int) -> NDArray[np.int64]:
+        return _spread(self._group_classes, self.classes_per_batch, self.seed, epoch)
 
     def global_batches(self, epoch: int) -> Batches:
         keys = random_keys(self.seed, epoch, np.arange(len(self._classes)))
         groups = self._groups
-        batches = _distinct(groups, self.classes_per_batch, random_keys(self.seed, epoch, np.arange(groups.sum()), 1))
         order = np.lexsort((keys, self._classes))  # class after class, shuffled
         classes = self._classes[order]
         place = np.arange(len(order)) - np.searchsorted(classes, classes)  # within the class
         group = np.cumsum(groups)[classes] - groups[classes] + np.minimum(place // self.m, groups[classes] - 1)
         batch_of, used = np.full(len(order), -1), groups[classes] > 0
-        batch_of[order[used]] = batches[group[used]]
+        batch_of[order[used]] = self._batches_of_groups(epoch)[group[used]]
         return grouped(batch_of, keys)
 
 
-def _distinct(groups: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the batch of each group, class after class, such that no batch holds two groups of a class."""
-    # each batch takes the classes with the most groups left, ties at random: the fewest batches that are possible
-    total, most = int(groups.sum()), int(groups.max())
-    if most > -(-total // size):  # one class decides the number of batches
-        size = -(-total // most)
-    draws = iter(keys.tolist())
-    left = [(-count, next(draws), index) for index, count in enumerate(groups.tolist()) if count]
-    heapq.heapify(left)
-    ends = np.cumsum(groups).tolist()
-    batch_of = np.empty(total, np.int64)
-    number, uneven = 0, []
-    while left:
-        taken = [heapq.heappop(left) for _ in range(min(size, len(left)))]
-        for count, _, index in taken:
-            batch_of[ends[index] + count] = number
-            if count < -1:
-                heapq.heappush(left, (count + 1, next(draws), index))
-        if len(taken) < size:
-            uneven.append(number)
-        number += 1
-    renamed = np.empty(number, np.int64)
-    renamed[np.lexsort((keys[:number], np.isin(np.arange(number), uneven)))] = np.arange(number)
-    return renamed[batch_of]
+def _spread(values: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return a batch for each item, none with a value twice: the fewest batches, of which as many as possible are full."""
+    counts, number = np.bincount(values), np.arange(len(values))
+    full = bisect_left(range(1, len(values) // size + 1), True, key=lambda b: np.minimum(counts, b).sum() < b * size)
+    order = np.lexsort((random_keys(seed, epoch, number, 1), values, random_keys(seed, epoch, values, 2)))
+    values = values[order]  # value after value, in random order
+    place = number - np.maximum.accumulate(np.where(np.diff(values, prepend=-1), number, 0))  # among those of its value
+    filling = place < full
+    surplus = np.flatnonzero((place == 0) & (counts[values] <= full))[: filling.sum() - full * size]
+    filling[surplus] = False
+    batch_of, rest = np.empty(len(values), np.int64), np.flatnonzero(~filling)
+    batch_of[rest] = full + np.arange(len(rest)) % max(1, counts.max() - full)
+    before = rest[:0]
+    # each turn gives every full batch one item, at random; a value that begins in one turn may go on in the next
+    for turn, items in enumerate(np.flatnonzero(filling).reshape(size, full) if full else ()):
+        shuffled = np.argsort(random_keys(seed, epoch, np.arange(full), 3 + turn))
+        taken = np.isin(shuffled, batch_of[before[values[before] == values[items[0]]]])
+        batch_of[items] = np.concatenate([shuffled[~taken], shuffled[taken]])
+        before = items
+    return batch_of[np.argsort(order)]
 
 
 def _classes_problem(
@@ -183,8 +180,8 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
     In-batch negatives with the same query or document are false negatives. Here all values of a global batch are different,
     also across columns and ranks.
 
-    An epoch has ⌈samples / batch_size⌉ batches, or as many as the most frequent value has samples, and with several columns
-    perhaps more. Samples are spread evenly over them.
+    Batches are full as long as enough different values are left. An epoch has ⌈samples / batch_size⌉ batches, or as many as
+    the most frequent value has samples, and with several columns perhaps more; its last batches are then small.
 
     Args:
         columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
@@ -198,12 +195,12 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         >>> queries = ["a", "a", "a", "b", "c"]
         >>> sampler = NoDuplicatesBatchSampler(queries, batch_size=4, process_group=World())
         >>> [sorted(queries[index] for index in batch) for batch in sampler]
-        [['a', 'c'], ['a'], ['a', 'b']]
+        [['a', 'c'], ['a', 'b'], ['a']]
     """
 
     def __init__(self, *columns: Column, batch_size: int, **options: Unpack[SamplerOptions]) -> None:
         shape_problem = columns_problem(columns)
-        result, values = codes(columns if shape_problem is None else [])
+        result, _ = codes(columns if shape_problem is None else [])
         lengths = [len(column) for column in result]
         problem = shape_problem or size_problem("batch_size", batch_size)
         if problem is None and (len(set(lengths)) != 1 or not lengths[0]):
@@ -212,43 +209,35 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
         settings = {"columns": np.concatenate([*result, lengths]), "batch_size": batch_size}
         super().__init__(settings, problem, **options)
         self._values = np.stack(result, 1)
-        # the number of samples with each value; a sample may have a value in two columns
-        pairs = np.unique(np.arange(len(self._values))[:, None] * len(values) + self._values)
-        self._frequency = np.bincount(pairs % len(values), minlength=len(values))
 
     def global_batches(self, epoch: int) -> Batches:
-        samples = np.arange(len(self._values))
-        keys = random_keys(self.seed, epoch, samples)
-        frequency = self._frequency[self._values]
-        value = self._values[samples, frequency.argmax(1)]  # the most frequent one of each sample
-        value_key = random_keys(self.seed, epoch, value, 1)
-        # samples with frequent values first, then value after value in random order
-        order = np.lexsort((keys, value_key, -frequency.max(1)))
-        number = max(-(-len(order) // self.batch_size), int(frequency.max()))
+        keys = random_keys(self.seed, epoch, np.arange(len(self._values)))
+        if self._values.shape[1] == 1:
+            return grouped(_spread(self._values[:, 0], self.batch_size, self.seed, epoch), keys)
+        frequency = np.bincount(self._values.flat)[self._values].max(1)
+        order = np.lexsort((keys, -frequency))
         batch_of = np.empty(len(order), np.int64)
-        if self._values.shape[1] == 1:  # no value has more samples than there are batches
-            batch_of[order] = samples % number
-        else:
-            batch_of[order] = _first_without_conflict(self._values[order], number, self.batch_size)
-        shuffled = np.argsort(random_keys(self.seed, epoch, np.arange(batch_of.max() + 1), 2))
-        return grouped(shuffled[batch_of], keys)
+        batch_of[order] = _first_fit(self._values[order], self.batch_size)
+        sizes = np.bincount(batch_of)
+        shuffled = np.lexsort((random_keys(self.seed, epoch, np.arange(len(sizes)), 1), -sizes))
+        return grouped(np.argsort(shuffled)[batch_of], keys)
 
 
-def _first_without_conflict(values: NDArray[np.int64], number: int, size: int) -> NDArray[np.int64]:
-    """Return a batch for each sample in turn: the next one round that is not full and has none of its values."""
-    held, sizes = [set[int]() for _ in range(number)], [0] * number
-    batch_of, cursor = [], 0
+def _first_fit(values: NDArray[np.int64], size: int) -> list[int]:
+    """Return a batch for each sample in turn: the first one that is not full, behind all that have a value of it."""
+    behind, sizes, batch_of, first = [0] * (int(values.max()) + 1), list[int](), list[int](), 0
     for row in values.tolist():
-        places = ((cursor + offset) % len(held) for offset in range(len(held)))
-        batch = next((x for x in places if sizes[x] < size and held[x].isdisjoint(row)), len(held))
-        if batch == len(held):
-            held.append(set())
-            sizes.append(0)
-        held[batch].update(row)
+        batch = max(first, *(behind[x] for x in row))
+        while batch < len(sizes) and sizes[batch] == size:
+            batch += 1
+        sizes += [0] * (batch == len(sizes))
         sizes[batch] += 1
+        for x in row:
+            behind[x] = batch + 1
+        while first < len(sizes) and sizes[first] == size:
+            first += 1
         batch_of.append(batch)
-        cursor = batch + 1
-    return np.array(batch_of, np.int64)
+    return batch_of
 
 
 class TokenBatchSampler(BaseBatchSampler):

@@ -229,8 +229,22 @@ def m_of_each_class(trial: SamplerTrial) -> Iterator[str]:
         yield f"class {odd.most_common(1)[0][0]} has {max(odd.values())} groups of another size than {m}"
     if len(by_batch) != max(most, -(-total // p)):
         yield f"an epoch has {len(by_batch)} batches; {total} groups, at most {most} of a class, p={p}"
-    if most <= total // p and any(len(counts) < p for counts in by_batch[:-1]):
-        yield f"a batch before the last one has fewer than {p} classes: {[len(x) for x in by_batch]}"
+
+
+def full_as_long_as_possible(trial: SamplerTrial) -> Iterator[str]:
+    """Full batches, of p classes or of so many samples, come first; no choice without repetitions has more of them."""
+    if trial.labels is not None:
+        values, size = trial.labels, trial.group[1]
+    elif trial.columns is not None and trial.columns.shape[1] == 1:
+        values, size = trial.columns[:, 0], trial.sampler(0, 1).batch_size  # type: ignore[attr-defined]  # of its kind
+    else:
+        return
+    in_batch = [set(values[batch].tolist()) for batch in trial.batches]
+    times = np.bincount(np.unique([x for of_batch in in_batch for x in of_batch], return_inverse=True)[1])
+    expected = max(n for n in range(times.sum() + 1) if np.minimum(times, n).sum() >= n * size)
+    sizes = [len(x) for x in in_batch]
+    if [x == size for x in sizes] != [True] * expected + [False] * (len(sizes) - expected):
+        yield f"batches have {sizes} values; the first {expected} can have {size}"
 
 
 def no_value_twice(trial: SamplerTrial) -> Iterator[str]:
@@ -292,6 +306,13 @@ def remainder_alone(self: Any, epoch: int) -> Batches:
     return [np.array(batch) for batch in batches]
 
 
+def evenly(self: Any, epoch: int) -> Batches:
+    """Samples of a value are spread evenly: one that is frequent makes all batches small."""
+    order = np.argsort(self._values[:, 0], kind="stable")
+    number = max(-(-len(order) // self.batch_size), int(np.bincount(self._values[:, 0]).max()))
+    return [order[start::number] for start in range(number)]
+
+
 def groups_in_random_order(self: Any, epoch: int) -> Batches:
     """Groups of m are shuffled and cut into batches: a batch may have two groups of one class, another one fewer classes."""
     order = np.argsort(self._classes, kind="stable")
@@ -349,6 +370,7 @@ MISTAKES: dict[Invariant, tuple[type[BaseBatchSampler], dict[str, Any]]] = {
     ),
     positive_in_batch: (MPerClassBatchSampler, {"global_batches": remainder_alone}),
     m_of_each_class: (MPerClassBatchSampler, {"global_batches": groups_in_random_order}),
+    full_as_long_as_possible: (NoDuplicatesBatchSampler, {"global_batches": evenly}),
     no_value_twice: (NoDuplicatesBatchSampler, {"__init__": first_column_only}),
     chunks_stay_whole: (TokenBatchSampler, {"bounds": bounds_of_samples}),
     batches_fill_the_budget: (TokenBatchSampler, {"global_batches": real_tokens_counted}),

@@ -53,21 +53,27 @@ def test_workers_and_batches_without_samples() -> None:
     assert shapes == [([1], [1, 3], torch.int64), ([0], [0, 3], torch.int64)]
 
 
-def test_a_long_tail_is_warned_of() -> None:
-    labels = [0] * 40 + [1, 2, 3] * 4
-    with pytest.warns(
-        UserWarning, match="10 of 10 batches have fewer than classes_per_batch=3 .* class 0 has 10 of 13"
-    ):
-        sampler = MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=ONE_PROCESS)
-    assert sum(len({labels[x] for x in batch}) < 3 for batch in sampler) == 10
-    MPerClassBatchSampler(labels, m=4, classes_per_batch=3, process_group=cz.World(1, 2))  # rank 0 says it
+def test_a_long_tail_makes_the_last_batches_small_and_is_warned_of() -> None:
+    labels = [0] * 150 * 8 + [x for x in range(1, 61) for _ in range(8)]
+    with pytest.warns(UserWarning, match="last 130 of 150 batches .* classes_per_batch=4 .* class 0 has 150 of 210"):
+        sampler = MPerClassBatchSampler(labels, m=8, classes_per_batch=4, process_group=ONE_PROCESS)
+    assert [len({labels[x] for x in batch}) for batch in sampler] == [4] * 20 + [1] * 130
+    MPerClassBatchSampler(labels, m=8, classes_per_batch=4, process_group=cz.World(1, 2))  # rank 0 says it
     MPerClassBatchSampler(LABELS, m=2, classes_per_batch=3, process_group=ONE_PROCESS)  # the last batch has fewer
 
 
-def test_duplicates_do_not_leave_small_batches() -> None:
-    values = [0] * 10 + list(range(1, 51))
+def test_batches_without_duplicates_are_full_as_long_as_possible() -> None:
+    values = [0] * 10 + list(range(1, 91))
     sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ONE_PROCESS)]
-    assert sizes == [6] * 10
+    assert sizes == [32, 32, 5, 5, 5, 5, 4, 4, 4, 4]
+
+
+def test_batches_mix_classes() -> None:
+    """Two classes of equally many samples are rarely in one batch again."""
+    labels = [x for x in range(100) for _ in range(20)]
+    sampler = MPerClassBatchSampler(labels, m=2, classes_per_batch=10, process_group=ONE_PROCESS)
+    pairs = [pair for batch in sampler for pair in combinations(sorted({labels[x] for x in batch}), 2)]
+    assert len(set(pairs)) > 0.6 * len(pairs)
 
 
 @pytest.mark.parametrize(
