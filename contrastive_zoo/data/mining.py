@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from contrastive_zoo.metrics.exact import prepared, similarities
+from contrastive_zoo.metrics.exact import prepared, scores_of
 from contrastive_zoo.metrics.rounds import ask
-from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, detached, rows_problem, settings_problem, top_k
+from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, rows_problem, settings_problem, top_k
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -27,7 +27,6 @@ from contrastive_zoo.ranks.session import Session, agree_on_shards
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 QUERIES_OF_A_STEP = 16384  # queries of a rank whose candidates are held at once
-NO_LABEL = torch.iinfo(torch.int64).min  # the label of a query that no item has
 _NAME = "mine_hard_negatives"
 
 Rows: TypeAlias = Tensor | NDArray[np.generic]
@@ -172,11 +171,7 @@ class Mining:
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        return detached({x: getattr(self, x) for x in (*_ROWS, *_LABELS) if x in _ROWS or getattr(self, x) is not None})
-
-    @property
-    def thresholds(self) -> list[float | None]:
-        return [getattr(self, name) for name in _THRESHOLDS]
+        return {x: getattr(self, x) for x in (*_ROWS, *_LABELS) if x in _ROWS or getattr(self, x) is not None}
 
     @property
     def problem(self) -> str | None:
@@ -200,32 +195,28 @@ class Mining:
                 return f"{name} are one entry for each of {len(of)} rows, got {described(tensor)}."
             if name not in ("queries", "corpus") and tensor.dtype != torch.int64:
                 return f"{name} are int64, got {described(tensor)}."
-        return self._selection_problem() or word_problem("output", self.output, Output)
-
-    def _selection_problem(self) -> str | None:
         for name, at_least, at_most in _INTEGERS:
             value = getattr(self, name)
             if not (is_integer(value, at_least=at_least, at_most=at_most) or (name == "range_max" and value is None)):
                 most = f", {at_least} … {at_most}" if at_most < math.inf else f" of at least {at_least}"
                 return f"{name} is an integer{most}, got {described(value)}."
-        if problem := word_problem("sampling", self.sampling, Sampling):
-            return problem
         if self.range_max is not None and self.range_max - self.range_min < self.num_negatives:
             return (
                 f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
                 f"num_negatives={self.num_negatives}. Raise range_max."
             )
-        if not all(x is None or _is_score(x) for x in self.thresholds) or not _is_score(self.guide_margin):
-            return f"scores and margins are numbers, got {(*self.thresholds, self.guide_margin)}."
-        return None
+        thresholds = [getattr(self, name) for name in _THRESHOLDS]
+        if not all(x is None or _is_score(x) for x in thresholds) or not _is_score(self.guide_margin):
+            return f"scores and margins are numbers, got {(*thresholds, self.guide_margin)}."
+        return word_problem("sampling", self.sampling, Sampling) or word_problem("output", self.output, Output)
 
     @property
     def depth(self) -> int:
         """How many candidates are looked at: ``range_max``, or ten per negative where some may be refused."""
         if self.range_max is not None:
             return self.range_max
-        refuses = self.guide is not None or any(x is not None for x in self.thresholds)
-        return self.range_min + self.num_negatives * (10 if refuses or self.sampling == "random" else 1)
+        chooses = self.sampling == "random" or any(getattr(self, name) is not None for name in ("guide", *_THRESHOLDS))
+        return self.range_min + self.num_negatives * (10 if chooses else 1)
 
     def allowed(self, scores: Float[Tensor, "n k"], positive: Float[Tensor, "n 1"]) -> Bool[Tensor, "n k"]:
         """Return which candidates may be negatives by their scores; the lowest positive score is +∞ if there is none."""
@@ -304,8 +295,9 @@ class Mining:
     def _mined(self, part: slice, positives: Int[Tensor, "n p"], start: int) -> Mined:
         queries = self.queries[part]
         left, right = (prepared(x, normalize=self.normalize) for x in (queries, self._fetched(self.corpus, positives)))
-        positive_scores = similarities(left[:, None], right)[:, 0].masked_fill(positives < 0, torch.inf)
-        result = self._candidates(queries, positives, self._query_labels(positives, part))
+        positive_scores = scores_of(left[:, None], right, normalize=self.normalize)[:, 0]
+        positive_scores.masked_fill_(positives < 0, torch.inf)
+        result = self._candidates(queries, positives, part)
         allowed = self.allowed(result.scores, _lowest(positive_scores))
         query = torch.arange(len(queries)) + start + part.start
         if self.guide is not None:
@@ -319,22 +311,17 @@ class Mining:
             positive_scores.masked_fill(positives < 0, torch.nan),
         )
 
-    def _candidates(
-        self, queries: Float[Tensor, "n d"], excluded: Int[Tensor, "n e"], labels: Int[Tensor, "n l q"] | None
-    ) -> Neighbors:
-        """Return the best items of each query that are not excluded and have none of the query's labels."""
-        # How many items have a query's labels is not known, so all ranks repeat the search with twice the depth.
+    def _candidates(self, queries: Float[Tensor, "n d"], positives: Int[Tensor, "n p"], part: slice) -> Neighbors:
+        """Return the best items of each query that are not positive, of another label and of other ids than positives."""
         depth = k = min(self.depth, self.shards.total)
         search = partial(top_k, normalize=self.normalize, index=self.index, process_group=self.world)
-        nearest = search(queries, self.corpus, k=k, excluded=excluded)
-        if labels is None:
+        nearest = search(queries, self.corpus, k=k, excluded=positives)
+        if self.query_labels is None and self.corpus_ids is None:
             return nearest
-        # [m, l], labels of this rank's items; a candidate is no negative if one of them is the query's
-        of_items = torch.stack([x for x in (self.corpus_labels, self.corpus_ids) if x is not None], 1)
         result, unfinished = Neighbors(nearest.scores.clone(), nearest.indices.clone()), torch.arange(len(queries))
+        # How many items have a query's label or id is not known, so all ranks repeat the search with twice the depth.
         while True:
-            theirs, ours = self._fetched(of_items, nearest.indices)[..., None], labels[unfinished][:, None]
-            differs = ~((theirs == ours) & (ours != NO_LABEL)).flatten(2).any(2) & (nearest.indices >= 0)
+            differs = self._differ(nearest.indices, positives[unfinished], part.start + unfinished)
             order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
             result.scores[unfinished] = nearest.scores.masked_fill(~differs, -torch.inf).gather(1, order)
             result.indices[unfinished] = nearest.indices.masked_fill(~differs, -1).gather(1, order)
@@ -343,18 +330,19 @@ class Mining:
             if depth == self.shards.total or not any(n for (n,) in self.world.exchange([len(unfinished)])):
                 return result
             depth = min(2 * depth, self.shards.total)
-            nearest = search(queries[unfinished], self.corpus, k=depth, excluded=excluded[unfinished])
+            nearest = search(queries[unfinished], self.corpus, k=depth, excluded=positives[unfinished])
 
-    def _query_labels(self, positives: Int[Tensor, "n p"], part: slice) -> Int[Tensor, "n l q"] | None:
-        """Return for each kind of label those that a query's negatives must not have."""
-        result = []
-        if self.query_labels is not None:
-            result.append(self.query_labels[part].cpu()[:, None])
+    def _differ(
+        self, candidates: Int[Tensor, "n k"], positives: Int[Tensor, "n p"], query: Int[Tensor, " n"]
+    ) -> Bool[Tensor, "n k"]:
+        """Return which candidates have neither the label of the query nor the id of one of its positives."""
+        differs = candidates >= 0
+        if self.query_labels is not None and self.corpus_labels is not None:
+            differs &= self._fetched(self.corpus_labels, candidates) != self.query_labels.cpu()[query, None]
         if self.corpus_ids is not None:
-            result.append(self._fetched(self.corpus_ids, positives).masked_fill(positives < 0, NO_LABEL))
-        width = max((x.shape[1] for x in result), default=0)
-        padded = [pad(x, (0, width - x.shape[1]), value=NO_LABEL) for x in result]
-        return torch.stack(padded, 1) if result else None
+            ids, of_positives = (self._fetched(self.corpus_ids, x) for x in (candidates, positives))
+            differs &= ((ids[..., None] != of_positives[:, None]) | (positives < 0)[:, None]).all(2)
+        return differs
 
     def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:
         """Return the rows of the corpus with these global indices, [*wanted, *row] on the CPU; any row for −1."""

@@ -19,6 +19,9 @@ from contrastive_zoo.ranks.world import World
 
 _UNIT = 2**52
 _HALF = 2**26
+# Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
+# Of float64 it is the rounding of :func:`similarities`.
+TIE_BITS = {torch.float32: 21, torch.float64: 40}
 _ELEMENTS = 2**18  # elements that are divided at once in float64, 2 MiB: they stay in the cache
 
 
@@ -68,6 +71,14 @@ def similarities(queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d
     fine = high @ low_rows.mT
     fine += low @ high_rows.mT
     return coarse.add_(fine).mul_(scale).mul_(scale_rows.mT)
+
+
+def scores_of(
+    queries: Float[Tensor, "... n d"], rows: Float[Tensor, "... m d"], *, normalize: bool
+) -> Float[Tensor, "... n m"]:
+    """Return the scores of :func:`prepared` embeddings; cosines that differ by rounding are equal if ``normalize``."""
+    scores = similarities(queries, rows)
+    return rounded(scores, TIE_BITS[queries.dtype]) if normalize else scores
 
 
 def norms(rows: Float[Tensor, "... d"]) -> Float[Tensor, "... 1"]:

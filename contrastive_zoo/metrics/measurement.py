@@ -133,7 +133,7 @@ def measured_queries(caller: str, evaluation: Evaluation) -> tuple[Bool[Tensor, 
     if depth > candidates:
         raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     with reported(world):
-        local = Gallery(caller, local_items, evaluation.normalize, evaluation.index, world, ties=True)
+        local = Gallery(caller, local_items, evaluation.normalize, evaluation.index, world)
         rows = prepared(local_queries, normalize=evaluation.normalize)
         totals = relevance.totals(world)
         most = int(np.bincount(totals.where, weights=totals.number).max(initial=0))  # relevant items of one query

@@ -71,6 +71,7 @@ class RetrievalMetrics(nn.Module):
         """What has been collected, batch by batch."""
         return {name: of_name for name in STATES if (of_name := getattr(self, name))}
 
+    @torch.no_grad()
     def update(
         self,
         queries: Float[Tensor, "n d"],

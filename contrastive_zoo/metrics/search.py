@@ -4,7 +4,7 @@ faiss proposes candidates in float32, whose scores are computed again in float64
 higher than anything that faiss may have missed by rounding. The rest is compared with every embedding.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from contrastive_zoo.metrics.exact import norms, prepared, rounded, similarities
+from contrastive_zoo.metrics.exact import TIE_BITS, norms, prepared, scores_of
 from contrastive_zoo.metrics.rounds import Round, local_positions, rounds
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, flag_problem, is_integer, tensor_problem
@@ -25,9 +25,6 @@ _BLOCK_ELEMENTS = 2**24  # elements of the queries that faiss searches at once, 
 _ELEMENTS = 2**21  # elements of the float64 matrices that are held at once, 16 MiB each
 _PAIR_ELEMENTS = 2**19  # elements of candidates at once: they stay in the cache (three times as fast as 2^22)
 _UNCERTAIN = 256  # queries that are compared with all embeddings at once
-# Cosines of one direction differ by up to 2^-23: embeddings of other lengths are rounded to other float32 when normalised.
-# Of float64 it is the rounding of ``exact.similarities``.
-_TIE_BITS, _TIE_BITS_OF_FLOAT64 = 21, 40
 _MARGIN = 8  # candidates beyond k, as rounding may exchange neighbours in order; an eighth of k is added
 
 
@@ -98,17 +95,15 @@ class Proposals(NamedTuple):
 class Gallery:
     """The embeddings [m, d] of one rank to search in, normalised block by block: a memory map stays on the disk.
 
-    Every rank makes its own at the same time. With ``ties``, cosines that differ by rounding are equal.
+    Every rank makes its own at the same time.
     """
 
     index: Any = None  # faiss' approximate index of the items; None for an exact search
 
     def __init__(
-        self, caller: str, rows: Tensor, normalize: bool, index: ApproximateIndex | None, world: World, *, ties: bool
+        self, caller: str, rows: Tensor, normalize: bool, index: ApproximateIndex | None, world: World
     ) -> None:
         self.rows, self.normalize = rows, normalize
-        bits = _TIE_BITS_OF_FLOAT64 if rows.dtype == torch.float64 else _TIE_BITS
-        self.tie_bits = bits if ties and normalize else None
         step = max(1, _ELEMENTS // max(1, rows.shape[1]))
         self.lengths = torch.cat([torch.empty(0, 1, dtype=torch.float64), *(norms(x.cpu()) for x in rows.split(step))])
         if index is None:
@@ -189,7 +184,7 @@ class Gallery:
         longest = 1.0 + 2.0**-20 if self.normalize else self.lengths.amax().item() if len(self) else 0.0
         lengths = norms(queries)
         flushed = width**0.5 * (lengths + longest) + width  # float32 has no elements below 2^-126
-        of_ties = 0.0 if self.tie_bits is None else 2.0 ** -(self.tie_bits + 1)
+        of_ties = 2.0 ** -(TIE_BITS[queries.dtype] + 1) if self.normalize else 0.0
         return (width + 8) * 2.0**-24 * longest * lengths + flushed * 2.0**-126 + of_ties
 
     def _found_by_faiss(self, queries: Tensor, depth: int) -> tuple[Float[Tensor, "n depth"], Int[Tensor, "n depth"]]:
@@ -214,14 +209,9 @@ class Gallery:
             width = positions.shape[1] - int((positions[some] >= 0).any(0).flip(0).int().argmax())
             kept = positions[some, :width]
             rows = self.take(kept.clamp(min=0).flatten()).view(*kept.shape, queries.shape[1])
-            of_pairs = self._similarities(queries[which[some], None], rows)[:, 0]
+            of_pairs = scores_of(queries[which[some], None], rows, normalize=self.normalize)[:, 0]
             scores[some, :width] = of_pairs.masked_fill_(kept < 0, -torch.inf)
         return scores
-
-    def _similarities(self, queries: Tensor, rows: Tensor) -> Tensor:
-        """Return the exact scores of queries and rows, rounded where equal ones are to be found."""
-        scores = similarities(queries, rows)
-        return scores if self.tie_bits is None else rounded(scores, self.tie_bits)
 
     def _compared_with_all(self, queries: Tensor, k: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
         best, positions = torch.empty(len(queries), 0).double(), torch.empty(len(queries), 0).long()
@@ -234,7 +224,8 @@ class Gallery:
         """Yield the exact scores of all items in blocks; −∞ for excluded ones."""
         for start, rows in self.blocks(_ELEMENTS):
             for first in range(0, len(rows), step := max(1, _ELEMENTS // max(1, len(queries)))):
-                scores, begin = self._similarities(queries, rows[first : first + step]), start + first
+                scores = scores_of(queries, rows[first : first + step], normalize=self.normalize)
+                begin = start + first
                 which, column = ((excluded >= begin) & (excluded < begin + scores.shape[1])).nonzero(as_tuple=True)
                 scores[which, excluded[which, column] - begin] = -torch.inf
                 yield begin, scores
@@ -281,7 +272,8 @@ def top_k(
     """Return the k nearest embeddings of the gallery of all ranks, for this rank's queries.
 
     Equal to ``torch.topk(queries @ all_gather(gallery).T, k)`` in float64, where equal scores are ordered by index, and the
-    same bits for every split. Each rank holds its own embeddings, k numbers per query, and blocks of constant size.
+    same bits for every split. Cosines are rounded to 2^-21, those of float64 embeddings to 2^-40, so that embeddings of one
+    direction are equally near. Each rank holds its own embeddings, k numbers per query, and blocks of constant size.
 
     Args:
         queries: this rank's queries; ranks may hold different numbers, including zero.
@@ -308,7 +300,7 @@ def top_k(
     problem = problem or _excluded_problem(excluded, queries)
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
-    shards = agree_on_shards("top_k", detached(arguments), world=world, problem=problem, settings=settings)
+    shards = agree_on_shards("top_k", arguments, world=world, problem=problem, settings=settings)
     candidates = max(0, shards[1].total - (gallery is None))
     if not 1 <= k <= candidates:
         raise ValueError(f"top_k: k is between 1 and the {candidates} rows to search in, got {k}.")
@@ -320,7 +312,7 @@ def top_k(
     result = Neighbors(torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.int64))
     with reported(world):
         prepared_queries = prepared(queries, normalize=normalize)
-        local = Gallery("top_k", rows.detach(), normalize, index, world, ties=False)
+        local = Gallery("top_k", rows.detach(), normalize, index, world)
         for block in rounds(shards[0], world):
             outside = local_positions(block.gathered(excluded), start, len(local))
             scores, positions, _ = local.nearest(block, block.gathered(prepared_queries), k, outside)
@@ -329,10 +321,6 @@ def top_k(
             scores, indices = (torch.cat(block.answered(x), 1) for x in (scores, indices))
             result.scores[block.local], result.indices[block.local] = ordered(scores, indices, k)
     return result
-
-
-def detached(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 
 def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_zoo.metrics.ranking import KNN, Graded, Ints, Metric, Ties, names_problem
 from contrastive_zoo.metrics.rounds import Round, ask, local_positions
-from contrastive_zoo.metrics.search import ApproximateIndex, detached, overflow_problem, rows_problem, settings_problem
+from contrastive_zoo.metrics.search import ApproximateIndex, overflow_problem, rows_problem, settings_problem
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -54,7 +54,7 @@ class Evaluation:
         result = {name: x for name in (*ROWS, *NUMBERS) if (x := getattr(self, name)) is not None}
         if isinstance(self.judgements, (list, tuple)) and len(self.judgements) == 3:
             result |= zip(JUDGED, self.judgements, strict=True)
-        return detached(result)
+        return result
 
     def shapes_problem(self) -> str | None:
         if (problem := rows_problem(self.queries, self.rows)) is not None:

@@ -17,7 +17,7 @@ from sklearn.metrics import top_k_accuracy_score
 
 import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
-from contrastive_zoo.metrics.exact import prepared
+from contrastive_zoo.metrics.exact import prepared, similarities
 from contrastive_zoo.ranks.messages import CommunicationError
 from tests.helpers import EVERY_CASE, error_message
 
@@ -188,7 +188,7 @@ def measured_in_shards(measure, arguments, seed):
 @pytest.mark.parametrize(
     ("place", "mistake"),
     [
-        ("search.rounded", lambda scores, bits: scores),  # ties are equal in every bit only
+        ("search.scores_of", lambda a, b, normalize: similarities(a, b)),  # ties are equal in every bit only
         ("ranking._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
         ("task.first_of_each", lambda ids, world: torch.ones_like(ids, dtype=torch.bool)),  # repeated samples count
     ],
@@ -232,7 +232,7 @@ FAULTS = {
     ),
     "top_k": ("metrics.search.ordered", lambda group: cz.metrics.top_k(ROWS, k=1, process_group=group)),
     "mine_hard_negatives": (
-        "data.mining.similarities",
+        "data.mining.scores_of",
         lambda group: cz.data.mine_hard_negatives(ROWS, ROWS, IDS, num_negatives=1, process_group=group),
     ),
 }

@@ -49,6 +49,19 @@ def test_the_nearest_rows_are_those_of_one_process(kind, alone, worlds):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_cosines_are_ties_in_metrics_search_and_mining(dtype):
+    """Rounding differs between embeddings of one direction and other lengths; ties are ordered by index."""
+    direction = torch.tensor([[0.1, 0.2, 0.7]], dtype=dtype)
+    lengths = torch.rand(40, 1, generator=torch.Generator().manual_seed(0)).to(dtype) + 0.5
+    corpus, queries, places = direction * lengths, direction * 3, torch.arange(40)
+    assert torch.equal(cz.metrics.top_k(queries, corpus, k=40).indices, places[None])
+    mined = cz.data.mine_hard_negatives(queries, corpus, places[-1:], num_negatives=39, absolute_margin=0.0)
+    assert mined["negative"].tolist() == places[:-1].tolist()
+    labels = {"labels": places[:1], "gallery_labels": places}
+    assert cz.metrics.evaluate(queries, corpus, metrics=["hit_rate@39"], **labels) == {"hit_rate@39": 0.0}
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e25])  # at 1e25 the dot products exceed float32
 def test_only_candidates_that_may_be_neighbours_of_all_ranks_are_compared(scale, worlds):
     draw = torch.Generator().manual_seed(0)
@@ -78,7 +91,7 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
 def test_a_rank_compares_its_share_of_the_candidates():
     draw = torch.Generator().manual_seed(0)
     rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
-    halves = [Gallery("top_k", half, True, None, World(), ties=False) for half in rows.split(1000)]
+    halves = [Gallery("top_k", half, True, None, World()) for half in rows.split(1000)]
     unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
     proposals = [half.proposals(unit, 30, nothing) for half in halves]
     floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]
