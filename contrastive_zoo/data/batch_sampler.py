@@ -32,6 +32,7 @@ class SamplerOptions(TypedDict, total=False):
     """The arguments that all batch samplers pass on to :class:`BaseBatchSampler`."""
 
     seed: int
+    drop_last: bool
     rank_weights: Sequence[float] | None
     process_group: Processes
 
@@ -47,13 +48,10 @@ def rank_bounds(total: int, weights: tuple[float, ...]) -> list[int]:
 def weights_problem(weights: Sequence[float] | None, world_size: int) -> str | None:
     if weights is None:
         return None
-    if not isinstance(weights, (list, tuple)) or not all(isinstance(x, (int, float)) for x in weights):
-        return f"rank_weights are a list of one number per rank, got {described(weights)}."
-    if len(weights) != world_size:
-        return (
-            f"rank_weights are one number per rank, got {len(weights)} for W = {world_size}. Pass one weight for each "
-            "rank, or None for an even split."
-        )
+    numbers = isinstance(weights, (list, tuple)) and all(isinstance(x, (int, float)) for x in weights)
+    if not numbers or len(weights) != world_size:
+        what = f"a list of W = {world_size} numbers, one per rank, or None for an even split"
+        return f"rank_weights are {what}, got {described(weights)}."
     if not all(math.isfinite(x) and x >= 0 for x in weights) or not any(weights):
         return f"rank_weights are finite, at least 0, and not all 0, got {list(weights)}."
     return None
@@ -75,6 +73,8 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         settings: what determines the global batches, by name: numbers, words and arrays.
         problem: an error in the subclass's arguments, in words.
         seed: the random order is a function of seed and epoch.
+        drop_last: leave out the global batches at the end of an epoch that are not full, as torch's ``BatchSampler`` does.
+            A part of a rank may be empty nevertheless.
         rank_weights: each rank's share of a global batch; None is an even split.
         process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
 
@@ -100,18 +100,20 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
         problem: str | None = None,
         *,
         seed: int = 0,
+        drop_last: bool = False,
         rank_weights: Sequence[float] | None = None,
         process_group: Processes = None,
     ) -> None:
         self.seed, self.rank_weights, self.process_group = seed, rank_weights, process_group
         self.epoch = self.step = 0
+        self._drop_last = drop_last
         world = World.of(process_group, type(self).__name__)
         if problem is None and not is_integer(seed, at_least=0):
             problem = f"seed is an integer of at least 0, got {seed!r}."
-        problem = problem or weights_problem(rank_weights, world.size)
+        problem = problem or flag_problem(drop_last=drop_last) or weights_problem(rank_weights, world.size)
         words = {
             name: array_in_one_line(value) if isinstance(value, np.ndarray) else in_one_line(value)
-            for name, value in {**settings, "seed": seed}.items()
+            for name, value in {**settings, "seed": seed, "drop_last": drop_last}.items()
         }
         self._digest = hashlib.blake2b(repr((type(self).__name__, words)).encode(), digest_size=8).hexdigest()
         if not isinstance(process_group, World):
@@ -124,6 +126,18 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
     @abstractmethod
     def global_batches(self, epoch: int) -> Batches:
         """Return the sample indices of each global batch: a function of the data, the seed and the epoch."""
+
+    def is_full(self, batch: NDArray[np.int64]) -> bool:
+        """Return whether a batch, which ``drop_last`` leaves out otherwise, has as many samples as ``self.batch_size``."""
+        return len(batch) == getattr(self, "batch_size", len(batch))
+
+    def kept_batches(self, epoch: int) -> Batches:
+        """Return :meth:`global_batches` but for those that ``drop_last`` leaves out."""
+        batches = self.global_batches(epoch)
+        end = len(batches)
+        while self._drop_last and end and not self.is_full(batches[end - 1]):
+            end -= 1
+        return batches[:end]
 
     def bounds(self, batch: NDArray[np.int64], weights: tuple[float, ...]) -> list[int]:
         """Return W + 1 bounds, given each rank's share: rank r's part is ``batch[bounds[r] : bounds[r + 1]]``."""
@@ -145,7 +159,7 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     def _of_epoch(self) -> Batches:
         if self._batches is None or self._batches[0] != self.epoch:
-            self._batches = self.epoch, self.global_batches(self.epoch)
+            self._batches = self.epoch, self.kept_batches(self.epoch)
         return self._batches[1]
 
     def set_epoch(self, epoch: int) -> None:
@@ -200,14 +214,13 @@ class BaseBatchSampler(Sampler[list[int]], ABC):
 
     @property
     def drop_last(self) -> bool:
-        """Asked for by trainers that would split this rank's parts again.
+        """Whether batches that are not full are left out; trainers that would split a rank's parts again ask for it.
 
         Raises:
             ValueError: there are several ranks.
-            AttributeError: there is one, and nothing to split.
         """
         if World.of(self.process_group).size == 1:
-            raise AttributeError(f"{type(self).__name__} has no drop_last: the last batch may be smaller.")
+            return self._drop_last
         raise ValueError(
             f"{type(self).__name__}: the trainer asks for drop_last, to split this sampler's batches over the ranks. They "
             "are split already. Accelerate, Hugging Face: do not prepare the loader, or pass it through "
@@ -233,13 +246,13 @@ def grouped(batch_of: NDArray[np.int64], keys: NDArray[np.uint64]) -> Batches:
 class GlobalBatchSampler(BaseBatchSampler):
     """Global batches of ``batch_size`` samples, each sample once per epoch.
 
-    The last batch is smaller, and split over the ranks like the others.
+    The last batch may be smaller, and is split over the ranks like the others.
 
     Args:
         num_samples: the length of the dataset.
         batch_size: samples of a global batch, on all ranks together.
         shuffle: whether the order is random, another one in each epoch; otherwise it is that of the dataset.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: sizes that are no integers of at least 1, or what the base class refuses.

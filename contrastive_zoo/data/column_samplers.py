@@ -68,7 +68,7 @@ class MPerClassBatchSampler(BaseBatchSampler):
         classes_per_batch: p; a batch has m · p samples, all ranks together, up to the groups of another size.
         singletons: what to do with classes of one sample, which has no positive: ``"raise"`` an error, ``"keep"`` them as
             negatives of the others, in groups of 1, or ``"drop"`` them.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: labels or settings that are not as above, more classes than there are, or what the base class refuses.
@@ -104,20 +104,18 @@ class MPerClassBatchSampler(BaseBatchSampler):
         counts = np.where(counts > 1, counts, 0) if singletons == "drop" else counts
         self._groups = np.maximum(counts // m + (counts % m >= 2), counts > 0)
         self._group_classes = np.repeat(np.arange(len(counts)), self._groups)
-        if World.of(self.process_group).rank == 0 and (problem := self._long_tail(values)):
-            warnings.warn(f"MPerClassBatchSampler: {problem}", stacklevel=2)
+        classes = np.bincount(self._batches_of_groups(0))
+        fewer, largest = int((classes < classes_per_batch).sum()), int(self._groups.argmax())
+        if fewer > 1 and not self._drop_last and World.of(self.process_group).rank == 0:
+            warnings.warn(
+                f"MPerClassBatchSampler: the last {fewer} of {len(classes)} batches have fewer than {classes_per_batch=} "
+                f"classes, as class {values[largest]!r} has {self._groups[largest]} of {len(self._group_classes)} groups of "
+                f"{m=}, one in a batch. Pass drop_last=True to leave these batches out, or raise m.",
+                stacklevel=2,
+            )
 
-    def _long_tail(self, values: Sequence[object]) -> str | None:
-        """Return how many batches have fewer classes than asked for, in words; None if that is the last one only."""
-        sizes = np.bincount(self._batches_of_groups(0))
-        if (fewer := int((sizes < self.classes_per_batch).sum())) <= 1:
-            return None
-        largest = int(self._groups.argmax())
-        return (
-            f"the last {fewer} of {len(sizes)} batches have fewer than classes_per_batch={self.classes_per_batch} classes, "
-            f"as class {values[largest]!r} has {self._groups[largest]} of {len(self._group_classes)} groups of m={self.m}, "
-            "one in a batch. Leave a part of this class out, or raise m."
-        )
+    def is_full(self, batch: NDArray[np.int64]) -> bool:
+        return len(np.unique(self._classes[batch])) == self.classes_per_batch
 
     def _batches_of_groups(self, epoch: int) -> NDArray[np.int64]:
         return _spread(self._group_classes, self.classes_per_batch, self.seed, epoch)
@@ -186,7 +184,7 @@ class NoDuplicatesBatchSampler(BaseBatchSampler):
     Args:
         columns: one value per sample each: integers or strings. Pass the queries, or queries and documents.
         batch_size: the most samples of a global batch, on all ranks together.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: columns of different lengths or without samples, a bad batch size, or what the base class refuses.
@@ -251,7 +249,7 @@ class TokenBatchSampler(BaseBatchSampler):
         lengths: tokens of each sample, [n], the same on every rank.
         chunk_tokens: the most padded tokens of a chunk, which is (its samples) · (its longest sample).
         chunks_per_batch: chunks of a global batch, on all ranks together; the last batch may have fewer.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: lengths or sizes that are not integers of at least 1, a sample that is longer than ``chunk_tokens``, or
@@ -282,10 +280,7 @@ class TokenBatchSampler(BaseBatchSampler):
         order = np.argsort(random_keys(self.seed, epoch, np.arange(len(self.lengths))))
         lengths = self.lengths[order]
         # no batch has more tokens than all its chunks
-        tokens, budget = (
-            np.cumsum(np.append(0, lengths), dtype=np.float64),
-            float(self.chunk_tokens * self.chunks_per_batch),
-        )
+        tokens, budget = np.append(0.0, np.cumsum(lengths, dtype=np.float64)), self.chunk_tokens * self.chunks_per_batch
         batches, start = [], 0
         while start < len(order):
             sizes = range(1, int(np.searchsorted(tokens, tokens[start] + budget, "right")) - start)
@@ -294,6 +289,9 @@ class TokenBatchSampler(BaseBatchSampler):
             batches.append(batch[np.argsort(-self.lengths[batch], kind="stable")])
             start += len(batch)
         return batches
+
+    def is_full(self, batch: NDArray[np.int64]) -> bool:
+        return self._chunks(self.lengths[batch]) == self.chunks_per_batch
 
     def _chunks(self, lengths: NDArray[np.int64]) -> int:
         return len(chunk_ends(-np.sort(-lengths), self.chunk_tokens))

@@ -33,7 +33,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         sizes: samples of each data set.
         temperature: T ≥ 1, dimensionless, ``math.inf`` included.
         exhausted: the data set that ends an epoch: the ``"first"`` or the ``"last"`` to be exhausted.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`. Samplers have ``drop_last``.
 
     Raises:
         ValueError: samplers, sizes or settings that are not as above; what the base class refuses. At an epoch: a sampler
@@ -59,6 +59,8 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         problem = _samplers_problem(samplers, sizes) or word_problem("exhausted", exhausted, Exhausted)
+        if problem is None and options.get("drop_last"):
+            problem = "drop_last is that of each data set's sampler, got one of the whole. Pass it to the samplers."
         if problem is None and not (isinstance(temperature, (int, float)) and temperature >= 1):
             problem = f"temperature is a number of at least 1, got {described(temperature)}."
         self.samplers, self.sizes = (list(samplers), tuple(sizes)) if problem is None else ([], ())
@@ -74,7 +76,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         Raises:
             ValueError: a sampler has no batch, or indices beyond its data set.
         """
-        plans = [x.global_batches(epoch) for x in self.samplers]
+        plans = [x.kept_batches(epoch) for x in self.samplers]
         numbers = [len(plan) for plan in plans]
         if not all(numbers):
             raise ValueError(f"OneDatasetBatchSampler: each sampler has a batch, got {numbers} batches.")
@@ -88,7 +90,7 @@ class OneDatasetBatchSampler(BaseBatchSampler):
     def _passes(self, index: int, plan: Batches, epoch: int) -> Iterator[NDArray[np.int64]]:
         """Yield a data set's batches of this epoch, and then those of other epochs, which are random numbers."""
         epochs = (int(random_keys(self.seed, epoch, again)) >> 2 for again in count(1))
-        for batch in chain(plan, chain.from_iterable(map(self.samplers[index].global_batches, epochs))):
+        for batch in chain(plan, chain.from_iterable(map(self.samplers[index].kept_batches, epochs))):
             if len(batch) and (batch.min() < 0 or batch.max() >= self.sizes[index]):
                 raise ValueError(
                     f"OneDatasetBatchSampler: indices of data set {index} are between 0 and {self.sizes[index] - 1}, got "

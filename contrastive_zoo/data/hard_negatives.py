@@ -30,7 +30,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             sample itself is skipped. Leave out known positives, or pair this with labels in the loss.
         batch_size: samples of a global batch, on all ranks together.
         group_size: samples that are near each other, at most ``batch_size``.
-        options: ``seed``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
+        options: ``seed``, ``drop_last``, ``rank_weights`` and ``process_group`` of :class:`BaseBatchSampler`.
 
     Raises:
         ValueError: neighbours or sizes that are not as above, or what the base class refuses.
@@ -79,7 +79,7 @@ class HardNegativeBatchSampler(BaseBatchSampler):
             positives: global indices that are not wanted as neighbours; −1 for none.
             normalize: whether neighbours have the highest cosine; otherwise the highest dot product.
             process_group: who holds embeddings, and trains.
-            settings: ``batch_size``, ``group_size``, ``seed`` and ``rank_weights``.
+            settings: ``batch_size``, ``group_size``, ``seed``, ``drop_last`` and ``rank_weights``.
 
         Raises:
             ValueError: on every rank alike, what :func:`contrastive_zoo.metrics.top_k` and the constructor refuse.

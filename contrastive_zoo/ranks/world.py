@@ -19,6 +19,7 @@ from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiti
 from contrastive_zoo.ranks.doubling import Doubling
 from contrastive_zoo.ranks.group_state import STATES, GroupState, state_of
 from contrastive_zoo.ranks.messages import lost, started
+from contrastive_zoo.ranks.row_checks import is_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,6 +114,9 @@ class World:
         caller: the loss and the call that send messages, as the errors of messages name them.
         opened: the number of the handshake that opened the step; 0 if none did.
 
+    Raises:
+        ValueError: ``rank`` is no integer in 0 … size − 1.
+
     Examples:
         >>> World.of()
         World(rank=0, size=1, group=None)
@@ -123,6 +127,13 @@ class World:
     group: dist.ProcessGroup | None = None
     caller: str = field(default="", repr=False, compare=False, kw_only=True)
     opened: int = field(default=0, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not (is_integer(self.rank, at_least=0) and is_integer(self.size) and self.rank < self.size):
+            raise ValueError(
+                f"World: a rank is an integer in 0 … size − 1, got rank={self.rank!r}, size={self.size!r}. Pass the rank "
+                "first: World(1, 4) is the second of four processes."
+            )
 
     @classmethod
     def of(cls, process_group: Processes = None, caller: str = "") -> World:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain, zip_longest
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from torch.utils.data import BatchSampler
 
 from contrastive_zoo.data.batch_sampler import BaseBatchSampler, Batches, GlobalBatchSampler, rank_bounds
 from contrastive_zoo.data.column_samplers import (
@@ -390,3 +391,32 @@ def test_each_invariant_catches_its_mistake() -> None:
     for invariant, (kind, methods) in MISTAKES.items():
         mistaken = type(f"Mistaken{kind.__name__}", (kind,), methods)
         assert any(says for seed in range(40) for says in invariant(random_trial(seed, mistaken))), invariant.__name__
+
+
+def is_full(sampler: Any, trial: SamplerTrial, batch: list[int]) -> bool:
+    if trial.labels is not None:
+        return len(set(trial.labels[batch].tolist())) == sampler.classes_per_batch
+    return (len(batch) if trial.lengths is None else trial.chunks(batch)) == (
+        sampler.batch_size if trial.lengths is None else sampler.chunks_per_batch
+    )
+
+
+def mistaken_about_drop_last(make: Callable[..., BaseBatchSampler]) -> list[int]:
+    """Return the seeds of trials whose sampler leaves out anything but the last batches that are not full."""
+    found = []
+    for kind in KINDS[:-1]:  # of several data sets, each sampler has its own
+        for seed in CASES:
+            trial = random_trial(seed, kind)
+            ends = [i + 1 for i, batch in enumerate(trial.alone) if is_full(trial.sampler(0, 1), trial, batch)]
+            dropping = replace(trial, make=partial(make, trial.make))
+            if dropping.batches != trial.alone[: max(ends, default=0)] or any(same_number_of_batches(dropping)):
+                found.append(seed)
+    return found
+
+
+def test_drop_last_leaves_out_the_last_batches_that_are_not_full() -> None:
+    assert mistaken_about_drop_last(lambda make, **options: make(drop_last=True, **options)) == []
+    assert mistaken_about_drop_last(lambda make, **options: make(**options)) != []
+    for size, drop_last in ((4, True), (3, True), (4, False), (20, True)):
+        sampler = GlobalBatchSampler(9, batch_size=size, shuffle=False, drop_last=drop_last, process_group=World())
+        assert list(sampler) == list(BatchSampler(range(9), size, drop_last))

@@ -139,13 +139,22 @@ def test_an_empty_batch_has_the_structure_of_the_others() -> None:
     assert collate([])["name"] == []
 
 
+def test_a_world_has_its_rank() -> None:
+    """A rank beyond the world would have samples of no rank, or none, in silence."""
+    for rank, size in ((5, 2), (2, 2), (-1, 2), (0, 0), (0, -1), (0.0, 1), (True, 2)):
+        with pytest.raises(
+            ValueError, match=f"World: a rank is an integer in 0 … size − 1, got rank={rank}, size={size}"
+        ):
+            cz.World(rank, size)  # type: ignore[arg-type]  # a rank is an integer
+
+
 NINE = GlobalBatchSampler(9, batch_size=9, process_group=ONE_PROCESS)
 WEIGHTED = GlobalBatchSampler(9, batch_size=9, rank_weights=[1.0], process_group=ONE_PROCESS)
 BAD: list[tuple[Callable[..., Any], str]] = [
     (partial(GlobalBatchSampler, 0, batch_size=4), "num_samples is an integer of at least 1, got 0"),
     (partial(GlobalBatchSampler, 9, batch_size=2.0), r"batch_size is an integer of at least 1, got 2\.0"),
     (partial(GlobalBatchSampler, 9, batch_size=2, seed=-1), "seed is an integer of at least 0, got -1"),
-    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[1, 2]), "got 2 for W = 1"),
+    (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[1, 2]), r"W = 1 numbers, .* got \[1, 2\]"),
     (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[0.0]), r"not all 0, got \[0\.0\]"),
     (partial(GlobalBatchSampler, 9, batch_size=2, rank_weights=[float("nan")]), "finite"),
     (partial(MPerClassBatchSampler, LABELS, m=1, classes_per_batch=2), "m is an integer of at least 2, got 1"),
@@ -174,6 +183,8 @@ BAD: list[tuple[Callable[..., Any], str]] = [
         partial(TokenBatchSampler, [9], chunk_tokens=9, chunks_per_batch=0),
         "chunks_per_batch is an integer of at least 1",
     ),
+    (partial(GlobalBatchSampler, 9, batch_size=2, drop_last="yes"), "drop_last is True or False, got 'yes'"),
+    (partial(OneDatasetBatchSampler, [NINE], sizes=[9], drop_last=True), "Pass it to the samplers"),
     (partial(OneDatasetBatchSampler, [], sizes=[]), r"one batch sampler for each data set, got \[\]"),
     (partial(OneDatasetBatchSampler, [[[0]]], sizes=[1]), r"batch samplers of contrastive_zoo\.data, got \[\[0\]\]"),
     (partial(OneDatasetBatchSampler, [WEIGHTED], sizes=[9]), "got a GlobalBatchSampler with some. Pass them here"),
@@ -232,7 +243,12 @@ def test_ranks_agree_on_data_and_settings(worlds: Worlds) -> None:
     def good() -> list[list[int]]:
         return list(differ(""))
 
-    for what, says in [("labels", "labels"), ("seed", "seed"), ("m", "at least 2, got 1"), ("weights", "got 2 for W")]:
+    for what, says in [
+        ("labels", "labels"),
+        ("seed", "seed"),
+        ("m", "at least 2, got 1"),
+        ("weights", "W = 3 numbers"),
+    ]:
         text, found = common_error(worlds, 3, partial(differ, what), good)
         assert says in text
         parts = zip(*found, strict=True)
