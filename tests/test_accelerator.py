@@ -223,7 +223,7 @@ def sampled(put: Put) -> Any:
 
 def compared(put: Put) -> Any:
     x, labels = samples()
-    values = cz.metrics.evaluate_queries(put(x), labels=put(labels), metrics=["map"])["map"].float()
+    values = cz.metrics.evaluate(put(x), labels=put(labels), metrics=["map"], reduction="none")["map"].float()
     return values, cz.metrics.paired_bootstrap(put(values), values / 2, resamples=20)
 
 

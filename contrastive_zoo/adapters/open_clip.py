@@ -3,6 +3,8 @@
 The scale, and the bias, stay parameters of the model: its optimizer groups, its clamp and its checkpoints do not change.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -43,9 +45,7 @@ class ClipLoss(nn.Module):
     Source: the calls of open_clip 3.3, https://github.com/mlfoundations/open_clip
     """
 
-    @staticmethod
-    def make() -> Loss:
-        return Clip(temperature=1.0, normalize=False)
+    make: Callable[[], Loss] = staticmethod(partial(Clip, temperature=1.0, normalize=False))
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -85,9 +85,7 @@ class SigLipLoss(ClipLoss):
         tensor(1.0064)
     """
 
-    @staticmethod
-    def make() -> Loss:
-        return SigLIP(temperature=1.0, logit_bias=0.0, normalize=False)
+    make = staticmethod(partial(SigLIP, temperature=1.0, logit_bias=0.0, normalize=False))
 
     def _contrastive_loss(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import starmap
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.metrics.exact import prepared, scores_of
 from contrastive_zoo.metrics.rounds import ask
-from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, rows_problem, settings_problem, top_k
+from contrastive_zoo.metrics.search import (
+    ApproximateIndex,
+    Neighbors,
+    repeated_problem,
+    rows_problem,
+    settings_problem,
+    top_k,
+)
 from contrastive_zoo.ranks.differences import failing_together
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.random_keys import random_keys
@@ -40,13 +48,21 @@ _INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max",
 """The settings that are integers, and their bounds. The result has ``num_negatives`` columns."""
 
 _THRESHOLDS = ("max_score", "min_score", "absolute_margin", "relative_margin")
-_SETTINGS = (*(name for name, *_ in _INTEGERS), *_THRESHOLDS, "guide_margin", "sampling", "output", "normalize")
+_SETTINGS = (
+    *(name for name, *_ in _INTEGERS),
+    *_THRESHOLDS,
+    "guide_margin",
+    "sampling",
+    "output",
+    "normalize",
+    "among_themselves",
+)
 _ROWS, _LABELS = ("queries", "corpus", "positives"), ("query_labels", "corpus_labels", "corpus_ids")
 
 
 def mine_hard_negatives(
     queries: Rows,
-    corpus: Rows,
+    corpus: Rows | None,
     positives: Rows,
     *,
     num_negatives: int = 3,
@@ -76,7 +92,7 @@ def mine_hard_negatives(
 
     Args:
         queries: [n, d], this rank's; n may differ between ranks.
-        corpus: [m, d], this rank's part.
+        corpus: [m, d], this rank's part; None: the other queries.
         positives: [n] or [n, p], indices of each query's positives; −1 for none.
         num_negatives: negatives per query.
         range_min: the best candidates to skip.
@@ -114,7 +130,11 @@ def mine_hard_negatives(
     https://arxiv.org/abs/2407.15831
     """
     arguments: dict[str, Any] = dict(locals())
-    return Mining(**arguments | {name: as_tensor(arguments[name]) for name in (*_ROWS, *_LABELS)}).columns()
+    tensors = {name: as_tensor(arguments[name]) for name in (*_ROWS, *_LABELS)}
+    if corpus is None:
+        tensors["corpus"] = tensors["queries"]
+        tensors["corpus_labels"] = tensors["query_labels" if corpus_labels is None else "corpus_labels"]
+    return Mining(**arguments | tensors, among_themselves=corpus is None).columns()
 
 
 def as_tensor(rows: Any) -> Any:
@@ -127,19 +147,6 @@ def as_tensor(rows: Any) -> Any:
             return torch.as_tensor(rows)
         except (TypeError, ValueError, RuntimeError):  # an array of text, or lists of unequal length
             return rows
-
-
-def _is_score(x: object) -> bool:
-    """Return whether scores can be compared with x: an integer of 64 bits, or another number that is not NaN."""
-    if isinstance(x, int):
-        return not isinstance(x, bool) and abs(x) < 2**63
-    return isinstance(x, (float, np.integer, np.floating)) and not math.isnan(x)
-
-
-class Mined(NamedTuple):
-    negatives: Int[Tensor, "n num"]  # global indices, best first; −1 where there are fewer
-    scores: Float[Tensor, "n num"]  # their similarities to the query; −∞ where there are fewer
-    positive_scores: Float[Tensor, "n p"]  # the similarities of the positives
 
 
 @dataclass(kw_only=True)
@@ -168,6 +175,7 @@ class Mining:
     index: ApproximateIndex | None
     progress: bool
     process_group: Processes
+    among_themselves: bool
 
     @property
     def rows(self) -> dict[str, Tensor]:
@@ -184,6 +192,10 @@ class Mining:
         if not (self.guide is None or callable(self.guide)):
             return f"guide is a function of queries and candidates, or None, got {described(self.guide)}."
         if problem := rows_problem(self.queries, self.corpus, "corpus"):
+            return problem
+        fix = "Pass corpus=None, or query_labels and corpus_labels."
+        is_known = self.among_themselves or self.query_labels is not None
+        if not is_known and (problem := repeated_problem(self.queries, self.corpus, fix, "corpus")):
             return problem
         if (self.query_labels is None) != (self.corpus_labels is None):
             return "query_labels and corpus_labels come together: a candidate's label is compared with the query's."
@@ -205,9 +217,9 @@ class Mining:
                 f"range_min={self.range_min} … range_max={self.range_max} has fewer candidates than "
                 f"num_negatives={self.num_negatives}. Raise range_max."
             )
-        thresholds = [getattr(self, name) for name in _THRESHOLDS]
-        if not all(x is None or _is_score(x) for x in thresholds) or not _is_score(self.guide_margin):
-            return f"scores and margins are numbers, got {(*thresholds, self.guide_margin)}."
+        numbers = [self.guide_margin, *(x for name in _THRESHOLDS if (x := getattr(self, name)) is not None)]
+        if not all(is_number(x, finite=False) for x in numbers):
+            return f"scores and margins are numbers, got {numbers}."
         return word_problem("sampling", self.sampling, Sampling) or word_problem("output", self.output, Output)
 
     @property
@@ -265,16 +277,16 @@ class Mining:
                 problem = f"positives are indices into the {self.shards.total} rows of the corpus, or -1, got {first}."
             agree_on_shards(_NAME, {}, world=self.world, problem=problem)
             blocks = [self._mined(part, positives[part], queries.start) for part in self._steps(queries)]
-        mined = Mined(*(torch.cat(x) for x in zip(*blocks, strict=True)))
-        exists = mined.negatives >= 0
+        negatives, scores, positive_scores = (torch.cat(x) for x in zip(*blocks, strict=True))
+        exists = negatives >= 0
         complete = exists.all(1, keepdim=True) if self.output == "n-tuple" else exists.any(1, keepdim=True)
         query, column = ((positives >= 0) & complete).nonzero(as_tuple=True)
         columns = {
             "query": query + queries.start,
             "positive": positives[query, column],
-            "negative": mined.negatives[query],
-            "positive_score": mined.positive_scores[query, column],
-            "negative_score": mined.scores[query],
+            "negative": negatives[query],
+            "positive_score": positive_scores[query, column],
+            "negative_score": scores[query],
         }
         if self.output == "triplet":
             pair, rank = exists[query].nonzero(as_tuple=True)
@@ -292,36 +304,34 @@ class Mining:
         bar: Iterable[slice] = tqdm(parts, desc="Mining hard negatives", unit=" steps", disable=self.world.rank != 0)
         return bar
 
-    def _mined(self, part: slice, positives: Int[Tensor, "n p"], start: int) -> Mined:
+    def _mined(self, part: slice, positives: Int[Tensor, "n p"], start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the indices of negatives, best first, −1 where there are fewer, their scores and the positives' scores."""
         queries = self.queries[part]
         left, right = (prepared(x, normalize=self.normalize) for x in (queries, self._fetched(self.corpus, positives)))
         positive_scores = scores_of(left[:, None], right, normalize=self.normalize)[:, 0]
         positive_scores.masked_fill_(positives < 0, torch.inf)
-        result = self._candidates(queries, positives, part)
-        allowed = self.allowed(result.scores, _lowest(positive_scores))
         query = torch.arange(len(queries)) + start + part.start
+        known = torch.cat([positives, query[:, None]], 1) if self.among_themselves else positives
+        result = self._candidates(queries, known, part)
+        allowed = self.allowed(result.scores, _lowest(positive_scores))
         if self.guide is not None:
             judge = partial(_guided, self.guide, query, positives, result.indices, allowed, self.guide_margin)
             allowed &= failing_together(f"{_NAME}: the guide", judge, self.world)
         chosen = self.chosen(allowed, result.indices, query)
-        missing, place = chosen < 0, chosen.clamp(min=0)
-        return Mined(
-            result.indices.gather(1, place).masked_fill(missing, -1),
-            result.scores.gather(1, place).masked_fill(missing, -torch.inf),
-            positive_scores.masked_fill(positives < 0, torch.nan),
-        )
+        indices = result.indices.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
+        return indices, result.scores.gather(1, chosen.clamp(min=0)), positive_scores
 
-    def _candidates(self, queries: Float[Tensor, "n d"], positives: Int[Tensor, "n p"], part: slice) -> Neighbors:
-        """Return the best items of each query that are not positive, of another label and of other ids than positives."""
+    def _candidates(self, queries: Float[Tensor, "n d"], known: Int[Tensor, "n p"], part: slice) -> Neighbors:
+        """Return the best items of each query that are not known, of another label and of other ids than known ones."""
         depth = k = min(self.depth, self.shards.total)
         search = partial(top_k, normalize=self.normalize, index=self.index, process_group=self.world)
-        nearest = search(queries, self.corpus, k=k, excluded=positives)
+        nearest = search(queries, self.corpus, k=k, excluded=known)
         if self.query_labels is None and self.corpus_ids is None:
             return nearest
         result, unfinished = Neighbors(nearest.scores.clone(), nearest.indices.clone()), torch.arange(len(queries))
         # How many items have a query's label or id is not known, so all ranks repeat the search with twice the depth.
         while True:
-            differs = self._differ(nearest.indices, positives[unfinished], part.start + unfinished)
+            differs = self._differ(nearest.indices, known[unfinished], part.start + unfinished)
             order = (~differs).int().argsort(dim=1, stable=True)[:, :k]
             result.scores[unfinished] = nearest.scores.masked_fill(~differs, -torch.inf).gather(1, order)
             result.indices[unfinished] = nearest.indices.masked_fill(~differs, -1).gather(1, order)
@@ -330,18 +340,18 @@ class Mining:
             if depth == self.shards.total or not any(n for (n,) in self.world.exchange([len(unfinished)])):
                 return result
             depth = min(2 * depth, self.shards.total)
-            nearest = search(queries[unfinished], self.corpus, k=depth, excluded=positives[unfinished])
+            nearest = search(queries[unfinished], self.corpus, k=depth, excluded=known[unfinished])
 
     def _differ(
-        self, candidates: Int[Tensor, "n k"], positives: Int[Tensor, "n p"], query: Int[Tensor, " n"]
+        self, candidates: Int[Tensor, "n k"], known: Int[Tensor, "n p"], query: Int[Tensor, " n"]
     ) -> Bool[Tensor, "n k"]:
-        """Return which candidates have neither the label of the query nor the id of one of its positives."""
+        """Return which candidates have neither the label of the query nor the id of a known item."""
         differs = candidates >= 0
         if self.query_labels is not None and self.corpus_labels is not None:
             differs &= self._fetched(self.corpus_labels, candidates) != self.query_labels.cpu()[query, None]
         if self.corpus_ids is not None:
-            ids, of_positives = (self._fetched(self.corpus_ids, x) for x in (candidates, positives))
-            differs &= ((ids[..., None] != of_positives[:, None]) | (positives < 0)[:, None]).all(2)
+            ids, of_known = (self._fetched(self.corpus_ids, x) for x in (candidates, known))
+            differs &= ((ids[..., None] != of_known[:, None]) | (known < 0)[:, None]).all(2)
         return differs
 
     def _fetched(self, rows: Tensor, wanted: Tensor) -> Tensor:

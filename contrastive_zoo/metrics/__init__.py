@@ -1,12 +1,7 @@
 """How good embeddings are, the same bits for every split over the ranks: search, retrieval metrics, pictures, a monitor."""
 
 from contrastive_zoo.metrics.comparison import Difference, paired_bootstrap
-from contrastive_zoo.metrics.measurement import (
-    cross_modal_recall,
-    evaluate,
-    evaluate_queries,
-    recall_at_k,
-)
+from contrastive_zoo.metrics.measurement import cross_modal_recall, evaluate, recall_at_k
 from contrastive_zoo.metrics.retrieval import RetrievalMetrics
 from contrastive_zoo.metrics.search import ApproximateIndex, Neighbors, top_k
 
@@ -17,7 +12,6 @@ __all__ = [
     "RetrievalMetrics",
     "cross_modal_recall",
     "evaluate",
-    "evaluate_queries",
     "paired_bootstrap",
     "recall_at_k",
     "top_k",

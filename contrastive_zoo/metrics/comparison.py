@@ -44,7 +44,7 @@ def paired_bootstrap(
     The result is the same bits for every split of the queries.
 
     Args:
-        first: the values of this rank's queries, as of :func:`contrastive_zoo.metrics.evaluate_queries`; NaN does not count.
+        first: the values of this rank's queries, as of ``evaluate(…, reduction="none")``; NaN does not count.
         second: those of the other encoder, of the same queries in the same order.
         confidence: the share of the resamples whose means are in the interval.
         resamples: how often queries are drawn.

@@ -4,18 +4,19 @@ Ranks answer for their own part of the gallery; the owners of the queries build 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.exact import means_over_ranks, prepared
-from contrastive_zoo.metrics.ranking import Floats, Graded, Groups, Ranking, Ties, changes, levels_of, parts_of
+from contrastive_zoo.metrics.ranking import Graded, Groups, Ranking, Ties, changes, levels_of, parts_of
 from contrastive_zoo.metrics.rounds import Round, exchanged, rounds
 from contrastive_zoo.metrics.search import ApproximateIndex, Gallery
-from contrastive_zoo.metrics.task import DEFAULT, Evaluation, Question, Relevance, agreed_task, expanded
+from contrastive_zoo.metrics.task import DEFAULT, Evaluation, Question, Reduction, Relevance, agreed_task, expanded
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer
 from contrastive_zoo.ranks.session import refuse
@@ -38,10 +39,11 @@ def evaluate(
     gallery_ids: Int[Tensor, " m"] | None = None,
     ignore_label: int | None = None,
     ties: Ties = "pessimistic",
+    reduction: Reduction = "mean",
     normalize: bool = True,
     index: ApproximateIndex | None = None,
     process_group: Processes = None,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return retrieval metrics of the queries and the gallery of all ranks, the same number on every rank.
 
     The numbers are those of one process with all embeddings, bit for bit, for every split over ranks. Each metric is a mean
@@ -63,10 +65,12 @@ def evaluate(
         gallery_labels: one integer per item.
         judgements: query ids, item ids and grades, [j] each; relevant above 0, ignored below 0.
         ids: one integer per query; repetitions are dropped.
-        gallery_ids: one integer per item; repetitions are dropped.
+        gallery_ids: one integer per item; repetitions are dropped. With labels, a query does not find the item of its id.
         ignore_label: samples with this label are dropped.
         ties: of equal scores, ``"pessimistic"``: irrelevant items come first; ``"optimistic"``: relevant ones;
             ``"expected"``: the mean over all orders.
+        reduction: ``"mean"`` returns numbers; ``"none"`` the values of this rank's queries, float64 [n], NaN where a query
+            does not count.
         normalize: compare cosines, not dot products.
         index: search approximately, for metrics with a k.
         process_group: who holds embeddings.
@@ -86,69 +90,36 @@ def evaluate(
     return measured("evaluate", Evaluation(**dict(locals())))
 
 
-def evaluate_queries(
-    queries: Float[Tensor, "n d"],
-    gallery: Float[Tensor, "m d"] | None = None,
-    *,
-    metrics: Sequence[str] = DEFAULT,
-    labels: Int[Tensor, " n"] | None = None,
-    gallery_labels: Int[Tensor, " m"] | None = None,
-    judgements: tuple[Tensor, Tensor, Tensor] | None = None,
-    ids: Int[Tensor, " n"] | None = None,
-    gallery_ids: Int[Tensor, " m"] | None = None,
-    ignore_label: int | None = None,
-    ties: Ties = "pessimistic",
-    normalize: bool = True,
-    index: ApproximateIndex | None = None,
-    process_group: Processes = None,
-) -> dict[str, Float[Tensor, " n"]]:
-    """Return the metrics of each of this rank's queries, in float64 on the CPU; NaN for a query that does not count.
-
-    Their means over all ranks are those of :func:`evaluate`, which has the same arguments and errors. To compare two
-    encoders, see :func:`contrastive_zoo.metrics.paired_bootstrap`.
-
-    Examples:
-        >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
-        >>> evaluate_queries(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1"])
-        {'hit_rate@1': tensor([1., 1., 1., 0.], dtype=torch.float64)}
-    """
-    kept, values = measured_queries("evaluate_queries", Evaluation(**dict(locals())))
-    nothing = torch.full((len(queries),), torch.nan, dtype=torch.float64)
-    return {name: nothing.masked_scatter(kept, torch.from_numpy(x)) for name, x in values.items()}
-
-
-def measured(caller: str, evaluation: Evaluation) -> dict[str, float]:
-    """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
-    return means_over_ranks(measured_queries(caller, evaluation)[1], World.of(evaluation.process_group, caller))
-
-
 @torch.no_grad()
-def measured_queries(caller: str, evaluation: Evaluation) -> tuple[Bool[Tensor, " n"], dict[str, Floats]]:
-    """Return which of this rank's queries are kept, and the metrics of each of these; NaN where a query does not count."""
+def measured(caller: str, evaluation: Evaluation) -> dict[str, Any]:
+    """Return what :func:`evaluate` returns; ``caller`` is the first word of errors."""
     world = World.of(evaluation.process_group, caller)
-    local_queries, local_items, shards, gallery_shards, relevance, kept = agreed_task(caller, evaluation, world)
+    queries, items, relevance = agreed_task(caller, evaluation, world)
     metrics, ties = evaluation.valid_metrics, evaluation.ties
     depth = max(metric.k or 0 for metric in metrics)
-    candidates = max(0, gallery_shards.total - (evaluation.gallery is None))
+    candidates = max(0, items.shards.total - (evaluation.gallery is None))
     if depth > candidates:
         raise ValueError(f"{caller}: k is between 1 and the {candidates} rows to search in, got {depth}.")
     with reported(world):
-        local = Gallery(caller, local_items, evaluation.normalize, evaluation.index, world)
-        rows = prepared(local_queries, normalize=evaluation.normalize)
+        local = Gallery(caller, items.rows, evaluation.normalize, evaluation.index, world)
+        rows = prepared(queries.rows, normalize=evaluation.normalize)
         totals = relevance.totals(world)
         most = int(np.bincount(totals.where, weights=totals.number).max(initial=0))  # relevant items of one query
         values = {metric.name: np.empty(len(rows)) for metric in metrics}
         near, whole = ([metric for metric in metrics if metric.whole is which] for which in (False, True))
-        for block in rounds(shards, world) if near else ():
+        for block in rounds(queries.shards, world) if near else ():
             ranking = nearest_ranking(block, local, relevance, rows, depth, totals)
             for metric in near:
                 values[metric.name][block.local] = metric.values(ranking, ties)
         size = max(1, min(_QUERIES, _PAIRS // max(1, *(x for (x,) in world.exchange([most])))))
-        for block in rounds(shards, world, size=size) if whole else ():
+        for block in rounds(queries.shards, world, size=size) if whole else ():
             ranking = whole_ranking(block, local, relevance, rows, totals)
             for metric in whole:
                 values[metric.name][block.local] = metric.values(ranking, ties)
-    return kept, values
+    if evaluation.reduction == "mean":
+        return means_over_ranks(values, world)
+    nothing = torch.full((len(queries.kept),), torch.nan, dtype=torch.float64)
+    return {name: nothing.masked_scatter(queries.kept, torch.from_numpy(x)) for name, x in values.items()}
 
 
 def recall_at_k(
@@ -226,12 +197,10 @@ def cross_modal_recall(
         refuse("cross_modal_recall", f"k is a list of integers from 1, got {described(k)}.", world=world)
     names = [f"hit_rate@{number}" for number in k]
     result: dict[str, float] = {}
-    for direction, sides in (
-        ("first_to_second", (first, second, names, labels, second_labels)),
-        ("second_to_first", (second, first, names, second_labels, labels)),
-    ):
-        evaluation = Evaluation(*sides, ties=ties, normalize=normalize, process_group=process_group)
-        values = measured("evaluate", evaluation)
+    shared: dict[str, Any] = {"ties": ties, "normalize": normalize, "process_group": process_group}
+    there, back = (first, second, names, labels, second_labels), (second, first, names, second_labels, labels)
+    for direction, sides in (("first_to_second", there), ("second_to_first", back)):
+        values = measured("evaluate", Evaluation(*sides, **shared))
         result |= {f"{direction}@{number}": values[name] for number, name in zip(k, names, strict=True)}
     return result
 

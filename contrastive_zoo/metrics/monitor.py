@@ -96,10 +96,8 @@ class Monitor:
 
     def take(self) -> dict[str, float]:
         """Return :attr:`latest` once after each measured call, otherwise an empty dict: ``if figures := monitor.take()``."""
-        if self._taken:
-            return {}
-        self._taken = True
-        return self.latest
+        fresh, self._taken = not self._taken, True
+        return self.latest if fresh else {}
 
     def plot(self) -> Figure:
         """Return a picture of the last measured call: similarities of pairs, eigenvalues, variance of the dimensions.

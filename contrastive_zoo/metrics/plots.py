@@ -227,17 +227,15 @@ def principal_plane(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
 def _pair_counts(
     queries: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, bins: int, world: World
 ) -> tuple[Int[Tensor, " bins"], Int[Tensor, " bins"]]:
-    inputs, among_themselves = (
-        Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels),
-        gallery is None,
-    )
+    inputs = Evaluation(queries, gallery, labels=labels, gallery_labels=gallery_labels)
     problem = inputs.inputs_problem() or (None if bins >= 1 else f"bins is at least 1, got {bins}.")
-    settings = {"bins": bins, "among the queries": among_themselves}
+    settings = {"bins": bins, "among the queries": gallery is None}
     shards = agree_on_shards("similarity_histogram", inputs.tensors(), world=world, problem=problem, settings=settings)
     of_rows = labels if gallery_labels is None else gallery_labels
+    both = labels.to(queries.device), of_rows.to(inputs.rows.device)
     sums = pair_sums(
-        unit(queries), unit(inputs.rows), (labels.to(queries.device), of_rows.to(inputs.rows.device)),
-        shards[0 if among_themselves else 1], world, among_themselves=among_themselves, bins=bins,
+        unit(queries), unit(inputs.rows), both, shards[gallery is not None], world,
+        among_themselves=gallery is None, bins=bins,
     )  # fmt: skip
     positive, negative = torch.tensor(world.exchange(sums["counts"].long().tolist())).sum(0).view(2, bins)
     return positive, negative

@@ -38,9 +38,8 @@ class Groups(NamedTuple):
         return cls(query[first], score[first], value[first], sums_between(count, first))
 
 
-Levels = tuple[
-    Ints, Ints, Ints
-]  # of items of a query with equal score: the query, items that score higher, these items
+# of items of a query with equal score: the query, items that score higher, these items
+Levels = tuple[Ints, Ints, Ints]
 NO_GROUPS = Groups(*np.zeros((4, 0), np.int64))
 
 
@@ -83,10 +82,6 @@ class Ranking:
         query, higher, tied = (x[used] for x in levels)
         return cls(total, query, higher, tied, groups, ideal, nearest, labels)
 
-    @property
-    def queries(self) -> int:
-        return len(self.total)
-
     @cached_property
     def relevant(self) -> Ints:
         """[l], relevant items at each level."""
@@ -126,7 +121,7 @@ def hits(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
         at_level = ranking.relevant * _places(ranking, cutoff) / ranking.tied
     else:
         at_level = np.clip(cutoff[ranking.query] - _before(ranking, ties), 0, ranking.relevant).astype(np.float64)
-    return _sums(ranking.query, at_level, ranking.queries)
+    return _sums(ranking.query, at_level, len(ranking.total))
 
 
 def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
@@ -138,7 +133,7 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     none = np.ones(len(places))
     for i in range(int(few.max(initial=0))):
         none *= np.where(i < few, np.maximum(0, ranking.tied - many - i) / np.maximum(1, ranking.tied - i), 1.0)
-    miss = np.ones(ranking.queries)
+    miss = np.ones(len(ranking.total))
     np.multiply.at(miss, ranking.query, none)
     return 1.0 - miss
 
@@ -146,7 +141,7 @@ def hit_rate(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
 def reciprocal_rank(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
     """Return 1 / position of the first relevant item; 0 if it is beyond the cutoff."""
     first = changes(ranking.query)
-    query, value = ranking.query[first], np.zeros(ranking.queries)
+    query, value = ranking.query[first], np.zeros(len(ranking.total))
     if ties != "expected":
         position = _before(ranking, ties)[first] + 1
         value[query] = np.where(position <= cutoff[query], 1.0 / position, 0.0)
@@ -172,7 +167,7 @@ def average_precision(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
         harmonic = _inverse_sums(higher, places)
         others = (result - 1) / np.maximum(1, ranking.tied - 1)
         values = result / ranking.tied * ((above + 1) * harmonic + others * (places - (higher + 1) * harmonic))
-    return _sums(query, values, ranking.queries) / np.maximum(ranking.total, 1)
+    return _sums(query, values, len(ranking.total)) / np.maximum(ranking.total, 1)
 
 
 def ndcg(ranking: Ranking, cutoff: Ints, ties: Ties) -> Floats:
@@ -303,7 +298,7 @@ class Metric:
     def values(self, ranking: Ranking, ties: Ties) -> Floats:
         """Return the value for each query of a ranking; NaN for a query without a relevant item, but for its neighbours."""
         beyond_all = np.iinfo(np.int64).max // 2
-        cutoff = ranking.total if self.k == 0 else np.full(ranking.queries, self.k or beyond_all)
+        cutoff = ranking.total if self.k == 0 else np.full(len(ranking.total), self.k or beyond_all)
         values = _AT_CUTOFF[self.kind](ranking, cutoff, ties).clip(0.0, 1.0)  # rounding may have moved some outside
         return np.where((ranking.total > 0) | (self.kind == KNN), values, np.nan)
 

@@ -246,10 +246,8 @@ class Neighbors(NamedTuple):
     """The nearest embeddings of each query, best first.
 
     Examples:
-        >>> top_k(torch.eye(2), torch.tensor([[0.0, 2.0], [3.0, 0.0]]), k=1, normalize=False)
-        Neighbors(scores=tensor([[3.],
-                [2.]], dtype=torch.float64), indices=tensor([[1],
-                [0]]))
+        >>> top_k(torch.eye(2), 2 * torch.eye(2), k=1, normalize=False).scores.flatten()
+        tensor([2., 2.], dtype=torch.float64)
     """
 
     scores: Float[Tensor, "n k"]
@@ -297,7 +295,14 @@ def top_k(
     rows = queries if gallery is None else gallery
     arguments = {"queries": queries, "gallery": rows} | ({} if excluded is None else {"excluded": excluded})
     problem = settings_problem(k=k, normalize=normalize, index=index) or rows_problem(queries, rows)
-    problem = problem or _excluded_problem(excluded, queries)
+    if excluded is not None:
+        problem = problem or tensor_problem("excluded", excluded)
+        if problem is None and (excluded.dtype != torch.int64 or excluded.ndim != 2 or len(excluded) != len(queries)):
+            problem = (
+                f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {described(excluded)}."
+            )
+    elif gallery is not None:
+        problem = problem or repeated_problem(queries, gallery, "Leave out gallery, or pass excluded.")
     problem = problem or overflow_problem(normalize, queries=queries, gallery=rows)
     settings = {"k": k, "normalize": normalize, "index": index, "leave one out": gallery is None}
     shards = agree_on_shards("top_k", arguments, world=world, problem=problem, settings=settings)
@@ -335,6 +340,12 @@ def rows_problem(queries: Tensor, rows: Tensor, name: str = "gallery") -> str | 
     )
 
 
+def repeated_problem(queries: Tensor, rows: Tensor, fix: str, name: str = "gallery") -> str | None:
+    if not queries.numel() or queries.data_ptr() != rows.data_ptr() or queries.shape != rows.shape:
+        return None
+    return f"queries and {name} are one tensor, in which each query finds itself. {fix}"
+
+
 def overflow_problem(normalize: bool, **rows: Tensor) -> str | None:
     """Return which embeddings may have dot products, or norms, that float64 does not hold, in words; None if none have."""
     for name, x in rows.items():
@@ -357,13 +368,3 @@ def settings_problem(*, k: object = 1, normalize: object, index: object) -> str 
     right = index is None or isinstance(index, ApproximateIndex)
     problem = None if right else f"index is an ApproximateIndex or None, got {described(index)}."
     return flag_problem(normalize=normalize) or problem
-
-
-def _excluded_problem(excluded: Tensor | None, queries: Tensor) -> str | None:
-    if excluded is None:
-        return None
-    if problem := tensor_problem("excluded", excluded):
-        return problem
-    if excluded.ndim == 2 and excluded.dtype == torch.int64 and len(excluded) == len(queries):
-        return None
-    return f"excluded are int64 [n, e], indices for each of the {len(queries)} queries, got {described(excluded)}."

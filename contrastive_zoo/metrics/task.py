@@ -2,16 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from contrastive_zoo.metrics.ranking import KNN, Graded, Ints, Metric, Ties, names_problem
 from contrastive_zoo.metrics.rounds import Round, ask, local_positions
-from contrastive_zoo.metrics.search import ApproximateIndex, overflow_problem, rows_problem, settings_problem
+from contrastive_zoo.metrics.search import (
+    ApproximateIndex,
+    overflow_problem,
+    repeated_problem,
+    rows_problem,
+    settings_problem,
+)
 from contrastive_zoo.ranks.messages import reported
 from contrastive_zoo.ranks.row_checks import described, is_integer, labels_problem, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import agree_on_shards
@@ -19,7 +26,9 @@ from contrastive_zoo.ranks.world import Processes, Shards, World
 
 _GRADES = 1e300  # the largest grade: a query has fewer than 1e8 judged items
 ROWS, NUMBERS = ("queries", "gallery"), ("labels", "gallery_labels", "ids", "gallery_ids")
+_SETTINGS = ("metrics", "ties", "reduction", "normalize", "index", "ignore_label")
 JUDGED = ("judged_queries", "judged_items", "grades")
+Reduction: TypeAlias = Literal["mean", "none"]
 DEFAULT = ("precision@1", "r_precision", "map@r")
 
 
@@ -37,6 +46,7 @@ class Evaluation:
     gallery_ids: Tensor | None = None
     ignore_label: int | None = None
     ties: Ties = "pessimistic"
+    reduction: Reduction = "mean"
     normalize: bool = True
     index: ApproximateIndex | None = None
     process_group: Processes = None
@@ -49,6 +59,11 @@ class Evaluation:
     def valid_metrics(self) -> list[Metric]:
         return [metric for name in self.metrics if (metric := Metric.of(name))]
 
+    @property
+    def finds_by_id(self) -> bool:
+        """Whether the query itself is known in the gallery by its id; judgements name queries and items apart."""
+        return self.labels is not None and self.ids is not None and self.gallery_ids is not None
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what there is, by name; the three parts of judgements by names of their own."""
         result = {name: x for name in (*ROWS, *NUMBERS) if (x := getattr(self, name)) is not None}
@@ -59,6 +74,10 @@ class Evaluation:
     def shapes_problem(self) -> str | None:
         if (problem := rows_problem(self.queries, self.rows)) is not None:
             return problem
+        if self.gallery is not None and not self.finds_by_id:
+            fix = "Leave out gallery, or pass evaluate the ids and gallery_ids of the rows."
+            if problem := repeated_problem(self.queries, self.gallery, fix):
+                return problem
         for name in NUMBERS:
             x, of = getattr(self, name), self.gallery if name.startswith("gallery") else self.queries
             if x is not None and of is None:
@@ -82,6 +101,7 @@ class Evaluation:
 
     def problem(self) -> str | None:
         problem = names_problem(self.metrics) or self.inputs_problem() or word_problem("ties", self.ties, Ties)
+        problem = problem or word_problem("reduction", self.reduction, Reduction)
         if problem := problem or settings_problem(normalize=self.normalize, index=self.index):
             return problem
         if self.index is not None and (whole := [x.name for x in self.valid_metrics if x.whole]):
@@ -139,16 +159,14 @@ class Labels:
 
     queries: Int[Tensor, " n"]
     gallery: Int[Tensor, " m"]
-    positions: Int[Tensor, " n"] | None  # this rank's queries in the gallery of all ranks; None if they are not there
+    itself: Int[Tensor, " n"]  # the item that is the query itself, in the gallery of all ranks; −1 if it is not there
+    is_relevant: Bool[Tensor, " n"]  # whether this item has the label of the query
     start: int  # the index of this rank's first item in the gallery of all ranks
 
     def question(self, block: Round) -> Question:
-        labels = block.gathered(self.queries)
-        excluded = torch.empty(len(labels), 0, dtype=torch.int64)
-        if self.positions is not None:
-            excluded = local_positions(block.gathered(self.positions), self.start, len(self.gallery))[:, None]
+        excluded = local_positions(block.gathered(self.itself), self.start, len(self.gallery))[:, None]
         nothing = torch.empty(0, dtype=torch.int64)
-        return Question(labels, Pairs(nothing, nothing, nothing.double()), excluded)
+        return Question(block.gathered(self.queries), Pairs(nothing, nothing, nothing.double()), excluded)
 
     def labels(self, block: Round) -> Ints:
         return self.queries[block.local].numpy()
@@ -170,15 +188,15 @@ class Labels:
 
     def totals(self, world: World) -> Graded:
         """Return how many items are relevant to each query: rank ``label mod W`` counts those of a label."""
-        at_home: list[Tensor] = []
 
-        def keep(labels: Tensor) -> Tensor:
-            at_home.append(labels.sort().values)
-            return labels
+        def counted(rows: Tensor) -> Tensor:
+            items = rows[rows[:, 1] == 1, 0].sort().values
+            return _occurrences(items, rows[:, 0].contiguous())[1]
 
-        ask(self.gallery.remainder(world.size), self.gallery, keep, world)
-        counts = ask(self.queries.remainder(world.size), self.queries, lambda x: _occurrences(at_home[0], x)[1], world)
-        number = (counts - int(self.positions is not None)).numpy()  # a query does not find itself
+        items = pad(self.gallery[:, None], (0, 1), value=1)
+        rows = torch.cat([items, pad(self.queries[:, None], (0, 1))])
+        counts = ask(rows[:, 0].remainder(world.size), rows, counted, world)[len(items) :]
+        number = (counts - self.is_relevant.long()).numpy()  # a query does not find itself
         return Graded(np.arange(len(number)), np.ones(len(number)), number)
 
 
@@ -252,45 +270,50 @@ def expanded(counts: Int[Tensor, " n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, 
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def agreed_task(
-    caller: str, evaluation: Evaluation, world: World
-) -> tuple[Tensor, Tensor, Shards, Shards, Relevance, Bool[Tensor, " n"]]:
-    """Return this rank's queries and gallery that count, their split, what is relevant, and which queries count."""
-    leave_one_out = evaluation.gallery is None
-    settings = {name: getattr(evaluation, name) for name in ("metrics", "ties", "normalize", "index", "ignore_label")}
-    settings |= {"leave one out": leave_one_out}
+class Side(NamedTuple):
+    """This rank's queries, or its part of the gallery: those samples that count."""
+
+    rows: Float[Tensor, "n d"]
+    labels: Int[Tensor, " n"]  # without labels, the number of the sample on all ranks
+    ids: Int[Tensor, " n"]  # empty if there are none
+    shards: Shards
+    kept: Bool[Tensor, " m"]  # which of this rank's samples count
+
+
+def agreed_task(caller: str, evaluation: Evaluation, world: World) -> tuple[Side, Side, Relevance]:
+    """Return this rank's queries, its part of the gallery, and what is relevant."""
+    settings = {name: getattr(evaluation, name) for name in _SETTINGS} | {"leave one out": evaluation.gallery is None}
     shards = agree_on_shards(caller, evaluation.tensors(), world=world, problem=evaluation.problem(), settings=settings)
-    queries, gallery = shards[0], shards[0 if leave_one_out else 1]
-    if evaluation.labels is None and evaluation.judgements is None and queries.total != gallery.total:
+    totals = [split.total for split in shards[:2]]
+    if evaluation.labels is None and evaluation.judgements is None and totals[0] != totals[1]:
         raise ValueError(
-            f"{caller}: without labels row i of the gallery is query i's partner, got {queries.total} queries and "
-            f"{gallery.total} rows on all ranks."
+            f"{caller}: without labels row i of the gallery is query i's partner, got {totals[0]} queries and {totals[1]} "
+            "rows on all ranks."
         )
-    labels, gallery_labels = (
-        x.cpu().long() if x is not None else torch.arange(split.start, split.start + split.size)
-        for x, split in ((evaluation.labels, queries), (evaluation.gallery_labels, gallery))
-    )
+
+    def side(rows: Tensor, labels: Tensor | None, ids: Tensor | None, split: Shards) -> Side:
+        numbers = torch.arange(split.start, split.start + split.size) if labels is None else labels.cpu().long()
+        kept = torch.ones_like(numbers, dtype=torch.bool) if ids is None else first_of_each(ids.long(), world)
+        if evaluation.ignore_label is not None:
+            kept &= numbers != evaluation.ignore_label
+        rows = rows.detach() if bool(kept.all()) else rows.detach()[kept.to(rows.device)]  # no copy if all count
+        return Side(
+            rows, numbers[kept], numbers[:0] if ids is None else ids.cpu().long()[kept], world.shards(rows), kept
+        )
+
     with reported(world):
-        kept = gallery_kept = _kept(evaluation.ids, labels, evaluation.ignore_label, world)
-        if leave_one_out:
-            gallery_labels = labels
-        else:
-            gallery_kept = _kept(evaluation.gallery_ids, gallery_labels, evaluation.ignore_label, world)
-        rows, gallery_rows = (  # no copy if all count
-            x.detach() if bool(which.all()) else x.detach()[which.to(x.device)]
-            for x, which in ((evaluation.queries, kept), (evaluation.rows, gallery_kept))
-        )
-        query_shards, gallery_shards = world.shards(rows), world.shards(gallery_rows)
-        relevance: Relevance
-        if evaluation.judgements is None:
-            positions = torch.arange(len(rows)) + gallery_shards.start if leave_one_out else None
-            relevance = Labels(labels[kept], gallery_labels[gallery_kept], positions, gallery_shards.start)
-        else:
-            assert evaluation.ids is not None  # inputs_problem has refused it
-            gallery_ids = evaluation.ids if evaluation.gallery_ids is None else evaluation.gallery_ids
-            ids_that_count = evaluation.ids.cpu().long()[kept], gallery_ids.cpu().long()[gallery_kept]
-            relevance = _judgements(caller, evaluation, *ids_that_count, world)
-    return rows, gallery_rows, query_shards, gallery_shards, relevance, kept
+        items = queries = side(evaluation.queries, evaluation.labels, evaluation.ids, shards[0])
+        if evaluation.gallery is not None:
+            items = side(evaluation.gallery, evaluation.gallery_labels, evaluation.gallery_ids, shards[1])
+        if evaluation.judgements is not None:
+            return queries, items, _judgements(caller, evaluation, queries.ids, items.ids, world)
+        itself, label = torch.full_like(queries.labels, -1), queries.labels
+        if evaluation.gallery is None:
+            itself = torch.arange(len(itself)) + queries.shards.start
+        elif evaluation.finds_by_id:
+            itself, label = _found_by_id(queries.ids, items, world)
+        is_relevant = (itself >= 0) & (label == queries.labels)
+        return queries, items, Labels(queries.labels, items.labels, itself, is_relevant, items.shards.start)
 
 
 def _judgements(caller: str, evaluation: Evaluation, ids: Tensor, gallery_ids: Tensor, world: World) -> Judgements:
@@ -307,9 +330,19 @@ def _judgements(caller: str, evaluation: Evaluation, ids: Tensor, gallery_ids: T
     return Judgements(row[in_order], item[in_order], grade[in_order], gallery_ids, world, caller)
 
 
-def _kept(ids: Tensor | None, labels: Tensor, ignore_label: int | None, world: World) -> Tensor:
-    kept = torch.ones_like(labels, dtype=torch.bool) if ids is None else first_of_each(ids.long(), world)
-    return kept if ignore_label is None else kept & (labels != ignore_label)
+def _found_by_id(ids: Int[Tensor, " n"], items: Side, world: World) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """Return index and label of the item with each id, in the gallery of all ranks; −1 and −1 where there is none."""
+
+    def with_the_id(rows: Tensor) -> Tensor:
+        known = rows[rows[:, 1] >= 0]
+        known = known[known[:, 0].argsort()]
+        place, count = _occurrences(known[:, 0].contiguous(), rows[:, 0].contiguous())
+        return torch.cat([known, known.new_full((1, 3), -1)])[place.masked_fill(count == 0, -1), 1:]
+
+    indices = torch.arange(len(items.ids)) + items.shards.start
+    rows = torch.cat([torch.stack([items.ids, indices, items.labels], 1), pad(ids[:, None], (0, 2), value=-1)])
+    index, label = ask(rows[:, 0].remainder(world.size), rows, with_the_id, world)[len(indices) :].T
+    return index, label
 
 
 def first_of_each(ids: Int[Tensor, " n"], world: World) -> Bool[Tensor, " n"]:

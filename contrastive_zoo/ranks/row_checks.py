@@ -114,16 +114,17 @@ def tolerance(rows: Iterable[Tensor]) -> float:
     return largest or torch.finfo(torch.float32).eps
 
 
-def first_non_finite(rows: Mapping[str, Tensor]) -> str | None:
-    """Which rows hold NaN or infinite values, in words; None if no row does."""
+def first_non_finite(rows: Mapping[str, Tensor], *, optional: bool = True) -> str | None:
+    """Which rows hold NaN or infinite values, in words; None if no row does. ``optional``: the caller has check_finite."""
     for name, tensor in rows.items():
         if tensor.is_floating_point() and not _all_finite(tensor.detach()):
             bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
             some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+            finite = f"{name}.isfinite()" if tensor.ndim == 1 else f"{name}.isfinite().flatten(1).all(1)"
+            fix = "check_finite=False lets them through" if optional else f"leave these rows out: {name}[{finite}]"
             return (
                 f"{name} hold NaN or infinite values in {len(bad)} of {len(tensor)} rows (row {some}). "
-                "Look for a diverged encoder, a division by a zero norm or an overflow in half precision; "
-                "check_finite=False lets them through."
+                f"Look for a diverged encoder, a division by a zero norm or an overflow in half precision; {fix}."
             )
     return None
 

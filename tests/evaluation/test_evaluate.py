@@ -61,7 +61,10 @@ def awkward(seed):
         grades[grades < 0] = math.nan
     if alone:
         grades.fill_diagonal_(math.nan)
-    if relevant == "judgements" or (relevant == "labels" and one_of(False, True)):
+    with_ids = relevant == "judgements" or (relevant == "labels" and one_of(False, True))
+    if with_ids and relevant == "labels":  # an item of the query's id is the query itself
+        grades = grades.masked_fill(ids[:, None] == items, math.nan)
+    if with_ids:
         of |= {"ids": ids, "gallery_ids": items}
         again = [torch.cat([torch.arange(size), integers(0, size, 3)]) for size in sizes]
         of = {name: x[again[-1 if "gallery" in name else 0]] for name, x in of.items()}
@@ -71,7 +74,7 @@ def awkward(seed):
     kept = [x != ignored if ignored else torch.ones_like(x, dtype=torch.bool) for x in (labels, others)]
     scores, grades = (x[kept[0]][:, kept[1]] for x in (scores, grades))
     of |= {"ties": one_of(*TIES[: 3 if m < 6 else 2]), "normalize": collapsed}
-    candidates = scores.shape[1] - alone
+    candidates = scores.shape[1] - (alone or with_ids)
     k = [integers(1, candidates + 1).item() for _ in AT_K] if candidates > 0 else []
     names = [*WHOLE, *(f"{name}@{number}" for name, number in zip(AT_K, k, strict=bool(k)))]
     expected = {name: metric_by_hand(name, scores, grades, of["ties"]) for name in names}
@@ -190,6 +193,7 @@ def measured_in_shards(measure, arguments, seed):
     [
         ("search.scores_of", lambda a, b, normalize: similarities(a, b)),  # ties are equal in every bit only
         ("ranking._before", lambda ranking, ties: ranking.higher),  # the order of ties is in favour
+        ("task.Evaluation.finds_by_id", False),  # a query finds itself by another name
         ("task.first_of_each", lambda ids, world: torch.ones_like(ids, dtype=torch.bool)),  # repeated samples count
     ],
 )
@@ -233,7 +237,7 @@ FAULTS = {
     "top_k": ("metrics.search.ordered", lambda group: cz.metrics.top_k(ROWS, k=1, process_group=group)),
     "mine_hard_negatives": (
         "data.mining.scores_of",
-        lambda group: cz.data.mine_hard_negatives(ROWS, ROWS, IDS, num_negatives=1, process_group=group),
+        lambda group: cz.data.mine_hard_negatives(ROWS, None, IDS, num_negatives=1, process_group=group),
     ),
 }
 
@@ -266,13 +270,13 @@ def test_means_of_queries_are_the_metrics(worlds):
     draw = torch.Generator().manual_seed(0)
     rows, labels = torch.randn(60, 4, generator=draw), torch.randint(5, (60,), generator=draw)
     settings = {"metrics": ["recall@3", "map", "knn_accuracy@2"], "ignore_label": 4, "ties": "expected"}
-    whole = cz.metrics.evaluate_queries(rows, labels=labels, **settings)
+    whole = cz.metrics.evaluate(rows, labels=labels, reduction="none", **settings)
     assert all(x.isnan().equal(labels == 4) for x in whole.values())
     expected = {name: x.nanmean().item() for name, x in whole.items()}
     assert cz.metrics.evaluate(rows, labels=labels, **settings) == pytest.approx(expected, abs=1e-12)
 
     def on_rank(rows, labels):
-        return cz.metrics.evaluate_queries(rows, labels=labels, **settings)
+        return cz.metrics.evaluate(rows, labels=labels, reduction="none", **settings)
 
     split = [40, 0, 20]
     results = worlds.run(3, on_rank, each=list(zip(rows.split(split), labels.split(split), strict=True)))

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -138,6 +139,88 @@ def test_an_index_that_faiss_cannot_build_on_one_rank_is_refused_on_all(worlds):
         assert good == [(200, 1), (100, 1)]
 
 
+ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+NAN, NESTED = (
+    ROWS.masked_fill(ROWS > 2, math.nan),
+    torch.nested.nested_tensor([ROWS[0], ROWS[1, :2]], layout=torch.jagged),
+)
+PLACES = torch.arange(30)
+CALLS = {
+    "evaluate": lambda queries, gallery, **of: cz.metrics.evaluate(queries, gallery, **of),
+    "recall_at_k": lambda queries, gallery, **of: cz.metrics.recall_at_k(queries, gallery, **of),
+    "top_k": lambda queries, gallery, **_: cz.metrics.top_k(queries, gallery, k=1),
+    "mine_hard_negatives": lambda queries, gallery, **_: cz.data.mine_hard_negatives(queries, gallery, PLACES),
+    "RetrievalMetrics": lambda queries, gallery, **of: of_metrics(queries, gallery, **of),
+}
+
+
+def of_metrics(queries, gallery, **of):
+    metrics = cz.metrics.RetrievalMetrics()
+    metrics.update(queries, gallery=gallery, **of)
+    return metrics.compute()
+
+
+LABELLED = {"labels": PLACES % 5, "gallery_labels": PLACES % 5}
+
+
+@pytest.mark.parametrize("caller", [*CALLS])
+def test_a_gallery_that_is_the_queries_a_nan_and_a_nested_tensor_are_refused_with_a_fix(caller):
+    call = CALLS[caller]
+    for same in (ROWS, ROWS[:], ROWS.detach()):
+        with pytest.raises(
+            ValueError, match=rf"^{caller}: .* each query finds itself\. (Leave out gallery|Pass corpus=None)"
+        ):
+            call(ROWS, same, **LABELLED)
+    with pytest.raises(ValueError, match=r"leave these rows out: \w+\[\w+\.isfinite\(\).*\]\.$") as error:
+        call(ROWS, NAN, **LABELLED)
+    assert "check_finite" not in str(error.value)
+    for rows in ((NESTED, ROWS), (ROWS, NESTED)):
+        with pytest.raises(ValueError, match=rf"^{caller}: .* Pass \w+\.to_padded_tensor\(0\.0\)\.$"):
+            call(*rows, **LABELLED)
+
+
+def test_a_memory_says_how_to_leave_out_nan():
+    with pytest.raises(ValueError, match=r"leave these rows out: rows\[rows\.isfinite") as error:
+        cz.losses.MemoryQueue(3, embedding_size=4).enqueue(NAN)
+    assert "check_finite" not in str(error.value)
+    with pytest.raises(ValueError, match="check_finite=False lets them through"):
+        cz.DistributedLoss(cz.NTXent())(NAN, ROWS)
+
+
+def test_a_query_does_not_find_the_item_of_its_id(worlds):
+    """Metrics of a gallery with the queries are those of the queries among themselves, however items are split."""
+    names, order = ["precision@1", "knn_accuracy@3", "map", "map@r"], PLACES.flip(0)
+    labels = PLACES % 5
+    expected = cz.metrics.evaluate(ROWS, labels=labels, metrics=names)
+
+    def job(queries, labels, ids, *items):
+        gallery = dict(zip(("gallery", "gallery_labels", "gallery_ids"), items, strict=True))
+        return cz.metrics.evaluate(queries, labels=labels, ids=ids, **gallery, metrics=names)
+
+    tensors = ROWS, labels, PLACES, ROWS[order], labels[order], order
+    assert job(*tensors) == expected
+    for split, of_gallery in (((20, 10), (0, 30)), ((0, 25, 5), (3, 1, 26))):
+        each = [x.split(split if i < 3 else of_gallery) for i, x in enumerate(tensors)]
+        assert worlds.run(len(split), job, each=list(zip(*each, strict=True))) == [expected] * len(split)
+
+
+def test_mining_in_one_set_leaves_out_the_query_itself(worlds):
+    positives = (PLACES + 1) % 30
+    both = torch.stack([positives, PLACES], 1)
+    whole = cz.data.mine_hard_negatives(ROWS, ROWS.clone(), both, num_negatives=2, output="n-tuple")
+    expected = whole["negative"][whole["positive"] == positives[whole["query"]].numpy()].tolist()
+
+    def job(queries, positives):
+        return cz.data.mine_hard_negatives(queries, None, positives, num_negatives=2, output="n-tuple")[
+            "negative"
+        ].tolist()
+
+    assert job(ROWS, positives) == expected
+    for split in ((20, 10), (0, 29, 1)):
+        each = list(zip(ROWS.split(split), positives.split(split), strict=True))
+        assert [*chain.from_iterable(worlds.run(len(split), job, each=each))] == expected
+
+
 rank = dist.get_rank
 
 
@@ -146,7 +229,7 @@ def without(module, function):
         return function()
 
 
-ONES = torch.ones(3, 2)
+ONES, OTHERS = torch.ones(3, 2), torch.ones(3, 2)
 IDS = torch.arange(3)
 JUDGED = {"ids": IDS, "judgements": (IDS * 0, IDS * 0, torch.ones(3))}
 
@@ -158,31 +241,31 @@ def evaluate_judgements():
 
 evaluate, top_k, recall_at_k = cz.metrics.evaluate, cz.metrics.top_k, cz.metrics.recall_at_k
 MISTAKES = {
-    "k beyond the gallery": (lambda: evaluate(ONES, ONES, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
-    "k of a search": (lambda: top_k(ONES, ONES, k=7), ("1 and the 6 rows", "got 7")),
+    "k beyond the gallery": (lambda: evaluate(ONES, OTHERS, metrics=["recall@7"]), ("1 and the 6 rows", "got 7")),
+    "k of a search": (lambda: top_k(ONES, OTHERS, k=7), ("1 and the 6 rows", "got 7")),
     "k of leave one out": (lambda: recall_at_k(ONES, labels=IDS, k=6), ("1 and the 5 rows",)),
     "no faiss on one rank": (
-        lambda: without("faiss", lambda: top_k(ONES, ONES, k=1)),
+        lambda: without("faiss", lambda: top_k(ONES, OTHERS, k=1)),
         ("rank 1", "pip install contrastive_zoo[faiss]"),
     ),
-    "k is zero": (lambda: recall_at_k(ONES, ONES, k=0), ("k is between 1", "got 0")),
-    "k differs": (lambda: evaluate(ONES, ONES, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
+    "k is zero": (lambda: recall_at_k(ONES, OTHERS, k=0), ("k is between 1", "got 0")),
+    "k differs": (lambda: evaluate(ONES, OTHERS, metrics=[f"recall@{1 + rank()}"]), ("metrics", "recall@2")),
     "NaN on one rank": (lambda: evaluate(ONES * (math.nan if rank() else 1), labels=IDS), ("rank 1", "NaN")),
     "NaN in a search": (lambda: top_k(ONES, ONES * (math.nan if rank() else 1), k=1), ("gallery", "NaN")),
     "widths of queries": (lambda: evaluate(torch.ones(3, 2 + rank()), labels=IDS), ("width of queries", "d=3")),
     "widths of the gallery": (lambda: evaluate(ONES, torch.ones(3, 4)), ("one width", "[3, 4]")),
     "no labels on one rank": (
-        lambda: evaluate(ONES, ONES, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
+        lambda: evaluate(ONES, OTHERS, **({} if rank() else {"labels": IDS, "gallery_labels": IDS})),
         ("labels",),
     ),
-    "labels of the queries alone": (lambda: recall_at_k(ONES, ONES, labels=IDS), ("come together",)),
+    "labels of the queries alone": (lambda: recall_at_k(ONES, OTHERS, labels=IDS), ("come together",)),
     "too many labels": (lambda: recall_at_k(ONES, labels=torch.arange(4)), ("one per row, got 4 for 3 rows",)),
     "unmatched query": (
         lambda: evaluate(ONES, ids=IDS, judgements=(IDS + 2 * rank(), IDS, torch.ones(3))),
         ("rank 1", "query 3"),
     ),
     "unmatched item": (evaluate_judgements, ("2 of ", "gallery_ids")),
-    "unequal partners": (lambda: evaluate(ONES, ONES[rank() :]), ("6 queries", "5 rows")),
+    "unequal partners": (lambda: evaluate(ONES, OTHERS[rank() :]), ("6 queries", "5 rows")),
     "unknown metric": (lambda: evaluate(ONES, labels=IDS, metrics=["recall"]), ("no metric recall", "recall@k")),
     "unknown ties": (lambda: evaluate(ONES, labels=IDS, ties="average"), ("'expected'", "'average'")),
     "whole ranking of an index": (
@@ -190,7 +273,7 @@ MISTAKES = {
         ("map needs all positions",),
     ),
     "a pair twice": (lambda: evaluate(ONES, **JUDGED), ("a pair twice",)),
-    "excluded of another length": (lambda: top_k(ONES, ONES, k=1, excluded=IDS[:2, None]), ("3 queries",)),
+    "excluded of another length": (lambda: top_k(ONES, OTHERS, k=1, excluded=IDS[:2, None]), ("3 queries",)),
     "dot products that overflow": (
         lambda: evaluate(torch.ones(3, 2).double() * 1e154, labels=IDS, normalize=False),
         ("queries must be below", "got 1e+154"),
@@ -204,7 +287,7 @@ MISTAKES = {
         lambda: evaluate(ONES, ids=IDS, judgements=(IDS, IDS, IDS.double() * 5e307)),
         ("grades must be at most 1e+300",),
     ),
-    "k is a list": (lambda: recall_at_k(ONES, ONES, k=[1, 2]), ("k is between 1", "got [1, 2]")),
+    "k is a list": (lambda: recall_at_k(ONES, OTHERS, k=[1, 2]), ("k is between 1", "got [1, 2]")),
     "an empty gallery": (lambda: top_k(ONES, ONES[:0], k=1), ("0 rows",)),
     "every sample ignored": (
         lambda: evaluate(ONES, labels=IDS * 0, ignore_label=0, metrics=["recall@1"]),
