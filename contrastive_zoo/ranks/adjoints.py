@@ -155,6 +155,10 @@ def _to_sources(dy: Tensor, op: Reduction, shares: Tensor | None, world: World) 
     return dy if shares is None else dy * shares
 
 
+def has_derivative(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 class _Gathered(Function):
     """y = the gathered x of all ranks, from which every rank computes the same L;  dx = factor · this rank's slice of dy."""
 
@@ -163,7 +167,7 @@ class _Gathered(Function):
         ctx: Any, shards: Sequence[Shards], world: World, factor: int, results: Sequence[Tensor], *rows: Tensor
     ) -> Any:
         ctx.shards, ctx.world, ctx.factor = shards, world, factor
-        ctx.mark_non_differentiable(*[x for x in results if not x.is_floating_point()])
+        ctx.mark_non_differentiable(*[x for x in results if not has_derivative(x)])
         return tuple(results)
 
     @staticmethod

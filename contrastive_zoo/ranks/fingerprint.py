@@ -87,7 +87,8 @@ _WIDTH = 2**14
 
 def norm_and_sketch(x: Tensor) -> Tensor:
     """Return [2]: the norm of a tensor, and the product of all of its numbers with a fixed direction."""
-    flat = x.detach().flatten()
+    x = x.detach()
+    flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).flatten()
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     return torch.stack([vector_norm(flat), _sketch(flat)])
 

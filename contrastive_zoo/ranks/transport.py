@@ -20,7 +20,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp
 
 def flat_bytes(rows: Tensor) -> Tensor:
     """The bytes of a tensor of any dtype, [bytes]: what every backend can send."""
-    flat = rows.resolve_neg().reshape(-1)
+    flat = rows.resolve_conj().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # reshape() keeps that of a column, and 0 of one expanded number; view() refuses it
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
