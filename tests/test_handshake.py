@@ -282,24 +282,36 @@ def test_autocast_does_not_round_a_sketch() -> None:
 
 def kind(x: Tensor) -> int | None:
     digest = fingerprint(None, {"x": x})().digests.get("x")
-    found, _ = equal_arguments(["x"], [(digest or 0,) * 2])
+    found, _ = equal_arguments({"x": x}, [(digest or 0,) * 2])
     return found.get("x")
 
 
 def test_what_the_numbers_of_an_argument_are() -> None:
     embeddings = numbers(40, 96, seed=0)
     assert kind(embeddings) == kind(embeddings.bfloat16()) == kind(embeddings.relu()) == DISTINCT
-    assert kind(embeddings[:2]) == kind(embeddings[:3, :2]) == DISTINCT
+    assert kind(embeddings[:2]) == kind(embeddings[:3, :2]) == kind(embeddings[0].cfloat()) == DISTINCT
     assert kind(torch.eye(40)) == kind(torch.linspace(0, 1, 40)) == kind(embeddings.sign()) == REPEATED
-    assert kind(embeddings[:1]) == kind(embeddings[:1].expand(4, -1)) == kind(torch.ones(4)) == ONE_ROW
-    assert kind(torch.arange(4)) is kind(torch.empty(0, 4)) is None
+    assert kind(torch.arange(4)) == kind(torch.arange(40).view(8, 5)) == kind(torch.arange(4) > 2) == REPEATED
+    assert kind(embeddings[:1]) == kind(embeddings[:1].expand(4, -1)) == kind(torch.ones(4).bool()) == ONE_ROW
+    assert kind(torch.empty(0, 4)) is None
 
 
-def test_equal_arguments_are_those_of_all_ranks() -> None:
-    a, b = (numbers(6, 4, seed=k) for k in range(2))
-    of_ranks = [fingerprint(None, {"x": x, "y": y})().digests for x, y in ((a, b), (a.clone(), a), (a, b))]
-    digests = [[of[name] for of in of_ranks] for name in "xy"]
-    assert equal_arguments("xy", digests) == ({"x": DISTINCT}, False)
-    assert equal_arguments("xy", [digests[0]] * 2) == ({"x": DISTINCT, "y": DISTINCT}, True)
-    assert equal_arguments("xy", [digests[0], [0, 0, 0]]) == ({"x": DISTINCT}, True)
-    assert equal_arguments("xy", [(0, 0), (0, 0)]) == ({}, False)
+def equal(*of_ranks: tuple[Tensor, Tensor]) -> tuple[dict[str, int], list[int]]:
+    digests = [fingerprint(None, dict(zip("xy", pair, strict=True)))().digests for pair in of_ranks]
+    rows = dict(zip("xy", of_ranks[0], strict=True))
+    found, copies = equal_arguments(rows, [[of.get(name, 0) for of in digests] for name in rows])
+    return found, [*copies]
+
+
+def test_equal_arguments_are_those_of_all_ranks_and_copies_those_of_two() -> None:
+    a, b, c = (numbers(6, 4, seed=k) for k in range(3))
+    none, labels, signs = a[:0], torch.arange(6), a.sign()
+    assert equal((a, b), (a.clone(), a), (a, c)) == ({"x": DISTINCT}, [])
+    assert equal((a, b), (a, c), (a, b)) == ({"x": DISTINCT}, [0, 2])
+    assert equal((a, b), (a, b)) == ({"x": DISTINCT, "y": DISTINCT}, [0, 1])
+    assert equal((a, none), (a, none)) == ({"x": DISTINCT}, [0, 1])
+    assert equal((none, none), (none, none), (a, b)) == ({}, [])
+    assert equal((a, labels), (b, labels), (a, labels + 1)) == ({}, [0, 2])
+    assert equal((a, labels), (b, labels)) == ({"y": REPEATED}, [])
+    assert equal((signs, labels), (signs, labels), (a, labels)) == ({"y": REPEATED}, [])
+    assert equal((signs, labels), (signs, labels)) == ({"x": REPEATED, "y": REPEATED}, [0, 1])

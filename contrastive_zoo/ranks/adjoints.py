@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compiling import Function
-from contrastive_zoo.ranks.devices import on_cpu
+from contrastive_zoo.ranks.devices import has_derivative, on_cpu
 from contrastive_zoo.ranks.transport import (
     OPS,
     Reduction,
@@ -153,10 +153,6 @@ def _to_sources(dy: Tensor, op: Reduction, shares: Tensor | None, world: World) 
     if op == "mean":
         return dy / world.size
     return dy if shares is None else dy * shares
-
-
-def has_derivative(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 class _Gathered(Function):

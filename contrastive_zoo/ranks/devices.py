@@ -11,6 +11,10 @@ on_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
 """Whether the host can read the values of a tensor without waiting for another device."""
 
 
+def has_derivative(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a loss with labels, masks and indices on the device of its embeddings.
 
@@ -25,7 +29,7 @@ def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tu
         return tuple(args), dict(named)
 
     def moved(x: Any) -> Any:
-        numbers = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() and not x.is_meta
+        numbers = isinstance(x, Tensor) and not has_derivative(x) and not x.is_meta
         return x.to(device) if numbers else x
 
     return tuple(map(moved, args)), {name: moved(x) for name, x in named.items()}

@@ -27,11 +27,24 @@ SAME_TENSOR_DIFFERS = (
     "A loss may compare a tensor with itself in another way than with a copy: pass the arguments alike on every rank."
 )
 
-GATHERED_BEFORE = (
-    "every rank brought the very same embeddings. If they were gathered before (Lightning's all_gather, "
-    "accelerator.gather, torch.distributed), pass this rank's own embeddings: DistributedLoss gathers by itself, and "
-    "would count every sample once for each rank. If every rank reads the same data, give each its own shard, such as by "
-    "a DistributedSampler. check_distinct=False accepts equal embeddings."
+
+def copies_difference(ranks: Sequence[int], world_size: int) -> str:
+    """Which ranks brought the same embeddings, in words."""
+    if len(ranks) == world_size:
+        return f"every rank brought the very same embeddings. {_GATHERED_BEFORE} {_COPIES}"
+    named = f"{', '.join(map(str, ranks[:-1][:5]))}{', …' if len(ranks) > 6 else ''} and {ranks[-1]}"
+    return f"ranks {named} brought the very same embeddings. {_COPIES}"
+
+
+_GATHERED_BEFORE = (
+    "If they were gathered before (Lightning's all_gather, accelerator.gather, torch.distributed), pass this rank's own "
+    "embeddings: DistributedLoss gathers by itself, and would count every sample once for each rank."
+)
+
+_COPIES = (
+    "If they hold one model in parts (tensor, context, sequence or pipeline parallel), pass the ranks with different "
+    "samples, DistributedLoss(loss, process_group=mesh.get_group('dp')). If they read the same data, give each its own "
+    "shard, such as by a DistributedSampler. check_distinct=False accepts equal embeddings."
 )
 
 

@@ -1,11 +1,12 @@
 """The fingerprint of a call, which ranks compare in the handshake.
 
 What a loss computes with, such as parameters, must be equal on all ranks: they compare a norm and a sketch of each tensor,
-added up to one number. Embeddings must not be equal on all ranks: they compare a digest of some numbers of each.
+added up to one number. Embeddings must not be equal on two ranks: they compare a digest of some numbers of each argument.
 """
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from contrastive_zoo.ranks.devices import has_float64, read_later
+from contrastive_zoo.ranks.devices import has_derivative, has_float64, read_later
 
 ONE_ROW, REPEATED, DISTINCT = range(3)
 """What the numbers of an argument are, in the last two bits of its digest: rows that are all the same, as of a collapsed
-encoder; numbers that repeat, as masks, targets and weights do, or single numbers; or numbers like those of embeddings."""
+encoder; integers, single numbers, or numbers that repeat, as masks and targets do; or numbers like those of embeddings."""
 
 _KIND = 3
 _CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) 
     """Start to read the numbers of a loss and of its arguments; the result waits for them."""
     parts, shapes, device = [], {}, _CPU
     for name, x in rows.items():
-        if x.is_floating_point() and x.numel():
+        if x.numel():
             parts.append(_sample(x))
             shapes[name] = parts[-1].shape
             device = device if x.is_cpu else x.device
@@ -50,7 +51,8 @@ def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) 
     def finished() -> Fingerprint:
         numbers, start, digests = read(), 0, {}
         for name, shape in shapes.items():
-            digests[name] = _digest(numbers[start : start + shape.numel()], shape[1])
+            is_embedding = has_derivative(rows[name]) and shape[1] > 1
+            digests[name] = _digest(numbers[start : start + shape.numel()], shape[1], is_embedding)
             start += shape.numel()
         return Fingerprint(None if state is None else _level(numbers[start:]), digests)
 
@@ -62,22 +64,35 @@ _NUMBERS, _COLUMNS = 256, 32  # of an argument, how many a digest is made of at 
 
 def _sample(x: Tensor) -> Tensor:
     """Return evenly spaced rows and columns."""
-    x = x.detach().reshape(len(x), -1)
+    x = _real(x).reshape(len(x), -1)
     x = x[:, :: max(1, x.shape[1] // _COLUMNS)]
     return x[:: max(1, x.numel() // _NUMBERS)]
 
 
-def _digest(numbers: list[float], width: int) -> int:
+def _real(x: Tensor) -> Tensor:
+    x = x.detach()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _digest(numbers: list[float], width: int, is_embedding: bool) -> int:
     # embeddings of bfloat16 repeat some numbers, and those after a ReLU have many zeros
-    is_repeated = width == 1 or len({*numbers}) <= max(3, len(numbers) // 4)
+    is_distinct = is_embedding and len({*numbers}) > max(3, len(numbers) // 4)
     is_one_row = numbers == numbers[:width] * (len(numbers) // width)
-    return hash(tuple(numbers)) & ~_KIND | (ONE_ROW if is_one_row else REPEATED if is_repeated else DISTINCT)
+    return hash(tuple(numbers)) & ~_KIND | (ONE_ROW if is_one_row else DISTINCT if is_distinct else REPEATED)
 
 
-def equal_arguments(names: Sequence[str], digests: Sequence[Sequence[int]]) -> tuple[dict[str, int], bool]:
-    """Return which arguments are equal on all ranks, with what their numbers are, and whether all embeddings are."""
-    equal = {name: of[0] & _KIND for name, of in zip(names, digests, strict=True) if of[0] and len({*of}) == 1}
-    return equal, len(equal) == sum(map(any, digests)) and any(equal.values())
+def equal_arguments(
+    rows: Mapping[str, Tensor], digests: Sequence[Sequence[int]]
+) -> tuple[dict[str, int], Sequence[int]]:
+    """Return which arguments are equal on all ranks, with what their numbers are, and ranks with the same embeddings."""
+    equal = {name: of[0] & _KIND for name, of in zip(rows, digests, strict=True) if of[0] and len({*of}) == 1}
+    by_rank = [*zip(*(of for x, of in zip(rows.values(), digests, strict=True) if has_derivative(x)), strict=True)]
+    for of_rank, count in Counter(by_rank).items():
+        # a few numbers, as of masks, may be equal by chance on some ranks
+        least = REPEATED if count == len(by_rank) else DISTINCT
+        if count > 1 and any(x & _KIND >= least for x in of_rank if x):
+            return equal, [rank for rank, x in enumerate(by_rank) if x == of_rank]
+    return equal, ()
 
 
 _LEAST = 1e-3  # differences of norms below it count as they are, not as a share
@@ -87,8 +102,7 @@ _WIDTH = 2**14
 
 def norm_and_sketch(x: Tensor) -> Tensor:
     """Return [2]: the norm of a tensor, and the product of all of its numbers with a fixed direction."""
-    x = x.detach()
-    flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).flatten()
+    flat = _real(x).flatten()
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     return torch.stack([vector_norm(flat), _sketch(flat)])
 

@@ -1,16 +1,18 @@
 """The arguments of one call: which of them are rows, how they are compared between ranks, and how they are gathered."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, partial
 from itertools import starmap
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from contrastive_zoo.ranks.adjoints import gathered_rows
@@ -77,13 +79,11 @@ class Arguments:
     @property
     def compared(self) -> dict[str, str]:
         """What must be the same on every rank: kinds of rows, values of plain arguments, and which are present."""
-        settings = {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, (int, float, str, type(None)))}
-        indices = {path for path, leaf in self.leaves.items() if isinstance(leaf, GlobalIndices)}
+        others = {path: leaf for path, leaf in self.leaves.items() if not isinstance(leaf, Tensor)}
         return {
             **{path: row_kind(x, self.roles.pad_dims.get(path, ())) for path, x in self.rows.items()},
             **{f"the shared {path}": _kind(x) for path, x in self.shared.items()},
-            **{path: in_one_line(value) for path, value in settings.items()},
-            **dict.fromkeys(indices, "global indices"),
+            **{path: " ".join(map(in_one_line, _contents(leaf))) for path, leaf in others.items()},
             # a loss that declares a default for an argument would hide that the argument is missing on one rank
             "the passed arguments": ", ".join(self.rows),
         }
@@ -93,10 +93,10 @@ class Arguments:
         if reason := next(filter(None, starmap(tensor_problem, (self.rows | self.shared).items())), None):
             return reason
         for path, leaf in self.leaves.items():
-            if isinstance(leaf, np.ndarray) or is_dataclass(leaf):
+            if not isinstance(leaf, Tensor) and any(isinstance(x, _NO_TEXT) for x in _contents(leaf)):
                 return (
                     f"{path} must be a tensor, or a tuple, list or dict of tensors, to be gathered, got a "
-                    f"{type(leaf).__name__}. Pass tensors, such as torch.as_tensor({path})."
+                    f"{type(leaf).__name__}. Pass tensors, such as {_as_tensors(leaf)}({path})."
                 )
         return None if self.roles is NO_ROLES else self.roles.problem(self.leaves)
 
@@ -135,6 +135,40 @@ class Arguments:
             rows[path] = torch.where(rows[path] < 0, rows[path], rows[path] + shift)
         leaves = self.leaves | rows
         return leaves if self.tree is None else tree_unflatten(list(leaves.values()), self.tree)
+
+
+_NO_TEXT = (Tensor, np.ndarray, Iterator)  # what an argument of another class must not hold
+_VALUES = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, GlobalIndices, torch.device)  # equal by class
+
+_DEPTH = 8  # how deep objects are looked into: they may hold themselves
+
+
+def _contents(x: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Return the class and the values of an object; tensors, arrays and iterators in it as they are."""
+    if isinstance(x, (*_VALUES, *_NO_TEXT)):
+        yield x
+        return
+    yield type(x).__name__
+    if isinstance(x, _CODE):
+        yield getattr(x, "__qualname__", "")
+    elif depth:
+        parts = [x.func, x.args, x.keywords] if isinstance(x, partial) else []
+        if isinstance(x, (Mapping, Set)):  # in one order on every rank, however they were filled
+            parts += sorted(x.items() if isinstance(x, Mapping) else x, key=repr)
+        elif isinstance(x, Collection):
+            parts += x
+        slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+        parts += [(name, getattr(x, name)) for name in [*getattr(x, "__dict__", ()), *slots] if hasattr(x, name)]
+        for part in parts:
+            yield from _contents(part, depth - 1)
+
+
+def _as_tensors(x: Any) -> str:
+    """Return the function that makes tensors of an object, or a tuple, list or dict of what it holds."""
+    if isinstance(x, np.ndarray):
+        return "torch.as_tensor"
+    return "dict" if isinstance(x, Mapping) else "list" if isinstance(x, Iterable) else "vars"
 
 
 _COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits as an int64 has for them

@@ -30,6 +30,7 @@ class CallHistory:
         self.calls = 0  # how many have been completed between several ranks
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
         self.keeps_state = False  # whether the last call changed the loss's buffers
+        self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
         self._value: Callable[[], list[float]] | None = None
         self._fingerprint: Callable[[], Fingerprint] | None = None
         self.checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
@@ -38,6 +39,11 @@ class CallHistory:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
         pending: dict[str, Any] = {"_value": None, "_fingerprint": None, "checks": []}
         return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
+
+    def equal_again(self, paths: Sequence[str]) -> list[str]:
+        """Return which arguments, of those that are equal on all ranks, are so at the second call in a row."""
+        self._equal = {path: self._equal.get(path, 0) + 1 for path in paths}
+        return [path for path, calls in self._equal.items() if calls == 2]
 
     def remember_value(self, value: Any) -> None:
         # tensors only: other results, such as a time, may differ between ranks

@@ -5,10 +5,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
+from contrastive_zoo.ranks.devices import has_derivative
+from contrastive_zoo.ranks.fingerprint import DISTINCT
 from contrastive_zoo.ranks.row_checks import is_integer
 
 
@@ -32,6 +35,10 @@ class Roles:
     def dim(self, path: str) -> int | None:
         """The stated dimension; None without a statement."""
         return next((dim for name, dim in self.batch_dim.items() if _covers(name, path)), None)
+
+    def has_samples(self, path: str) -> bool:
+        """Return whether it is stated that an argument holds samples."""
+        return self.dim(path) is not None or path in self.pad_dims
 
     def with_rows_first(self, path: str, x: Any) -> Any:
         """A tensor with its rows in dimension 0; anything else, and a tensor without that dimension, unchanged."""
@@ -123,22 +130,89 @@ def _covers(name: str, path: str) -> bool:
 Counts = Mapping[str, Sequence[int]]  # the number of samples on each rank, by argument
 
 
-def has_own_count(path: str, counts: Counts) -> bool:
-    """Return whether no other argument has k rows for each of this one's, or the reverse, as views in one tensor have."""
-    others = [sizes for other, sizes in counts.items() if other != path]
-    ordered = [sorted((tuple(counts[path]), tuple(sizes)), key=sum) for sizes in others]
-    return bool(others) and not any(
-        most == tuple(sum(most) // max(sum(least), 1) * x for x in least) for least, most in ordered
-    )
+def role_problem(
+    rows: Mapping[str, Tensor],
+    counts: Counts,
+    equal: Mapping[str, int],
+    without_role: Collection[str],
+    variadic: Collection[str] = (),
+) -> str | None:
+    """Return which tensor cannot hold samples in dimension 0, in words that are the same on every rank, or None.
 
-
-def stacked_views(shapes: Mapping[str, Sequence[int]], counts: Counts, paths: Collection[str]) -> str | None:
-    """Name the first of ``paths`` that stacks views, [V, N, D] with V < N on all ranks, beside N labels; or None."""
-    for path, shape in shapes.items():
-        others = {other: sizes for other, sizes in counts.items() if other != path}
-        if path not in paths or len(shape) < 3 or len({*counts[path]}) > 1 or shape[0] >= shape[1]:
+    Args:
+        rows: this rank's tensors.
+        counts: how many rows of each there are on each rank.
+        equal: those that are equal on every rank, with what their numbers are.
+        without_role: those whose role is not stated; nothing is said of others.
+        variadic: names of ``*arguments``, whose elements are arguments and no list.
+    """
+    paths = [path for path in rows if path in without_role]
+    for name, members in _lists(paths).items():
+        if name in variadic:
             continue
-        of_samples = (sizes for other, sizes in others.items() if len(shapes[other]) == 1)
-        if counts[path] not in others.values() and any({*sizes} == {shape[1]} for sizes in of_samples):
-            return path
+        sizes = [counts[path] for path in members]
+        one_each = (len(members),) * len(sizes[0])
+        others = [counts[path] for path in rows if path not in members]
+        if (one_each in others and one_each not in sizes) or not all(
+            itertools.starmap(_pair, itertools.combinations(sizes, 2))
+        ):
+            return _ONE_EACH.format(name=name, quoted=repr(name), count=len(members))
+    for path in paths:
+        x, flat = rows[path], [counts[other] for other in rows if other != path and rows[other].ndim < 3]
+        if x.ndim > 2 and counts[path] not in flat:
+            shape = [counts[path][0], *x.shape[1:]]
+            return _STACK.format(path=path, quoted=repr(path), shape=shape, count=shape[1])
+    different = [counts[path] for path in rows if path not in equal]
+    for path in paths:
+        # one row on each rank is no sample beside several
+        pairs = [x for x in different if _pair(counts[path], x) and (max(counts[path]) > 1 or max(x) == 1)]
+        if path in equal and different and (equal[path] == DISTINCT or not pairs):
+            return _EQUAL.format(path=path, quoted=repr(path))
+    embeddings = [counts[path] for path, x in rows.items() if has_derivative(x)]
+    for path in paths:
+        is_whole = not has_derivative(rows[path]) and rows[path].dtype is not torch.bool
+        if is_whole and embeddings and not any(_pair(counts[path], x) for x in embeddings):
+            return _INDICES.format(path=path, quoted=repr(path))
     return None
+
+
+def _lists(paths: Sequence[str]) -> dict[str, list[str]]:
+    """The elements of each list and tuple of several tensors."""
+    lists: dict[str, list[str]] = {}
+    for path in paths:
+        name, _, index = path.rpartition("[")
+        if index[:-1].isdigit():
+            lists.setdefault(name, []).append(path)
+    return {name: of_list for name, of_list in lists.items() if len(of_list) > 1}
+
+
+def _pair(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Return whether there are k rows of one for each of the other's on every rank, as of views in one tensor."""
+    least, most = sorted((tuple(first), tuple(second)), key=sum)
+    return most == tuple(sum(most) // max(sum(least), 1) * x for x in least)
+
+
+_ONE_EACH = (
+    "{name} is a list of {count} tensors that do not hold the same samples. If each holds one sample, pass one tensor of "
+    "all, torch.nn.utils.rnn.pad_sequence({name}, batch_first=True), with its mask and "
+    "DistributedLoss(loss, pad_dims={{{quoted}: 1}}). batch_dim={{{quoted}: 0}} says that each holds as many as it has rows."
+)
+
+_EQUAL = (
+    "{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is one "
+    "tensor for all ranks, such as prototypes, a queue, class counts or a scale, pass "
+    "DistributedLoss(loss, shared={{{quoted}}}), with its labels or weights. If it was gathered before, pass this rank's "
+    "own samples. batch_dim={{{quoted}: 0}} says that its samples are equal by chance."
+)
+
+_STACK = (
+    "{path} {shape} on rank 0 may hold {shape[0]} samples or {count}: no vector or matrix beside it has as many rows. For a "
+    "stack of views [V, N, D] pass DistributedLoss(loss, batch_dim={{{quoted}: 1}}). batch_dim={{{quoted}: 0}} says that "
+    "dimension 0 counts samples."
+)
+
+_INDICES = (
+    "{path} holds integers, but not one for each embedding. Row numbers, as of pairs or triplets, would point into other "
+    "ranks' rows: find them in the loss, which sees the rows of all ranks, or pass a miner=. If it is one tensor for all "
+    "ranks, pass DistributedLoss(loss, shared={{{quoted}}}). batch_dim={{{quoted}: 0}} says that it holds samples."
+)

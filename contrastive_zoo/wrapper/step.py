@@ -1,6 +1,7 @@
 """One call of DistributedLoss between several ranks: state, shake hands, choose, compute."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,8 +18,8 @@ from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks.adjoints import device_of, gathered_rows, scale_gradient
 from contrastive_zoo.ranks.compat import in_backward
 from contrastive_zoo.ranks.devices import float32_matmuls, on_cpu
-from contrastive_zoo.ranks.differences import GATHERED_BEFORE, failing_together
-from contrastive_zoo.ranks.fingerprint import DISTINCT, REPEATED, equal_arguments
+from contrastive_zoo.ranks.differences import copies_difference, failing_together
+from contrastive_zoo.ranks.fingerprint import REPEATED, equal_arguments
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
@@ -30,7 +31,7 @@ from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
-from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, has_own_count, stacked_views
+from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem
 
 T = TypeVar("T")
 
@@ -88,10 +89,10 @@ class DistributedStep:
         """Refuse arguments that no single rank can know to be wrong; a loss of this library knows its own."""
 
     def refuse(self, agreed: Agreed) -> None:
-        """Refuse, before the loss is computed, what is equal on all ranks and is no samples of each."""
-        equal, are_all = equal_arguments([*self.rows], agreed.digests)
-        if are_all:
-            raise ValueError(f"{self.name}: {GATHERED_BEFORE}")
+        """Refuse, before the loss is computed, what is equal on several ranks and is no samples of each."""
+        equal, copies = equal_arguments(self.rows, agreed.digests)
+        if copies:
+            raise ValueError(f"{self.name}: {copies_difference(copies, self.session.size)}")
         self.refuse_arguments(agreed, equal)
 
     def compute(self) -> Any:
@@ -269,23 +270,16 @@ class ThirdPartyStep(DistributedStep):
             return set()
         if self.call.roles is NO_ROLES:
             return {*self.rows}
-        return {path for path in self.rows if self.call.roles.dim(path) is None}
+        return {path for path in self.rows if not self.call.roles.has_samples(path)}
 
     def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
         counts: Counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
-        for path, numbers in equal.items():
-            is_shared = numbers == DISTINCT or (numbers == REPEATED and has_own_count(path, counts))
-            if is_shared and path in self.without_role:
-                raise ValueError(f"{self.name}: {_EQUAL.format(path=path, quoted=repr(path))}")
-        shapes = {path: x.shape for path, x in self.rows.items()}
-        if max(map(len, shapes.values())) < 3:
-            return
-        if (views := stacked_views(shapes, counts, self.without_role)) is not None:
-            raise ValueError(
-                f"{self.name}: {views} {[*shapes[views]]} has another number of samples than the other arguments. Is it a "
-                f"stack of views? Its dimension 1 has their {shapes[views][1]} samples. Pass DistributedLoss(loss, "
-                f"batch_dim={{{views!r}: 1}}). batch_dim={{{views!r}: 0}} says that dimension 0 counts samples."
-            )
+        without_role = self.without_role
+        if (problem := role_problem(self.rows, counts, equal, without_role, self.call.variadic)) is not None:
+            raise ValueError(f"{self.name}: {problem}")
+        numbered = [path for path, numbers in equal.items() if path in without_role and numbers == REPEATED]
+        for path in self.history.equal_again(numbered):
+            warnings.warn(f"{self.name}: {_EQUAL_AGAIN.format(path=path, quoted=repr(path))}", stacklevel=2)
 
     def statement(self) -> Statement:
         call, arguments = self.call, self.call.inputs
@@ -319,11 +313,10 @@ class ThirdPartyStep(DistributedStep):
 FROM_ELSEWHERE = Needs(whole="the loss compares samples in a way of its own: each rank computes all of it")
 """What a third-party loss asks of a plan, and one of this library with a ``forward`` of its own or hooks."""
 
-_EQUAL = (
-    "{path} is equal on every rank, and would count once for each rank, but other arguments are not equal. If it is one "
-    "tensor for all ranks, such as prototypes or a queue, pass DistributedLoss(loss, shared={{{quoted}}}), with its labels "
-    "or weights. If it was gathered before, pass this rank's own samples. batch_dim={{{quoted}: 0}} says that its samples "
-    "are equal by chance."
+_EQUAL_AGAIN = (
+    "{path} was equal on every rank at two calls in a row. If each rank numbers its samples from 0, as torch.arange(n) does,"
+    " number those of all ranks, such as torch.arange(n) + rank * n. If it is one tensor for all ranks, pass "
+    "DistributedLoss(loss, shared={{{quoted}}}). batch_dim={{{quoted}: 0}} says that its samples are equal by chance."
 )
 
 _COMPUTED_AGAIN = (
