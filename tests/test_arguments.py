@@ -113,6 +113,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "a function": lambda x: [torch.exp, torch.log][x],
     "a partial": lambda x: partial(torch.add, x),
     "a size": lambda x: torch.Size([x]),
+    "a range": lambda x: range(10**9 + x),
 }
 
 
@@ -327,7 +328,7 @@ def test_a_loss_without_parameters_yet_is_refused(worlds: Worlds) -> None:
             worlds,
             2,
             lambda make=make: called(of_rank(), loss=make()),
-            "has no parameters yet … Call the bare loss once",
+            "LazyLinear has no parameters yet … Call the bare loss once",
         )
 
     def ready() -> float:

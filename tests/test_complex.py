@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper.grad_cache import GradCache
-from tests.helpers import close, local_shard, numbers
+from tests.helpers import close, local_shard, numbers, refused
 
 SHARDS = (2, 3)
 
@@ -63,6 +63,13 @@ def test_a_learnt_complex_number_that_differs_is_refused(worlds: Worlds) -> None
             cz.DistributedLoss(loss)(local_shard(embeddings(), SHARDS))
 
     worlds.run(2, job)
+
+
+def test_numbers_that_are_not_finite_are_refused(worlds: Worlds) -> None:
+    def bad() -> None:
+        cz.DistributedLoss(Phases())(local_shard(embeddings(), SHARDS) / torch.arange(3))
+
+    refused(worlds, 2, bad, "z hold NaN or infinite values in 2 of 2 rows")
 
 
 class Spectrum(nn.Linear):

@@ -15,6 +15,10 @@ def has_derivative(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a loss with labels, masks and indices on the device of its embeddings.
 

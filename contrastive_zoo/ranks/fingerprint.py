@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from contrastive_zoo.ranks.devices import has_derivative, has_float64, read_later
+from contrastive_zoo.ranks.devices import as_real, has_derivative, has_float64, read_later
 
 ONE_ROW, REPEATED, DISTINCT = range(3)
 """What the numbers of an argument are, in the last two bits of its digest: rows that are all the same, as of a collapsed
@@ -64,14 +64,9 @@ _NUMBERS, _COLUMNS = 256, 32  # of an argument, how many a digest is made of at 
 
 def _sample(x: Tensor) -> Tensor:
     """Return evenly spaced rows and columns."""
-    x = _real(x).reshape(len(x), -1)
+    x = as_real(x.detach()).reshape(len(x), -1)
     x = x[:, :: max(1, x.shape[1] // _COLUMNS)]
     return x[:: max(1, x.numel() // _NUMBERS)]
-
-
-def _real(x: Tensor) -> Tensor:
-    x = x.detach()
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _digest(numbers: list[float], width: int, is_embedding: bool) -> int:
@@ -102,7 +97,7 @@ _WIDTH = 2**14
 
 def norm_and_sketch(x: Tensor) -> Tensor:
     """Return [2]: the norm of a tensor, and the product of all of its numbers with a fixed direction."""
-    flat = _real(x).flatten()
+    flat = as_real(x.detach()).flatten()
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     return torch.stack([vector_norm(flat), _sketch(flat)])
 

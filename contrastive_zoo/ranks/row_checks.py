@@ -109,7 +109,7 @@ def tolerance(rows: Iterable[Tensor]) -> float:
     """The largest epsilon of the rows' floating-point dtypes; that of float32 if there are none."""
     largest = 0.0
     for x in rows:
-        if x.is_floating_point():
+        if devices.has_derivative(x):
             largest = max(largest, torch.finfo(x.dtype).eps)
     return largest or torch.finfo(torch.float32).eps
 
@@ -117,7 +117,7 @@ def tolerance(rows: Iterable[Tensor]) -> float:
 def first_non_finite(rows: Mapping[str, Tensor], *, optional: bool = True) -> str | None:
     """Which rows hold NaN or infinite values, in words; None if no row does. ``optional``: the caller has check_finite."""
     for name, tensor in rows.items():
-        if tensor.is_floating_point() and not _all_finite(tensor.detach()):
+        if devices.has_derivative(tensor) and not _all_finite(devices.as_real(tensor.detach())):
             bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
             some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
             finite = f"{name}.isfinite()" if tensor.ndim == 1 else f"{name}.isfinite().flatten(1).all(1)"

@@ -138,7 +138,7 @@ class Arguments:
 
 
 _NO_TEXT = (Tensor, np.ndarray, Iterator)  # what an argument of another class must not hold
-_VALUES = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
+_VALUES = (type(None), bool, int, float, complex, str, bytes, range, Enum, np.generic, torch.dtype)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, GlobalIndices, torch.device)  # equal by class
 
 _DEPTH = 8  # how deep objects are looked into: they may hold themselves
@@ -159,7 +159,8 @@ def _contents(x: Any, depth: int = _DEPTH) -> Iterator[Any]:
         elif isinstance(x, Collection):
             parts += x
         slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
-        parts += [(name, getattr(x, name)) for name in [*getattr(x, "__dict__", ()), *slots] if hasattr(x, name)]
+        names = sorted({*getattr(x, "__dict__", ()), *slots})
+        parts += [(name, getattr(x, name)) for name in names if hasattr(x, name)]
         for part in parts:
             yield from _contents(part, depth - 1)
 

@@ -44,8 +44,8 @@ class LossCall:
         lazy = [type(x).__name__ for x in modules if isinstance(x, LazyModuleMixin) and x.has_uninitialized_params()]
         if lazy:
             return (
-                f"its {lazy[0]} has no parameters yet, and no optimizer and no rank knows them. Call the bare loss once, "
-                "loss(embeddings, …), before the optimizer and DistributedLoss, or use a layer of known size."
+                f"its {lazy[0]} has no parameters yet, which ranks could compare. Call the bare loss once, with one seed "
+                "on every rank, before you make the optimizer and the DistributedLoss, or use a layer of known size."
             )
         return self.inputs.problem
 

@@ -127,7 +127,7 @@ def _covers(name: str, path: str) -> bool:
     return path == name or path.startswith(f"{name}[")
 
 
-Counts = Mapping[str, Sequence[int]]  # the number of samples on each rank, by argument
+Counts = Mapping[str, tuple[int, ...]]  # the number of samples on each rank, by argument
 
 
 def role_problem(
@@ -144,34 +144,31 @@ def role_problem(
         counts: how many rows of each there are on each rank.
         equal: those that are equal on every rank, with what their numbers are.
         without_role: those whose role is not stated; nothing is said of others.
-        variadic: names of ``*arguments``, whose elements are arguments and no list.
+        variadic: names of ``*arguments``, whose elements are no list.
     """
     paths = [path for path in rows if path in without_role]
     for name, members in _lists(paths).items():
-        if name in variadic:
-            continue
-        sizes = [counts[path] for path in members]
-        one_each = (len(members),) * len(sizes[0])
-        others = [counts[path] for path in rows if path not in members]
-        if (one_each in others and one_each not in sizes) or not all(
-            itertools.starmap(_pair, itertools.combinations(sizes, 2))
+        sizes, others = {counts[path] for path in members}, {counts[path] for path in rows if path not in members}
+        has_one_each = (len(members),) * len(counts[members[0]]) in others - sizes
+        if name not in variadic and (
+            has_one_each or not all(itertools.starmap(_pair, itertools.combinations(sizes, 2)))
         ):
             return _ONE_EACH.format(name=name, quoted=repr(name), count=len(members))
+    flat = {counts[path] for path, x in rows.items() if x.ndim < 3}
+    different = {counts[path] for path in rows if path not in equal}
+    embeddings = {counts[path] for path, x in rows.items() if has_derivative(x)}
     for path in paths:
-        x, flat = rows[path], [counts[other] for other in rows if other != path and rows[other].ndim < 3]
-        if x.ndim > 2 and counts[path] not in flat:
-            shape = [counts[path][0], *x.shape[1:]]
+        if rows[path].ndim > 2 and counts[path] not in flat:
+            shape = [counts[path][0], *rows[path].shape[1:]]
             return _STACK.format(path=path, quoted=repr(path), shape=shape, count=shape[1])
-    different = [counts[path] for path in rows if path not in equal]
     for path in paths:
         # one row on each rank is no sample beside several
-        pairs = [x for x in different if _pair(counts[path], x) and (max(counts[path]) > 1 or max(x) == 1)]
-        if path in equal and different and (equal[path] == DISTINCT or not pairs):
+        has_partner = any(_pair(counts[path], x) and (max(counts[path]) > 1 or max(x) == 1) for x in different)
+        if path in equal and different and (equal[path] == DISTINCT or not has_partner):
             return _EQUAL.format(path=path, quoted=repr(path))
-    embeddings = [counts[path] for path, x in rows.items() if has_derivative(x)]
     for path in paths:
-        is_whole = not has_derivative(rows[path]) and rows[path].dtype is not torch.bool
-        if is_whole and embeddings and not any(_pair(counts[path], x) for x in embeddings):
+        is_integer_tensor = not has_derivative(rows[path]) and rows[path].dtype is not torch.bool
+        if is_integer_tensor and embeddings and not any(_pair(counts[path], x) for x in embeddings):
             return _INDICES.format(path=path, quoted=repr(path))
     return None
 
@@ -186,9 +183,9 @@ def _lists(paths: Sequence[str]) -> dict[str, list[str]]:
     return {name: of_list for name, of_list in lists.items() if len(of_list) > 1}
 
 
-def _pair(first: Sequence[int], second: Sequence[int]) -> bool:
+def _pair(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Return whether there are k rows of one for each of the other's on every rank, as of views in one tensor."""
-    least, most = sorted((tuple(first), tuple(second)), key=sum)
+    least, most = sorted((first, second), key=sum)
     return most == tuple(sum(most) // max(sum(least), 1) * x for x in least)
 
 
