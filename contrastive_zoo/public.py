@@ -20,3 +20,4 @@ from contrastive_zoo.wrapper.distributed import DistributedLoss as DistributedLo
 from contrastive_zoo.wrapper.explain import explain as explain
 from contrastive_zoo.wrapper.grad_cache import GradCache as GradCache
 from contrastive_zoo.wrapper.grad_cache import cached_step as cached_step
+from contrastive_zoo.wrapper.parameter_groups import parameter_groups as parameter_groups
