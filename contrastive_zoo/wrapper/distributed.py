@@ -106,9 +106,9 @@ class DistributedLoss(LossAttributes, Generic[R]):
             classes. False leaves out all checks of values on an accelerator.
         check_equal: whether ranks compare, at every call, the loss's parameters and buffers, and the last value of a loss
             that every rank computes. It costs no extra message.
-        check_distinct: whether embeddings that are equal on every rank, as they are after a gather, are refused, and single
-            arguments of a third-party loss that are; those on an accelerator at the next call, and at the first one, which
-            waits for them.
+        check_distinct: whether embeddings that are equal on two ranks or more, as they are after a gather, are refused, and
+            single arguments of a third-party loss that are on all; those on an accelerator at the next call, and at the
+            first one, which waits for them.
         ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
             grow with the number of ranks. Candidates are sent in the forward pass and again in the backward pass. Losses of
             the softmax and sigmoid families, MaxSim and AlignUniform can do this; others need all candidates at once.
@@ -131,12 +131,13 @@ class DistributedLoss(LossAttributes, Generic[R]):
             arguments or dimensions, or for such a loss; two of the three for one argument. At the call, between several
             ranks, on every rank alike: ranks that differ in the loss's class, its settings, this wrapper's options,
             arguments, widths, dtypes or parameters; arguments that the loss does not take; labels that are not one per
-            embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on all ranks; indices mined
+            embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on two ranks; indices mined
             on one rank's embeddings, or passed although there is a miner; a previous value that differs between ranks;
             ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that are not in the call; shared arguments
-            that differ; an argument of a third-party loss without a role that looks like none of rows: embeddings that
-            are equal on every rank while other arguments differ, equal weights whose number is that of no other
-            argument, a stack of views beside one label a sample; a third-party loss or miner that sends by a process
+            that differ; an argument of a third-party loss without a role that may be no rows: a tensor that is equal on
+            every rank while others differ, and is embeddings or has another number of rows; three dimensions or more and no
+            vector or matrix of as many rows; a list with a tensor a sample; integers that are not one an embedding; any
+            other object that holds a tensor or differs between ranks; a third-party loss or miner that sends by a process
             group that it holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
