@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -56,6 +57,18 @@ class Held(cz.RowLoss):
         factor = self.table["b"] + self.table["a"][0] + self.table["a"][1] + float(self.array.sum())
         factor = factor * self.options.power * self.scale + self._private
         return factor * (similarity * negative).sum(1), negative.any(1)
+
+
+class Hidden(cz.RowLoss):
+    """A row loss that computes with what ranks cannot read."""
+
+    def __post_init__(self) -> None:
+        self.options = Namespace(power=2.0, inner=SimpleNamespace(scale=1.5))
+        self.noise: Callable[[Tensor], Tensor] = torch.zeros_like
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        similarity = self.options.inner.scale * similarity.abs() ** self.options.power + self.noise(similarity)
+        return (similarity * negative).sum(1), negative.any(1)
 
 
 def of_closure() -> Callable[..., Tensor]:
@@ -170,6 +183,7 @@ LABELLED: dict[str, Callable[[], Any]] = {
     "SupCon": lambda: cz.SupCon(temperature=learnt()),
     "SupCon, tensor": lambda: cz.SupCon(temperature=torch.tensor(0.2, dtype=torch.float64)),
     "Held": Held,
+    "Hidden": Hidden,
     "ArcFace": lambda: cz.ArcFace(4, WIDTH),
     "Triplet": lambda: cz.Triplet(margin=learnt()),
     "WeightedSum": lambda: cz.WeightedSum([cz.SupCon(temperature=learnt()), cz.Triplet()]),
@@ -214,6 +228,7 @@ STATEFUL_PAIRS: dict[str, Callable[[], Any]] = {
         [cz.InfoNCE(temperature=Cooling()), cz.Matryoshka(cz.InfoNCE(temperature=Cooling()), (1, WIDTH))]
     ),
 }
+HIDING = frozenset({"Hidden", "closure", "partial", "object"})  # hold numbers that ranks cannot read
 LABELLED |= STATEFUL
 LOSSES = LABELLED | PAIRED | STATEFUL_PAIRS
 

@@ -75,7 +75,6 @@ OF_MODULES: dict[str, tuple[Change, str]] = {
 CHANGES: dict[tuple[str, str], tuple[Change, str]] = {
     ("CrossBatchMemory", "a stored embedding"): (forgets, "ranks disagree on its content"),
     ("Held", "a list in a dict"): (lambda loss: loss.table["a"].__setitem__(0, 0.6), "rank 1"),
-    ("closure", "a number"): (lambda loss: setattr(loss.__closure__[0], "cell_contents", 2.2), "rank 1"),
     ("an empty bank", "a hook"): OF_MODULES["a hook"],
     ("an empty bank", "a patched forward"): OF_MODULES["a patched forward"],
     ("WeightedSum", "a backward hook"): OF_MODULES["a backward hook"],

@@ -100,7 +100,7 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
             with Messages() as messages:
                 bring = [
                     Statement("Loss"),
-                    Statement("Loss", {"a": "1"}, [1, 2], last_value=1.0),
+                    Statement("Loss", {"a": "1"}, [1, 2], results={"value": 1.0}),
                     Statement("Other", problem="no"),
                     statement(3, digests=[7], same=1),
                 ]
@@ -118,17 +118,28 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
 ONE, TWO, MINUS_ONE = ({"w": torch.full((1,), x), "v": torch.ones(2)} for x in (1.0, 2.0, -1.0))
 
 BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
-    ({"last_value": 1.0}, {"last_value": 1.01}, "rank 0 found 1, rank 1 found 1.01"),
+    ({"results": {"value": 1.0}}, {"results": {"value": 1.01}}, "rank 0 found 1, rank 1 found 1.01"),
     ({"level": 1.0, "state": ONE}, {"level": 2.0, "state": TWO}, "w has norm 1 on rank 0 and 2 on rank 1. Call"),
     (
         {"level": 1.0, "state": ONE},
         {"level": 2.0, "state": MINUS_ONE},
         "w has norm 1 on rank 0 and 1 on rank 1, but other numbers. Call",
     ),
-    ({"last_value": 1.0}, {"last_value": 1.0 + 1e-7}, None),
-    ({"last_value": 1.0}, {}, None),
-    ({"last_value": torch.nan}, {"last_value": torch.nan}, None),
+    ({"results": {"value": 1.0}}, {"results": {"value": 1.0 + 1e-7}}, None),
+    ({"results": {"value": 1.0}}, {}, None),
+    ({"results": {"value": torch.nan}}, {"results": {"value": torch.nan}}, None),
+    ({"results": {"sample": 1.0}}, {"results": {"sample": 1.01}}, "different losses of the same samples"),
+    ({"results": {"gradient": 1.0}}, {"results": {"gradient": 1.01}}, "batch.shared(parameter)"),
+    (
+        {"results": {"anchor": 1.0, "other anchor": 2.0}},
+        {"results": {"anchor": 2.0, "other anchor": 1.01}},
+        "rank 0, which holds it, found 1, rank 1 found 1.01",
+    ),
+    ({"results": {"anchor": 1.0, "other anchor": 2.0}}, {"results": {"anchor": 2.0}}, None),
+    ({"results": {"anchor": 1.0, "other anchor": 1.0}}, {"results": {"other anchor": 1.0}}, None),
     ({"level": 1.0}, {"level": 1.0 + 1e-5}, None),
+    ({"buffers": 1.0, "state": ONE}, {"buffers": 2.0, "state": TWO}, "w has norm 1 on rank 0 and 2 on rank 1. Call"),
+    ({"buffers": 1.0}, {}, None),
     ({"level": 1.0}, {}, None),
     ({"same": 2}, {"same": 0}, None),
 ]

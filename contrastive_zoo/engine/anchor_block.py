@@ -1,7 +1,7 @@
 """Blocks of local anchors: what a row-wise loss sees of the global batch, and the sweep over all of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -194,6 +194,19 @@ class RowwiseSweep:
             for rows in anchor_slices(self.anchors, len(self.candidates)):
                 losses[rows], counts[rows] = self._block_losses(rows, self.anchors[rows], candidates)
         return losses, counts
+
+    @torch.no_grad()
+    def loss_of_next_rank(self) -> Tensor:
+        """Return the loss of the last anchor of the next rank that has any; anchors are the candidates."""
+        layout, sizes = self.layout, self.layout.candidate_shards.sizes
+        ranks = (rank % len(sizes) for rank in range(layout.world.rank + 1, layout.world.rank + 1 + len(sizes)))
+        owner = next(rank for rank in ranks if sizes[rank])
+        last = torch.tensor([sum(sizes[: owner + 1]) - 1], device=self.candidates.device)
+        of_one = replace(
+            layout, ids=layout.candidate_ids[last], own_candidates=last, companions=(), max_positives=lambda: None
+        )
+        sweep = RowwiseSweep(self.loss, of_one, self.candidates[last], self.candidates, [*self.learnable.values()])
+        return sweep.losses()[0].sum()
 
     @without_autocast
     def gradients(self, weights: Tensor | None = None) -> list[Tensor]:

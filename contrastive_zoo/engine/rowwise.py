@@ -165,6 +165,10 @@ class _SumOverAnchors(Function):
         total, count, *changes = totals.unbind()
         if watch is not None:  # all ranks see the same sum
             watch.found_on_any_rank = any(bool(x.any()) for x in changes)
+            compared = layout.world.findings.anchors if isinstance(layout.world, Session) else None
+            if compared is not None and ctx.one_tower and not watch.found_on_any_rank:
+                compared |= {"anchor": losses[-1].sum()} if len(losses) else {}
+                compared["other anchor"] = sweep.loss_of_next_rank()
         ctx.count = mean_divisor(count) if call.reduction == "mean" else torch.ones_like(count)
         return (total / ctx.count).sum().to(anchors.dtype)
 

@@ -114,8 +114,9 @@ class CallInputs:
 
     def situation(self, shards: Sequence[Shards], ranks: int, **known: Any) -> Situation:
         """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
-        rows = {name: rows_of(x, of) for (name, x), of in zip(self.inputs.rows.items(), shards, strict=False)}
-        return Situation(ranks, rows, all(x.is_cpu for x in self.inputs.rows.values()), is_dense(), **known)
+        tensors = self.inputs.rows
+        rows = dict(zip(tensors, map(rows_of, tensors.values(), shards), strict=False))
+        return Situation(ranks, rows, all(map(on_cpu, tensors.values())), is_dense(), **known)
 
     def plan(self, situation: Situation) -> Plan:
         """Return the path of the step; warn once of what would make it quicker."""
@@ -145,12 +146,6 @@ def rows_of(x: Tensor, shards: Shards) -> Rows:
     return Rows(shards, row, x.shape[1:-1].numel(), x.shape[-1])
 
 
-def has_user_code(module: nn.Module) -> bool:
-    """Whether a call of this module runs hooks, or a ``forward`` that was set on it alone."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return "forward" in vars(module) or any(hooks)
-
-
 class _Takes(Protocol[P]):
     """What has a method ``inputs`` of these arguments."""
 
@@ -163,6 +158,9 @@ class Loss(Settings, nn.Module):
     A subclass says nothing of ranks: ``DistributedLoss`` agrees with the other ranks on what :meth:`inputs` returns, and
     passes :meth:`compute` the batch that all of them compute the loss from. It runs once in a call. A loss whose ``forward``
     is overridden, or that has hooks, is computed by every rank from the embeddings of all ranks.
+
+    In :meth:`compute`, a parameter or learnable setting that meets local embeddings is ``batch.shared(parameter)``, so that
+    its gradient is summed over ranks. At some calls ranks compare these gradients, and the loss of a few samples.
 
     A number as a setting is constant. A tensor, or a module that is called without arguments, such as
     :class:`LearnableTemperature`, is learnable; a setting that the loss has no derivative by refuses it.
@@ -302,12 +300,6 @@ class Loss(Settings, nn.Module):
     def has_static_inputs(self) -> bool:
         """Whether :meth:`inputs` depends on the arguments alone, neither on settings nor on a state."""
         return not isinstance(self.inputs, MethodType)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a call is nothing but :meth:`inputs` and :meth:`compute`: no ``forward`` of a subclass, no hooks."""
-        kind = type(self)
-        return kind.forward is Loss.forward and kind.__call__ is nn.Module.__call__ and not has_user_code(self)
 
     def needs(self, inputs: Inputs) -> Needs:
         """Return what a call asks of its plan. A family overrides this to say which tensors are compared."""

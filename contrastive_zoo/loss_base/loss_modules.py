@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
-from contrastive_zoo.loss_base.loss import Loss, has_user_code
+from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.row_checks import in_one_line
 
 _NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text is one line
@@ -39,34 +39,33 @@ class LossModules:
         """What ranks compare as text: the class of every module by its path, its attributes, and the kind of its tensors.
 
         Of a third-party module, these are the attributes named like parameters of its constructor: others may be results
-        that a copy on one rank does not have; none without ``third_party``. Of a function, it is what its closure holds.
+        that a copy on one rank does not have; none without ``third_party``. What a function or an object holds is compared
+        by the values that it returns.
         """
         lines: dict[str, str] = {}
         if not self.by_path:
             lines["the loss"] = loss_name(self.loss)
         for path, module in self.by_path.items():
-            is_plain = module.is_plain if isinstance(module, Loss) else not has_user_code(module)
-            own_code = "" if is_plain else " with hooks or a forward of its own"
+            own_code = "" if is_plain(module) else " with hooks or a forward of its own"
             lines[path or "the loss"] = f"{type(module).__name__}{own_code}"
         for name, value in self._held.items():
             is_short = type(value) in _NUMBERS or (type(value) is str and value.isidentifier())
             lines[name] = str(value) if is_short else _text_of(value)
         for path, module in self.by_path.items():
+            kind_of: Any = type(module)
             is_split = getattr(module, "sharded", False)
             for tensors in (module._parameters, module._buffers):
                 for name, x in tensors.items():
                     kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else _tensor_kind(x)
-                    if x is not None and x.is_cpu and _is_count(x) and not _counts_nothing(module, x):
+                    if x is not None and x.is_cpu and _is_count(x) and not is_third_party(kind_of):
                         kind += f" {x.item()}"  # a count
                     lines[f"{path}.{name}" if path else name] = kind
         return lines
 
     @functools.cached_property
     def _held(self) -> dict[str, Any]:
-        """Attributes of the modules, or what a function holds, by name."""
+        """Attributes of the modules, by name."""
         result: dict[str, Any] = {}
-        if not self.by_path and self.third_party:
-            result = {f"the loss's {name}": value for name, value in _held_by_function(self.loss).items()}
         for path, module in self.by_path.items():
             kind: Any = type(module)
             held, prefix = vars(module), f"{path}." if path else ""
@@ -88,6 +87,11 @@ class LossModules:
                 return True
         return False
 
+    @functools.cached_property
+    def has_own_formula(self) -> bool:
+        """Whether a user has written a :class:`Loss` in it, of which ranks may compute parts apart."""
+        return any(isinstance(x, Loss) and is_third_party(type(x)) for x in self.by_path.values())  # type: ignore[arg-type]  # mypy takes a class for its instance
+
     def shared_state(self) -> dict[str, Tensor]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
         result: dict[str, Tensor] = {}
@@ -98,6 +102,16 @@ class LossModules:
                 if x is not None and not is_sharded and not is_lazy(x) and not _counts_nothing(module, x):
                     result[f"{path}.{name}" if path else name] = x
         return result
+
+    def third_party_buffers(self) -> dict[str, Tensor] | None:
+        """The buffers of third-party modules, by name: some hold what memory held until a first forward pass writes them."""
+        if not (self.has_buffers and self.runs_third_party_code):
+            return None
+        shared, names = self.shared_state(), []
+        for path, module in self.by_path.items():
+            if is_third_party(type(module)):  # type: ignore[arg-type]  # mypy takes a class for its instance
+                names += [f"{path}.{name}" if path else name for name in module._buffers]
+        return {name: shared[name] for name in names if name in shared}
 
     def numbers(self) -> dict[str, Tensor]:
         """Everything numeric that must be equal on every rank and is no text: the shared state, tensors in attributes."""
@@ -132,6 +146,19 @@ class LossModules:
         return len(now) != len(before) or any(
             x is not y or new != old for (x, new), (y, old) in zip(now, before, strict=True)
         )
+
+
+def has_user_code(module: nn.Module) -> bool:
+    """Whether a call of this module runs hooks, or a ``forward`` that was set on it alone."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return "forward" in vars(module) or any(hooks)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a call has no hooks, and of a :class:`Loss` is nothing but its ``inputs`` and ``compute``."""
+    kind = type(module)
+    of_library = kind.forward is Loss.forward and kind.__call__ is nn.Module.__call__
+    return (of_library or not isinstance(module, Loss)) and not has_user_code(module)
 
 
 @functools.cache
@@ -215,36 +242,6 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
 
 def _tensor_kind(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{', learnt' if x.requires_grad else ''}"
-
-
-def _held_by_function(function: Any) -> dict[str, Any]:
-    """Return what a function computes with besides its arguments: its closure, its defaults, what is bound to it.
-
-    Of an object that is called, these are the attributes named like parameters of its constructor. What tells ranks apart
-    by its name, such as ``rank``, is left out.
-    """
-    held: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        held = {**{str(i): x for i, x in enumerate(function.args)}, **function.keywords, **held}
-        function = function.func
-    if isinstance(function, FunctionType):
-        code, defaults = function.__code__, function.__defaults__ or ()
-        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        held = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {}), **held}
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        held = {name: _content(cell) for name, cell in cells} | held
-    elif not isinstance(function, nn.Module) and hasattr(function, "__dict__") and not isinstance(function, type):
-        attributes = vars(function)
-        kind: Any = type(function)
-        held |= {name: attributes[name] for name in _constructed_with(kind) if name in attributes}
-    return {name: x for name, x in held.items() if name not in _OF_RANKS}
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the function that defines the variable still runs
-        return None
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from contrastive_zoo.engine.batch import Batch, Part, is_embedding
 from contrastive_zoo.engine.cost import Entry, Member
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
+from contrastive_zoo.loss_base.loss_modules import is_plain
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.loss_base.state import state_kept_on_error
 from contrastive_zoo.ranks import devices
@@ -181,7 +182,7 @@ class Matryoshka(_Composition):
         narrow = [f"{name} {described(x)}" for name, x in wide.items() if x.shape[-1] < max(self.dims)]
         if narrow:
             return f"a prefix of {max(self.dims)} does not fit into {', '.join(narrow)}."
-        if isinstance(self.loss, _Composition) or not self.loss.is_plain or self.loss.has_static_inputs:
+        if isinstance(self.loss, _Composition) or not is_plain(self.loss) or self.loss.has_static_inputs:
             return None
         for m in self.dims:
             cut = {name: x[..., :m] for name, x in wide.items()}
@@ -247,7 +248,7 @@ def _member_stated(
     loss: Loss, args: Sequence[Any], named: Mapping[str, Any], known: dict[Callable[..., Inputs], Inputs]
 ) -> CallInputs:
     """Return a member's statement; one whose ``forward`` is its own, or that has hooks, states its arguments as they are."""
-    if loss.is_plain:
+    if is_plain(loss):
         return loss.stated(args, named, known)
     arguments = {f"argument {index}": x for index, x in enumerate(args)} | dict(named)
     rows = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
@@ -263,7 +264,7 @@ def _member_stated(
 def _member_entries(index: int, loss: Loss, stated: CallInputs, width: int | None) -> Member:
     """Return what a member calls, given its view of the statement, or of a prefix of the features."""
     part = stated.inputs.parts[index]
-    if not loss.is_plain:
+    if not is_plain(loss):
         return Member(index, part.names, [], width)
     rows = {name: stated.inputs.rows[merged] for name, merged in part.names.items()}
     rows = {name: x[..., :width] if is_embedding(x) else x for name, x in rows.items()}
@@ -275,7 +276,7 @@ def _member_entries(index: int, loss: Loss, stated: CallInputs, width: int | Non
 def _member_value(loss: Loss, batch: Batch, width: int | None) -> Tensor:
     """Return the value of a member, given its view of the batch, or of a prefix of the features."""
     batch = batch if width is None else batch.prefix(width)
-    if loss.is_plain:
+    if is_plain(loss):
         return loss.compute(batch)
     arguments = {**batch.host["others"], **batch.rows}
     args, named = ([arguments[name] for name in batch.host[kind]] for kind in ("arguments", "named"))

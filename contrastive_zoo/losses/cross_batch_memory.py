@@ -16,7 +16,7 @@ from contrastive_zoo.engine.cost import Entry, Gathered, Member, Pairs, Stored, 
 from contrastive_zoo.engine.plan import Needs
 from contrastive_zoo.engine.rowwise import blocks_of, reduce_rows
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
-from contrastive_zoo.loss_base.loss_modules import loss_name
+from contrastive_zoo.loss_base.loss_modules import is_plain, loss_name
 from contrastive_zoo.loss_base.row_loss import AnchorLoss
 from contrastive_zoo.loss_base.settings import Evaluated
 from contrastive_zoo.loss_base.shapes import call_form
@@ -37,7 +37,7 @@ def memory_input(loss: Any) -> MemoryInput:
         raise ValueError(f"CrossBatchMemory: {problem}")
     if not callable(loss):
         raise ValueError(f"CrossBatchMemory: a loss can be called, got {type(loss).__name__}, which cannot.")
-    is_own = isinstance(loss, Loss) and loss.is_plain
+    is_own = isinstance(loss, Loss) and is_plain(loss)
     if is_own and isinstance(loss, AnchorLoss) and _is_sum_of_blocks(type(loss)):
         return "candidates"
     parameters = _parameters(loss)
@@ -226,7 +226,7 @@ class CrossBatchMemory(Loss):
 
     def _way(self) -> MemoryInput:
         """Return how the loss takes the memory in this call: hooks of a loss of this library run only if it is called."""
-        has_hooks = self.memory_input == "sharded negatives" and not self.loss.is_plain  # type: ignore[attr-defined]  # a Loss
+        has_hooks = self.memory_input == "sharded negatives" and not is_plain(self.loss)  # type: ignore[arg-type]  # a Loss
         return "negatives" if has_hooks else self.memory_input
 
     def _is_own(self) -> bool:
@@ -282,10 +282,10 @@ class CrossBatchMemory(Loss):
         known = {"rows": rows, "stored": self._stored(rows, share.local)}
         compared = replace(batch, rows=known, shards={"rows": batch.samples, "stored": share})
         anchors, candidates = (compared.candidates(name, normalize=loss.normalizes) for name in known)
-        own = slots[batch.samples.local].to(rows.device)  # candidates stand in the order of slots
+        copies = slots[batch.samples.local].to(rows.device)  # candidates stand in the order of slots
         return reduce_rows(
             batch, loss.block_loss(self._of_loss(batch)), anchors, labels, candidates=candidates,
-            candidate_ids=self.memory.labels.to(labels)[share.local], candidate_shards=share, own_candidates=own,
+            candidate_ids=self.memory.labels.to(labels)[share.local], candidate_shards=share, own_candidates=copies,
             reduction=loss.reduction, may_draw=loss.may_draw,
         )  # fmt: skip
 

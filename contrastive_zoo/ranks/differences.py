@@ -1,26 +1,69 @@
 """What ranks found different between them, in words; and code of the user that fails on all ranks where it fails on any."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from contrastive_zoo.ranks.world import World
 
+Results = Mapping[str, Sequence[float | None]]  # by name and rank, of the previous call; None where a rank has none
 
-def values_difference(values: Sequence[float], tolerance: float) -> str | None:
-    """Which two ranks returned different values, in words; None if none did."""
-    for rank, value in enumerate(values):
-        both_nan = math.isnan(value) and math.isnan(values[0])
-        if not both_nan and not math.isclose(value, values[0], rel_tol=tolerance**0.5, abs_tol=tolerance):
-            return (
-                f"its last value came out differently on two ranks that computed it from the same rows: rank 0 found "
-                f"{values[0]:g}, rank {rank} found {value:g}. If the loss has parameters, call torch.manual_seed(0) "
-                "on every rank before you construct it, or wrap it in DDP. If it draws from a generator of its own, seed "
-                "that alike (torch's, NumPy's and Python's global ones are shared already). If its operations are not "
-                "deterministic, call torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
-            )
+
+def results_difference(results: Results, tolerance: float) -> str | None:
+    """Return what came out differently on two ranks in the previous call, in words; None if nothing did.
+
+    A result is compared where every rank has one. The other anchor of a rank is the last one of the next rank that has any.
+    """
+    others, anchors = results["other anchor"], results["anchor"]
+    if all(x is not None for x in others):
+        for rank, value in enumerate(others):
+            owners = (x % len(anchors) for x in range(rank + 1, rank + 1 + len(anchors)))
+            owner = next((x for x in owners if anchors[x] is not None), rank)
+            if _differ(anchors[owner], value, tolerance**0.5, tolerance**0.5):
+                return _ANCHORS.format(owner=owner, first=anchors[owner], rank=rank, second=value)
+    for name, words in _RESULTS.items():
+        values = results[name]
+        absolute = tolerance if name == "value" else tolerance**0.5
+        for rank, value in enumerate(values if all(x is not None for x in values) else ()):
+            if _differ(values[0], value, tolerance**0.5, absolute):
+                return words.format(first=values[0], rank=rank, second=value)
     return None
 
+
+def _differ(a: float | None, b: float | None, relative: float, absolute: float) -> bool:
+    if a is None or b is None or (math.isnan(a) and math.isnan(b)):
+        return False
+    return not math.isclose(a, b, rel_tol=relative, abs_tol=absolute)
+
+
+_ANCHORS = (
+    "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:g}, rank {rank} "
+    "found {second:g}. rows() must depend on its arguments, settings and parameters alone, row by row, and be equal on "
+    "every rank: look for a number in an object or a global that differs. For random numbers use the global generators of "
+    "torch, NumPy and Python, which ranks share. check_equal=False turns this check off."
+)
+
+_RESULTS = {
+    "value": (
+        "its last value came out differently on two ranks that computed it from the same rows: rank 0 found {first:g}, rank "
+        "{rank} found {second:g}. If the loss has parameters, call torch.manual_seed(0) on every rank before you construct "
+        "it, or wrap it in DDP. Look for a number in a closure, an object or a global that differs. If it draws from a "
+        "generator of its own, seed that alike (torch's, NumPy's and Python's global ones are shared already; for compute() "
+        "of a Loss they are if its inputs() state whole=True). If its operations are not deterministic, call "
+        "torch.use_deterministic_algorithms(True). check_equal=False turns this check off."
+    ),
+    "sample": (
+        "two ranks computed different losses of the same samples: rank 0 found {first:g}, rank {rank} found {second:g}. "
+        "Look for a number in an object, a closure or a global that differs, and make it a setting or a buffer. If "
+        "compute() draws random numbers, state Inputs(…, whole=True): every rank then computes all of the loss, with the "
+        "same numbers. check_equal=False turns this check off."
+    ),
+    "gradient": (
+        "the gradient of its parameters came out differently on two ranks, before any all-reduce. In compute(), a parameter "
+        "or learnable setting that meets local embeddings is batch.shared(parameter): its gradient is then summed over "
+        "ranks. One that multiplies what batch.reduce() returns is used directly. check_equal=False turns this check off."
+    ),
+}
 
 SAME_TENSOR_DIFFERS = (
     "ranks disagree on which arguments are one tensor: some rank passed the same tensor twice where another passed two. "

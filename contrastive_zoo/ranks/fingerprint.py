@@ -25,12 +25,16 @@ _KIND = 3
 _CPU = torch.device("cpu")
 
 
+Numbers = Mapping[str, Tensor] | None  # by name; None if ranks do not compare them
+
+
 class Fingerprint(NamedTuple):
     level: float | None = None  # of the numbers that must be equal; None if they are not compared
+    buffers: float | None = None  # the same of buffers that a first forward pass may write
     digests: Mapping[str, int] = {}  # by argument
 
 
-def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Callable[[], Fingerprint]:
+def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = None) -> Callable[[], Fingerprint]:
     """Start to read the numbers of a loss and of its arguments; the result waits for them."""
     parts, shapes, device = [], {}, _CPU
     for name, x in rows.items():
@@ -38,10 +42,13 @@ def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) 
             parts.append(_sample(x))
             shapes[name] = parts[-1].shape
             device = device if x.is_cpu else x.device
-    for _, x in sorted((state or {}).items(), key=itemgetter(0)):
-        if x.numel():
-            parts.append(norm_and_sketch(x))
-            device = device if x.is_cpu else x.device
+    first, ends = len(parts), []
+    for of in (state, buffers):
+        for _, x in sorted((of or {}).items(), key=itemgetter(0)):
+            if x.numel():
+                parts.append(norm_and_sketch(x))
+                device = device if x.is_cpu else x.device
+        ends.append(2 * (len(parts) - first))
     read: Callable[[], list[float]] = list
     if parts:
         dtype = torch.float64 if device is _CPU or has_float64(device) else torch.float32
@@ -54,7 +61,9 @@ def fingerprint(state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) 
             is_embedding = has_derivative(rows[name]) and shape[1] > 1
             digests[name] = _digest(numbers[start : start + shape.numel()], shape[1], is_embedding)
             start += shape.numel()
-        return Fingerprint(None if state is None else _level(numbers[start:]), digests)
+        of_state, of_buffers = numbers[start : start + ends[0]], numbers[start + ends[0] :]
+        level = None if state is None else level_of(of_state)
+        return Fingerprint(level, None if buffers is None else level_of(of_buffers), digests)
 
     return finished
 
@@ -95,9 +104,15 @@ _LEAST = 1e-3  # differences of norms below it count as they are, not as a share
 _WIDTH = 2**14
 
 
+_GOLDEN_RATIO = 0.5 + 1.25**0.5  # its multiples by neighbouring integers have fractions that are far apart
+
+
 def norm_and_sketch(x: Tensor) -> Tensor:
     """Return [2]: the norm of a tensor, and the product of all of its numbers with a fixed direction."""
     flat = as_real(x.detach()).flatten()
+    if len(flat) == 1 and not flat.is_floating_point() and has_float64(flat.device):  # a count, compared exactly
+        flat = flat.double()
+        return torch.cat([flat, flat * (_GOLDEN_RATIO * flat % 1)])
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     return torch.stack([vector_norm(flat), _sketch(flat)])
 
@@ -117,7 +132,7 @@ def _direction(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(1, _WIDTH + 1, device=device, dtype=dtype).sin_()
 
 
-def _level(pairs: Sequence[float]) -> float:
+def level_of(pairs: Sequence[float]) -> float:
     """Return one number of norms and sketches: a tensor that changes by a share of its norm changes it by about that share.
 
     Each tensor has another weight, so that two tensors that change places change it, too.
@@ -132,10 +147,12 @@ def _height(norm: float, sketch: float) -> float:
     return math.log(_LEAST + norm) + sketch / (_LEAST + norm)
 
 
-def levels_differ(levels: Sequence[float], count: int, tolerance: float) -> bool:
+def levels_differ(levels: Sequence[float | None], count: int, tolerance: float) -> bool:
     """Return whether the loss of some rank computes with other numbers than rank 0's, of so many tensors."""
-    bound = (tolerance * max(1, count)) ** 0.5
-    return math.isfinite(sum(levels)) and any(abs(x - levels[0]) > bound for x in levels)
+    known, bound = [x for x in levels if x is not None], (tolerance * max(1, count)) ** 0.5
+    if len(known) < len(levels) or not math.isfinite(sum(known)):
+        return False
+    return any(abs(x - known[0]) > bound for x in known)
 
 
 def state_lines(state: Mapping[str, Tensor]) -> str:

@@ -9,11 +9,12 @@ them by construction.
 A difference where ranks must be equal, and a problem that any rank states, raise the same ValueError on every rank.
 """
 
+import functools
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import and_, attrgetter, itemgetter, or_
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.differences import (
     SAME_TENSOR_DIFFERS,
     combined,
+    results_difference,
     statements_difference,
-    values_difference,
 )
 from contrastive_zoo.ranks.fingerprint import levels_differ, state_difference, state_lines
 from contrastive_zoo.ranks.messages import begun_handshake
@@ -33,7 +34,13 @@ from contrastive_zoo.ranks.world import FIELDS, NUMBERS, Shards, World, exchange
 PAYLOAD_LIMIT = 2**20
 """Bytes of one rank's rows that may follow the header; a larger payload would cost one more copy than a second message."""
 
-_KERNELS, _DRAWS = 1, 2  # bits of a rank's capabilities
+_KERNELS, _DRAWS, _SAMPLE, _COMPARES = 1, 2, 4, 8  # bits of a rank's capabilities
+
+RESULTS = FIELDS[-5:]
+"""What ranks compare of the previous call: its value, the gradient of the loss's parameters, the loss of a few samples of
+all ranks, that of the last anchor of this rank, and that of the last anchor of the next rank that has any."""
+
+_RESULTS_OF = itemgetter(*RESULTS)
 
 _IDLE = 8  # handshakes without a payload after which the group no longer reserves bytes for one
 
@@ -46,9 +53,12 @@ class Statement:
     compared: Mapping[str, str] = field(default_factory=dict)  # by name, text that must be equal on every rank
     sizes: Sequence[int] = ()  # numbers of samples; ranks with equal ``compared`` state equally many
     problem: str | None = None  # an error in this rank's input; None if there is none
-    last_value: float | None = None  # the value of an earlier step, if it must be equal on every rank
+    results: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the previous call, those of RESULTS that are compared
     level: float | None = None  # of everything numeric that the loss computes with; None if it is not compared
-    state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that the level was made of, for the error
+    buffers: float | None = None  # the same of buffers that a first forward pass may write
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that both were made of, for the error
     digests: Sequence[int] = ()  # of each argument; 0 where they are not compared
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
@@ -56,6 +66,8 @@ class Statement:
     # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
     draws: bool = False
     payload: Sequence[Tensor] | None = None  # rows that may follow the header, as bytes; None where they cannot
+    is_sample: bool = False  # whether the payload is the first few rows of each tensor
+    compares: bool = False  # whether this rank would compare the loss of a few samples in the next call
     wrapper: int = -1  # the number of the handshake of the wrapper's first call; 0 in that call, −1 without a wrapper
     made: int = 0  # how many wrappers this process has made until this one
 
@@ -71,6 +83,8 @@ class Agreed:
     digests: Sequence[tuple[int, ...]] = ()  # of each argument, by rank
     payload: Tensor | None = None  # [W, bytes], the payloads of all ranks, if every rank's fits into the reserved bytes
     needed: int = 0  # bytes of the largest payload; 0 if some rank has none
+    sample: Tensor | None = None  # [W, bytes], the first few rows of each tensor of all ranks, in place of a payload
+    compares: bool = False  # whether all ranks would compare the loss of a few samples in the next call
     number: int = field(default=0, repr=False)  # of this handshake among the group's
     # the number of the handshake of the wrapper's first call; −1 without a wrapper
     wrapper: int = field(default=-1, repr=False)
@@ -118,12 +132,16 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     splits = {of: Shards(of, world.rank) for of in sizes}
     shards = list(map(splits.__getitem__, sizes))
     capabilities = received["capabilities"]
-    kernels, draws = [bool(x & _KERNELS) for x in capabilities], max(capabilities) >= _DRAWS
-    needed = max(received["bytes"]) if min(received["bytes"]) >= 0 else 0
-    inline = payload if 0 < needed <= reserved else None
+    kernels = [bool(x & _KERNELS) for x in capabilities]
+    of_any, of_all = functools.reduce(or_, capabilities), functools.reduce(and_, capabilities)
+    largest = max(received["bytes"]) if min(received["bytes"]) >= 0 else 0
+    inline = payload if 0 < largest <= reserved else None
+    sample = inline if of_all & _SAMPLE else None
+    needed, inline = (0, None) if of_any & _SAMPLE else (largest, inline)
     if needed == 0:
         reserve_payload(0, world)
-    return Agreed(shards, draws, kernels, max(received["same"]), digests, inline, needed, number, identity)
+    draws, compares, same = bool(of_any & _DRAWS), bool(of_all & _COMPARES), max(received["same"])
+    return Agreed(shards, draws, kernels, same, digests, inline, needed, sample, compares, number, identity)
 
 
 def reserve_payload(needed: int, world: World) -> None:
@@ -158,48 +176,48 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
 def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
     payload = -1 if statement.payload is None else sum(map(attrgetter("nbytes"), statement.payload))
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
+    results = dict.fromkeys(RESULTS, _NO_VALUE)
+    for name, value in statement.results.items():
+        results[name] = _to_bits(value)
     return [
         statement.problem is not None,
         statement.wrapper,
         statement.made,
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True),
-        _NO_VALUE if statement.last_value is None else _to_bits(statement.last_value),
-        _NO_VALUE if statement.level is None else _to_bits(statement.level),
+        _to_bits(statement.level),
+        _NO_VALUE if statement.buffers is None else _to_bits(statement.buffers),
         statement.same,
-        _KERNELS * statement.kernels + _DRAWS * statement.draws,
+        _KERNELS * statement.kernels + _DRAWS * statement.draws + _SAMPLE * statement.is_sample
+        + _COMPARES * statement.compares,
         payload,
-    ]
+        *results.values(),
+    ]  # fmt: skip
 
 
 _NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]
 """The bits of a missing number: no sum is -0.0 once 0.0 is added."""
 
 
-def _to_bits(value: float) -> int:
-    return struct.unpack("q", struct.pack("d", value + 0.0))[0]
+def _to_bits(value: float | None) -> int:
+    return _NO_VALUE if value is None else struct.unpack("q", struct.pack("d", value + 0.0))[0]
 
 
-def _from_bits(bits: Sequence[int]) -> list[float]:
-    return [struct.unpack("d", struct.pack("q", x))[0] for x in bits]
-
-
-def _differ(bits: Sequence[int]) -> bool:
-    """Whether all ranks have sent a number, and not all the same one."""
-    return _NO_VALUE not in bits and len(set(bits)) > 1
+def _from_bits(bits: Sequence[int]) -> list[float | None]:
+    return [None if x == _NO_VALUE else struct.unpack("d", struct.pack("q", x))[0] for x in bits]
 
 
 def _refuse_differences(statement: Statement, received: Mapping[str, Sequence[int]], world: World) -> None:
-    """Raise if values, parameters or identical arguments differ between ranks."""
-    values, levels = received["last value"], received["level"]
-    if (
-        len({*values}) > 1
-        and _differ(values)
-        and (difference := values_difference(_from_bits(values), statement.tolerance))
-    ):
-        raise ValueError(f"{statement.caller}: {difference}")
-    if len({*levels}) > 1 and _differ(levels):
-        state = statement.state
-        if levels_differ(_from_bits(levels), len(state), max(statement.tolerance, tolerance(state.values()))):
+    """Raise if results of the previous call, parameters or identical arguments differ between ranks."""
+    if len({*zip(*_RESULTS_OF(received), strict=True)}) > 1:
+        results = {name: _from_bits(received[name]) for name in RESULTS}
+        if difference := results_difference(results, statement.tolerance):
+            raise ValueError(f"{statement.caller}: {difference}")
+    state = statement.state
+    for name in ("level", "buffers"):
+        if len({*received[name]}) == 1:
+            continue
+        bound = max(statement.tolerance, tolerance(state.values()))
+        if levels_differ(_from_bits(received[name]), len(state), bound):
             raise ValueError(f"{statement.caller}: {state_difference(world.exchange_text(state_lines(state)))}")
     if len(set(received["same"]) - {0}) > 1:
         raise ValueError(f"{statement.caller}: {SAME_TENSOR_DIFFERS}")

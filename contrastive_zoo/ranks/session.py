@@ -23,6 +23,9 @@ class Findings:
     later: list[ValueCheck] | None = None
     # whether a user's loss has drawn random numbers or changed a buffer while ranks computed it in parts
     draws: bool = False
+    # the loss of this rank's last "anchor", if it has any, and that of the last one of the next rank that has any (the
+    # "other anchor"), as a user's row loss computes them; None where they are not compared
+    anchors: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

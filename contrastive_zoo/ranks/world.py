@@ -340,8 +340,8 @@ def alone() -> bool:
 # What opens a step's handshake, or a loss's part of a backward pass, has the same length on every rank and for both, so that
 # a rank in one meets a rank in the other, and all of them hear it.
 FIELDS = (
-    "backward", "number", "problem", "wrapper", "made", "digest", "last value", "level", "same",
-    "capabilities", "bytes",
+    "backward", "number", "problem", "wrapper", "made", "digest", "level", "buffers", "same", "capabilities",
+    "bytes", "value", "gradient", "sample", "anchor", "other anchor",
 )  # fmt: skip
 """Header fields before numbers of arguments, one int64 each. ``number`` counts the group's handshakes: it names a step."""
 

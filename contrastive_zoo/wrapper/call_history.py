@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.devices import ValueCheck, has_derivative, on_cpu, read_later
-from contrastive_zoo.ranks.fingerprint import Fingerprint, fingerprint
+from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
 from contrastive_zoo.ranks.session import Session
 
 _Check = tuple[int, Callable[[Sequence[float]], str | None]]
 """How many numbers a check reads, and what it concludes from them."""
 
 _made = itertools.count(1)
+
+_FIRST_CALLS, _EVERY = 8, 64
 
 
 class CallHistory:
@@ -31,13 +33,14 @@ class CallHistory:
         self.draws = False  # whether the loss has drawn random numbers or changed its buffers while it was computed
         self.keeps_state = False  # whether the last call changed the loss's buffers
         self._equal: dict[str, int] = {}  # how many calls in a row an argument has been equal on all ranks
-        self._value: Callable[[], list[float]] | None = None
+        self.due = False  # whether a few samples of all ranks come with the next handshake
+        self._results: dict[str, Callable[[], list[float]]] = {}
         self._fingerprint: Callable[[], Fingerprint] | None = None
         self.checks: list[tuple[list[_Check], Callable[[], list[float]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another wrapper, without numbers that this one still reads from a device for its next handshake."""
-        pending: dict[str, Any] = {"_value": None, "_fingerprint": None, "checks": []}
+        pending: dict[str, Any] = {"due": False, "_results": {}, "_fingerprint": None, "checks": []}
         return {**vars(self), "made": next(_made), "wrapper": 0, **pending}
 
     def equal_again(self, paths: Sequence[str]) -> list[str]:
@@ -45,23 +48,56 @@ class CallHistory:
         self._equal = {path: self._equal.get(path, 0) + 1 for path in paths}
         return [path for path, calls in self._equal.items() if calls == 2]
 
+    def compares(self, call: int) -> bool:
+        """Whether ranks compare how a user's own loss behaves in a call: in the first eight, and in every 64th."""
+        return call < _FIRST_CALLS or call % _EVERY == 0
+
     def remember_value(self, value: Any) -> None:
         # tensors only: other results, such as a time, may differ between ranks
-        self._value = None
         if isinstance(value, Tensor) and value.is_cpu and value.is_floating_point():  # the usual case
-            self._value = value.detach().sum()[None].tolist
+            self._results["value"] = value.detach().sum()[None].tolist
         elif tensors := [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]:
-            self._value = read_later(torch.stack([x.detach().sum() for x in tensors]))
+            self._results["value"] = read_later(torch.stack([x.detach().sum() for x in tensors]))
 
-    def last_value(self) -> float | None:
-        """The sum of what the previous call returned, once; None if there is none."""
-        value, self._value = self._value, None
-        return None if value is None else sum(value())
+    def remember(self, name: str, number: Tensor) -> None:
+        self._results[name] = read_later(number)
 
-    def fingerprint(self, state: Mapping[str, Tensor] | None, rows: Mapping[str, Tensor]) -> Fingerprint:
+    def remember_gradients(self, value: Any, parameters: Mapping[str, Tensor]) -> None:
+        """Compare in the next handshake what this value's backward pass adds to the gradients of parameters."""
+        leaves = {name: x for name, x in parameters.items() if x.requires_grad and x.is_leaf}
+        if not leaves or not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+            return
+        parts: dict[str, Tensor] = {}
+
+        def begin(of_value: Tensor) -> None:
+            for name, x in leaves.items():
+                parts[name] = x.new_zeros(2)  # a rank without samples may not reach the parameter at all
+                handles.append(x.register_hook(functools.partial(end, name, of_value)))
+
+        def end(name: str, of_value: Tensor, of_parameter: Tensor) -> None:
+            parts[name] = norm_and_sketch(of_parameter / of_value)
+
+        def level() -> list[float]:
+            for handle in handles:
+                handle.remove()
+            return [level_of([number for x in parts.values() for number in x.tolist()])] if parts else []
+
+        handles = [value.register_hook(begin)]
+        self._results["gradient"] = level
+
+    def results(self) -> dict[str, float]:
+        """What the previous call left to compare, once, by name."""
+        reads, self._results, results = self._results, {}, {}
+        for name, read in reads.items():
+            if numbers := read():
+                results[name] = sum(numbers)
+        return results
+
+    def fingerprint(self, state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers) -> Fingerprint:
         """The fingerprint of this call; that of the previous one if some numbers are on an accelerator."""
-        now = fingerprint(state, rows)
-        if all(map(on_cpu, [*rows.values(), *(state or {}).values()])):
+        buffers = buffers if self.calls else None  # the first forward pass may write them
+        now = fingerprint(state, rows, buffers)
+        if all(map(on_cpu, [*rows.values(), *(state or {}).values(), *(buffers or {}).values()])):
             return now()
         due, self._fingerprint = self._fingerprint, now
         if due is None:  # the first call waits

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import TypeVar
 
 from contrastive_zoo.loss_base.loss import CallInputs, Loss
-from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
+from contrastive_zoo.loss_base.loss_modules import is_plain, loss_name, without_ddp
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import scale_gradient
 from contrastive_zoo.ranks.compiling import uncompiled
@@ -252,7 +252,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
                 return LossCall(self._replaced.with_weights_of(bare), self._replaced.miner, inputs), compared
             rows, named_rows = native, {}
         if isinstance(bare, Loss):
-            if bare.is_plain:
+            if is_plain(bare):
                 return bare.stated(rows, named_rows), compared
             rows, named_rows = devices.to_device_of_embeddings(rows, named_rows)
         # a miner's indices come later, also where the loss requires them

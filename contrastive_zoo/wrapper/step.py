@@ -1,13 +1,15 @@
 """One call of DistributedLoss between several ranks: state, shake hands, choose, compute."""
 
+import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import CHOOSES_KERNELS, NO_KERNELS, is_dense
@@ -23,10 +25,10 @@ from contrastive_zoo.ranks.fingerprint import REPEATED, equal_arguments
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.randomness import one_stream
+from contrastive_zoo.ranks.randomness import StateWatch, one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
-from contrastive_zoo.ranks.transport import payload_of
+from contrastive_zoo.ranks.transport import flat_bytes, payload_of, unpacked
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
@@ -34,6 +36,9 @@ from contrastive_zoo.wrapper.loss_call import LossCall
 from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem
 
 T = TypeVar("T")
+
+_SAMPLES, _SAMPLE_BYTES = 256, 2**16
+"""Rows of all ranks, and bytes of one, that are compared at most: rounding up, a millisecond at few of the calls."""
 
 ROLES = "the roles of arguments"  # what ranks compare ``shared`` and ``batch_dim`` as
 
@@ -85,6 +90,13 @@ class DistributedStep:
         """The loss, computed as all ranks have agreed."""
         raise NotImplementedError
 
+    def sample_bytes(self, agreed: Agreed) -> int:
+        """The bytes of a few samples, which come with the next handshake if they are compared; 0 if not."""
+        return 0
+
+    def compare_behaviour(self, value: Any, agreed: Agreed) -> None:
+        """Start to compare how ranks compute a loss of which each computes a part."""
+
     def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
         """Refuse arguments that no single rank can know to be wrong; a loss of this library knows its own."""
 
@@ -115,9 +127,13 @@ class DistributedStep:
         self.refuse(agreed)
         plan = self.plan(agreed)
         of_all = plan.work == "all on every rank"
-        reserve_payload(agreed.needed if of_all else 0, session)
+        compares = self.options.check_equal and not of_all and history.compares(history.calls)
+        session.findings.anchors = {} if compares else None
+        reserve_payload(agreed.needed if of_all else self.sample_bytes(agreed), session)
         try:
             value = self.value(agreed, plan)
+            if compares:
+                self.compare_behaviour(value, agreed)
         except BaseException as error:
             report(error, session)
             raise
@@ -151,15 +167,24 @@ class DistributedStep:
             compared[f"the loss's {name}"] = compared.pop(name)
         statement.compared = arguments | compared
         statement.problem = self._problem(statement)
-        statement.last_value = history.last_value()
+        statement.results = history.results()
         statement.wrapper, statement.made = history.wrapper, history.made
-        state = _with_names_apart(self.modules.numbers(), self.computed) if options.check_equal else None
+        state, buffers = None, None
+        if options.check_equal:
+            state, buffers = self.modules.numbers(), self.modules.third_party_buffers()
+            if buffers is not None:
+                state = {name: x for name, x in state.items() if name not in buffers}
+            state = _with_names_apart(state, self.computed) if self.computed else state
         compares_rows = options.check_distinct and statement.problem is None
         # sharded class weights differ between ranks in any case
         rows = {name: x for name, x in self.rows.items() if compares_rows and not name.startswith("class weights")}
-        now = history.fingerprint(state, rows)
-        statement.level, statement.state = now.level, state or {}
-        statement.digests = [now.digests.get(name, 0) for name in self.rows]
+        now = history.fingerprint(state, rows, buffers)
+        statement.level, statement.buffers, statement.state = (
+            now.level,
+            now.buffers,
+            {**(state or {}), **(buffers or {})},
+        )
+        statement.digests = [*{**dict.fromkeys(self.rows, 0), **now.digests}.values()]
         return statement
 
     def _problem(self, statement: Statement) -> str | None:
@@ -213,6 +238,9 @@ class OwnStep(DistributedStep):
             problem = values_problem(inputs.values, self.session.findings.later, waits=False)
         if inputs.whole and not can_compute_all:
             problem = problem or _NOT_WHOLE
+        history, payload = self.history, None
+        if can_compute_all:
+            payload = self._sample() if history.due else payload_of(rows.values(), self.session)
         return Statement(
             self.name,
             compared,
@@ -220,9 +248,60 @@ class OwnStep(DistributedStep):
             problem,
             tolerance=tolerance(rows.values()),
             kernels=stated.kernels.apply,
-            draws=self.history.draws,
-            payload=payload_of(rows.values(), self.session) if can_compute_all else None,
-        )
+            draws=history.draws,
+            payload=payload,
+            is_sample=history.due,
+            compares=can_compute_all and self.modules.runs_third_party_code and self.modules.has_own_formula
+            and self.options.check_equal and history.compares(history.calls + 1),
+        )  # fmt: skip
+
+    def _sample(self) -> list[Tensor]:
+        """The first few rows of each tensor, as bytes that follow the handshake's header."""
+        few, device = self._few, self.session.host_device
+        return [flat_bytes(x[:few].detach().to(device)) for x in self.rows.values()]
+
+    @property
+    def _few(self) -> int:
+        """How many rows of a tensor each rank sends: all ranks together compute a small batch of them."""
+        row_bytes = sum(x.shape[1:].numel() * x.dtype.itemsize for x in self.rows.values())
+        return max(1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // max(1, row_bytes)))
+
+    def sample_bytes(self, agreed: Agreed) -> int:
+        self.history.due = agreed.compares
+        if not agreed.compares:
+            return 0
+        by_rank = zip(*(of.sizes for of in agreed.shards), strict=True)
+        row_bytes = [x.shape[1:].numel() * x.dtype.itemsize for x in self.rows.values()]
+        return max(sum(min(self._few, n) * of for n, of in zip(sizes, row_bytes, strict=True)) for sizes in by_rank)
+
+    def compare_behaviour(self, value: Any, agreed: Agreed) -> None:
+        history = self.history
+        for name, number in (self.session.findings.anchors or {}).items():
+            history.remember(name, number)
+        if not self.modules.has_own_formula:
+            return
+        if isinstance(value, Tensor) and value.ndim == 0:
+            history.remember_value(value)
+            history.remember_gradients(value, self.modules.shared_state())
+        if agreed.sample is not None:
+            with suppress(Exception):  # a formula may need more samples
+                history.remember("sample", self._loss_of_sample(agreed.sample, agreed.shards))
+
+    @torch.no_grad()
+    def _loss_of_sample(self, sample: Tensor, shards: Sequence[Shards]) -> Tensor:
+        """The loss of a few samples of all ranks, which every rank computes from a copy of the loss."""
+        few = [Shards(tuple(min(self._few, n) for n in of.sizes)) for of in shards]
+        rows = [*self.rows.values()]
+        on_host = unpacked(sample.cpu(), [x[:0].detach().cpu() for x in rows], few)
+        moved = {name: x.to(of.device) for (name, of), x in zip(self.rows.items(), on_host, strict=True)}
+        of_one = [Shards((len(x),)) for x in moved.values()]
+        plan = self.call.plan(self.call.situation(of_one, 1))
+        batch = self.call.batch(moved, of_one, Session(check_finite=False), plan)
+        watch, loss = StateWatch(nn.Module(), device_of(self.rows)), copy.deepcopy(self.loss)
+        try:
+            return in_one_process(lambda: loss.compute(batch), self.name, self.session, loss).sum()
+        finally:
+            watch.undo()  # random numbers
 
     def plan(self, agreed: Agreed) -> Plan:
         situation = self.call.situation(

@@ -207,8 +207,8 @@ class Recorder:
         call = ModuleCall()
         if self.rerun is None:
             leaves = tree_leaves((args, kwargs))
-            given = [isinstance(x, Tensor) and not (x.requires_grad or hasattr(x, "device_mesh")) for x in leaves]
-            call.arguments = [snapshot(x) if y else None for x, y in zip(leaves, given, strict=True)]
+            is_input = [isinstance(x, Tensor) and not (x.requires_grad or hasattr(x, "device_mesh")) for x in leaves]
+            call.arguments = [snapshot(x) if y else None for x, y in zip(leaves, is_input, strict=True)]
             if not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
                 call.samples = digests(leaves)
         else:
