@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -201,9 +202,16 @@ def test_every_diagnosis_has_a_reason_a_fix_and_a_row_of_the_page() -> None:
     assert "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows]) in page
 
 
-def train(loss_fn: nn.Module, *, add: Callable[[nn.Module], Any] = lambda model: 0, **options: Any) -> AuditReport:
+def train(
+    loss_fn: nn.Module,
+    *,
+    add: Callable[[nn.Module], Any] = lambda model: 0,
+    groups: Callable[..., Any] = lambda model, loss: [*model.parameters(), *loss.parameters()],
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> AuditReport:
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], 0.1)
+    optimizer = torch.optim.SGD(groups(model, loss_fn), 0.1, weight_decay=weight_decay)
 
     def steps() -> None:
         for _ in range(2):
@@ -220,6 +228,16 @@ def test_a_term_besides_the_loss_and_a_loss_that_is_not_known_are_compared() -> 
     assert report.ok is True
     assert "the script calls no loss that the audit knows" in str(report)
     assert "no loss" not in str(train(nn.CrossEntropyLoss(), loss=nn.CrossEntropyLoss))
+
+
+def test_a_temperature_that_decays_is_noted() -> None:
+    loss = cz.SupCon(temperature=cz.LearnableTemperature())
+    report = train(loss, weight_decay=0.2)
+    assert report.ok is True
+    assert "weight decay moves" in str(report)
+    assert "log_scale of the loss" in str(report)
+    assert "decay" not in str(train(loss))
+    assert "decay" not in str(train(loss, groups=partial(cz.parameter_groups, weight_decay=0.2), weight_decay=0.2))
 
 
 def test_what_raises_in_one_process_is_said() -> None:

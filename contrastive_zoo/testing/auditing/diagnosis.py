@@ -252,6 +252,11 @@ def _notes(step: StepEvidence) -> Iterator[str]:
             "each rank returns the loss of its own anchors; the mean of the ranks is the value of one process: log that "
             "mean"
         )
+    if names := [x for x in step.names("loss") if x in first.decayed]:
+        yield (
+            f"weight decay moves {names[0]} of the loss towards 0, a learnt temperature towards 1: give the optimizer "
+            "contrastive_zoo.parameter_groups(model, loss, weight_decay=…)"
+        )
     if first.has_dropout:
         yield "dropout was switched off, on the ranks and in one process: each rank draws masks of its own"
     if names := step.differing_tensors:

@@ -323,6 +323,8 @@ class Recorder:
         self.step.settings[index] = copy.deepcopy(settings)
         self._look_at_gradients([*self.tensors.parameters()])
         self.step.optimized |= {self.tensors.names[x] for x in held(optimizer)}
+        decaying = (x for group in optimizer.param_groups if group.get("weight_decay") for x in group["params"])
+        self.step.decayed |= {self.tensors.names[x] for x in decaying if x.ndim < 2}
         for name, x, gradient in self.tensors.gradients(held(optimizer)):
             value = whole(x, self.tensors.groups.get(x))
             self.step.moved[name] = -sketch(value, gradient)

@@ -61,6 +61,7 @@ class Step:
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the gradient; of it times the parameter
     after: Sketches = field(default_factory=dict)  # parameters, buffers and other tensors of modules, after the step
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
+    decayed: set[str] = field(default_factory=set)  # those of at most one dimension with weight decay
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
     clips: list[str] = field(default_factory=list)  # names of the functions that clip
     is_scaled: bool = False  # whether a GradScaler scales the loss
