@@ -28,10 +28,10 @@ def flat_bytes(rows: Tensor) -> Tensor:
 
 def as_bytes(rows: Tensor) -> Tensor:
     """[n, …] of any dtype as [n, bytes of a row]."""
-    return flat_bytes(rows).view(len(rows), _row_bytes(rows))
+    return flat_bytes(rows).view(len(rows), row_bytes(rows))
 
 
-def _row_bytes(rows: Tensor) -> int:
+def row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.dtype.itemsize
 
 
@@ -150,7 +150,7 @@ def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) 
     parts = payload.numpy()
     starts = [0] * len(parts)
     for x, of in zip(rows, shards, strict=True):
-        width, cut = x.shape[1:].numel() * x.dtype.itemsize, []
+        width, cut = row_bytes(x), []
         for rank, size in enumerate(of.sizes):
             end = starts[rank] + size * width
             cut.append(parts[rank][starts[rank] : end])

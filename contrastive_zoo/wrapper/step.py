@@ -28,7 +28,7 @@ from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.ranks.randomness import StateWatch, one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
-from contrastive_zoo.ranks.transport import flat_bytes, payload_of, unpacked
+from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
 from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
@@ -90,9 +90,16 @@ class DistributedStep:
         """The loss, computed as all ranks have agreed."""
         raise NotImplementedError
 
-    def sample_bytes(self, agreed: Agreed) -> int:
-        """The bytes of a few samples, which come with the next handshake if they are compared; 0 if not."""
-        return 0
+    @property
+    def few(self) -> int:
+        """How many rows of each tensor a rank sends for a small batch of samples of all ranks."""
+        return max(
+            1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // max(1, sum(map(row_bytes, self.rows.values()))))
+        )
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.few * sum(map(row_bytes, self.rows.values()))
 
     def compare_behaviour(self, value: Any, agreed: Agreed) -> None:
         """Start to compare how ranks compute a loss of which each computes a part."""
@@ -129,7 +136,8 @@ class DistributedStep:
         of_all = plan.work == "all on every rank"
         compares = self.options.check_equal and not of_all and history.compares(history.calls)
         session.findings.anchors = {} if compares else None
-        reserve_payload(agreed.needed if of_all else self.sample_bytes(agreed), session)
+        history.due = agreed.compares and not of_all
+        reserve_payload(agreed.needed if of_all else self.sample_bytes if history.due else 0, session)
         try:
             value = self.value(agreed, plan)
             if compares:
@@ -240,7 +248,9 @@ class OwnStep(DistributedStep):
             problem = problem or _NOT_WHOLE
         history, payload = self.history, None
         if can_compute_all:
-            payload = self._sample() if history.due else payload_of(rows.values(), self.session)
+            host = self.session.host_device
+            few = [flat_bytes(x[: self.few].detach().to(host)) for x in rows.values()] if history.due else None
+            payload = few or payload_of(rows.values(), self.session)
         return Statement(
             self.name,
             compared,
@@ -254,25 +264,6 @@ class OwnStep(DistributedStep):
             compares=can_compute_all and self.modules.runs_third_party_code and self.modules.has_own_formula
             and self.options.check_equal and history.compares(history.calls + 1),
         )  # fmt: skip
-
-    def _sample(self) -> list[Tensor]:
-        """The first few rows of each tensor, as bytes that follow the handshake's header."""
-        few, device = self._few, self.session.host_device
-        return [flat_bytes(x[:few].detach().to(device)) for x in self.rows.values()]
-
-    @property
-    def _few(self) -> int:
-        """How many rows of a tensor each rank sends: all ranks together compute a small batch of them."""
-        row_bytes = sum(x.shape[1:].numel() * x.dtype.itemsize for x in self.rows.values())
-        return max(1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // max(1, row_bytes)))
-
-    def sample_bytes(self, agreed: Agreed) -> int:
-        self.history.due = agreed.compares
-        if not agreed.compares:
-            return 0
-        by_rank = zip(*(of.sizes for of in agreed.shards), strict=True)
-        row_bytes = [x.shape[1:].numel() * x.dtype.itemsize for x in self.rows.values()]
-        return max(sum(min(self._few, n) * of for n, of in zip(sizes, row_bytes, strict=True)) for sizes in by_rank)
 
     def compare_behaviour(self, value: Any, agreed: Agreed) -> None:
         history = self.history
@@ -290,11 +281,10 @@ class OwnStep(DistributedStep):
     @torch.no_grad()
     def _loss_of_sample(self, sample: Tensor, shards: Sequence[Shards]) -> Tensor:
         """The loss of a few samples of all ranks, which every rank computes from a copy of the loss."""
-        few = [Shards(tuple(min(self._few, n) for n in of.sizes)) for of in shards]
-        rows = [*self.rows.values()]
-        on_host = unpacked(sample.cpu(), [x[:0].detach().cpu() for x in rows], few)
+        few = [Shards(tuple(min(self.few, n) for n in of.sizes)) for of in shards]
+        on_host = unpacked(sample.cpu(), [x[:0].detach().cpu() for x in self.rows.values()], few)
         moved = {name: x.to(of.device) for (name, of), x in zip(self.rows.items(), on_host, strict=True)}
-        of_one = [Shards((len(x),)) for x in moved.values()]
+        of_one = [Shards((len(x),)) for x in on_host]
         plan = self.call.plan(self.call.situation(of_one, 1))
         batch = self.call.batch(moved, of_one, Session(check_finite=False), plan)
         watch, loss = StateWatch(nn.Module(), device_of(self.rows)), copy.deepcopy(self.loss)
