@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from contrastive_zoo.testing.worlds import Worlds
 
 EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
@@ -85,7 +84,7 @@ def called(kind: Callable[..., Callable[..., Tensor]], **fixed: Any) -> Callable
 
 
 def learnt(temperature: float, logit_bias: float | None = None) -> dict[str, Any]:
-    settings: dict[str, Any] = {"temperature": LearnableTemperature(temperature, max_scale=math.inf)}
+    settings: dict[str, Any] = {"temperature": cz.LearnableTemperature(temperature, max_scale=math.inf)}
     return settings if logit_bias is None else {**settings, "logit_bias": nn.Parameter(torch.tensor([logit_bias]))}
 
 

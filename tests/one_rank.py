@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.interventions import splitting
 
 WIDTH, TOTAL = 5, 8
@@ -123,7 +122,7 @@ class EmptyBank(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("bank", torch.empty(0))
-        self.register_buffer("pointer", torch.tensor([7 + 10**9 * World.of().rank]))
+        self.register_buffer("pointer", torch.tensor([7 + 10**9 * cz.World.of().rank]))
         self.queue = nn.Parameter(torch.empty(0, WIDTH))
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:

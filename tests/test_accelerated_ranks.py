@@ -13,7 +13,6 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base import loss_modules, row_loss
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
@@ -115,7 +114,7 @@ def test_what_the_host_does_would_be_noticed(device_worlds: Worlds) -> None:
             off = {"check_finite": False, "check_equal": False, "check_distinct": False}
             loss = cz.DistributedLoss(cz.NTXent(), **off)
             loss(*(mode.put(rows + i) * scale.to(mode.place) for i in range(2)))
-            World.of().start_gather(torch.ones(1000), from_host=True)()
+            cz.World.of().start_gather(torch.ones(1000), from_host=True)()
             return (
                 mode.uploads,
                 mode.host_messages,

@@ -19,7 +19,6 @@ from contrastive_zoo.engine import rowwise, tiling
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks import random_keys as device_normals
 from contrastive_zoo.ranks.random_keys import device_keys, normal_numbers, random_keys
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.measurement import whole_batch
 from contrastive_zoo.testing.worlds import Worlds
@@ -159,7 +158,7 @@ def in_a_ring(put: Put) -> Any:
 def functions(put: Put) -> Any:
     (a, _), (b, _) = samples(), samples(seed=1)
     a, b = put(a).requires_grad_(), put(b)
-    value = cz.NTXent()(a, b, world=World.of()) + cz.VICReg()(a, b, world=World.of())
+    value = cz.NTXent()(a, b, world=cz.World.of()) + cz.VICReg()(a, b, world=cz.World.of())
     return value, *torch.autograd.grad(value, a)
 
 

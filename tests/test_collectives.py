@@ -24,7 +24,6 @@ from contrastive_zoo.ranks import world as world_module
 from contrastive_zoo.ranks.adjoints import extreme_shares
 from contrastive_zoo.ranks.compat import waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
-from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import splits
 from contrastive_zoo.testing.interventions import splitting
@@ -577,7 +576,7 @@ def waits_for_a_failed_rank() -> str:
         for _ in range(2):
             try:
                 loss_fn(numbers(2, 3, seed=rank))
-            except (CommunicationError, KeyError) as error:
+            except (cz.CommunicationError, KeyError) as error:
                 return str(error)
     return ""
 
@@ -605,7 +604,7 @@ def test_an_error_names_the_variable_where_gloo_cannot_connect() -> None:
         world = World.of(dist.new_group(), "NTXent, call 1")
         nowhere = patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nowhere0"})
         with patch.object(World, "on_accelerators", True), nowhere:
-            return error_message(lambda: world.exchange([1]), CommunicationError)
+            return error_message(lambda: world.exchange([1]), cz.CommunicationError)
 
     with Worlds() as worlds:  # the name of a group that was not made is taken in its processes
         errors = worlds.run(2, job)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from contrastive_zoo.wrapper.grad_cache import GradCache
 from tests.helpers import close, local_shard, numbers, refused
 
 SHARDS = (2, 3)
@@ -83,7 +82,7 @@ def test_gradcache() -> None:
     model(x).abs().square().sum().backward()
     expected = model.weight.grad
     model.zero_grad()
-    GradCache(model, 2)(x).abs().square().sum().backward()
+    cz.GradCache(model, 2)(x).abs().square().sum().backward()
     assert expected is not None
     assert model.weight.grad is not None
     close(model.weight.grad, expected)

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.ranks.session import agree_on_shards
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, common_error, drawn, error_message, groups, local_shard, numbers, refused
@@ -262,7 +261,7 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
     def job() -> list[int]:
         loss = cz.DistributedLoss(cz.Clip())
         for _ in range(20):
-            agree_on_shards("idle", {}, world=World.of())  # the group forgets how many bytes it reserved
+            agree_on_shards("idle", {}, world=cz.World.of())  # the group forgets how many bytes it reserved
         return [messages(lambda: loss(z(), z()).backward()) for _ in range(3)]
 
     # the handshake and the rows; from then on the rows follow the handshake's header in one message
@@ -428,7 +427,7 @@ def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
     def job() -> tuple[str | None, bool]:
         bad = other().detach()
         bad[0] = torch.nan
-        loss = cz.DistributedLoss(cz.InfoNCE(), process_group=World.of(), check_finite=False, check_distinct=False)
+        loss = cz.DistributedLoss(cz.InfoNCE(), process_group=cz.World.of(), check_finite=False, check_distinct=False)
         return error_message(lambda: loss(bad, other(seed=1))), bool(loss(bad, other(seed=1)).isnan())
 
     assert worlds.run(2, job) == [(None, True)] * 2
@@ -437,7 +436,7 @@ def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
 @pytest.mark.parametrize("group", [1, "dp", object])
 def test_what_names_no_processes(group: Any) -> None:
     with pytest.raises(ValueError, match="process_group: a process group, a 1-d DeviceMesh, a World or None"):
-        World.of(group)
+        cz.World.of(group)
 
 
 def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:

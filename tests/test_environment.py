@@ -12,7 +12,6 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
 
@@ -32,7 +31,7 @@ class Reads(torch.autograd.Function):
         with patch.dict(os.environ):  # writes what it has read
             pass
         with ThreadPoolExecutor(1) as other:
-            other.submit(in_one_process, environment, "another", World.of()).result()
+            other.submit(in_one_process, environment, "another", cz.World.of()).result()
         found.append(environment())
         return x.sum()
 

@@ -23,7 +23,6 @@ from contrastive_zoo.ranks import messages, randomness
 from contrastive_zoo.ranks.adjoints import reduced_to
 from contrastive_zoo.ranks.messages import CommunicationError, _note
 from contrastive_zoo.ranks.transport import broadcast_in_place, exchange_rows
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests import faults
@@ -122,7 +121,7 @@ def late_for_a_broadcast(mutant: bool) -> tuple[str | None, list[float]]:
             store.wait(["rank 1 has looked for a note"])
         broadcast_in_place(*args)
 
-    def note(member: World, before: float = math.inf) -> str | None:
+    def note(member: cz.World, before: float = math.inf) -> str | None:
         if rank == 1:
             store.wait(["rank 0 has failed"])
         found = _note(member, math.inf if mutant else before)
@@ -201,7 +200,7 @@ def left_waiting() -> list[str | None]:
         lambda world: reduced_to(torch.ones(1), 0, "sum", world),
         lambda world: exchange_rows(torch.ones(2, 1), [1, 1], [1, 1], world),
     ):
-        world = World.of(dist.new_group([0, 1]))
+        world = cz.World.of(dist.new_group([0, 1]))
         cz.collectives.all_reduce(torch.ones(1), process_group=world)
         if world.rank == 0:
             found.append(error_message(lambda wait=wait, world=world: wait(world), CommunicationError))
@@ -221,7 +220,7 @@ def test_no_message_waits_for_a_rank_that_has_failed(worlds: Worlds) -> None:
 
 def notes_of_an_earlier_group() -> tuple[str | None, str | None]:
     """A rank's first message on a group clears what an earlier group of the same name has left."""
-    world = World.of(dist.new_group([0, 1]))
+    world = cz.World.of(dist.new_group([0, 1]))
     store, key = dist.distributed_c10d._get_default_store(), f"contrastive_zoo/failure/{world.process_group.group_name}"
     if world.rank == 0:
         store.set(key, "0")
@@ -267,7 +266,7 @@ def late_transfer() -> list[list[float]]:
     rank = dist.get_rank()
     time.sleep(0.9 * rank)  # longer than until the first look for a note
     rows = torch.full((2, 1), float(rank))
-    return SendReceive(rows, 1 - rank, 2, 1 - rank, World.of()).wait().tolist()
+    return SendReceive(rows, 1 - rank, 2, 1 - rank, cz.World.of()).wait().tolist()
 
 
 def test_a_transfer_of_the_ring_is_waited_for_in_one_piece(worlds: Worlds) -> None:

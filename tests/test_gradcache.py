@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import chunked_encoder
-from contrastive_zoo.wrapper.grad_cache import GradCache, cached_step
 from tests.helpers import close, distance, local_shard, numbers, refused
 
 IN, D = 4, 3
@@ -54,23 +53,23 @@ def test_several_towers_several_outputs_and_two_views() -> None:
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
 
     def left_and_right(model: TwoTowers) -> None:
-        cached_step((model.left, model.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn)
+        cz.cached_step((model.left, model.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn)
 
     def twice(model: nn.Module) -> None:
-        encode = GradCache(model, 2)
+        encode = cz.GradCache(model, 2)
         loss_fn(encode(x), encode(y)).backward()
 
     towers: list[Callable[[Any], Any]] = [
         lambda model: loss_fn(*model(x, y)).backward(),  # at once
-        lambda model: cached_step(model, list(zip(x.split(3), y.split(3), strict=True)), loss_fn),
+        lambda model: cz.cached_step(model, list(zip(x.split(3), y.split(3), strict=True)), loss_fn),
         left_and_right,
-        lambda model: loss_fn(*GradCache(model, 2)(x, y=y)).backward(),
+        lambda model: loss_fn(*cz.GradCache(model, 2)(x, y=y)).backward(),
     ]
     views: list[Callable[[Any], Any]] = [
         lambda model: loss_fn(model(x), model(y)).backward(),
         twice,
-        lambda model: loss_fn(*GradCache(model, 3)(torch.cat([x, y])).chunk(2)).backward(),
-        lambda model: cached_step((model, model), (x.split(2), y.split(3)), loss_fn),
+        lambda model: loss_fn(*cz.GradCache(model, 3)(torch.cat([x, y])).chunk(2)).backward(),
+        lambda model: cz.cached_step((model, model), (x.split(2), y.split(3)), loss_fn),
     ]
     for make, steps in ((TwoTowers, towers), (mlp, views)):
         found = []
@@ -116,7 +115,7 @@ def test_chunks_by_tokens(left: bool, worlds: Worlds) -> None:
     def job(shards: tuple[int, ...]) -> tuple[Tensor, Gradients, list[tuple[int, ...]]]:
         model = Reader()
         ids, mask, y = (local_shard(x, shards) for x in (*texts(left=left), labels(8)))
-        z = GradCache(DistributedDataParallel(model), chunk_tokens=9)(ids, attention_mask=mask)
+        z = cz.GradCache(DistributedDataParallel(model), chunk_tokens=9)(ids, attention_mask=mask)
         cz.DistributedLoss(cz.SupCon())(z, y).backward()
         return z.detach(), gradients(model), model.seen
 
@@ -140,7 +139,7 @@ def test_only_one_chunk_has_a_graph_at_a_time() -> None:
             seen.append((torch.is_grad_enabled(), len(x)))
             return super().forward(x)
 
-    loss = GradCache(Watched(IN, D).double(), 3)(numbers(8, IN, seed=0)).square().sum()
+    loss = cz.GradCache(Watched(IN, D).double(), 3)(numbers(8, IN, seed=0)).square().sum()
     assert seen == [(False, 3), (False, 3), (False, 2)]
     loss.backward()
     assert seen[3:] == [(True, 3), (True, 3), (True, 2)]
@@ -148,12 +147,12 @@ def test_only_one_chunk_has_a_graph_at_a_time() -> None:
 
 def test_autograd_grad_returns_gradients_beside_frozen_parameters() -> None:
     x, loss_fn, found = numbers(6, IN, seed=0), cz.SupCon(), []
-    for encode in (lambda model: model(x), lambda model: GradCache(model, 4)(x)):
+    for encode in (lambda model: model(x), lambda model: cz.GradCache(model, 4)(x)):
         model = mlp()
         model[0].requires_grad_(False)
         found.append(torch.autograd.grad(loss_fn(encode(model), labels(6)), [*model[2].parameters()]))
     same(list(found[1]), list(found[0]))
-    assert not GradCache(mlp().requires_grad_(False), 2)(x).requires_grad
+    assert not cz.GradCache(mlp().requires_grad_(False), 2)(x).requires_grad
 
 
 def test_integer_outputs_have_no_gradient() -> None:
@@ -161,7 +160,7 @@ def test_integer_outputs_have_no_gradient() -> None:
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"z": super().forward(x), "lengths": torch.full((len(x),), IN)}
 
-    out = GradCache(WithLengths(IN, D).double(), 2)(numbers(5, IN, seed=0))
+    out = cz.GradCache(WithLengths(IN, D).double(), 2)(numbers(5, IN, seed=0))
     assert out["lengths"].tolist() == [IN] * 5
     out["z"].sum().backward()
 
@@ -178,7 +177,7 @@ def test_dropout_is_another_one_without_the_states_of_the_first_pass() -> None:
         model = mlp(nn.Dropout(0.5))
         torch.manual_seed(5)
         with patch.object(chunked_encoder, "set_random_states", states):
-            cached_step(model, numbers(8, IN, seed=0).split(3), lambda z: z.exp().mean())
+            cz.cached_step(model, numbers(8, IN, seed=0).split(3), lambda z: z.exp().mean())
         found.append(gradients(model))
     assert max(map(distance, *found)) > 1e-3
 
@@ -198,7 +197,7 @@ def test_buffers_are_updated_once(kind: str) -> None:
     before = [buffer.clone() for buffer in plain.buffers()]
     for _ in range(2):
         chunk_by_chunk(plain, x, 3, lambda z: z.exp().mean())
-        cached_step(cached, x.split(3), lambda z: z.exp().mean())
+        cz.cached_step(cached, x.split(3), lambda z: z.exp().mean())
     same(gradients(cached), gradients(plain))
     for was, found, expected in zip(before, cached.buffers(), plain.buffers(), strict=True):
         assert not torch.equal(was, expected)
@@ -212,8 +211,8 @@ def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
     found = []
     for model, run in [
         (plain, lambda model, scaler: _plain(model, x, scaler)),
-        (cached, lambda model, scaler: cached_step(model, x.split(3), _loss, scaler=scaler)),
-        (around, lambda model, scaler: scaler.scale(_loss(GradCache(model, 3)(x))).backward()),
+        (cached, lambda model, scaler: cz.cached_step(model, x.split(3), _loss, scaler=scaler)),
+        (around, lambda model, scaler: scaler.scale(_loss(cz.GradCache(model, 3)(x))).backward()),
     ]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -251,9 +250,9 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
             x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
             optimizer.zero_grad()
             if cached and step % 2:
-                cached_step(ddp, x.split(5), loss_fn, y)
+                cz.cached_step(ddp, x.split(5), loss_fn, y)
             elif cached:
-                loss_fn(GradCache(ddp, 5)(x), y).backward()
+                loss_fn(cz.GradCache(ddp, 5)(x), y).backward()
             else:
                 loss_fn(ddp(x), y).backward()
             optimizer.step()
@@ -270,22 +269,22 @@ def _odd() -> tuple[Tensor, Tensor]:
 
 
 BAD: dict[str, Callable[[], Any]] = {
-    "the global batch is empty": lambda: cached_step(mlp(), [], torch.sum),
-    "Pass an empty chunk there": lambda: cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
-    "chunks carry a gradient": lambda: cached_step(
+    "the global batch is empty": lambda: cz.cached_step(mlp(), [], torch.sum),
+    "Pass an empty chunk there": lambda: cz.cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
+    "chunks carry a gradient": lambda: cz.cached_step(
         mlp(), [numbers(2, IN, seed=0).requires_grad_(dist.get_rank() == 1)], torch.sum
     ),
-    "a model is a torch.nn.Module, got function": lambda: cached_step(
+    "a model is a torch.nn.Module, got function": lambda: cz.cached_step(
         torch.sum if dist.get_rank() == 9 else (lambda x: x), [numbers(2, IN, seed=0)], torch.sum
     ),
-    "got 2 models and 1 sequences": lambda: cached_step((mlp(), mlp()), [[numbers(2, IN, seed=0)]], torch.sum),
-    "tensors have one number of rows, got [2, 3]": lambda: GradCache(TwoTowers(), 2)(*_odd()),
-    "got no tensor": lambda: GradCache(mlp(), 2)(),
-    "integers or bools [n, tokens], got None": lambda: GradCache(Reader(), chunk_tokens=9)(texts()[0]),
-    "got one with gaps or on both sides": lambda: GradCache(Reader(), chunk_tokens=9)(
+    "got 2 models and 1 sequences": lambda: cz.cached_step((mlp(), mlp()), [[numbers(2, IN, seed=0)]], torch.sum),
+    "tensors have one number of rows, got [2, 3]": lambda: cz.GradCache(TwoTowers(), 2)(*_odd()),
+    "got no tensor": lambda: cz.GradCache(mlp(), 2)(),
+    "integers or bools [n, tokens], got None": lambda: cz.GradCache(Reader(), chunk_tokens=9)(texts()[0]),
+    "got one with gaps or on both sides": lambda: cz.GradCache(Reader(), chunk_tokens=9)(
         texts()[0], attention_mask=texts()[1].roll(dist.get_rank(), 1)
     ),
-    "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: GradCache(Reader(), chunk_tokens=5)(
+    "at most chunk_tokens=5 tokens, got 6 for sample 1. Cut": lambda: cz.GradCache(Reader(), chunk_tokens=5)(
         torch.zeros(2, 7, dtype=torch.long), attention_mask=texts((1, 5 + dist.get_rank()))[1]
     ),
 }
@@ -299,7 +298,7 @@ def test_bad_input_is_refused_on_every_rank(words: str, worlds: Worlds) -> None:
 def test_an_encoder_of_several_rows_a_text_takes_no_chunks_of_tokens() -> None:
     ids, mask = texts((7,))
     with pytest.raises(ValueError, match=r"one row for each of 1 samples, got float64 \[7, 4\]. Pass chunk_size"):
-        GradCache(AllTokens(), chunk_tokens=9)(ids, attention_mask=mask)
+        cz.GradCache(AllTokens(), chunk_tokens=9)(ids, attention_mask=mask)
 
 
 def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
@@ -307,6 +306,6 @@ def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
         if dist.get_rank() == 1:
             return 0
         with torch.no_grad():
-            return len(GradCache(mlp(), 2)(numbers(5, IN, seed=0)))
+            return len(cz.GradCache(mlp(), 2)(numbers(5, IN, seed=0)))
 
     assert worlds.run(2, job) == [5, 0]

@@ -27,7 +27,6 @@ from contrastive_zoo.ranks.fingerprint import (
 from contrastive_zoo.ranks.handshake import _IDLE, PAYLOAD_LIMIT, Agreed, Statement, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.session import agree_on_shards
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
@@ -43,22 +42,22 @@ def statement(rows: int = 0, **given: Any) -> Statement:
 
 
 def shaken(*rows: int) -> Agreed:
-    agreed = shake_hands(statement(rows[dist.get_rank()]), World.of())
-    reserve_payload(agreed.needed, World.of())
+    agreed = shake_hands(statement(rows[dist.get_rank()]), cz.World.of())
+    reserve_payload(agreed.needed, cz.World.of())
     return agreed
 
 
 def test_rows_follow_the_header_once_ranks_know_how_many(worlds: Worlds) -> None:
     def job() -> list[list[int] | None]:
         for _ in range(_IDLE + 1):
-            shake_hands(Statement("idle"), World.of())
+            shake_hands(Statement("idle"), cz.World.of())
         steps = [(3, 2), (3, 2), (1, 0), (5, 2), (5, 5), (PAYLOAD_LIMIT + 1, 1), (5, 5)]
         found = [shaken(*sizes) for sizes in steps]
         for _ in range(_IDLE - 1):
-            shake_hands(Statement("idle"), World.of())
+            shake_hands(Statement("idle"), cz.World.of())
         found.append(shaken(5, 5))
         for _ in range(_IDLE):
-            shake_hands(Statement("idle"), World.of())
+            shake_hands(Statement("idle"), cz.World.of())
         found.append(shaken(5, 5))
         return [None if x.payload is None else x.payload.sum(1).tolist() for x in found]
 
@@ -76,7 +75,7 @@ def test_no_rows_follow_if_one_rank_cannot_send_them(worlds: Worlds) -> None:
             stated = statement(3)
             if dist.get_rank() == failing_rank:
                 stated.payload = None
-            found.append(shake_hands(stated, World.of()).payload is None)
+            found.append(shake_hands(stated, cz.World.of()).payload is None)
         return found[1:]
 
     assert worlds.run(2, job) == [[True, True]] * 2
@@ -86,7 +85,7 @@ def test_no_rows_follow_if_one_rank_cannot_send_them(worlds: Worlds) -> None:
 def test_any_number_of_sizes(sizes: list[int], worlds: Worlds) -> None:
     def job() -> list[tuple[int, ...]]:
         mine = [x + dist.get_rank() for x in sizes]
-        return [shards.sizes for shards in shake_hands(Statement("Loss", sizes=mine), World.of()).shards]
+        return [shards.sizes for shards in shake_hands(Statement("Loss", sizes=mine), cz.World.of()).shards]
 
     assert worlds.run(2, job) == [[(x, x + 1) for x in sizes]] * 2
 
@@ -105,7 +104,7 @@ def test_every_header_is_one_message_of_one_length(worlds: Worlds) -> None:
                     statement(3, digests=[7], same=1),
                 ]
                 error_message(
-                    lambda bring=bring, kind=kind: shake_hands(bring[(kind + dist.get_rank()) % 4], World.of())
+                    lambda bring=bring, kind=kind: shake_hands(bring[(kind + dist.get_rank()) % 4], cz.World.of())
                 )
             lengths.append(messages.sent[0].size or 0)
         return lengths
@@ -148,7 +147,7 @@ BRINGS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 
 def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
     def job() -> list[tuple[str | None, tuple[int, ...]]]:
-        world, stated = World.of(), [Statement("Loss", **brought[dist.get_rank()]) for brought in BRINGS]
+        world, stated = cz.World.of(), [Statement("Loss", **brought[dist.get_rank()]) for brought in BRINGS]
         after = Statement("Loss", sizes=[3])
         return [
             (error_message(partial(shake_hands, x, world)), shake_hands(after, world).shards[0].sizes) for x in stated
@@ -164,7 +163,7 @@ def test_a_difference_is_one_error_on_every_rank(worlds: Worlds) -> None:
 def test_whoever_knows_that_a_loss_draws_says_it_for_all(worlds: Worlds) -> None:
     def job() -> list[bool]:
         statements = [Statement("Loss", sizes=[3], draws=draws) for draws in (dist.get_rank() == 1, False)]
-        return [shake_hands(x, World.of()).draws for x in statements]
+        return [shake_hands(x, cz.World.of()).draws for x in statements]
 
     assert worlds.run(2, job) == [[True, False]] * 2
 

@@ -15,7 +15,6 @@ from contrastive_zoo.engine import classes
 from contrastive_zoo.loss_base import loss as loss_base
 from contrastive_zoo.losses import pair_margins
 from contrastive_zoo.ranks import devices, row_checks
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
@@ -47,7 +46,7 @@ def sum_with_a_state() -> nn.Module:
 
 CASES = {
     "ArcFace": Case(lambda: cz.ArcFace(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5"),
-    "sharded": Case(lambda: cz.ArcFace(C, D, shard_over=World.of()), [Z[0], LABELS], BELOW, CLASSES + "-1"),
+    "sharded": Case(lambda: cz.ArcFace(C, D, shard_over=cz.World.of()), [Z[0], LABELS], BELOW, CLASSES + "-1"),
     "P2SGrad": Case(lambda: cz.P2SGrad(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
     "ProxyAnchor": Case(lambda: cz.ProxyAnchor(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),
     "LargeMarginSoftmax": Case(lambda: cz.LargeMarginSoftmax(C, D), [Z[0], LABELS], BEYOND, CLASSES + "5", True),

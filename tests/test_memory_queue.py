@@ -16,11 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
-from contrastive_zoo.losses.memory_queue import MemoryQueue, MomentumEncoder
-from contrastive_zoo.losses.mnrl import GIST, MNRL
-from contrastive_zoo.losses.pair_margins import Contrastive
-from contrastive_zoo.losses.soft_margins import MultiSimilarity
 from contrastive_zoo.testing.batch import GlobalBatch, splits
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Trial
@@ -48,13 +43,13 @@ def batch(step: int, n: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def enqueued(size: int, steps: list[tuple[int, ...]], masked: bool, saved: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Return the ring after these steps, ``saved`` and loaded before each, and the slots of the last local embeddings."""
-    memory = MemoryQueue(size, D, dtype=torch.float64)
+    memory = cz.MemoryQueue(size, D, dtype=torch.float64)
     slots = torch.zeros(0)
     for step, shards in enumerate(steps):
         if saved:
             torch.save(memory.state_dict(), file := io.BytesIO())
             file.seek(0)
-            memory = MemoryQueue(size, D, dtype=torch.float64)
+            memory = cz.MemoryQueue(size, D, dtype=torch.float64)
             memory.load_state_dict(torch.load(file))
         rows, labels, mask = (local_shard(x, shards) for x in batch(step, sum(shards), masked))
         slots = memory.enqueue(rows, labels, enqueue_mask=mask)
@@ -93,11 +88,11 @@ def test_the_ring_holds_the_last_embeddings(steps, size, masked, saved, worlds: 
 
 
 def test_rows_are_rounded_to_the_dtype_of_the_memory() -> None:
-    memory = MemoryQueue(4, D, dtype=torch.bfloat16)
+    memory = cz.MemoryQueue(4, D, dtype=torch.bfloat16)
     rows = numbers(2, D, seed=0)
     memory.enqueue(rows)
     assert torch.equal(memory.rows, rows.bfloat16())
-    loss = CrossBatchMemory(cz.InfoNCE(temperature=0.5), 4, D, dtype=torch.bfloat16)
+    loss = cz.CrossBatchMemory(cz.InfoNCE(temperature=0.5), 4, D, dtype=torch.bfloat16)
     loss(rows, rows)
     assert torch.equal(loss.memory.rows, rows.bfloat16())
     expected = cz.InfoNCE(temperature=0.5)(rows, rows, rows.bfloat16().double())
@@ -113,8 +108,8 @@ PEERS = [
     ("NTXentLoss", {"temperature": 0.3}, "", None),
     ("CircleLoss", {"gamma": 8}, "", None),
     ("SupConLoss", {"temperature": 0.3}, "", lambda: cz.SupCon(temperature=0.3)),
-    ("ContrastiveLoss", {"neg_margin": 1.2}, "", lambda: Contrastive(neg_margin=1.2)),
-    ("MultiSimilarityLoss", {}, "", MultiSimilarity),
+    ("ContrastiveLoss", {"neg_margin": 1.2}, "", lambda: cz.Contrastive(neg_margin=1.2)),
+    ("MultiSimilarityLoss", {}, "", cz.MultiSimilarity),
     ("NTXentLoss", {"temperature": 0.3}, "", lambda: cz.SINCERE(temperature=0.3, average="pairs")),
     ("TupletMarginLoss", {"scale": 8}, "", lambda: cz.TupletMargin(temperature=1 / 8)),
 ]
@@ -145,7 +140,7 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
 
     inner, mined = pml(name, kept, miner)
     theirs = Theirs(inner, embedding_size=D, memory_size=13, miner=mined)
-    ours = CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
+    ours = cz.CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
     for step, n in enumerate([5, 4, 6, 3, 7]):
         rows, labels = labelled(step, n)
         extra = {"enqueue_mask": torch.arange(n) % 3 == 1} if step % 2 else {}
@@ -158,13 +153,22 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
         assert torch.equal(ours.memory.labels, theirs.label_memory[:held])
 
 
-OF_LABELS = [cz.SupCon, cz.SINCERE, cz.NCA, cz.TupletMargin, cz.SupSigmoid, Contrastive, MultiSimilarity, BatchHard]
+OF_LABELS = [
+    cz.SupCon,
+    cz.SINCERE,
+    cz.NCA,
+    cz.TupletMargin,
+    cz.SupSigmoid,
+    cz.Contrastive,
+    cz.MultiSimilarity,
+    BatchHard,
+]
 
 
 @pytest.mark.parametrize("make", [*OF_LABELS, lambda: cz.SupCon(variant="in"), lambda: cz.SupCon(normalize=False)])
 def test_a_memory_of_the_batch_alone_equals_the_batch(make: Callable[[], nn.Module]) -> None:
     rows, labels = labelled(0, 9)
-    close(CrossBatchMemory(make().double(), 20, D, dtype=torch.float64)(rows, labels), make().double()(rows, labels))
+    close(cz.CrossBatchMemory(make().double(), 20, D, dtype=torch.float64)(rows, labels), make().double()(rows, labels))
 
 
 def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
@@ -178,10 +182,10 @@ MOCO = cz.InfoNCE(temperature=0.2, in_batch_negatives=False)
 
 
 @pytest.mark.parametrize(
-    "inner", [cz.InfoNCE(temperature=0.2), MNRL(), moco, MOCO], ids=["InfoNCE", "MNRL", "own", "MoCo"]
+    "inner", [cz.InfoNCE(temperature=0.2), cz.MNRL(), moco, MOCO], ids=["InfoNCE", "MNRL", "own", "MoCo"]
 )
 def test_negatives_are_earlier_keys(inner: Any) -> None:
-    ours, expected = CrossBatchMemory(inner, 9, D, dtype=torch.float64), moco if inner is MOCO else inner
+    ours, expected = cz.CrossBatchMemory(inner, 9, D, dtype=torch.float64), moco if inner is MOCO else inner
     earlier: list[Tensor] = []
     for step, n in enumerate([4, 3, 6, 2]):
         queries, keys = numbers(n, D, seed=step), numbers(n, D, seed=50 + step)
@@ -195,7 +199,7 @@ def test_negatives_are_earlier_keys(inner: Any) -> None:
 
 def test_nothing_enters_in_eval_mode() -> None:
     for inner in (cz.InfoNCE(), cz.SupCon()):
-        loss = CrossBatchMemory(inner, 8, D).eval()
+        loss = cz.CrossBatchMemory(inner, 8, D).eval()
         rows = numbers(3, D, seed=0, dtype=torch.float32)
         other = rows if isinstance(inner, cz.InfoNCE) else torch.arange(3)
         loss(rows, other)
@@ -209,7 +213,7 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
     for inner in (cz.InfoNCE(normalize=False), cz.SupCon(normalize=False), pml("ContrastiveLoss", {}, "")[0]):
         rows = [numbers(3, D, seed=seed).requires_grad_() for seed in range(4)]
         other = [x.detach() if isinstance(inner, cz.InfoNCE) else torch.arange(3) % 2 for x in rows]
-        loss, again = (CrossBatchMemory(inner, 4, D, dtype=torch.float64) for _ in range(2))
+        loss, again = (cz.CrossBatchMemory(inner, 4, D, dtype=torch.float64) for _ in range(2))
         late = torch.autograd.grad(sum(loss(x, y) for x, y in zip(rows, other, strict=True)), rows)
         for x, y, expected in zip(rows, other, late, strict=True):
             close(torch.autograd.grad(again(x, y), x)[0], expected)
@@ -226,8 +230,8 @@ class Recipe(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
-    def make(self) -> CrossBatchMemory:
-        return CrossBatchMemory(self.inner(), self.size, D, miner=self.miner(), dtype=self.dtype)
+    def make(self) -> cz.CrossBatchMemory:
+        return cz.CrossBatchMemory(self.inner(), self.size, D, miner=self.miner(), dtype=self.dtype)
 
 
 def mined_triplet() -> tuple[Any, Any]:
@@ -241,8 +245,8 @@ RECIPES = [
     Recipe("MoCo's own, of InfoNCE", lambda: cz.InfoNCE(**learnt(0.5), in_batch_negatives=False), "views"),
     Recipe("SupSigmoid", lambda: cz.SupSigmoid(logit_bias=-1.0), "labels"),
     Recipe("SupCon, in", lambda: cz.SupCon(variant="in"), "labels"),
-    Recipe("MNRL", MNRL, "views"),
-    Recipe("Contrastive", Contrastive, "labels"),
+    Recipe("MNRL", cz.MNRL, "views"),
+    Recipe("Contrastive", cz.Contrastive, "labels"),
     Recipe("RowLoss", BatchHard, "labels", size=20),
     Recipe("RowLoss, small memory", BatchHard, "labels", size=3),
     Recipe("RowLoss, bfloat16", BatchHard, "labels", size=9, dtype=torch.bfloat16),
@@ -334,7 +338,7 @@ def spoilt_states() -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("text", spoilt_states())
 def test_an_impossible_state_is_refused_and_changes_nothing(text: str) -> None:
     """Other shapes and numbers are those of tests/test_state.py."""
-    whole, state = CrossBatchMemory(cz.SupCon(), 4, 2), spoilt_states()[text]
+    whole, state = cz.CrossBatchMemory(cz.SupCon(), 4, 2), spoilt_states()[text]
     whole.memory.enqueue(numbers(3, 2, seed=0), torch.arange(3))
     before = copy.deepcopy(whole.memory.state_dict())
     for module, prefix in ((whole, "memory."), (whole.memory, "")):
@@ -346,7 +350,7 @@ def test_an_impossible_state_is_refused_and_changes_nothing(text: str) -> None:
 
 def test_the_momentum_encoder_is_a_moving_average() -> None:
     encoder = nn.Linear(2, 2).double()
-    keys = MomentumEncoder(encoder, momentum=0.75)
+    keys = cz.MomentumEncoder(encoder, momentum=0.75)
     expected = encoder.weight.detach().clone()
     for _ in range(3):
         with torch.no_grad():
@@ -356,7 +360,7 @@ def test_the_momentum_encoder_is_a_moving_average() -> None:
         close(keys.encoder.weight.detach(), expected)
     assert not keys(torch.ones(1, 2).double()).requires_grad
     assert not any(x.requires_grad for x in keys.parameters())
-    other = MomentumEncoder(nn.Linear(2, 2).double())
+    other = cz.MomentumEncoder(nn.Linear(2, 2).double())
     other.load_state_dict(keys.state_dict())
     assert torch.equal(other.encoder.weight, keys.encoder.weight)
 
@@ -365,7 +369,7 @@ def test_the_momentum_encoder_is_a_moving_average() -> None:
 def test_momentum_0_and_1_are_exact_and_buffers_its_own_or_copied(buffers: str) -> None:
     for momentum in (0.0, 1.0):
         encoder = nn.BatchNorm1d(2)
-        keys = MomentumEncoder(encoder, momentum=momentum, buffers=buffers)
+        keys = cz.MomentumEncoder(encoder, momentum=momentum, buffers=buffers)
         before = keys.encoder.weight.clone()
         nn.init.normal_(encoder.weight)
         encoder(torch.ones(4, 2) * 5)
@@ -378,7 +382,7 @@ def test_momentum_0_and_1_are_exact_and_buffers_its_own_or_copied(buffers: str) 
 def test_an_update_that_is_refused_moves_nothing() -> None:
     """Parameters came before buffers; a schedule may leave [0, 1]."""
     encoder = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    keys = MomentumEncoder(encoder, momentum=0.5, buffers="copy")
+    keys = cz.MomentumEncoder(encoder, momentum=0.5, buffers="copy")
     before = copy.deepcopy(keys.state_dict())
     nn.init.ones_(encoder[0].weight)
     other = nn.Sequential(encoder[0], nn.BatchNorm1d(2, track_running_stats=False))
@@ -394,7 +398,7 @@ def test_an_update_that_is_refused_moves_nothing() -> None:
 def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
     def job() -> list[str]:
         model = DistributedDataParallel(nn.Linear(2, 2))
-        keys = MomentumEncoder(model)
+        keys = cz.MomentumEncoder(model)
         keys.update(model)
         return list(keys.state_dict())
 
@@ -408,18 +412,18 @@ LABELLED = ROWS, torch.arange(2)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: MemoryQueue(0, 3), "at least 1"),
-        (lambda: MemoryQueue(3, 0), "at least 1"),
-        (lambda: MemoryQueue(3, 3, dtype=torch.int64), "floating"),
-        (lambda: CrossBatchMemory(GIST(), 8, D), "GIST compares a batch with itself only"),
-        (lambda: CrossBatchMemory(cz.NTXent(), 8, D), "NTXent compares a batch with itself only"),
-        (lambda: CrossBatchMemory(lambda z, labels: z.sum(), 8, D), "compares a batch with itself only"),
-        (lambda: CrossBatchMemory(3, 8, D), "can be called"),
-        (lambda: CrossBatchMemory(cz.SupCon(), 8, D, miner=print), "takes no miner"),
-        (lambda: MomentumEncoder(nn.Linear(1, 1), momentum=1.5), r"momentum is in \[0, 1\], got 1.5"),
-        (lambda: MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
-        (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
-        (lambda: MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
+        (lambda: cz.MemoryQueue(0, 3), "at least 1"),
+        (lambda: cz.MemoryQueue(3, 0), "at least 1"),
+        (lambda: cz.MemoryQueue(3, 3, dtype=torch.int64), "floating"),
+        (lambda: cz.CrossBatchMemory(cz.GIST(), 8, D), "GIST compares a batch with itself only"),
+        (lambda: cz.CrossBatchMemory(cz.NTXent(), 8, D), "NTXent compares a batch with itself only"),
+        (lambda: cz.CrossBatchMemory(lambda z, labels: z.sum(), 8, D), "compares a batch with itself only"),
+        (lambda: cz.CrossBatchMemory(3, 8, D), "can be called"),
+        (lambda: cz.CrossBatchMemory(cz.SupCon(), 8, D, miner=print), "takes no miner"),
+        (lambda: cz.MomentumEncoder(nn.Linear(1, 1), momentum=1.5), r"momentum is in \[0, 1\], got 1.5"),
+        (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
+        (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
+        (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
@@ -446,7 +450,7 @@ def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds
     make, rows = BAD[text]
 
     def bad() -> None:
-        loss = CrossBatchMemory(make(), 8, D)
+        loss = cz.CrossBatchMemory(make(), 8, D)
         first, second, *mask = rows(dist.get_rank())
         try:
             cz.DistributedLoss(loss)(first, second, **({"enqueue_mask": mask[0]} if mask else {}))
@@ -460,7 +464,7 @@ def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds
 
 def test_memories_that_differ_are_refused(worlds: Worlds) -> None:
     def bad() -> None:
-        loss = CrossBatchMemory(cz.SupCon(), 8, D)
+        loss = cz.CrossBatchMemory(cz.SupCon(), 8, D)
         loss.memory.pointer.fill_(dist.get_rank())
         cz.DistributedLoss(loss)(ROWS, torch.arange(2))
 

@@ -22,7 +22,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.ranks import one_process
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import loss_call
 from tests.helpers import EVERY_CASE, close, drawn, error_message, numbers
@@ -404,7 +403,7 @@ def world_sizes_of_threads() -> list[int]:
         sizes.append(dist.get_world_size())
         with ThreadPoolExecutor(1) as other:
             sizes.append(other.submit(dist.get_world_size).result())
-            sizes.append(other.submit(in_one_process, dist.get_world_size, "another", World.of()).result())
+            sizes.append(other.submit(in_one_process, dist.get_world_size, "another", cz.World.of()).result())
         sizes.append(dist.get_world_size())
         return z.sum()
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.worlds import Worlds
@@ -201,7 +200,7 @@ class Function:
         return self.entry.dense(*rows, temperature=0.3, reduction="none")
 
 
-def batch_hard(*rows: Tensor, reduction: Any = "mean", world: World) -> Tensor:
+def batch_hard(*rows: Tensor, reduction: Any = "mean", world: cz.World) -> Tensor:
     return BatchHard(reduction=reduction).double()(*rows, world=world)
 
 
@@ -248,7 +247,7 @@ def test_functions_of_a_world_hand_each_rank_its_rows_gradient(name, shards, red
     def job(weight: Tensor) -> tuple[Tensor, list[Tensor]]:
         here = own(rows, shards)
         with cz.engine.plain_formulas() if dense else contextlib.nullcontext():
-            value = function.run(*here, reduction=reduction, world=World.of())
+            value = function.run(*here, reduction=reduction, world=cz.World.of())
         return value, list(torch.autograd.grad(value, floating(here), weight.view_as(value)))
 
     anchors = function.anchors(*rows)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.worlds import Worlds
 
 pytest.importorskip("pytorch_metric_learning")
@@ -111,11 +110,11 @@ def test_the_page_shows_what_was_measured() -> None:
 
 
 def of_rank(*counts: int, seed: int = 0) -> Tensor:
-    return numbers(counts[World.of().rank], WIDTH, seed=seed + World.of().rank)
+    return numbers(counts[cz.World.of().rank], WIDTH, seed=seed + cz.World.of().rank)
 
 
 def labels_of_rank(*counts: int) -> Tensor:
-    return torch.arange(counts[World.of().rank]) % 3
+    return torch.arange(counts[cz.World.of().rank]) % 3
 
 
 def shifted(name: str) -> Any:

@@ -22,8 +22,6 @@ from contrastive_zoo.engine.anchor_block import (
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.plan import Plan
 from contrastive_zoo.engine.rowwise import BlockLoss, reduce_rows
-from contrastive_zoo.losses.soft_margins import Circle, MultiSimilarity
-from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -138,7 +136,7 @@ def test_second_derivatives_are_those_of_the_plain_formula_or_refused(function: 
 
 
 HARD = {
-    metric: lambda metric=metric: Triplet(mining="hard", margin=0.5, metric=metric)
+    metric: lambda metric=metric: cz.Triplet(mining="hard", margin=0.5, metric=metric)
     for metric in ("distance", "squared distance", "similarity")
 }
 
@@ -207,14 +205,19 @@ def test_a_search_and_one_bar_after_another_find_the_same(
 ) -> None:
     z, labels = numbers(24, 3, seed=1), torch.arange(24) % classes
     z[5] = z[2]  # equal distances
-    loss = Triplet(mining=mining, margin=0.4)
+    loss = cz.Triplet(mining=mining, margin=0.4)
     one_by_one = outcome(loss, z, labels)
     monkeypatch.setattr(hinges, "_SEARCH_THRESHOLDS", -1)
     for x, y in zip(outcome(loss, z, labels), one_by_one, strict=True):
         close(x, y)
 
 
-LOSSES = [Triplet(mining="hard"), Triplet(mining="semi-hard"), MultiSimilarity(epsilon=0.1), Circle(gamma=8)]
+LOSSES = [
+    cz.Triplet(mining="hard"),
+    cz.Triplet(mining="semi-hard"),
+    cz.MultiSimilarity(epsilon=0.1),
+    cz.Circle(gamma=8),
+]
 
 
 def test_a_block_is_as_high_as_the_budget_allows() -> None:

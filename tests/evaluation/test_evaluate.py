@@ -18,7 +18,6 @@ from sklearn.metrics import top_k_accuracy_score
 import contrastive_zoo as cz
 from contrastive_zoo.metrics import measurement
 from contrastive_zoo.metrics.exact import prepared, similarities
-from contrastive_zoo.ranks.messages import CommunicationError
 from tests.helpers import EVERY_CASE, error_message
 
 TIES = ("pessimistic", "optimistic", "expected")
@@ -247,7 +246,7 @@ def of_a_fault(caller, without=nullcontext):
     fault = patch(f"contrastive_zoo.{place}", side_effect=MemoryError("no memory"))
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.0 if without is not nullcontext else 30.0))
     with without(), fault if dist.get_rank() == 1 else nullcontext():
-        return error_message(lambda: call(group), (MemoryError, CommunicationError))
+        return error_message(lambda: call(group), (MemoryError, cz.CommunicationError))
 
 
 def test_other_ranks_hear_of_a_fault_at_once(worlds):

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import contrastive_zoo as cz
 from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.search import Gallery
-from contrastive_zoo.ranks.world import World
 from tests.helpers import common_error, local_shard, numbers
 
 
@@ -92,7 +91,7 @@ def test_elements_that_float32_does_not_hold_are_compared_in_float64():
 def test_a_rank_compares_its_share_of_the_candidates():
     draw = torch.Generator().manual_seed(0)
     rows, queries = torch.randn(2000, 8, generator=draw), torch.randn(60, 8, generator=draw)
-    halves = [Gallery("top_k", half, True, None, World()) for half in rows.split(1000)]
+    halves = [Gallery("top_k", half, True, None, cz.World()) for half in rows.split(1000)]
     unit, nothing = prepared(queries, normalize=True), torch.empty(60, 0, dtype=torch.int64)
     proposals = [half.proposals(unit, 30, nothing) for half in halves]
     floor = torch.cat([x.reached(30) for x in proposals], 1).topk(30).values[:, -1:]

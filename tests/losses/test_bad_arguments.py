@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.class_loss import ClassLoss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import assert_says, close, refused
@@ -24,7 +23,7 @@ EYE, Y, TOKENS = torch.eye(3), torch.arange(3), torch.eye(3)[:, None].repeat(1, 
 QWEN = ("query_to_doc", "doc_to_doc")
 
 
-def spoilt(loss: ClassLoss, weights: Tensor) -> ClassLoss:
+def spoilt(loss: cz.ClassLoss, weights: Tensor) -> cz.ClassLoss:
     loss.weights = nn.Parameter(weights)
     return loss
 

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.losses.compositions import Matryoshka, WeightedSum
-from contrastive_zoo.losses.uniformity import AlignUniform
-from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.invariants import CONTRACT, INVARIANTS
@@ -32,22 +29,22 @@ class Hinge(cz.RowLoss):
         return F.softplus(similarity + self.margin).where(negative, 0).sum(1), negative.any(1)
 
 
-def nested_clip() -> Matryoshka:
+def nested_clip() -> cz.Matryoshka:
     clip = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
-    return Matryoshka(clip, dims=(1, 2, 3), weights=[0.5, 1.0, 2.0])
+    return cz.Matryoshka(clip, dims=(1, 2, 3), weights=[0.5, 1.0, 2.0])
 
 
-def nested_labels() -> Matryoshka:
-    return Matryoshka(cz.SupCon(temperature=0.5), dims=(2, 3))
+def nested_labels() -> cz.Matryoshka:
+    return cz.Matryoshka(cz.SupCon(temperature=0.5), dims=(2, 3))
 
 
-def shared_temperature() -> WeightedSum:
+def shared_temperature() -> cz.WeightedSum:
     t = cz.LearnableTemperature(0.5)
-    return WeightedSum([cz.NTXent(temperature=t), cz.InfoNCE(temperature=t), Hinge()], weights=[1.0, 0.3, -0.1])
+    return cz.WeightedSum([cz.NTXent(temperature=t), cz.InfoNCE(temperature=t), Hinge()], weights=[1.0, 0.3, -0.1])
 
 
-def of_both() -> WeightedSum:
-    return WeightedSum([Matryoshka(cz.SupCon(), dims=(2, 3)), Hinge()], weights=[1.0, 0.3])
+def of_both() -> cz.WeightedSum:
+    return cz.WeightedSum([cz.Matryoshka(cz.SupCon(), dims=(2, 3)), Hinge()], weights=[1.0, 0.3])
 
 
 MAKE: dict[str, tuple[Callable[[], Any], str]] = {
@@ -60,7 +57,7 @@ MAKE: dict[str, tuple[Callable[[], Any], str]] = {
 
 def sent_rows(call: Callable[[], Tensor]) -> tuple[list[tuple[int, ...]], Tensor]:
     """Return what this rank gives to the others, as (rows, bytes of a row), and the value; without rows it is padding."""
-    with patch.object(World, "start_gather", autospec=True, side_effect=World.start_gather) as gather:
+    with patch.object(cz.World, "start_gather", autospec=True, side_effect=cz.World.start_gather) as gather:
         value = call()
     messages = [x.args[1] for x in gather.call_args_list]
     return [
@@ -68,18 +65,18 @@ def sent_rows(call: Callable[[], Tensor]) -> tuple[list[tuple[int, ...]], Tensor
     ], value.detach()
 
 
-def nested_pairs() -> Matryoshka:
-    return Matryoshka(cz.InfoNCE(), dims=(2, 3, 5))
+def nested_pairs() -> cz.Matryoshka:
+    return cz.Matryoshka(cz.InfoNCE(), dims=(2, 3, 5))
 
 
-def nested_views() -> WeightedSum:
+def nested_views() -> cz.WeightedSum:
     """Whole rows, prefixes, and rows that are not normalised; one and two towers, by both engines."""
-    prefixes = Matryoshka(cz.NTXent(), dims=(2, 4))
-    return WeightedSum([cz.NTXent(), prefixes, cz.InfoNCE(normalize=False), cz.DCL(), AlignUniform(), Hinge()])
+    prefixes = cz.Matryoshka(cz.NTXent(), dims=(2, 4))
+    return cz.WeightedSum([cz.NTXent(), prefixes, cz.InfoNCE(normalize=False), cz.DCL(), cz.AlignUniform(), Hinge()])
 
 
-def nested_classes() -> WeightedSum:
-    return WeightedSum([Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), Hinge()])
+def nested_classes() -> cz.WeightedSum:
+    return cz.WeightedSum([cz.Matryoshka(cz.SupCon(), dims=(2, 3, 5)), cz.NCA(), cz.SupCon(normalize=False), Hinge()])
 
 
 SHARDS = [(3, 3), (1, 4), (0, 3, 2), (0, 4)]
@@ -142,7 +139,7 @@ def test_without_the_roof_each_loss_gathers_by_itself(worlds: Worlds) -> None:
 
 def test_negatives_are_cut_as_well() -> None:
     q, k, shared, own = (numbers(*shape, seed=i) for i, shape in enumerate([(4, 3), (4, 3), (5, 3), (4, 2, 3)]))
-    ours, plain = Matryoshka(cz.InfoNCE(), (2, 3)), cz.InfoNCE()
+    ours, plain = cz.Matryoshka(cz.InfoNCE(), (2, 3)), cz.InfoNCE()
     for x in (shared, own):
         close(ours(q, k, negatives=x), plain(q[:, :2], k[:, :2], x[..., :2]) + plain(q, k, x))
 
@@ -150,12 +147,12 @@ def test_negatives_are_cut_as_well() -> None:
 def test_anchors_may_be_kept_apart() -> None:
     a, b = numbers(5, 3, seed=0), numbers(5, 3, seed=1)
     losses = [cz.NTXent(reduction="none"), cz.NTXent(temperature=0.5, reduction="none")]
-    close(WeightedSum(losses)(a, b), losses[0](a, b) + losses[1](a, b))
+    close(cz.WeightedSum(losses)(a, b), losses[0](a, b) + losses[1](a, b))
 
 
 def test_bad_rows_are_refused_on_every_rank(worlds: Worlds) -> None:
     def call(d: int) -> float:
-        return cz.DistributedLoss(Matryoshka(cz.SupCon(), (2, 4)))(torch.ones(2, d), torch.tensor([0, 0])).item()
+        return cz.DistributedLoss(cz.Matryoshka(cz.SupCon(), (2, 4)))(torch.ones(2, d), torch.tensor([0, 0])).item()
 
     said, _ = common_error(worlds, 2, lambda: call(4 - dist.get_rank()), lambda: call(4))
     assert said == "Matryoshka: rank 1: a prefix of 4 does not fit into argument 0 float32 [2, 3]."

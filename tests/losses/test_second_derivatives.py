@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.losses.cross_batch_memory import CrossBatchMemory
-from contrastive_zoo.losses.triplet import Triplet
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, drawn, error_message, numbers
@@ -69,7 +67,7 @@ def test_positives_one_at_a_time_have_the_third_derivative_of_the_definition(ent
 
 def test_a_memory_has_second_derivatives() -> None:
     z = numbers(6, 3, seed=1).requires_grad_()
-    memory = CrossBatchMemory(Triplet(soft=True), 8, 3, dtype=torch.float64)
+    memory = cz.CrossBatchMemory(cz.Triplet(soft=True), 8, 3, dtype=torch.float64)
     with cz.engine.plain_formulas():
         (gradient,) = torch.autograd.grad(memory(z, LABELS), z, create_graph=True)
         (second,) = torch.autograd.grad(gradient.square().sum(), z)

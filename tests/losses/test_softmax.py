@@ -14,9 +14,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
 from contrastive_zoo.engine.rowwise import reduce_pairs
 from contrastive_zoo.losses import mnrl
-from contrastive_zoo.losses.info_nce import Clip
-from contrastive_zoo.losses.mnrl import MNRL
-from contrastive_zoo.losses.sigmoid import SigLIP
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.measurement import whole_batch
@@ -50,7 +47,7 @@ def test_hard_negatives_of_unequal_number() -> None:
         "all_negatives": [[1, 1, e**-h, e**h, 1], [1, 1, 1, 1, e**-h]],
     }
     for mode, factors in hard.items():
-        loss = MNRL(temperature=1.0, hardness_mode=mode, hardness_strength=h, reduction="none")
+        loss = cz.MNRL(temperature=1.0, hardness_mode=mode, hardness_strength=h, reduction="none")
         found = loss(eye, eye, negatives, owners)
         expected = [
             math.log(sum(x * f for x, f in zip(*row, strict=True))) - 1 for row in zip(rows, factors, strict=True)
@@ -59,10 +56,10 @@ def test_hard_negatives_of_unequal_number() -> None:
 
 
 def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None:
-    assert Clip().logit_scale.item() == pytest.approx(math.log(1 / 0.07))
-    assert SigLIP().logit_scale.item() == pytest.approx(math.log(10))
-    assert {name for name, _ in SigLIP().named_parameters()} == {"temperature.log_scale", "logit_bias"}
-    bounded, free = Clip(), SigLIP()
+    assert cz.Clip().logit_scale.item() == pytest.approx(math.log(1 / 0.07))
+    assert cz.SigLIP().logit_scale.item() == pytest.approx(math.log(10))
+    assert {name for name, _ in cz.SigLIP().named_parameters()} == {"temperature.log_scale", "logit_bias"}
+    bounded, free = cz.Clip(), cz.SigLIP()
     rows = pairs(4, 3)
     for loss in (bounded, free):
         loss.logit_scale.data.fill_(7.0)
@@ -77,22 +74,22 @@ def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None
 def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
     """The number of negatives may differ between ranks, down to none, apart from the number of queries."""
     q, d, x = (numbers(5, 3, seed=seed) for seed in range(3))
-    whole = MNRL()(q, d, x[:3], torch.tensor([1, 3, 3])).item()
+    whole = cz.MNRL()(q, d, x[:3], torch.tensor([1, 3, 3])).item()
 
     def job() -> float:
         rank = torch.distributed.get_rank()
         mine, mined = slice(2 * rank, 2 * rank + 2 + rank), slice(rank, 1 + 2 * rank)
         owners = torch.ones(1 + rank, dtype=torch.int64)  # rows 1 and 3 of all
-        return cz.DistributedLoss(MNRL())(q[mine], d[mine], x[mined], owners).item()
+        return cz.DistributedLoss(cz.MNRL())(q[mine], d[mine], x[mined], owners).item()
 
     assert worlds.run(2, job) == pytest.approx([whole, whole], abs=1e-12)
 
     def none_on_rank_0() -> float:
         rank = torch.distributed.get_rank()
         mine, mined = slice(2 * rank, 2 * rank + 2 + rank), x[:0] if rank == 0 else x
-        return cz.DistributedLoss(MNRL())(q[mine], d[mine], mined).item()
+        return cz.DistributedLoss(cz.MNRL())(q[mine], d[mine], mined).item()
 
-    assert worlds.run(2, none_on_rank_0) == pytest.approx([MNRL()(q, d, x).item()] * 2, abs=1e-12)
+    assert worlds.run(2, none_on_rank_0) == pytest.approx([cz.MNRL()(q, d, x).item()] * 2, abs=1e-12)
 
 
 IDS = [torch.tensor(x) for x in ([1, 2, 3, 1, 4], [3, 9], [5, 6, 7, 8, 5])]  # of documents, negatives and queries
@@ -114,7 +111,7 @@ def in_one_direction(block: Any, compared: Any, pair_losses: Any = mnrl._pair_lo
 )
 def test_false_negatives_are_those_of_all_ranks_and_directions(name: str, mutant: Any, worlds: Worlds) -> None:
     q, d, x = numbers(5, 3, seed=1), numbers(5, 3, seed=2), numbers(2, 3, seed=3)
-    loss = MNRL(temperature=0.5, directions=ALL, false_negative_margin=0.3)
+    loss = cz.MNRL(temperature=0.5, directions=ALL, false_negative_margin=0.3)
 
     def job() -> float:
         local = [split(rows, (3, 2) if len(rows) == 5 else (0, 2))[dist.get_rank()] for rows in (q, d, x, *IDS)]

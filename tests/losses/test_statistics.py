@@ -13,7 +13,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.statistics import balanced_assignment, centered, second_moments, squared_sums
 from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.losses.self_distillation import DINO, SwAV
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
@@ -60,12 +59,12 @@ def test_sinkhorn_gives_equal_shares() -> None:
 
 def test_dino_moves_its_centre_while_training() -> None:
     teacher = torch.tensor([[[1.0, 2.0], [5.0, 6.0]], [[3.0, 4.0], [7.0, 8.0]]])
-    loss = DINO(2, centre_momentum=0.75)
+    loss = cz.DINO(2, centre_momentum=0.75)
     loss(torch.zeros(2, 3, 2), teacher)
     close(loss.centre, torch.tensor([1.0, 1.25]))
     loss.eval()(torch.zeros(2, 2), teacher[:, 0])
     close(loss.centre, torch.tensor([1.0, 1.25]))
-    other = DINO(2)
+    other = cz.DINO(2)
     other.load_state_dict(loss.state_dict())
     close(other.centre, loss.centre)
 
@@ -79,7 +78,7 @@ STATEFUL: dict[str, tuple[Callable[[], Loss], int]] = {
     "DynamicSoftMargin": (lambda: cz.DynamicSoftMargin(9, momentum=0.5), 2),
     "NNCLR": (lambda: cz.NNCLR(7, 3), 4),
     "ReSSL": (lambda: cz.ReSSL(7, 3), 2),
-    "DINO": (lambda: DINO(3), 2),
+    "DINO": (lambda: cz.DINO(3), 2),
     "a sum of memories": (sum_of_memories, 2),
     "a sum of two of a kind": (lambda: cz.WeightedSum([cz.NNCLR(7, 3), cz.NNCLR(5, 3, temperature=0.5)]), 4),
 }
@@ -140,11 +139,11 @@ def test_koleo_keeps_the_digits_of_near_neighbours(dense: bool) -> None:
 
 def test_a_number_of_prototypes_in_a_tensor_has_16_bits() -> None:
     """Eight bits do not hold 4,096, the number of prototypes that are drawn at a time."""
-    assert SwAV(torch.tensor(39, dtype=torch.int32), 3).prototypes.shape == (39, 3)
+    assert cz.SwAV(torch.tensor(39, dtype=torch.int32), 3).prototypes.shape == (39, 3)
 
 
 BATCHED: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "SwAV": (lambda: SwAV(5, 4), 8, 130),
+    "SwAV": (lambda: cz.SwAV(5, 4), 8, 130),
     "LeJEPA": (lambda: cz.LeJEPA(4), 3, 110),
 }
 """A loss of views, its messages until its value, the handshake included, and a bound of its operators with gradients."""

@@ -10,15 +10,6 @@ from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.classes import class_shard, draw_weights
-from contrastive_zoo.loss_base.class_loss import ClassLoss
-from contrastive_zoo.losses.class_softmax import (
-    ArcFace,
-    CosFace,
-    NormalizedSoftmax,
-    ProxyAnchor,
-    ProxyNCA,
-    SoftTriple,
-)
 from contrastive_zoo.testing.worlds import Worlds
 from tests.losses.zoo_softmax import two_towers
 from tests.zoo import fed
@@ -28,7 +19,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def with_weights(cls: type[ClassLoss], weights: Tensor, **settings: Any) -> ClassLoss:
+def with_weights(cls: type[cz.ClassLoss], weights: Tensor, **settings: Any) -> cz.ClassLoss:
     loss = cls(len(weights), weights.shape[-1], **settings)
     loss.weights = torch.nn.Parameter(weights.detach())
     return loss
@@ -60,11 +51,11 @@ def _step(make: Any, shards: tuple[int, ...], trainer: str, seed: int) -> dict[s
 
 
 SHARDED = [
-    lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=0.3),
-    lambda world: NormalizedSoftmax(5, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)),
-    lambda world: CosFace(5, 4, shard_over=world, scale=8.0),
-    lambda world: ProxyNCA(5, 4, shard_over=world),
-    lambda world: ArcFace(5, 4, shard_over=world, sub_centers=2, scale=8.0),
+    lambda world: cz.NormalizedSoftmax(5, 4, shard_over=world, temperature=0.3),
+    lambda world: cz.NormalizedSoftmax(5, 4, shard_over=world, temperature=cz.LearnableTemperature(0.3)),
+    lambda world: cz.CosFace(5, 4, shard_over=world, scale=8.0),
+    lambda world: cz.ProxyNCA(5, 4, shard_over=world),
+    lambda world: cz.ArcFace(5, 4, shard_over=world, sub_centers=2, scale=8.0),
     lambda world: fed(cz.Instance, two_towers)(5, 4, shard_over=world),
 ]
 
@@ -94,7 +85,7 @@ def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
     def job(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, Tensor]:
         rank = cz.World.of().rank
         own = (weights[:1], weights[1:1], weights[1:])[rank]
-        loss = NormalizedSoftmax(3, 4, shard_over=cz.World.of())
+        loss = cz.NormalizedSoftmax(3, 4, shard_over=cz.World.of())
         loss.weights = torch.nn.Parameter(own.clone())
         value = loss(z[rank::3], labels[rank::3], world=cz.World.of())
         value.backward()
@@ -102,7 +93,7 @@ def test_a_rank_may_hold_no_class(worlds: Worlds) -> None:
 
     weights = torch.randn(3, 4, dtype=torch.float64)
     z, labels = labelled(0, classes=3)
-    alone = with_weights(NormalizedSoftmax, weights)
+    alone = with_weights(cz.NormalizedSoftmax, weights)
     expected = alone(z, labels)
     found = worlds.run(3, job, z.detach(), labels, weights)
     close([value for value, _ in found], [expected.item()] * 3)
@@ -131,7 +122,7 @@ def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
     for block_bytes in (2**25, 500):
         monkeypatch.setattr("contrastive_zoo.engine.tiling.BLOCK_BYTES", block_bytes)
         weights, t = torch.ones(5, 4, dtype=torch.float64).tril_(), torch.tensor(0.3, dtype=torch.float64)
-        loss = with_weights(NormalizedSoftmax, weights, temperature=t.requires_grad_())
+        loss = with_weights(cz.NormalizedSoftmax, weights, temperature=t.requires_grad_())
         value = loss(z, labels)
         found.append([value, *torch.autograd.grad(value, (z, loss.weights, t))])
     close(*found)
@@ -139,7 +130,7 @@ def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
 
 def test_one_class_and_equal_rows_are_finite() -> None:
     z = torch.eye(2)[[0, 0]].requires_grad_()
-    for cls in (NormalizedSoftmax, ProxyNCA, CosFace, ArcFace, SoftTriple, ProxyAnchor):
+    for cls in (cz.NormalizedSoftmax, cz.ProxyNCA, cz.CosFace, cz.ArcFace, cz.SoftTriple, cz.ProxyAnchor):
         for weights in (torch.eye(2)[:1], torch.eye(2)[[0, 0]]):
             loss = with_weights(cls, weights)
             value = loss(z, torch.tensor([0, 0]))
@@ -148,16 +139,16 @@ def test_one_class_and_equal_rows_are_finite() -> None:
 
 
 def test_sizes_come_first_and_are_shown() -> None:
-    assert list(ArcFace.fields)[:2] == ["num_classes", "embedding_size"]
-    assert "sub_centers" in SoftTriple.fields
-    assert repr(CosFace(3, 4)).startswith(
+    assert list(cz.ArcFace.fields)[:2] == ["num_classes", "embedding_size"]
+    assert "sub_centers" in cz.SoftTriple.fields
+    assert repr(cz.CosFace(3, 4)).startswith(
         "CosFace(num_classes=3, embedding_size=4, margin=0.35, scale=64.0, reduction="
     )
 
 
 def test_a_sharded_loss_can_be_copied_and_saved(worlds: Worlds) -> None:
     def job() -> tuple[str, bool]:
-        loss = ArcFace(5, 4, shard_over=cz.World.of(torch.distributed.new_group()))
+        loss = cz.ArcFace(5, 4, shard_over=cz.World.of(torch.distributed.new_group()))
         return repr(copy.deepcopy(loss)), torch.equal(pickle.loads(pickle.dumps(loss)).weights, loss.weights)
 
     for text, is_equal in worlds.run(2, job):
@@ -167,7 +158,7 @@ def test_a_sharded_loss_can_be_copied_and_saved(worlds: Worlds) -> None:
 
 def test_equal_embeddings_are_refused_where_weights_are_sharded(worlds: Worlds) -> None:
     def job() -> None:
-        cz.DistributedLoss(ArcFace(5, 4, shard_over=cz.World.of()))(*(x.detach() for x in labelled(0)))
+        cz.DistributedLoss(cz.ArcFace(5, 4, shard_over=cz.World.of()))(*(x.detach() for x in labelled(0)))
 
     with pytest.raises(Exception, match="every rank brought the very same embeddings"):
         worlds.run(2, job)

@@ -12,7 +12,6 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.pairs import ContrastMode
 from contrastive_zoo.loss_base.loss import Inputs
-from contrastive_zoo.loss_base.temperature import LearnableTemperature
 from tests.zoo import (
     Entry,
     dense_clip,
@@ -252,7 +251,7 @@ def learnt(cls: Any) -> Any:
     def make(temperature: Any = 0.07, **settings: Any) -> Any:
         if isinstance(temperature, float):
             log_scale = torch.tensor([-math.log(temperature)], dtype=torch.float64)
-            temperature = LearnableTemperature(temperature, max_scale=math.inf)
+            temperature = cz.LearnableTemperature(temperature, max_scale=math.inf)
             temperature.log_scale.data = log_scale
         return cls(temperature=temperature, **settings)
 
