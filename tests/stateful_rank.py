@@ -216,8 +216,7 @@ class Rank:
             world = dist.get_world_size()
             groups = [dist.new_group(ranks) for ranks in ([0], list(range(1, world)))]
             self.group = group = groups[dist.get_rank() > 0]
-            ring = {"ring": True} if isinstance(self.options.get("ring"), tuple) else {}  # of all ranks
-            return dist.get_rank(group), dist.get_world_size(group), self._wrapped(process_group=group, **ring)
+            return dist.get_rank(group), dist.get_world_size(group), self._wrapped(process_group=group)
         call = self._wrapped() if wrapper == "second" else self.wrapper
         return dist.get_rank(), dist.get_world_size(), call
 

@@ -308,6 +308,7 @@ def test_shards_that_may_be_equal(worlds: Worlds) -> None:
         called(of_rank(), of_rank(rank=rank, seed=9))
         called(torch.tensor([[1.0, -1.0], [1.0, 1.0 - 2 * rank]]), labels[:2])
         called(of_rank(rank=rank), labels, check_distinct=False)
+        called(of_all(1).expand(3, -1), labels[:3])
         cz.DistributedLoss(cz.NTXent(), check_distinct=False)(of_rank(rank=rank), of_rank(rank=rank, seed=9))
 
     worlds.run(4, job)
@@ -341,17 +342,18 @@ def test_a_loss_without_parameters_yet_is_refused(worlds: Worlds) -> None:
 
 
 def test_a_step_sends_no_more_messages(worlds: Worlds) -> None:
-    """Labels, masks and lists are compared by the header that is sent anyway."""
+    """Labels, masks, lists and shared tensors are compared by the header that is sent anyway."""
 
     def job() -> list[int]:
         counts, batch_dim = [], {"z": 0, "other": 0, "more": 0}
-        for options in ({}, {"batch_dim": batch_dim}, {"check_distinct": False}):
-            loss = cz.DistributedLoss(with_other, **options)
-            arguments = [of_rank(), of_rank(seed=9)], torch.arange(5) + dist.get_rank(), torch.eye(5) * dist.get_rank()
+        for options in ({}, {"batch_dim": batch_dim}, {"check_distinct": False}, {"shared": {"more"}}):
+            loss, more = cz.DistributedLoss(with_other, **options), torch.eye(5) * dist.get_rank()
+            more = of_all() if "shared" in options else more
+            arguments = [of_rank(), of_rank(seed=9)], torch.arange(5) + dist.get_rank(), more
             loss(*arguments)
             with Messages() as messages:
                 loss(*arguments)
             counts.append(len(messages.sent))
         return counts
 
-    assert worlds.run(2, job) == [[2, 2, 2]] * 2
+    assert worlds.run(2, job) == [[2] * 4] * 2

@@ -20,7 +20,7 @@ from contrastive_zoo.testing.batch import GlobalBatch, splits
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, common_error, drawn, later, learnt, local_shard, numbers
+from tests.helpers import EVERY_CASE, close, common_error, later, learnt, local_shard, numbers
 from tests.zoo import BatchHard
 
 D = 3
@@ -153,24 +153,6 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
         assert torch.equal(ours.memory.labels, theirs.label_memory[:held])
 
 
-OF_LABELS = [
-    cz.SupCon,
-    cz.SINCERE,
-    cz.NCA,
-    cz.TupletMargin,
-    cz.SupSigmoid,
-    cz.Contrastive,
-    cz.MultiSimilarity,
-    BatchHard,
-]
-
-
-@pytest.mark.parametrize("make", [*OF_LABELS, lambda: cz.SupCon(variant="in"), lambda: cz.SupCon(normalize=False)])
-def test_a_memory_of_the_batch_alone_equals_the_batch(make: Callable[[], nn.Module]) -> None:
-    rows, labels = labelled(0, 9)
-    close(cz.CrossBatchMemory(make().double(), 20, D, dtype=torch.float64)(rows, labels), make().double()(rows, labels))
-
-
 def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
     """MoCo's loss as in its authors' code: a query's own key against the queue alone."""
     q, k, x = (F.normalize(rows, dim=1) for rows in (queries, keys, negatives))
@@ -252,59 +234,6 @@ RECIPES = [
     Recipe("RowLoss, bfloat16", BatchHard, "labels", size=9, dtype=torch.bfloat16),
     Recipe("pml triplet, mined", lambda: mined_triplet()[0], "labels", miner=lambda: mined_triplet()[1]),
 ]
-SHARDS = {
-    1: [(8,)],
-    2: [(5, 3), (1, 7), (8, 0), (4, 4)],
-    3: [(3, 2, 3), (0, 5, 3), (1, 1, 6), (8, 0, 0)],
-}
-
-
-def trained(recipe: Recipe, masked: bool, trainer: str) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, D)).double()
-    loss = recipe.make()
-    for parameter in loss.parameters():
-        parameter.data = parameter.data.double()  # and leave the memory in its dtype
-    weights = [*encoder.parameters(), *loss.parameters()]
-    optimizer = torch.optim.SGD(weights, lr=0.02, momentum=0.9)
-    distributed = cz.DistributedLoss(loss, grad_reduction="sum" if trainer == "sum" else "mean")
-    model = DistributedDataParallel(encoder) if "DDP" in trainer else encoder
-    if trainer == "DDP, the loss too" and any(True for _ in loss.parameters()):
-        distributed = DistributedDataParallel(distributed)  # which copies rank 0's memory to all
-    values = []
-    for step in range(6):  # the largest memory is full in the fourth, and overwritten from then on
-        shards = SHARDS[dist.get_world_size()][step % len(SHARDS[dist.get_world_size()])]
-        x, y = local_shard(numbers(8, 4, seed=step), shards), local_shard(numbers(8, 4, seed=100 + step), shards)
-        labels = local_shard(torch.arange(8) * (step + 1) % 5, shards)
-        mask = {"enqueue_mask": local_shard(torch.arange(8) % 3 > 0, shards)} if masked else {}
-        z = model(torch.cat([x, y]))
-        rows = (z[: len(x)], z[len(x) :].detach()) if recipe.call == "views" else (z[: len(x)], labels)
-        optimizer.zero_grad()
-        value = distributed(*rows, **mask)
-        value.backward()
-        if trainer == "average":
-            cz.average_gradients(encoder)
-        if trainer == "sum":
-            for parameter in weights:
-                dist.all_reduce(parameter.grad)
-        optimizer.step()
-        values.append(value.detach())
-    return torch.stack(values), [x.detach() for x in weights], dict(loss.memory.state_dict())
-
-
-PLANS = [(2, "average", True), (2, "DDP, the loss too", False), (3, "sum", False)]
-
-
-@pytest.mark.parametrize(("recipe", "plan"), drawn(RECIPES, PLANS, one_in=2), ids=str)
-def test_steps_are_those_of_one_process(recipe: Recipe, plan: tuple[int, str, bool], worlds: Worlds) -> None:
-    world_size, trainer, masked = plan
-    ((values, weights, memory),) = worlds.run(1, trained, recipe, masked, "average")
-    for found in worlds.run(world_size, trained, recipe, masked, trainer):
-        close(found[0], values)
-        for x, y in zip(found[1], weights, strict=True):
-            close(x, y)
-        for name, expected in memory.items():
-            close(found[2][name], expected, 1e-10 if expected.dtype == torch.float64 else 0.01)
 
 
 @pytest.mark.parametrize(

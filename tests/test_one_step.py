@@ -58,6 +58,12 @@ CASES = {
     "SupCon, masked": Case(remembering(cz.SupCon, size=7), tensors=1, labels=True, masked=True),
     "pytorch-metric-learning's": Case(remembering(contrastive), tensors=1, labels=True),
     "a sum": Case(lambda: cz.WeightedSum([cz.TiCo(D), cz.NTXent(), cz.DINO(D)])),
+    "a sum of memories": Case(
+        lambda: cz.WeightedSum([remembering(cz.InfoNCE, 7)(), cz.InfoNCE(symmetric=True), cz.LeJEPA(D), cz.VICReg()])
+    ),
+    "a sum of two of a kind": Case(
+        lambda: cz.WeightedSum([cz.NNCLR(7, D), cz.NNCLR(5, D, temperature=0.5)]), tensors=4
+    ),
 }
 
 Found = tuple[list[tuple[Tensor, list[Tensor]]], dict[str, Tensor]]

@@ -12,7 +12,6 @@ from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, assert_says, distance, drawn, numbers, refused, split
 
@@ -148,22 +147,6 @@ def test_without_roles_the_numbers_are_wrong(worlds: Worlds) -> None:
 
     of_rank_0 = numbers(2, 3, D, seed=0)[0].sum().item()
     assert worlds.run(2, stacked) == [pytest.approx(of_rank_0)] * 2  # the first view of the other rank is lost
-
-
-def test_roles_cost_no_message(worlds: Worlds) -> None:
-    def job() -> list[int]:
-        a, b, p = (numbers(5, D, seed=k) for k in (dist.get_rank(), 5 + dist.get_rank(), 9))
-        counts = []
-        for roles, prototypes in [({"shared": {"prototypes"}}, p), ({}, a.sin())]:
-            loss = cz.DistributedLoss(Prototypes(), **roles)
-            loss(a, b, prototypes)
-            with Messages() as messages:
-                loss(a, b, prototypes)
-            counts.append(len(messages.sent))
-        return counts
-
-    with_roles, without = worlds.run(2, job)[0]
-    assert with_roles == without
 
 
 def test_one_process_has_no_roles() -> None:

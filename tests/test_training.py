@@ -19,9 +19,10 @@ import contrastive_zoo as cz
 from contrastive_zoo.ranks.random_keys import random_keys
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, distance, drawn, numbers
+from tests.helpers import EXACT, close, distance, drawn, numbers
+from tests.test_memory_queue import RECIPES as MEMORIES
 
-STEPS, SAMPLES, D = 20, 8, 4
+STEPS, SAMPLES, D = 20, 8, 3
 SPLITS = {  # one after the other, step by step; an empty shard among them
     1: [(8,)],
     2: [(5, 3), (1, 7), (8, 0), (4, 4)],
@@ -39,7 +40,9 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     ),
     "ProxyAnchorLoss, learnt": (lambda: losses.ProxyAnchorLoss(**WEIGHTS, alpha=8), lambda: None),
     "ArcFaceLoss, learnt": (lambda: losses.ArcFaceLoss(**WEIGHTS, scale=8), lambda: None),
+    **{f"memory of {recipe}": (recipe.make, lambda: None) for recipe in MEMORIES},
 }
+OF_VIEWS = {"NTXent", "InfoNCE, learnt", *(f"memory of {recipe}" for recipe in MEMORIES if recipe.call == "views")}
 
 SOME = ("InfoNCE, learnt", "SupCon", "ProxyAnchorLoss, learnt", "TripletMarginLoss")
 
@@ -89,6 +92,7 @@ class Plan(NamedTuple):
 class Trained(NamedTuple):
     values: Tensor
     parameters: list[Tensor]
+    state: list[Tensor]
 
 
 def train(plan: Plan, *, alone: bool = False) -> Trained:
@@ -96,7 +100,9 @@ def train(plan: Plan, *, alone: bool = False) -> Trained:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, D)).double()
     make, make_miner = RECIPES[plan.recipe]
-    loss, miner = make().double(), make_miner()
+    loss, miner = make(), make_miner()
+    for x in loss.parameters():
+        x.data = x.data.double()  # and a memory keeps its dtype
     bare = [encoder, loss]
     weights = [x for module in bare for x in module.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.02, momentum=0.9)
@@ -104,16 +110,18 @@ def train(plan: Plan, *, alone: bool = False) -> Trained:
         encoder = trainer.wrap(encoder)
         inner = DistributedDataParallel(loss) if plan.loss_in == "DDP inside" else loss
         loss = cz.DistributedLoss(inner, miner=miner, grad_reduction=plan.told or trainer.grad_reduction)
-        if plan.loss_in == "trainer":
-            loss = trainer.wrap(loss)
+        if plan.loss_in == "trainer" and any(True for _ in loss.parameters()):
+            loss = trainer.wrap(loss)  # which copies rank 0's memory to all
     values = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(plan.micro):
             with _synchronised([encoder, loss], last=micro == plan.micro - 1):
-                x, *labels = local_rows(plan.recipe in ("NTXent", "InfoNCE, learnt"), step, micro)
+                x, *labels = local_rows(plan.recipe in OF_VIEWS, step, micro)
                 z = encoder(x)
                 rows = [z, *labels] if labels else list(z.split(len(z) // 2 or 1, 0) if len(z) else (z, z))
+                if plan.recipe.startswith("memory"):
+                    rows[1] = rows[1].detach()
                 if alone and miner is not None:
                     rows.append(miner(*rows))
                 value = loss(*rows)
@@ -122,7 +130,7 @@ def train(plan: Plan, *, alone: bool = False) -> Trained:
         # a parameter outside the trainer must come out complete by itself; a sum has to reach all of them
         trainer.reduce(bare if trainer.grad_reduction == "sum" else bare[:1])
         optimizer.step()
-    return Trained(torch.stack(values), [x.detach() for x in weights])
+    return Trained(torch.stack(values), [x.detach() for x in weights], [*bare[1].buffers()])
 
 
 @contextlib.contextmanager
@@ -158,11 +166,14 @@ def loss_in(recipe: str, trainer: str) -> str:
 
 LEARNT = [name for name in RECIPES if "learnt" in name]
 WITHOUT_DDP = [name for name in TRAINERS if name != "DDP"]
+OF_MEMORIES = [name for name in RECIPES if name.startswith("memory")]
+ROUNDS = [(2, "average_gradients", "nothing"), (2, "DDP", "trainer"), (3, "a sum by hand", "nothing")]
 TRAININGS: list[tuple[int, Plan]] = [
     *((world_size, Plan(recipe)) for recipe, world_size in drawn(RECIPES, [2, 3], one_in=2)),
     *((2, Plan(x, "DDP", of)) for x, of in drawn(LEARNT, ["trainer", "DDP inside"], one_in=2)),
     *((3, Plan(x, trainer, loss_in(x, trainer))) for x, trainer in drawn(SOME, WITHOUT_DDP, one_in=2)),
     *((2, Plan(x, trainer, loss_in(x, trainer), 3)) for x, trainer in drawn(SOME, [*TRAINERS][:3], one_in=2)),
+    *((world_size, Plan(x, trainer, of)) for x, (world_size, trainer, of) in drawn(OF_MEMORIES, ROUNDS, one_in=2)),
 ]
 
 
@@ -173,6 +184,8 @@ def test_a_training_ends_as_on_one_process(world_size: int, plan: Plan, worlds: 
         close(found.values, expected.values)
         for x, y in zip(found.parameters, expected.parameters, strict=True):
             close(x, y)
+        for x, y in zip(found.state, expected.state, strict=True):
+            close(x, y, 0.01 if y.dtype == torch.bfloat16 else EXACT)
 
 
 @pytest.mark.parametrize(("trainer", "told"), [("DDP", "sum"), ("a sum by hand", "mean")])

@@ -22,13 +22,14 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, Largest, close, common_error, distance, numbers
+from tests.helpers import EXACT, Largest, close, common_error, distance, numbers, refused
 from tests.losses.zoo_pairs import dense_max_sim, dense_pairwise
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
 NAMES = ("queries", "documents", "negatives")
 MASKS = ("query_mask", "document_mask", "negative_mask")
 WIDTH = 4
+ORDER = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
 
 LOSSES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor], dict[str, Any]]] = {
     "MaxSim": (cz.MaxSim, dense_max_sim, {}),
@@ -182,14 +183,18 @@ shard_of_a_rank = st.builds(
 )
 
 
+@st.composite
+def trainings(draw: st.DrawFn) -> list[tuple[Shard, ...]]:
+    """Draw steps of two or three ranks, in each of which somebody has something."""
+    world = draw(st.sampled_from([2, 3]))
+    steps = draw(st.lists(st.tuples(*[shard_of_a_rank] * world), min_size=1, max_size=3))
+    return [step for step in steps if any(shard.pairs for shard in step)] or [(Shard(1),) * world]
+
+
 @pytest.mark.parametrize("name", LOSSES)
-@given(data=st.data(), option=st.sampled_from([False, True]), budget=st.sampled_from([0, 2**20]))
-def test_ranks_of_any_number_of_tokens_are_one_process(name: str, data, option, budget, worlds: Worlds) -> None:
-    world = data.draw(st.sampled_from([2, 3]))
-    steps = data.draw(st.lists(st.tuples(*[shard_of_a_rank] * world), min_size=1, max_size=3))
-    steps = [step for step in steps if any(shard.pairs for shard in step)] or [(Shard(1),) * world]
-    for error in worlds.run(world, largest_error, name, steps, option, budget):
-        assert error <= EXACT
+@given(steps=trainings(), option=st.sampled_from([False, True]), budget=st.sampled_from([0, 2**20]))
+def test_ranks_of_any_number_of_tokens_are_one_process(name: str, steps, option, budget, worlds: Worlds) -> None:
+    assert max(worlds.run(len(steps[0]), largest_error, name, steps, option, budget)) <= EXACT
 
 
 @pytest.mark.parametrize("mutant", ["padding counts", "local negatives"])
@@ -207,13 +212,12 @@ def quiet_error(steps: Sequence[Sequence[Shard]], mutant: str) -> float:
 def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
     """Also with arguments by position, and prefixes of tokens."""
     shards = (Shard(2, 1), Shard(3, 0, (4, 2, 1)))
-    order = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
 
     def job() -> tuple[float, float]:
         rows = rows_of(shards[dist.get_rank()], seed=20 * dist.get_rank())
         total = cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()], weights=[1.0, 0.5])
         prefixes = cz.Matryoshka(cz.MaxSim(), (2, WIDTH))
-        positional = [rows[name] for name in order]
+        positional = [rows[name] for name in ORDER]
         return cz.DistributedLoss(total)(*positional).item(), cz.DistributedLoss(prefixes)(**rows).item()
 
     every = whole([rows_of(shard, seed=20 * rank) for rank, shard in enumerate(shards)])
@@ -224,22 +228,13 @@ def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
 
 
 def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
-    def call(length: int, mask: Tensor | None = None, width: int = 3) -> float:
-        tokens = torch.eye(3)[:, None].repeat(1, length, 1)[..., :width]
-        return cz.DistributedLoss(cz.MaxSim(), check_distinct=False)(tokens, tokens, None, mask).item()
+    def bad(spoil: Callable[[Tensor], list[Tensor]]) -> None:
+        tokens = torch.eye(3)[:, None].repeat(1, 2, 1)
+        cz.DistributedLoss(cz.MaxSim(), check_distinct=False)(*(spoil(tokens) if dist.get_rank() else [tokens] * 2))
 
-    def spoilt(**of_rank_1: Any) -> Callable[[], Any]:
-        return lambda: call(2, **(of_rank_1 if dist.get_rank() == 1 else {}))
-
-    cases = [
-        (spoilt(width=2), "ranks disagree on the width of tokens of queries: rank 0 brought d=3, rank 1 brought d=2"),
-        (spoilt(mask=torch.tensor([[1, 0], [0, 0], [1, 1]])), "got none in row 1"),
-        (spoilt(mask=torch.ones(3, 2)), "document_mask must be bool [n, b] or integer [n, b]"),
-    ]
-    for bad, said in cases:
-        text, after = common_error(worlds, 2, bad, lambda: call(1 + dist.get_rank()))
-        assert said in text
-        assert len(set(after)) == 1
+    words = "ranks disagree on the width of tokens of queries: rank 0 brought d=3, rank 1 brought d=2"
+    refused(worlds, 2, lambda: bad(lambda x: [x[..., :2]] * 2), words)
+    refused(worlds, 2, lambda: bad(lambda x: [x, x, None, x[..., 0].long()]), "rank 1: … got none in row 1")
 
 
 class Pooled(nn.Module):
@@ -284,13 +279,9 @@ def padded_error(steps: Sequence[Sequence[Shard]], trainer: Any) -> float:
 
 
 @pytest.mark.parametrize("trainer", ["mean", "sum"])
-@given(data=st.data())
-def test_a_third_party_loss_of_padded_tokens_is_one_process(trainer: str, data, worlds: Worlds) -> None:
-    world = data.draw(st.sampled_from([2, 3]))
-    steps = data.draw(st.lists(st.tuples(*[shard_of_a_rank] * world), min_size=1, max_size=3))
-    steps = [step for step in steps if any(shard.pairs for shard in step)] or [(Shard(1),) * world]
-    for error in worlds.run(world, padded_error, steps, trainer):
-        assert error <= EXACT
+@given(steps=trainings())
+def test_a_third_party_loss_of_padded_tokens_is_one_process(trainer: str, steps, worlds: Worlds) -> None:
+    assert max(worlds.run(len(steps[0]), padded_error, steps, trainer)) <= EXACT
 
 
 def test_without_padding_the_error_names_it(worlds: Worlds) -> None:
@@ -315,9 +306,6 @@ def test_without_padding_the_error_names_it(worlds: Worlds) -> None:
         text, after = common_error(worlds, 2, bad, lambda: called(pad_dims={"tokens": 1})().item())
         assert said in text
         assert after == [18.0, 18.0]
-
-
-ORDER = [*NAMES[:2], *MASKS[:2], NAMES[2], MASKS[2]]
 
 
 def step(make: Callable[[], Any], rows: dict[str, Tensor]) -> tuple[list[Any], list[str]]:

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import is_number
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
-from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, common_error, numbers
+from tests.helpers import EVERY_CASE, close, numbers
 
 N, D = 8, 4
 LABELS = torch.arange(N) % 3
@@ -249,15 +247,3 @@ def test_a_loss_in_64_bits_takes_rows_of_32(name: str) -> None:
     assert value.dtype == torch.float32
     torch.manual_seed(0)
     assert value.item() == pytest.approx(subject()(*rows).item(), rel=1e-4, abs=1e-5)
-
-
-def test_a_setting_spoilt_on_one_rank_is_said_on_all(worlds: Worlds) -> None:
-    def bad() -> None:
-        loss = cz.Triplet()
-        loss.margin = NAN if dist.get_rank() else 0.1
-        cz.DistributedLoss(loss)(*LABELLED)
-
-    said, _ = common_error(
-        worlds, 2, bad, lambda: cz.DistributedLoss(cz.Triplet(), check_distinct=False)(*LABELLED).item()
-    )
-    assert said == "Triplet: rank 1: margin must be finite, got nan."

@@ -12,7 +12,6 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.statistics import balanced_assignment, centered, second_moments, squared_sums
-from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.world import Shards, World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
@@ -67,48 +66,6 @@ def test_dino_moves_its_centre_while_training() -> None:
     other = cz.DINO(2)
     other.load_state_dict(loss.state_dict())
     close(other.centre, loss.centre)
-
-
-def sum_of_memories() -> Loss:
-    terms = [cz.CrossBatchMemory(cz.InfoNCE(), 7, 3), cz.InfoNCE(symmetric=True), cz.LeJEPA(3, num_slices=8)]
-    return cz.WeightedSum([*terms, cz.VICReg()])
-
-
-STATEFUL: dict[str, tuple[Callable[[], Loss], int]] = {
-    "DynamicSoftMargin": (lambda: cz.DynamicSoftMargin(9, momentum=0.5), 2),
-    "NNCLR": (lambda: cz.NNCLR(7, 3), 4),
-    "ReSSL": (lambda: cz.ReSSL(7, 3), 2),
-    "DINO": (lambda: cz.DINO(3), 2),
-    "a sum of memories": (sum_of_memories, 2),
-    "a sum of two of a kind": (lambda: cz.WeightedSum([cz.NNCLR(7, 3), cz.NNCLR(5, 3, temperature=0.5)]), 4),
-}
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_state_is_that_of_one_process_at_every_step(name: str, worlds: Worlds) -> None:
-    """From an empty state on, also in a step in which a rank has no samples."""
-    make, count = STATEFUL[name]
-
-    def job(splits: list[tuple[int, ...]]) -> list[Any]:
-        loss, world, steps = make().double(), cz.World.of(), []
-        wrapped = cz.DistributedLoss(loss)
-        for step, shards in enumerate(splits):
-            local = slice(sum(shards[: world.rank]), sum(shards[: world.rank + 1]))
-            rows = [x.detach()[local].requires_grad_() for x in views(step, count, n=5, d=3)]
-            with splitting(always=world.size == 3):
-                value = wrapped(*rows)
-                value.backward()
-            gradients = [torch.zeros_like(x) if x.grad is None else x.grad / world.size for x in rows]
-            steps.append((value.detach(), local, gradients, [x.double() for x in loss.buffers()]))
-        return steps
-
-    (expected,) = worlds.run(1, job, [(5,)] * 4)
-    for splits in ([(2, 3), (5, 0), (1, 4), (3, 2)], [(1, 1, 3), (0, 4, 1), (2, 2, 1), (5, 0, 0)]):
-        for by_rank in worlds.run(len(splits[0]), job, splits):
-            for (value, local, gradients, buffers), (of_all, _, whole, state) in zip(by_rank, expected, strict=True):
-                close(value, of_all)
-                close(gradients, [x[local] for x in whole])
-                close(buffers, state)
 
 
 def test_whitening_says_when_rounding_leaves_no_inverse(worlds: Worlds) -> None:

@@ -62,12 +62,6 @@ def test_a_long_tail_makes_the_last_batches_small_and_is_warned_of() -> None:
     MPerClassBatchSampler(LABELS, m=2, classes_per_batch=3, process_group=ONE_PROCESS)  # the last batch has fewer
 
 
-def test_batches_without_duplicates_are_full_as_long_as_possible() -> None:
-    values = [0] * 10 + list(range(1, 91))
-    sizes = [len(batch) for batch in NoDuplicatesBatchSampler(values, batch_size=32, process_group=ONE_PROCESS)]
-    assert sizes == [32, 32, 5, 5, 5, 5, 4, 4, 4, 4]
-
-
 def test_batches_mix_classes() -> None:
     """Two classes of equally many samples are rarely in one batch again."""
     labels = [x for x in range(100) for _ in range(20)]

@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 from torch import nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing import check
-from contrastive_zoo.testing.batch import GlobalBatch, global_batches
+from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
-    INVARIANTS,
     Broken,
-    finite_at_extremes,
     same_value_on_every_rank,
 )
 from contrastive_zoo.testing.loss_evidence import LossEvidence
@@ -47,11 +44,11 @@ RECIPES = list(GALLERY.values())
 
 
 def drawn_recipes() -> list[Recipe]:
-    """Return one recipe of each mistake and some right ones; a search has all, also the one that waits for a time-out."""
+    """Return one recipe of each mistake and the right ones; a search has all, also the one that waits for a time-out."""
     if EVERY_CASE:
         return RECIPES
     of_mistake = {recipe.mistake: recipe for recipe in RECIPES if recipe.mistake is not None}
-    return [*(recipe for recipe in of_mistake.values() if recipe.name != "early return"), *RIGHT[::3]]
+    return [*(recipe for recipe in of_mistake.values() if recipe.name != "early return"), *RIGHT]
 
 
 @pytest.mark.usefixtures("shrink_nothing")
@@ -70,16 +67,6 @@ def test_the_diagnosis_names_the_mistake(recipe: Recipe, impatient: Worlds) -> N
     found = None if report.diagnosis is None else report.diagnosis.mistake
     assert found == recipe.mistake, str(report)
     assert report.ok == (recipe.mistake is None)
-
-
-@pytest.mark.parametrize("recipe", RIGHT, ids=lambda recipe: recipe.name)
-@settings(max_examples=settings().max_examples // 2)
-@given(batch=global_batches((2, 3, 4)))
-def test_no_false_alarms(recipe: Recipe, batch: GlobalBatch, worlds: Worlds) -> None:
-    trial = Trial(recipe.case, batch, worlds)
-    for invariant in INVARIANTS:
-        if invariant is not finite_at_extremes:
-            invariant(trial)
 
 
 def test_a_failure_has_a_small_counterexample_the_diagnosis_and_the_fix(impatient: Worlds) -> None:
