@@ -235,14 +235,6 @@ class OpenClipOwnSlice(OpenClip):
     gather_with_grad = False
 
 
-@variant("gradient clipping, Adam, a weight of the loss", base=OpenClip)
-def _(x: Any) -> None:
-    x.loss_fn = cz.DistributedLoss(cz.NTXent())
-    x.make_optimizer = partial(torch.optim.AdamW, lr=0.01)
-    x.loss = lambda *views: 0.3 * OpenClip.loss(x, *views)
-    x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1)
-
-
 @variant("an overflow under GradScaler", base=OpenClip)
 def _(x: Any) -> None:
     x.loss_fn, scaler, factors = cz.DistributedLoss(cz.NTXent()), torch.amp.GradScaler("cpu"), iter([1.0, math.inf])

@@ -140,6 +140,12 @@ def groups(*of: Sequence[int]) -> Iterator[Any]:
     dist.destroy_process_group(own)
 
 
+def as_torchrun() -> None:
+    """Write the variables of torchrun into the environment of this rank."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+
+
 class Largest(TorchDispatchMode):
     elements = 0
 

@@ -150,16 +150,6 @@ def test_every_target_is_measured() -> None:
     )
 
 
-def test_limits_from_above_and_from_below() -> None:
-    found = {"rounds": [{"GEMM": 1.0, "ours": 2.0, "peer": 10.0}], "memory": {"ours": 2.0**30, "peer": 2.0**33}}
-    least = report.Target("", "ours", "peer", 5, at_least=True)
-    assert report.measurements(least, found)[0] == [5.0]
-    assert report.measurements(replace(least, what="memory"), found)[0] == [8.0]
-    assert report.measurements(report.Target("", "ours", "GEMM", 2), found)[0] == [2.0]
-    assert report.measurements(report.Target("", "ours", "GB", 24, "memory"), found)[0] == [1.0]
-    assert report.measurements(report.Target("", "ours", "other", 2), {"absent": {"other": "away"}}) == ([], "away")
-
-
 @pytest.mark.parametrize("page", ["docs/pages/accelerator.md", "benchmarks/gpu.md"])
 def test_pages_have_the_times_of_the_model(page: str) -> None:
     gpu = pytest.importorskip("gpu")  # which needs Triton

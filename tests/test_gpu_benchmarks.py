@@ -18,9 +18,6 @@ from gpu_suite import measure
 from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
 
-from contrastive_zoo.engine import implementation as chosen
-from contrastive_zoo.engine import plan
-
 CPU: dict[str, Any] = {"n": 48, "device": "cpu", "dtype": torch.float64}
 
 
@@ -135,24 +132,3 @@ def test_the_tables_have_each_implementation_beside_ours() -> None:
     assert "| SigLIP | 65,536 | 768 | 30 | 26.9 | 90% | 900 |" in kernels
     assert all(row.count("|") == head[0].count("|") for head in (table, kernels) for row in head)
     assert any("no gradient of the scale" in line for line in notes)
-
-
-def test_the_crossover_times_all_sizes_by_both_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations on the matrix are run, with 16 embeddings."""
-
-    def step(loss: str, function: Any, n: int, d: int) -> tuple[str, int]:
-        path = chosen._implementation.get()
-        if path == "torch":
-            rows = [torch.randn(16, d, requires_grad=True) for _ in range(2)]
-            measure.value_and_gradients(function, rows)
-        return path, n
-
-    monkeypatch.setattr(gpu, "steps", step)
-    monkeypatch.setattr(gpu, "median_ms", lambda of: 3.0 if of[0] == "triton" else of[1] / 1000)
-    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", 0)  # restores it
-    clip, *_, result = gpu.crossover()
-    assert (
-        clip
-        == '"CLIP": {1024: (3.0, 1.024), 2048: (3.0, 2.048), 4096: (3.0, 4.096), 8192: (3.0, 8.192), 16384: (3.0, 16.384)},'
-    )
-    assert "above 3,000 embeddings" in result or "above 2,999 embeddings" in result

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, drawn, local_shard, numbers, refused, split
+from tests.test_operators import Operators
 
 IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
 
@@ -140,16 +140,6 @@ def on_one_process(options: Options, shards: Sequence[int]) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [x.detach() for x in step.parameters()]
-
-
-class Reductions(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += "reduce" in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 class Trainer:
@@ -275,9 +265,9 @@ def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
         if isinstance(module, cz.GradCache):
             module.chunk_size = -(-12 // chunks)
     value = training.step(*(local_shard(x, (4, 4)) for x in batch(0, 0, 8)))
-    with Reductions() as found:
+    with Operators() as found:
         value.backward()
-    return found.counts
+    return Counter(x for x in found.names if "reduce" in x)
 
 
 @pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP])

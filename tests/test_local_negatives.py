@@ -2,19 +2,17 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, numbers
+from tests.test_one_process import Gather, with_dist_nn, with_functional_collectives
 
 
 def z(n: int = 4, of_rank: int | None = None) -> Tensor:
@@ -49,27 +47,11 @@ def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Wor
         assert where == __file__, "the warning points at the user's line"
 
 
-class GatherLayer(torch.autograd.Function):
-    """As people write it by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:
-        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, x)
-        return tuple(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = torch.stack(gradients)
-        dist.all_reduce(total)
-        return total[dist.get_rank()]
-
-
 GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "torch.distributed.nn": lambda x: torch.cat(dist_nn.all_gather(x)),
-    "functional collectives": lambda x: funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD),
+    "torch.distributed.nn": with_dist_nn,
+    "functional collectives": with_functional_collectives,
     "cz.collectives.all_gather": lambda x: cz.collectives.all_gather(x),
-    "by hand": lambda x: torch.cat(GatherLayer.apply(x)),
+    "by hand": Gather.apply,
 }
 
 

@@ -1,6 +1,5 @@
 """The Hugging Face Trainer on two processes computes the parameters of one process, in every configuration."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, error_message
+from tests.helpers import EVERY_CASE, as_torchrun, error_message
 
 pytest.importorskip("accelerate")  # the Trainer needs it
 pytest.importorskip("sklearn")  # for the digits
@@ -30,13 +29,8 @@ class OwnComputeLoss(DigitsTrainer):
         return self.loss_function(model(inputs["input"]), inputs["labels"])
 
 
-def set_torchrun_environment() -> None:
-    rank, size = map(str, (dist.get_rank(), dist.get_world_size()))
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-
-
 def deviation(setup: Setup) -> Deviation:
-    set_torchrun_environment()
+    as_torchrun()
     return Deviation.between(setup.train(), *setup.reference())
 
 
@@ -62,7 +56,7 @@ def test_the_mixin_computes_the_parameters_of_one_process(setup: Setup, trainers
 
 
 def evaluation_loss(kind: Any) -> float:
-    set_torchrun_environment()
+    as_torchrun()
     samples, found = [{"input": x, "labels": y} for x, y in make_dataset(32)], []
 
     class Evaluated(kind):

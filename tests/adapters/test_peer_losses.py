@@ -1,11 +1,9 @@
 """Losses of other libraries, as they come: on several processes they are what they are on one, or they are refused."""
 
 import ast
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -106,20 +104,6 @@ def test_a_package_that_is_absent_is_a_skip_that_names_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(packages, "FOLDER", packages.ROOT / ".venv" / "no peers")
     with pytest.raises(pytest.skip.Exception, match=r"lightly==.* is not in .venv/no peers; `make test` installs it"):
         of_package("lightly")
-
-
-def test_each_package_is_installed_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        commands.append(command)
-        return SimpleNamespace(returncode=len(commands) == 1, stderr="ERROR: no version\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    failed = packages.install(tmp_path, packages.required())
-    assert len(failed) == 1
-    assert failed[0].endswith(": ERROR: no version")
-    assert len(commands) == len(packages.required())
 
 
 def test_differences_are_told() -> None:

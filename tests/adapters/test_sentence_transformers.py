@@ -4,7 +4,6 @@ why."""
 from __future__ import annotations
 
 import copy
-import os
 import random
 import re
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from contrastive_zoo.adapters.sentence_transformers import ENCODERS, DistributedSentenceLoss
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, assert_says, close, distance, error_message, groups
+from tests.helpers import EVERY_CASE, as_torchrun, assert_says, close, distance, error_message, groups
 
 N, D, WORDS = 6, 4, 11
 SPLITS = [(6,), (4, 2), (3, 1, 2), (2, 0, 4)]
@@ -532,8 +531,7 @@ def deviation(index: int) -> tuple[float, float]:
     from examples.sentence_transformers_trainer import SETUPS
     from examples.setup import Deviation
 
-    rank, size = map(str, (dist.get_rank(), dist.get_world_size()))  # what torchrun says
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    as_torchrun()
     return Deviation.between(SETUPS[index].train(), *SETUPS[index].reference())
 
 

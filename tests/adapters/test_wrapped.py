@@ -5,15 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
+from contrastive_zoo.testing.batch import GlobalBatch
+from contrastive_zoo.testing.invariants import CONTRACT
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, close, distance, numbers, split
+from tests.helpers import EXACT, numbers, split
 from tools.comparison import measure
-from tools.pml_matrix.cases import Case, all_runs
+from tools.pml_matrix.cases import Case as Loss
+from tools.pml_matrix.cases import all_runs
 
 wrap, mining = cz.DistributedLoss, cz.data.DistributedMiner
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -23,11 +28,11 @@ def triplets() -> Any:
     return losses.TripletMarginLoss(0.5)
 
 
-MINED = Case("TripletMarginLoss", "BatchHardMiner")
-TAKEN_OFF: dict[str, tuple[Case, Callable[..., Any]]] = {
-    "their loss": (Case("ArcFaceLoss"), lambda loss, miner, **o: wrap(DistributedLossWrapper(loss), **o)),
+MINED = Loss("TripletMarginLoss", "BatchHardMiner")
+TAKEN_OFF: dict[str, tuple[Loss, Callable[..., Any]]] = {
+    "their loss": (Loss("ArcFaceLoss"), lambda loss, miner, **o: wrap(DistributedLossWrapper(loss), **o)),
     "their efficient loss": (
-        Case("TripletMarginLoss"), lambda loss, miner, **o: wrap(DistributedLossWrapper(loss, efficient=True), **o)
+        Loss("TripletMarginLoss"), lambda loss, miner, **o: wrap(DistributedLossWrapper(loss, efficient=True), **o)
     ),
     "their loss and our miner": (
         MINED, lambda loss, miner, **o: wrap(DistributedLossWrapper(loss), miner=mining(miner), **o)
@@ -108,23 +113,15 @@ def test_an_inner_wrapper_is_refused_with_its_place(name: str) -> None:
 
 @pytest.mark.parametrize("make", [distributed, lambda: DistributedLossWrapper(losses.ContrastiveLoss())])
 def test_a_wrapper_that_torch_does_not_know_as_a_part_sees_one_process(make: Callable[[], Any], worlds: Worlds) -> None:
-    def job(z: Tensor, labels: Tensor) -> list[Tensor]:
-        inner, miner, z = make(), DistributedMinerWrapper(miners.BatchHardMiner()), z.clone().requires_grad_()
+    def inside() -> Any:
+        if dist.get_world_size() == 1:
+            return wrap(losses.ContrastiveLoss(), miner=miners.BatchHardMiner())
+        inner, miner = make(), DistributedMinerWrapper(miners.BatchHardMiner())
+        return wrap(lambda z, labels, indices_tuple: inner(z, labels, indices_tuple), miner=lambda *rows: miner(*rows))
 
-        def of_inner(z: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-            return inner(z, labels, indices_tuple)
-
-        value = wrap(of_inner, miner=lambda z, labels: miner(z, labels))(z, labels)
-        value.backward()
-        return [value.detach(), z.grad]
-
-    z = numbers(8, 4, seed=0).requires_grad_()
-    value = losses.ContrastiveLoss()(z, LABELS, miners.BatchHardMiner()(z, LABELS))
-    value.backward()
-    found = worlds.run(2, job, each=list(zip(split(z.detach(), (3, 5)), split(LABELS, (3, 5)), strict=True)))
-    assert distance(torch.cat([gradient for _, gradient in found]) / 2, z.grad) <= EXACT
-    for of_rank, _ in found:
-        close(of_rank, value.detach())
+    trial = Trial(Case(inside), GlobalBatch((3, 5), d=4, seed=0), worlds)
+    for invariant in CONTRACT:
+        invariant(trial)
 
 
 def test_a_miner_of_another_group_is_refused() -> None:

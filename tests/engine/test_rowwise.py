@@ -28,7 +28,7 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import Largest, close, drawn, numbers
+from tests.helpers import close, drawn, numbers
 
 Pass = Callable[..., Tensor]
 
@@ -212,14 +212,6 @@ def test_a_search_and_one_bar_after_another_find_the_same(
         close(x, y)
 
 
-LOSSES = [
-    cz.Triplet(mining="hard"),
-    cz.Triplet(mining="semi-hard"),
-    cz.MultiSimilarity(epsilon=0.1),
-    cz.Circle(gamma=8),
-]
-
-
 def test_a_block_is_as_high_as_the_budget_allows() -> None:
     def height() -> int:
         return next(iter(anchor_block.anchor_slices(torch.empty(2048, 2), 2048))).stop
@@ -230,19 +222,6 @@ def test_a_block_is_as_high_as_the_budget_allows() -> None:
         assert height() == usual // 4
     with cz.engine.memory_budget(0):  # not row by row
         assert height() == tiling.LOW_BLOCK
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{type(x).__name__}")
-def test_nothing_n_by_n_is_held(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 96
-    monkeypatch.setattr(tiling, "BLOCK_BYTES", n * 8 * tiling.FEWEST_MATRICES * 8)
-    z, labels = numbers(n, 4, seed=0), torch.arange(n) % 9
-    with Largest() as largest:
-        outcome(loss, z, labels)
-    assert largest.elements <= 8 * n  # one block of eight rows
-    with cz.engine.plain_formulas(), Largest() as largest:
-        outcome(loss, z, labels)
-    assert largest.elements >= n * n
 
 
 @pytest.mark.parametrize("make", [lambda: cz.Triplet(mining="hard"), cz.Contrastive], ids=["at once", "afterwards"])

@@ -16,6 +16,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.data import BaseBatchSampler, CollateEmptyBatches, GlobalBatchSampler
 from contrastive_zoo.testing.auditing.records import listed
 from contrastive_zoo.testing.worlds import Worlds
+from tests.helpers import as_torchrun
 
 SIZE, BATCH, EPOCHS = 9, 4, 3
 """The last batch of an epoch has one sample, so rank 1 of 2 has none."""
@@ -46,8 +47,7 @@ def expected() -> list[list[int]]:
 
 
 def torchrun_variables() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+    as_torchrun()
     os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="none", MASTER_ADDR="localhost", MASTER_PORT="0")
 
 
