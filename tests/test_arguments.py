@@ -207,7 +207,8 @@ def test_a_list_of_samples_is_refused(name: str, worlds: Worlds) -> None:
 
 
 def test_lists_of_views_are_gathered(worlds: Worlds) -> None:
-    """Of one number of samples, of some crops a sample, of pools; an empty shard; several arguments are no list."""
+    """Of one number of samples, of some crops a sample, of pools; an empty shard; several arguments are no list, and a
+    pool may be as large on every rank beside uneven rows."""
 
     def job() -> None:
         n = on_rank_0(0, 3)
@@ -216,6 +217,7 @@ def test_lists_of_views_are_gathered(worlds: Worlds) -> None:
         called([of_rank(5), of_rank(5, seed=9)], of_rank(6, seed=20))
         called(documents(4, 2), torch.arange(3), batch_dim={"z": 0, "other": 0})
         called(of_rank(5), of_rank(3, seed=9), loss=lambda *rows: with_other(*rows))
+        called(of_rank(n), of_rank(6, seed=40))
 
     worlds.run(2, job)
 

@@ -278,19 +278,6 @@ def test_the_extras_of_the_readme_exist() -> None:
     assert listed == set(PROJECT["project"]["optional-dependencies"])
 
 
-def test_top_level_names_are_the_agreed_ones() -> None:
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    generated = {"dist", "site", "vectors", "demo-output", "shared"}
-    assert folders - generated - {"__pycache__"} == {
-        "contrastive_zoo",
-        "tests",
-        "benchmarks",
-        "docs",
-        "examples",
-        "tools",
-    }
-
-
 def test_the_addresses_of_sources_are_whole() -> None:
     from contrastive_zoo.testing.catalogue import CATALOGUE
 

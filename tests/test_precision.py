@@ -189,78 +189,45 @@ def test_a_graph_that_is_only_kept_costs_nothing(entry: Entry) -> None:
         close(x.detach(), y)
 
 
-@dataclass(frozen=True)
-class Function:
-    run: Callable[..., Tensor]
-    entry: Entry
-    views: int = 1
-    """How many blocks of anchors each rank holds, one after the other."""
-
-    def anchors(self, *rows: Tensor) -> Tensor:
-        return self.entry.dense(*rows, temperature=0.3, reduction="none")
-
-
-def batch_hard(*rows: Tensor, reduction: Any = "mean", world: cz.World) -> Tensor:
-    return BatchHard(reduction=reduction).double()(*rows, world=world)
+def batch_hard(*rows: Tensor, world: cz.World) -> Tensor:
+    return BatchHard(reduction="none").double()(*rows, world=world)
 
 
 def at(kind: Callable[..., Callable[..., Tensor]], **settings: Any) -> Callable[..., Tensor]:
-    return lambda *rows, world, **more: kind(temperature=0.3, **settings, **more)(*rows, world=world)
+    return lambda *rows, world: kind(temperature=0.3, reduction="none", **settings)(*rows, world=world)
 
 
-FUNCTIONS = {
-    "nt_xent": Function(at(cz.NTXent), LOSSES[0], views=2),
-    "info_nce": Function(at(cz.InfoNCE, symmetric=True), LOSSES[1]),
-    "sup_con": Function(at(cz.SupCon), LOSSES[2]),
-    "RowLoss": Function(batch_hard, LOSSES[3]),
+ANCHORS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "NTXent": (at(cz.NTXent), 2),
+    "CLIP": (at(cz.InfoNCE, symmetric=True), 1),
+    "SupCon": (at(cz.SupCon), 1),
+    "RowLoss, labels": (batch_hard, 1),
 }
-SHARDS = [(5,), (3, 2), (0, 4, 1)]
-by_function = pytest.mark.parametrize("name", FUNCTIONS)
-by_shards = pytest.mark.parametrize("shards", SHARDS, ids=str)
-
-
-def data(name: str, n: int) -> list[Tensor]:
-    batch = GlobalBatch((n,), d=3, seed=4)
-    rows = batch.samples(2) if FUNCTIONS[name].entry.call == "views" else [*batch.samples(), torch.arange(n) % 2]
-    return [x.requires_grad_(x.is_floating_point()) for x in rows]
-
-
-def own(rows: Sequence[Tensor], shards: Sequence[int]) -> list[Tensor]:
-    return [local_shard(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
+"""The losses of a world's anchors, and how many blocks of anchors each rank holds, one after the other."""
 
 
 def by_view(x: Tensor, shards: Sequence[int], views: int) -> list[Tensor]:
     return [part.flatten() for part in x.view(views, -1).split(list(shards), dim=1)]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "dense"), [("none", False), ("none", True), ("mean", False), ("sum", False)], ids=str
-)
-@by_shards
-@by_function
-def test_functions_of_a_world_hand_each_rank_its_rows_gradient(name, shards, reduction, dense, worlds: Worlds) -> None:
+@by_entry
+@pytest.mark.parametrize("shards", [(5,), (3, 2), (0, 4, 1)], ids=str)
+@pytest.mark.parametrize("dense", [False, True])
+def test_losses_of_anchors_hand_each_rank_its_rows_gradient(entry: Entry, shards, dense, worlds: Worlds) -> None:
     """No factor of W: that is for the wrapper, which knows the trainer. The incoming gradient counts, anchor by anchor."""
-    function, n = FUNCTIONS[name], sum(shards)
-    rows = data(name, n)
-    weights = numbers(function.views * n, seed=5) if reduction == "none" else torch.full((n,), -2.5).double()
+    (run, views), n, batch = ANCHORS[entry.name], sum(shards), GlobalBatch((sum(shards),), d=3, seed=4)
+    rows = batch.samples(2) if entry.call == "views" else [*batch.samples(), torch.arange(n) % 2]
+    rows = [x.requires_grad_(x.is_floating_point()) for x in rows]
 
     def job(weight: Tensor) -> tuple[Tensor, list[Tensor]]:
-        here = own(rows, shards)
+        here = [local_shard(x, shards).requires_grad_(x.is_floating_point()) for x in rows]
         with cz.engine.plain_formulas() if dense else contextlib.nullcontext():
-            value = function.run(*here, reduction=reduction, world=cz.World.of())
+            value = run(*here, world=cz.World.of())
         return value, list(torch.autograd.grad(value, floating(here), weight.view_as(value)))
 
-    anchors = function.anchors(*rows)
-    if reduction == "none":
-        each = [(weight,) for weight in by_view(weights, shards, function.views)]
-        expected, values = (anchors * weights).sum(), by_view(anchors, shards, function.views)
-    else:
-        each = [(weights[0],)] * len(shards)
-        values = [anchors.sum() / ((anchors != 0).sum() if reduction == "mean" else 1)] * len(shards)
-        expected = weights[0] * values[0]
-    gradients = torch.autograd.grad(expected, floating(rows), retain_graph=True)
-    found = worlds.run(len(shards), job, each=each)
-    for (value, _), wanted in zip(found, values, strict=True):
+    anchors, weights = entry.dense(*rows, temperature=0.3, reduction="none"), numbers(views * n, seed=5)
+    found = worlds.run(len(shards), job, each=[(weight,) for weight in by_view(weights, shards, views)])
+    for (value, _), wanted in zip(found, by_view(anchors, shards, views), strict=True):
         close(value, wanted.detach())
-    for index, gradient in enumerate(gradients):
+    for index, gradient in enumerate(torch.autograd.grad((anchors * weights).sum(), floating(rows))):
         close(torch.cat([of_rank[index] for _, of_rank in found]), gradient)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, assert_says, distance, drawn, numbers, refused, split
+from tests.test_arguments import of_all, of_rank, on_rank_0
 
 D = 4
 
@@ -157,20 +158,8 @@ def test_one_process_has_no_roles() -> None:
     assert "batch_dim={'views': 1}" in repr(cz.DistributedLoss(Views(), batch_dim={"views": 1}))
 
 
-def of_rank(n: int = 5, seed: int = 0) -> Tensor:
-    return numbers(n, D, seed=seed + dist.get_rank())
-
-
-def of_all(n: int = 5) -> Tensor:
-    return numbers(n, D, seed=99)
-
-
 def called(loss: Any, *arguments: Any, **options: Any) -> Any:
     return cz.DistributedLoss(loss, **options)(*arguments)
-
-
-def rank_0(x: Any, other: Any) -> Any:
-    return other if dist.get_rank() else x
 
 
 def prototypes_of(n: int = 5, **options: Any) -> Any:
@@ -184,8 +173,6 @@ def views_of(n: int = 3, seed: int = 1, **options: Any) -> Any:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "Prototypes: prototypes is equal on every rank … shared={'prototypes'}": lambda: prototypes_of(),
-    "is equal on every rank … shared={'prototypes'}": lambda: prototypes_of(rank_0(3, 0)),
     "DistributedLoss(loss, shared={\"memory['queue']\"})": (
         lambda: called(Relations(), of_rank(), of_rank(seed=7), {"queue": of_all(9)})
     ),
@@ -194,8 +181,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "shared={'weight'}": lambda: called(
         lambda z, labels, weight: F.cross_entropy(z, labels, weight),
-        of_rank(rank_0(3, 2)),
-        torch.arange(rank_0(3, 2)) % D,
+        of_rank(on_rank_0(3, 2)),
+        torch.arange(on_rank_0(3, 2)) % D,
         torch.linspace(1, 2, D),
     ),
     "rows[9] is equal on every rank": (
@@ -204,7 +191,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}": lambda: views_of(
         seed=dist.get_rank()
     ),
-    "ranks disagree on the width of views … batch_dim={'views': 1}": lambda: views_of(rank_0(3, 4)),
+    "ranks disagree on the width of views … batch_dim={'views': 1}": lambda: views_of(on_rank_0(3, 4)),
     "the shared prototypes differs between ranks … out of shared": (
         lambda: prototypes_of(prototypes=of_rank(seed=8), shared={"prototypes"})
     ),
@@ -212,19 +199,19 @@ REFUSED: dict[str, Callable[[], Any]] = {
         lambda z, queue: z.sum() + queue.sum(), of_rank(), F.normalize(of_rank(2**16)).float(), shared={"queue"}
     ),
     "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]": (
-        lambda: prototypes_of(prototypes=of_all(rank_0(5, 6)), shared={"prototypes"})
+        lambda: prototypes_of(prototypes=of_all(on_rank_0(5, 6)), shared={"prototypes"})
     ),
     "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]": (
-        lambda: prototypes_of(prototypes=of_all().requires_grad_(rank_0(True, False)), shared={"prototypes"})
+        lambda: prototypes_of(prototypes=of_all().requires_grad_(on_rank_0(True, False)), shared={"prototypes"})
     ),
     "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}": (
-        lambda: prototypes_of(shared=rank_0({"prototypes"}, None), check_distinct=False)
+        lambda: prototypes_of(shared=on_rank_0({"prototypes"}, None), check_distinct=False)
     ),
     "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.": (
         lambda: prototypes_of(shared={"prototype"})
     ),
     "rank 0: batch_dim names view, which is no argument of this call": (
-        lambda: views_of(batch_dim=rank_0({"view": 1}, {"views": 1}))
+        lambda: views_of(batch_dim=on_rank_0({"view": 1}, {"views": 1}))
     ),
     "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]": lambda: views_of(batch_dim={"views": 3}),
     "labels are one per row, got 3 for 2 rows": (
@@ -293,11 +280,6 @@ def test_what_may_be_equal_on_every_rank(worlds: Worlds) -> None:
                 loss(of_rank(), make())
 
     worlds.run(2, job)
-
-
-def test_pools_of_equal_size_beside_uneven_rows(worlds: Worlds) -> None:
-    """Each rank has as many negatives, or documents, of its own."""
-    worlds.run(2, lambda: called(lambda z, pool: z.sum() + pool.sum(), of_rank(rank_0(3, 2)), of_rank(6, seed=40)))
 
 
 def test_equal_rows_are_accepted_where_they_are_stated(worlds: Worlds) -> None:

@@ -15,12 +15,9 @@ from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.invariants import CONTRACT, same_sharded_gradient, scales_with_grad_output
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
+from tests.losses.test_statistics import close
 from tests.losses.zoo_softmax import two_towers
 from tests.zoo import fed
-
-
-def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def with_weights(cls: type[cz.ClassLoss], weights: Tensor, **settings: Any) -> cz.ClassLoss:
