@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_zoo.ranks.compiling import Function
-from contrastive_zoo.ranks.devices import has_derivative, on_cpu
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE, on_cpu
 from contrastive_zoo.ranks.transport import (
     OPS,
     Reduction,
@@ -163,19 +163,18 @@ class _Gathered(Function):
         ctx: Any, shards: Sequence[Shards], world: World, factor: int, results: Sequence[Tensor], *rows: Tensor
     ) -> Any:
         ctx.shards, ctx.world, ctx.factor = shards, world, factor
-        ctx.mark_non_differentiable(*[x for x in results if not has_derivative(x)])
+        ctx.mark_non_differentiable(*[x for x in results if x.dtype not in DIFFERENTIABLE])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.factor != 1:
-            refuse_second_derivative()
-        # a slice is differentiated again only under create_graph; a node for each costs more than a small slice
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a node for each slice costs more than a small slice
+            local = [ctx.factor * dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
+        elif ctx.factor == 1:
             local = [_own_slice(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
         else:
-            local = [dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
-        return None, None, None, None, *[ctx.factor * dx for dx in local]
+            raise ValueError(_DIFFERENTIATED_AGAIN)
+        return None, None, None, None, *local
 
 
 def gather_together(
@@ -227,20 +226,18 @@ class _ScaleGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise ValueError(_DIFFERENTIATED_AGAIN)
         return dy * ctx.factor, None
 
 
-def refuse_second_derivative() -> None:
-    """Refuse a graph of gradients that are scaled for a trainer."""
-    if torch.is_grad_enabled():
-        raise ValueError(
-            "DistributedLoss: create_graph=True asks for gradients that are differentiated again, but here they are those "
-            "that a trainer averages, W times the derivative: a penalty of them would be W² times too large. Take the "
-            "derivative of the bare loss under plain_formulas(), loss(embeddings, labels, world=cz.World.of()), or of a "
-            "third-party loss of the rows that cz.collectives.all_gather(embeddings, gradient='complete') returns; add "
-            "the penalty of this rank's rows to the value of DistributedLoss."
-        )
+_DIFFERENTIATED_AGAIN = (
+    "DistributedLoss: create_graph=True asks for gradients that are differentiated again, but here they are those that a "
+    "trainer averages, W times the derivative: a penalty of them would be W² times too large. Take the derivative of the "
+    "bare loss under plain_formulas(), loss(embeddings, labels, world=cz.World.of()), or of a third-party loss of the rows "
+    "that cz.collectives.all_gather(embeddings, gradient='complete') returns; add the penalty of this rank's rows to the "
+    "value of DistributedLoss."
+)
 
 
 def scale_gradient(x: Any, factor: float) -> Any:

@@ -11,12 +11,14 @@ on_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
 """Whether the host can read the values of a tensor without waiting for another device."""
 
 
-def has_derivative(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+_DTYPES = (x for x in vars(torch).values() if isinstance(x, torch.dtype))
+DIFFERENTIABLE = frozenset(x for x in _DTYPES if x.is_floating_point or x.is_complex)
+"""The dtypes of tensors that may have a gradient."""
 
 
 def as_real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    """Complex numbers as pairs of real ones."""
+    return torch.view_as_real(x.resolve_conj())
 
 
 def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -33,8 +35,7 @@ def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tu
         return tuple(args), dict(named)
 
     def moved(x: Any) -> Any:
-        numbers = isinstance(x, Tensor) and not has_derivative(x) and not x.is_meta
-        return x.to(device) if numbers else x
+        return x.to(device) if isinstance(x, Tensor) and x.dtype not in DIFFERENTIABLE and not x.is_meta else x
 
     return tuple(map(moved, args)), {name: moved(x) for name, x in named.items()}
 

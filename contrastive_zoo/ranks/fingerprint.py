@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from contrastive_zoo.ranks.devices import as_real, has_derivative, has_float64, read_later
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE, as_real, has_float64, read_later
 
 ONE_ROW, REPEATED, DISTINCT = range(3)
 """What the numbers of an argument are, in the last two bits of its digest: rows that are all the same, as of a collapsed
@@ -39,7 +39,10 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = N
     parts, shapes, device = [], {}, _CPU
     for name, x in rows.items():
         if x.numel():
-            parts.append(_sample(x))
+            # evenly spaced columns, then rows
+            flat = (as_real(x) if x.is_complex() else x).detach().reshape(len(x), -1)
+            flat = flat[:, :: max(1, flat.shape[1] // _COLUMNS)]
+            parts.append(flat[:: max(1, flat.numel() // _NUMBERS)])
             shapes[name] = parts[-1].shape
             device = device if x.is_cpu else x.device
     first, ends = len(parts), []
@@ -58,7 +61,7 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = N
     def finished() -> Fingerprint:
         numbers, start, digests = read(), 0, {}
         for name, shape in shapes.items():
-            is_embedding = has_derivative(rows[name]) and shape[1] > 1
+            is_embedding = rows[name].dtype in DIFFERENTIABLE and shape[1] > 1
             digests[name] = _digest(numbers[start : start + shape.numel()], shape[1], is_embedding)
             start += shape.numel()
         of_state, of_buffers = numbers[start : start + ends[0]], numbers[start + ends[0] :]
@@ -69,13 +72,6 @@ def fingerprint(state: Numbers, rows: Mapping[str, Tensor], buffers: Numbers = N
 
 
 _NUMBERS, _COLUMNS = 256, 32  # of an argument, how many a digest is made of at least, and of how many features
-
-
-def _sample(x: Tensor) -> Tensor:
-    """Return evenly spaced rows and columns."""
-    x = as_real(x.detach()).reshape(len(x), -1)
-    x = x[:, :: max(1, x.shape[1] // _COLUMNS)]
-    return x[:: max(1, x.numel() // _NUMBERS)]
 
 
 def _digest(numbers: list[float], width: int, is_embedding: bool) -> int:
@@ -90,7 +86,8 @@ def equal_arguments(
 ) -> tuple[dict[str, int], Sequence[int]]:
     """Return which arguments are equal on all ranks, with what their numbers are, and ranks with the same embeddings."""
     equal = {name: of[0] & _KIND for name, of in zip(rows, digests, strict=True) if of[0] and len({*of}) == 1}
-    by_rank = [*zip(*(of for x, of in zip(rows.values(), digests, strict=True) if has_derivative(x)), strict=True)]
+    embeddings = [of for x, of in zip(rows.values(), digests, strict=True) if x.dtype in DIFFERENTIABLE]
+    by_rank = [*zip(*embeddings, strict=True)]
     for of_rank, count in Counter(by_rank).items():
         # a few numbers, as of masks, may be equal by chance on some ranks
         least = REPEATED if count == len(by_rank) else DISTINCT
@@ -109,7 +106,7 @@ _GOLDEN_RATIO = 0.5 + 1.25**0.5  # its multiples by neighbouring integers have f
 
 def norm_and_sketch(x: Tensor) -> Tensor:
     """Return [2]: the norm of a tensor, and the product of all of its numbers with a fixed direction."""
-    flat = as_real(x.detach()).flatten()
+    flat = (as_real(x) if x.is_complex() else x).detach().flatten()
     if len(flat) == 1 and not flat.is_floating_point() and has_float64(flat.device):  # a count, compared exactly
         flat = flat.double()
         return torch.cat([flat, flat * (_GOLDEN_RATIO * flat % 1)])

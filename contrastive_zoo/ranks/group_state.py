@@ -11,7 +11,6 @@ import torch.distributed as dist
 class GroupState:
     """What this process knows of one process group."""
 
-    has_sent: bool = False  # whether a message of this library has been sent
     handshakes: int = 0  # how many have been begun; equal on all ranks, since a handshake involves all of them
     messages: int = 0  # how many that are polled have been begun since; equal on all ranks
     gathers: int = 0  # how many gathers in log₂ W rounds have been begun; equal on all ranks
@@ -34,20 +33,6 @@ class GroupState:
     # this process alone, which is the default group in third-party losses; None until the first one runs
     alone: dist.ProcessGroup | None = None
 
-    def reserve(self, needed: int, *, limit: int, patience: int) -> None:
-        """Update the bytes, given the largest payload of this handshake; 0 if there was none."""
-        fits = 0 < needed <= limit
-        self.idle = 0 if fits else self.idle + 1
-        if fits or self.idle >= patience:
-            self.reserved = needed if fits else 0
-
 
 STATES: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()
 """By group: several wrappers share a group, and a wrapper may be copied, loaded or made anew between two of its calls."""
-
-
-def state_of(group: dist.ProcessGroup) -> GroupState:
-    state = STATES.get(group)
-    if state is None:
-        state = STATES[group] = GroupState()
-    return state

@@ -146,11 +146,10 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
 
 def reserve_payload(needed: int, world: World) -> None:
     """Reserve bytes behind the group's next headers, by what this step would have needed there; 0 for nothing."""
-    state = world.state
-    if 0 < needed == state.reserved:
-        state.idle = 0
-    else:
-        state.reserve(needed, limit=PAYLOAD_LIMIT, patience=_IDLE)
+    state, fits = world.state, 0 < needed <= PAYLOAD_LIMIT
+    state.idle = 0 if fits else state.idle + 1
+    if fits or state.idle >= _IDLE:
+        state.reserved = needed if fits else 0
 
 
 def _identity(statement: Statement, number: int, received: Mapping[str, Sequence[int]], world: World) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from contrastive_zoo.ranks.compat import waiting_time
-from contrastive_zoo.ranks.group_state import GroupState
+from contrastive_zoo.ranks.group_state import STATES, GroupState
 
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
 """Seconds after which a waiting rank looks for a note: at first, and at most. Python also handles Ctrl-C then."""
@@ -75,7 +75,7 @@ def started(message: str, begin: Callable[[], Any], member: Member, *, polled: b
     While a ``polled`` message does not arrive, a note is looked for: not for works on an accelerator, for which the host
     does not wait, and not for a transfer between two ranks, which cannot be waited for in parts.
     """
-    status, since = _of_group(member), time.monotonic()
+    status, since = member.state, time.monotonic()
     if _inherited is not None and dist.group.WORLD is _inherited:
         raise CommunicationError(f"{_who(member)}: {_FORKED}")
     if status.lost is not None:
@@ -92,10 +92,7 @@ def started(message: str, begin: Callable[[], Any], member: Member, *, polled: b
     def wait() -> None:
         try:
             for work in works:
-                if polled:
-                    _wait_and_look(work, message, number, member)
-                else:
-                    work.wait()
+                _wait_and_look(work, message, number, member) if polled else work.wait()
         except CommunicationError:
             raise
         except RuntimeError as error:
@@ -109,7 +106,7 @@ def started(message: str, begin: Callable[[], Any], member: Member, *, polled: b
 
 def begun_handshake(member: Member) -> int:
     """Count a handshake before anything of it is sent, and return its number."""
-    status = _of_group(member)
+    status = member.state
     if status.failed_at == status.handshakes and status.lost is None:
         _settle(member)
     status.handshakes, status.messages = status.handshakes + 1, 0
@@ -118,7 +115,7 @@ def begun_handshake(member: Member) -> int:
 
 def _settle(member: Member) -> None:
     """Wait, without a message, until every other rank has failed in this call, too, or has gone on without this one."""
-    status, key = _of_group(member), _key(member)
+    status, key = member.state, _key(member)
     until = time.monotonic() + waiting_time(member.process_group)
     waits_for = {rank for rank in range(member.size) if rank != member.rank}
     while waits_for:
@@ -153,7 +150,7 @@ def report(error: BaseException, member: Member) -> None:
     """Leave a note for the ranks that wait for this one: it has failed after the last handshake."""
     if isinstance(error, CommunicationError) or member.size == 1:  # the rank that failed has left its own note
         return
-    status = _of_group(member)
+    status = member.state
     status.failed_at = status.handshakes
     words = f"{type(error).__name__}: {error}".strip().rstrip(":.")
     of_loss = f" in {member.caller}" if member.caller else ""
@@ -169,21 +166,17 @@ def report(error: BaseException, member: Member) -> None:
 def _wait_and_look(work: Any, message: str, number: int, member: Member) -> None:
     """Wait for a work of the CPU; from time to time, look for a note of a rank that has failed before it."""
     patience = FIRST_LOOK
-    while not _arrived(work, patience):
+    while True:
+        try:
+            work.wait(timedelta(seconds=patience))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # at once; raises the backend's own error, if it failed
+                return
         if (note := _note(member, number)) is not None:
             raise lost(f"{_who(member)} waited in {message} for a rank that has failed. {note}", member)
         patience = min(2 * patience, LONGEST_WAIT)
-
-
-def _arrived(work: Any, seconds: float) -> bool:
-    """Wait at most so long; return whether the message has arrived."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # at once; raises the backend's own error, if it failed
-    return True
 
 
 def _failed(message: str, member: Member, error: RuntimeError, since: float) -> CommunicationError:
@@ -199,7 +192,7 @@ def _failed(message: str, member: Member, error: RuntimeError, since: float) -> 
 
 def lost(text: str, member: Member) -> CommunicationError:
     """Return the error after which the group is not used any more; a rank that has failed and would go on hears of it."""
-    _of_group(member).lost = text
+    member.state.lost = text
     _in_store(lambda store: store.set(f"{_key(member)}/gone on", "1"))
     return CommunicationError(text)
 
@@ -208,20 +201,15 @@ def _who(member: Member) -> str:
     return f"{member.caller}: rank {member.rank}" if member.caller else f"rank {member.rank}"
 
 
-def _of_group(member: Member) -> GroupState:
-    """The state of the member's group; its first message clears a note that an earlier group of this name has left."""
-    state = member.state
-    if not state.has_sent:
-        state.has_sent = True
-        _in_store(lambda store: _clear(store, member))
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """The state of a group; its first use clears a note that an earlier group of this name has left."""
+    state = STATES.get(group)
+    if state is None:
+        state = STATES[group] = GroupState()
+        names = [f"/{group.rank()}", *(["", "/gone on"] if group.rank() == 0 else [])]
+        key = _key_of(group)
+        _in_store(lambda store: [store.set(f"{key}{name}", "") for name in names])
     return state
-
-
-def _clear(store: Any, member: Member) -> None:
-    store.set(f"{_key(member)}/{member.rank}", "")
-    if member.rank == 0:
-        store.set(_key(member), "")
-        store.set(f"{_key(member)}/gone on", "")
 
 
 def _note(member: Member, before: float = math.inf) -> str | None:
@@ -229,7 +217,7 @@ def _note(member: Member, before: float = math.inf) -> str | None:
 
     None if this rank failed after the same handshake, too: then it waits for a call in which both go on.
     """
-    status = _of_group(member)
+    status = member.state
 
     def recent(store: Any) -> list[list[str]]:
         last = _read(store, _key(member))
@@ -244,7 +232,11 @@ def _note(member: Member, before: float = math.inf) -> str | None:
 
 
 def _key(member: Member) -> str:
-    return f"contrastive_zoo/failure/{member.process_group.group_name}"
+    return _key_of(member.process_group)
+
+
+def _key_of(group: dist.ProcessGroup) -> str:
+    return f"contrastive_zoo/failure/{group.group_name}"
 
 
 def _in_store(function: Callable[[Any], Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -15,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from contrastive_zoo.ranks.compat import default_group, group_of_one, messages_of, next_node, unpacking_in
 from contrastive_zoo.ranks.compiling import saved_tensors_are_hooked, uncompiled
-from contrastive_zoo.ranks.group_state import STATES, state_of
+from contrastive_zoo.ranks.group_state import STATES
+from contrastive_zoo.ranks.messages import state_of
 from contrastive_zoo.ranks.world import World
 
 if not dist.is_initialized():
@@ -112,7 +114,7 @@ def _python_functions(value: Any, first: int = 0) -> Iterator[Any]:
         visited.add(node)
         if isinstance(node, BackwardCFunction):
             yield node
-        nodes += [function for function, _ in node.next_functions]
+        nodes += map(itemgetter(0), node.next_functions)
 
 
 _HOLDS_A_GROUP = (

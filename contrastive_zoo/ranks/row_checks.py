@@ -109,7 +109,7 @@ def tolerance(rows: Iterable[Tensor]) -> float:
     """The largest epsilon of the rows' floating-point dtypes; that of float32 if there are none."""
     largest = 0.0
     for x in rows:
-        if devices.has_derivative(x):
+        if x.dtype in devices.DIFFERENTIABLE:
             largest = max(largest, torch.finfo(x.dtype).eps)
     return largest or torch.finfo(torch.float32).eps
 
@@ -117,8 +117,13 @@ def tolerance(rows: Iterable[Tensor]) -> float:
 def first_non_finite(rows: Mapping[str, Tensor], *, optional: bool = True) -> str | None:
     """Which rows hold NaN or infinite values, in words; None if no row does. ``optional``: the caller has check_finite."""
     for name, tensor in rows.items():
-        if devices.has_derivative(tensor) and not _all_finite(devices.as_real(tensor.detach())):
-            bad = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero().flatten().tolist()
+        if tensor.dtype not in devices.DIFFERENTIABLE:
+            continue
+        x = (devices.as_real(tensor) if tensor.is_complex() else tensor).detach()
+        # a finite sum proves that all values are finite; an infinite one may have overflowed
+        total = x.sum(dtype=torch.float32 if x.dtype.itemsize == 2 else None).item()
+        if not (math.isfinite(total) or x.isfinite().all()):
+            bad = (~x.isfinite().reshape(len(x), -1)).any(1).nonzero().flatten().tolist()
             some = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
             finite = f"{name}.isfinite()" if tensor.ndim == 1 else f"{name}.isfinite().flatten(1).all(1)"
             fix = "check_finite=False lets them through" if optional else f"leave these rows out: {name}[{finite}]"
@@ -127,12 +132,6 @@ def first_non_finite(rows: Mapping[str, Tensor], *, optional: bool = True) -> st
                 f"Look for a diverged encoder, a division by a zero norm or an overflow in half precision; {fix}."
             )
     return None
-
-
-def _all_finite(x: Tensor) -> bool:
-    """Whether all values are finite. A finite sum proves it; an infinite one may have overflowed, so values are checked."""
-    total = x.sum(dtype=torch.float32 if x.dtype.itemsize == 2 else None).item()
-    return math.isfinite(total) or bool(x.isfinite().all())
 
 
 def labels_problem(name: str, labels: Any, rows: int | None = None) -> str | None:

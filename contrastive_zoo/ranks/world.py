@@ -17,8 +17,8 @@ from torch import Tensor
 
 from contrastive_zoo.ranks.compat import all_gather_single, backward_pass, waiting_time
 from contrastive_zoo.ranks.doubling import Doubling
-from contrastive_zoo.ranks.group_state import STATES, GroupState, state_of
-from contrastive_zoo.ranks.messages import lost, started
+from contrastive_zoo.ranks.group_state import STATES, GroupState
+from contrastive_zoo.ranks.messages import lost, started, state_of
 from contrastive_zoo.ranks.row_checks import is_integer
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class Shards:
     @cached_property
     def local(self) -> slice:
         """This rank's rows as a slice of the global batch."""
-        return slice(self.start, self.start + self.size)
+        start = sum(self.sizes[: self.rank])
+        return slice(start, start + self.sizes[self.rank])
 
     def times(self, factor: int) -> Shards:
         """The split of ``factor`` rows per sample."""
@@ -129,7 +130,8 @@ class World:
     opened: int = field(default=0, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not (is_integer(self.rank, at_least=0) and is_integer(self.size) and self.rank < self.size):
+        are_integers = type(self.rank) is type(self.size) is int or (is_integer(self.rank) and is_integer(self.size))
+        if not (are_integers and 0 <= self.rank < self.size):
             raise ValueError(
                 f"World: a rank is an integer in 0 … size − 1, got rank={self.rank!r}, size={self.size!r}. Pass the rank "
                 "first: World(1, 4) is the second of four processes."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from contrastive_zoo.ranks.devices import ValueCheck, has_derivative, on_cpu, read_later
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE, ValueCheck, on_cpu, read_later
 from contrastive_zoo.ranks.fingerprint import Fingerprint, Numbers, fingerprint, level_of, norm_and_sketch
 from contrastive_zoo.ranks.session import Session
 
@@ -126,7 +126,7 @@ def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
     """The session of a step; NaN and infinite values of embeddings on an accelerator are refused in the next call."""
     if not session.check_finite or all(map(on_cpu, rows.values())) or all(map(attrgetter("is_meta"), rows.values())):
         return session
-    floating = {name: x.detach() for name, x in rows.items() if has_derivative(x)}
+    floating = {name: x.detach() for name, x in rows.items() if x.dtype in DIFFERENTIABLE}
     if (later := session.findings.later) is not None:
         for device in dict.fromkeys(x.device for x in floating.values()):
             here = {name: x.isfinite().all() for name, x in floating.items() if x.device == device}

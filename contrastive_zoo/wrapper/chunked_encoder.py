@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from contrastive_zoo.ranks.adjoints import broadcasted
 from contrastive_zoo.ranks.compat import backward_pass
 from contrastive_zoo.ranks.compiling import Function
-from contrastive_zoo.ranks.devices import has_derivative
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE
 from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.row_checks import described
 from contrastive_zoo.ranks.session import refuse
@@ -325,7 +325,7 @@ class _Encode(Function):
     ) -> tuple[Tensor, ...]:
         ctx.encoders, ctx.parameters = encoders, parameters
         outputs = _first_passes(encoders)
-        ctx.mark_non_differentiable(*(x for x in outputs if not has_derivative(x)))
+        ctx.mark_non_differentiable(*(x for x in outputs if x.dtype not in DIFFERENTIABLE))
         return tuple(outputs)
 
     @staticmethod

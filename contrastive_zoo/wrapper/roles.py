@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
-from contrastive_zoo.ranks.devices import has_derivative
+from contrastive_zoo.ranks.devices import DIFFERENTIABLE
 from contrastive_zoo.ranks.fingerprint import DISTINCT
 from contrastive_zoo.ranks.row_checks import is_integer
 
@@ -156,7 +156,7 @@ def role_problem(
             return _ONE_EACH.format(name=name, quoted=repr(name), count=len(members))
     flat = {counts[path] for path, x in rows.items() if x.ndim < 3}
     different = {counts[path] for path in rows if path not in equal}
-    embeddings = {counts[path] for path, x in rows.items() if has_derivative(x)}
+    embeddings = {counts[path] for path, x in rows.items() if x.dtype in DIFFERENTIABLE}
     for path in paths:
         if rows[path].ndim > 2 and counts[path] not in flat:
             shape = [counts[path][0], *rows[path].shape[1:]]
@@ -167,8 +167,8 @@ def role_problem(
         if path in equal and different and (equal[path] == DISTINCT or not has_partner):
             return _EQUAL.format(path=path, quoted=repr(path))
     for path in paths:
-        is_integer_tensor = not has_derivative(rows[path]) and rows[path].dtype is not torch.bool
-        if is_integer_tensor and embeddings and not any(_pair(counts[path], x) for x in embeddings):
+        has_integers = not (rows[path].dtype in DIFFERENTIABLE or rows[path].dtype is torch.bool)
+        if has_integers and embeddings and not any(_pair(counts[path], x) for x in embeddings):
             return _INDICES.format(path=path, quoted=repr(path))
     return None
 
@@ -186,7 +186,7 @@ def _lists(paths: Sequence[str]) -> dict[str, list[str]]:
 def _pair(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Return whether there are k rows of one for each of the other's on every rank, as of views in one tensor."""
     least, most = sorted((first, second), key=sum)
-    return most == tuple(sum(most) // max(sum(least), 1) * x for x in least)
+    return [*most] == [sum(most) // max(sum(least), 1) * x for x in least]
 
 
 _ONE_EACH = (

@@ -367,8 +367,7 @@ class ThirdPartyStep(DistributedStep):
         )
 
     def plan(self, agreed: Agreed) -> Plan:
-        situation = Situation(self.session.size, payload=agreed.payload is not None)
-        return choose(self.name, FROM_ELSEWHERE, situation)
+        return _plan_from_elsewhere(self.session.size, agreed.payload is not None)
 
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         call, session = self.call, self.session
@@ -381,6 +380,12 @@ class ThirdPartyStep(DistributedStep):
 
 FROM_ELSEWHERE = Needs(whole="the loss compares samples in a way of its own: each rank computes all of it")
 """What a third-party loss asks of a plan, and one of this library with a ``forward`` of its own or hooks."""
+
+
+@functools.cache
+def _plan_from_elsewhere(world_size: int, payload: bool) -> Plan:
+    return choose("", FROM_ELSEWHERE, Situation(world_size, payload=payload))
+
 
 _EQUAL_AGAIN = (
     "{path} was equal on every rank at two calls in a row. If each rank numbers its samples from 0, as torch.arange(n) does,"
