@@ -453,7 +453,7 @@ class Two(NamedTuple):
 
 
 X = torch.ones(3, 2)
-NO_ROOT, NO_OP = "rank {} is not one of the group's ranks 0 … 2", "op is one of sum, mean, max, min, got {}"
+NO_ROOT, NO_OP = "rank {} is not one of the group's ranks 0 … 2", "op is one of 'sum', 'mean', 'max', 'min', got {}"
 NO_GRADIENT = "'partial' or 'complete', got 'whole'"
 MISTAKES: list[tuple[str, list[Any], dict[str, Any], list[str]]] = [
     *((name, [[1.0]], {}, [f"{name}: x must be a tensor, got list."]) for name in RUNS),

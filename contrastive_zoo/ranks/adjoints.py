@@ -115,12 +115,8 @@ def gathered_to(rows: Tensor, dst: int, shards: Shards, world: World) -> Tensor:
     """Y_dst = [x_0; …; x_{W−1}], no rows elsewhere;  dx_s = slice s of dY_dst."""
     send = [shards.size if rank == dst else 0 for rank in range(world.size)]
     receive = shards.sizes if world.rank == dst else [0] * world.size
-    return _linear(
-        rows,
-        lambda x: exchange_rows(x.detach(), send, receive, world),
-        lambda dy: scattered(dy, dst, shards, world),
-        world,
-    )
+    run = partial(exchange_rows, send=send, receive=receive, world=world)
+    return _linear(rows, run, lambda dy: scattered(dy, dst, shards, world), world)
 
 
 def scattered(rows: Tensor, src: int, shards: Shards, world: World) -> Tensor:
@@ -156,46 +152,20 @@ def _to_sources(dy: Tensor, op: Reduction, shares: Tensor | None, world: World) 
 
 
 class _Gathered(Function):
-    """y = the gathered x of all ranks, from which every rank computes the same L;  dx = factor · this rank's slice of dy."""
+    """y = the gathered x of all ranks, from which every rank computes the same L;  dx = W · this rank's slice of dy."""
 
     @staticmethod
-    def forward(
-        ctx: Any, shards: Sequence[Shards], world: World, factor: int, results: Sequence[Tensor], *rows: Tensor
-    ) -> Any:
-        ctx.shards, ctx.world, ctx.factor = shards, world, factor
+    def forward(ctx: Any, shards: Sequence[Shards], world: World, results: Sequence[Tensor], *rows: Tensor) -> Any:
+        ctx.shards, ctx.world = shards, world
         ctx.mark_non_differentiable(*[x for x in results if x.dtype not in DIFFERENTIABLE])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():  # a node for each slice costs more than a small slice
-            local = [ctx.factor * dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
-        elif ctx.factor == 1:
-            local = [_own_slice(dy, shards, ctx.world) for dy, shards in zip(dys, ctx.shards, strict=True)]
-        else:
+        if torch.is_grad_enabled():
             raise ValueError(_DIFFERENTIATED_AGAIN)
-        return None, None, None, None, *local
-
-
-def gather_together(
-    rows: Sequence[Tensor], shards: Sequence[Shards], world: World, payload: Tensor | None = None, *, factor: int = 1
-) -> list[Tensor]:
-    """Gather several tensors at once, each as :func:`all_gather` with ``gradient="complete"`` does.
-
-    Tensors with equal shard sizes share a message. With a payload, nothing is sent.
-    """
-    if world.size == 1:
-        return list(rows)
-    if payload is not None:
-        return list(_Gathered.apply(shards, world, factor, unpacked(payload, rows, shards), *rows))
-    result: list[Tensor | None] = [None] * len(rows)
-    for split in dict.fromkeys(shards):
-        indices = [index for index, x in enumerate(shards) if x == split]
-        parts = [as_bytes(rows[index].detach()) for index in indices]
-        gathered = gather_rows(torch.cat(parts, 1), split, world).split([x.shape[1] for x in parts], 1)
-        for index, part in zip(indices, gathered, strict=True):
-            result[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), rows[index])
-    return list(_Gathered.apply(shards, world, factor, result, *rows))
+        local = [ctx.world.size * dy[shards.local] for dy, shards in zip(dys, ctx.shards, strict=True)]
+        return None, None, None, *local
 
 
 def device_of(rows: Mapping[str, Tensor]) -> torch.device | None:
@@ -206,11 +176,18 @@ def device_of(rows: Mapping[str, Tensor]) -> torch.device | None:
 def gathered_rows(
     rows: Mapping[str, Tensor], shards: Sequence[Shards], payload: Tensor | None, world: World
 ) -> dict[str, Tensor]:
-    """Return the tensors of all ranks in rank order, whose gradients come out W times as large."""
-    here, moves = [*rows.values()], world.on_accelerators or not all(map(on_cpu, rows.values()))
-    if moves:  # tensors of one message are on one device
+    """Return the tensors of all ranks in rank order, from the payloads if any, with gradients W times as large."""
+    here, shards = [*rows.values()], shards[: len(rows)]
+    if moves := world.on_accelerators or not all(map(on_cpu, here)):  # tensors of one message are on one device
         here = [x.to(world.device if world.on_accelerators else device_of(rows)) for x in here]
-    result = gather_together(here, shards[: len(here)], world, payload, factor=world.size)
+    result = [*here] if payload is None else unpacked(payload, here, shards)
+    for split in dict.fromkeys(shards) if payload is None else ():  # equal ones share a message
+        indices = [index for index, x in enumerate(shards) if x == split]
+        parts = [as_bytes(here[index].detach()) for index in indices]
+        gathered = gather_rows(torch.cat(parts, 1), split, world).split([x.shape[1] for x in parts], 1)
+        for index, part in zip(indices, gathered, strict=True):
+            result[index] = from_bytes(part.clone(memory_format=torch.contiguous_format), here[index])
+    result = _Gathered.apply(shards, world, result, *here)
     if moves:
         result = [x.to(of.device) for x, of in zip(result, rows.values(), strict=True)]
     return dict(zip(rows, result, strict=True))

@@ -1,8 +1,7 @@
 """The collectives of torch.distributed as differentiable functions, each with its adjoint beside it.
 
-The gradient. The ranks together compute one number L. A tensor that lives on several ranks is several variables, one per
-rank, and each rank's gradient is the derivative of L with respect to its own variable. A collective is a linear map, and
-its adjoint is the transposed matrix: if the forward pass copies, the backward pass sums; if it sums, it copies.
+The ranks together compute one number L, and each rank's gradient is the derivative of L with respect to its own tensor. If
+the forward pass copies, the backward pass sums; if it sums, it copies.
 
 | forward                  | type         | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
 |--------------------------|--------------|-----------------------------------|------------------------------------|
@@ -19,17 +18,15 @@ its adjoint is the transposed matrix: if the forward pass copies, the backward p
 
 The types say how a value and its gradient are spread over the ranks: V (varying), other values on each rank, as is the
 gradient; P (partial), a sum whose terms the ranks hold, with a replicated gradient; R (replicated), equal on all ranks, with
-a partial gradient; I (invariant), equal on all ranks, as is the gradient. The gradient of ``a → b`` goes from that of b to
-that of a: R and P change places, V and I stay.
+a partial gradient; I (invariant), equal on all ranks, as is the gradient.
 
-``gradient="complete"`` is for results from which every rank computes the same L: each rank then holds the complete
-derivative, and a sum of W equal copies would be W times too large.
-
-Every rank must run the backward pass through its result, in the same order, as it must run the forward pass. A message of
-either pass raises a ``CommunicationError`` if another rank failed, died or is late.
+``gradient="complete"`` is for results from which every rank computes the same L, with the complete derivative. Every rank
+runs the backward pass through its result, in the same order. A message of either pass raises a ``CommunicationError`` if
+another rank failed, died or is late.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch  # noqa: F401 - the examples use it
 from torch import Tensor
@@ -37,9 +34,9 @@ from torch import Tensor
 from contrastive_zoo.ranks import adjoints
 from contrastive_zoo.ranks.adjoints import Gradient
 from contrastive_zoo.ranks.compiling import uncompiled
-from contrastive_zoo.ranks.row_checks import described, tensor_problem
+from contrastive_zoo.ranks.row_checks import described, tensor_problem, word_problem
 from contrastive_zoo.ranks.session import Session, agree_on_shards
-from contrastive_zoo.ranks.transport import OPS, Reduction
+from contrastive_zoo.ranks.transport import Reduction
 from contrastive_zoo.ranks.world import Processes, Shards, World
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "reduce_scatter", "replicated", "scatter"]
@@ -47,27 +44,20 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "reduce_
 NO_ROWS = "rows have at least one dimension, got a single number. Pass x.reshape(1)."
 
 
-def sent_problem(x: object) -> str | None:
-    """What is wrong with a tensor that is sent as its bytes, in words; 8-bit floats can be."""
-    is_short_float = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1 and not x.is_meta
-    return None if is_short_float else tensor_problem("x", x)
-
-
 def _agree(
     name: str, x: Tensor, world: World, *, by_row: bool = False, problem: str | None = None, **settings: object
 ) -> Shards:
     """Check that shape, of a row if ``by_row``, dtype and settings are valid and equal; return how many rows ranks hold."""
-    op, gradient = settings.get("op", "sum"), settings.get("gradient", "partial")
-    if not (isinstance(op, str) and op in OPS):
-        problem = f"op is one of {', '.join(OPS)}, got {described(op)}."
-    if not (isinstance(gradient, str) and gradient in ("partial", "complete")):
-        problem = f"gradient is 'partial' or 'complete', got {described(gradient)}."
+    problem = word_problem("op", settings.get("op", "sum"), Reduction) or problem
+    problem = word_problem("gradient", settings.get("gradient", "partial"), Gradient) or problem
     root = settings.get("src", settings.get("dst", 0))
     if not (isinstance(root, int) and 0 <= root < world.size):
         problem = f"rank {described(root)} is not one of the group's ranks 0 … {world.size - 1}."
     if by_row and isinstance(x, Tensor) and x.ndim == 0:
         problem = NO_ROWS
-    problem = sent_problem(x) or problem
+    # 8-bit floats, with which no loss computes, can be sent
+    is_short_float = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize == 1 and not x.is_meta
+    problem = problem if is_short_float else tensor_problem("x", x) or problem
     rows = {} if problem is not None else {"x": x if by_row else x[None]}
     unchecked = Session.of(world, check_finite=False)
     return agree_on_shards(name, rows, world=unchecked, problem=problem, settings=settings)[0]
@@ -107,18 +97,15 @@ def all_reduce(
     """
     world = World.of(process_group, "all_reduce")
     _agree("all_reduce", x, world, op=op, gradient=gradient)
-    x = _averageable(x, op)
-    return adjoints.all_reduced(x, op, gradient, world)
+    return adjoints.all_reduced(_averageable(x, op), op, gradient, world)
 
 
 @uncompiled
 def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Processes = None) -> Tensor:
     """Reduce x elementwise over all ranks to rank ``dst``; the other ranks get zeros.
 
-    Type: P → V.
-
-    The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on ``dst``, and
-    ``result.sum()``, which is zero, on the other ranks. The gradients of those zeros are not read.
+    Type: P → V. The adjoint is a broadcast from ``dst``, so every rank must run backward through its result: a loss on
+    ``dst``, and ``result.sum()``, which is zero, on the other ranks. The gradients of those zeros are not read.
 
     Args:
         x: the same shape and dtype on every rank.
@@ -135,8 +122,7 @@ def reduce(x: Tensor, dst: int = 0, op: Reduction = "sum", *, process_group: Pro
     """
     world = World.of(process_group, "reduce")
     _agree("reduce", x, world, op=op, dst=dst)
-    x = _averageable(x, op)
-    return adjoints.reduced_to(x, dst, op, world)
+    return adjoints.reduced_to(_averageable(x, op), dst, op, world)
 
 
 def _averageable(x: Tensor, op: Reduction) -> Tensor:
@@ -171,11 +157,10 @@ def broadcast(x: Tensor, src: int = 0, *, process_group: Processes = None) -> Te
 def all_gather(
     rows: Tensor, *, gradient: Gradient = "partial", shards: Shards | None = None, process_group: Processes = None
 ) -> Tensor:
-    """Return all ranks' rows in rank order; ranks may hold different numbers of rows, including zero.
+    """Return all ranks' rows in rank order, [Σ n, …]; ranks may hold different numbers of rows, including zero.
 
-    Type: V → R, and V → I with ``gradient="complete"``.
-
-    The adjoint is a reduce-scatter: the gradient of this rank's rows is the sum of their gradients over ranks.
+    Type: V → R, and V → I with ``gradient="complete"``. The adjoint is a reduce-scatter: the gradient of this rank's rows is
+    the sum of their gradients over ranks.
 
     Args:
         rows: [n, …], same trailing shape and dtype on every rank. Any dtype.
@@ -183,9 +168,6 @@ def all_gather(
             ``"complete"`` if every rank computes the same L from them (each takes its own slice, without a message).
         shards: the shard sizes if all ranks know them; then there is no handshake and no check.
         process_group: the ranks.
-
-    Returns:
-        [Σ n, …].
 
     Raises:
         ValueError: unknown ``gradient``, or ranks that disagree on trailing shape or dtype.
@@ -204,18 +186,15 @@ def all_gather(
 def reduce_scatter(
     rows: Tensor, *, shards: Shards | None = None, op: Reduction = "sum", process_group: Processes = None
 ) -> Tensor:
-    """Return this rank's slice of the sum of all ranks' [N, …]. The adjoint is an all-gather.
+    """Return this rank's slice, [n, …], of the sum of all ranks' [N, …].
 
-    Type: P → V.
+    Type: P → V. The adjoint is an all-gather.
 
     Args:
         rows: [N, …], the same shape and dtype on every rank.
         shards: the slice of each rank; None splits the rows as evenly as ``torch.tensor_split``.
         op: ``"sum"`` or ``"mean"``.
         process_group: the ranks.
-
-    Returns:
-        [n, …], this rank's slice.
 
     Raises:
         ValueError: another ``op``, shards that do not add up to N, or ranks that disagree on shape or dtype.
@@ -228,25 +207,20 @@ def reduce_scatter(
     total = _count(rows)
     if shards is None:
         shards = Shards(_even(total, world.size), world.rank)
-    problem = None
-    if not (isinstance(op, str) and op in ("sum", "mean")):
-        problem = f"op is 'sum' or 'mean', got {op!r}."
-    elif shards.total != total:
+    problem = word_problem("op", op, Literal["sum", "mean"])
+    if problem is None and shards.total != total:
         problem = f"shards {list(shards.sizes)} hold {shards.total} rows, got {total}."
     if isinstance(rows, Tensor) and rows.ndim == 0:
         problem = NO_ROWS
     _agree("reduce_scatter", rows, world, problem=problem, op=op, sizes=list(shards.sizes))
-    rows = _averageable(rows, op)
-    return adjoints.reduce_scattered(rows, shards, world, world.size if op == "mean" else 1)
+    return adjoints.reduce_scattered(_averageable(rows, op), shards, world, world.size if op == "mean" else 1)
 
 
 @uncompiled
 def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Tensor:
     """Return all ranks' rows in rank order on rank ``dst``, and [0, …] elsewhere. The adjoint is a scatter from ``dst``.
 
-    Type: V → V.
-
-    Every rank must run backward through its result; on the other ranks through ``result.sum()``, which is zero.
+    Type: V → V. Every rank must run backward through its result; on the other ranks through ``result.sum()``, which is zero.
 
     Args:
         rows: [n, …], same trailing shape and dtype on every rank; n may differ.
@@ -261,26 +235,22 @@ def gather(rows: Tensor, dst: int = 0, *, process_group: Processes = None) -> Te
         tensor([1, 2])
     """
     world = World.of(process_group, "gather")
-    shards = _agree("gather", rows, world, by_row=True, dst=dst)
-    return adjoints.gathered_to(rows, dst, shards, world)
+    return adjoints.gathered_to(rows, dst, _agree("gather", rows, world, by_row=True, dst=dst), world)
 
 
 @uncompiled
 def scatter(
     rows: Tensor, sizes: Sequence[int] | None = None, *, src: int = 0, process_group: Processes = None
 ) -> Tensor:
-    """Split rank ``src``'s rows over the ranks, the first ``sizes[0]`` to rank 0 and so on. The adjoint is a gather.
+    """Split rank ``src``'s rows over the ranks, the first ``sizes[0]`` to rank 0 and so on, and return [sizes[rank], …].
 
-    Type: V → V.
+    Type: V → V. The adjoint is a gather.
 
     Args:
         rows: on ``src`` [Σ sizes, …]; elsewhere any number of rows, also 0, of the same trailing shape and dtype.
         sizes: one number per rank, read on ``src``; None splits the rows as evenly as ``torch.tensor_split``.
         src: rank within the group.
         process_group: the ranks.
-
-    Returns:
-        [sizes[rank], …].
 
     Raises:
         ValueError: a ``src`` outside the group, sizes that do not fit, or ranks that disagree on shape or dtype.
@@ -309,9 +279,7 @@ def scatter(
 def replicated(x: Tensor, *, process_group: Processes = None) -> Tensor:
     """Return x, a parameter with the same value on every rank; its gradient is the sum over ranks.
 
-    Type: I → R.
-
-    Each rank may then use the parameter for its own rows only, and still gets the complete gradient.
+    Type: I → R. Each rank may then use the parameter for its own rows only, and still gets the complete gradient.
 
     Args:
         x: equal on every rank.

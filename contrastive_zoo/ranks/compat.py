@@ -10,12 +10,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+# names since torch 2.12, and until then
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Rows of every rank into one tensor: ``all_gather_into_tensor`` until torch 2.12, ``all_gather_single`` since."""
-
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""A sum of which each rank keeps its part: ``reduce_scatter_tensor`` until torch 2.12, ``reduce_scatter_single`` since."""
-
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward pass that autograd runs in this thread; −1 outside of one."""
@@ -29,10 +26,9 @@ def in_backward() -> bool:
 def waiting_time(group: dist.ProcessGroup) -> float:
     """The seconds that a message of a process group may take."""
     try:
-        seconds: float = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+        return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
     except (RuntimeError, AttributeError):  # a backend without this option
-        seconds = 600.0
-    return seconds
+        return 600.0
 
 
 softplus: Any = torch._C._nn.softplus
@@ -47,10 +43,9 @@ _c10d: Any = dist.distributed_c10d
 def messages_of(group: dist.ProcessGroup) -> int:
     """How many collectives this process has begun in a group; 0 with a backend that does not count them."""
     try:
-        begun: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stub lacks it
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # torch's stub lacks it
     except RuntimeError:
-        begun = 0
-    return begun
+        return 0
 
 
 def group_of_one(of: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -78,7 +73,7 @@ _launched: dict[str, str] = {}  # those of them that the launcher has set
 
 
 def _write_variables() -> None:
-    """Write what the launcher has set, as it is in this thread's default group; the last one that leaves restores it."""
+    """Write torchrun's variables as they are in this thread's default group; the last one that leaves restores them."""
     group = _seen.get(None)
     if group is not None or not _entered:
         is_one = group is not None and group.size() == 1
@@ -87,10 +82,7 @@ def _write_variables() -> None:
 
 @contextmanager
 def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised.
-
-    In a group of one, torchrun's environment variables are those of one process; they have no threads.
-    """
+    """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
     global _entered, _launched
     token = _seen.set(group)
     with _lock:
@@ -111,10 +103,8 @@ def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def unpacking_in(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """Context manager: tensors are saved such that hooks of now unpack them where ``group`` is the default group.
-
-    A checkpoint does so by calling what it surrounds anew. Torch cannot tell hooks before 2.8.
-    """
+    """Context manager: tensors are saved such that a checkpoint's hooks unpack them where ``group`` is the default group."""
+    # torch cannot tell hooks before 2.8
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     if hooks is None:
         return nullcontext()
@@ -122,7 +112,6 @@ def unpacking_in(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
 
     def unpack_in(packed: Any) -> torch.Tensor:
         with default_group(group):
-            tensor: torch.Tensor = unpack(packed)
-        return tensor
+            return cast("torch.Tensor", unpack(packed))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack_in)

@@ -15,11 +15,8 @@ R = TypeVar("R")
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which ``torch.compile`` does not compile: the graph breaks at its call.
-
-    A trace would wait for other ranks, and fix the sizes of their shards. ``torch.compiler.disable`` as the decorator
-    would load the compiler at import, for more than a second.
-    """
+    """``function``, at whose call a graph of ``torch.compile`` breaks: a trace would fix the sizes of the ranks' shards."""
+    # torch.compiler.disable as the decorator would load the compiler at import, for more than a second
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,10 +66,7 @@ def saved_tensors_are_hooked() -> bool:
 
 @contextmanager
 def inner_graph() -> Iterator[None]:
-    """Record a graph that is differentiated at once, hidden from outer hooks on saved tensors.
-
-    Without this, an activation checkpoint around a loss computes the whole loss again for the gradient of every block.
-    """
+    """Context manager: records a graph that is differentiated at once, for which a checkpoint computes nothing again."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if saved_tensors_are_hooked():

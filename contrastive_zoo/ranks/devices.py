@@ -1,5 +1,6 @@
 """What stands on which device, and asynchronous copies to the host, which never waits for an accelerator."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,16 +23,11 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a loss with labels, masks and indices on the device of its embeddings.
-
-    A data loader leaves labels on the CPU. They are moved before ranks agree on anything, so that the rows of all ranks are
-    on one device each, whatever device their labels came from.
-    """
+    """Return a loss's arguments with labels, masks and indices, which loaders leave on the CPU, beside its embeddings."""
     arguments = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
-    if len({x.device for x in arguments}) < 2:  # the usual case, at every call
-        return tuple(args), dict(named)
     device = next((x.device for x in arguments if x.is_floating_point() and x.ndim > 1), None)
-    if device is None or device.type == "meta":
+    # one device is the usual case, at every call
+    if device is None or device.type == "meta" or len({x.device for x in arguments}) < 2:
         return tuple(args), dict(named)
 
     def moved(x: Any) -> Any:
@@ -42,9 +38,8 @@ def to_device_of_embeddings(args: Sequence[Any], named: Mapping[str, Any]) -> tu
 
 def has_float64(device: torch.device) -> bool:
     """Return whether a device computes in float64: MPS does not, and some XPUs do not."""
-    if device.type == "xpu" and torch.xpu.is_available():
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type != "mps"
+    is_xpu = device.type == "xpu" and torch.xpu.is_available()
+    return bool(torch.xpu.get_device_properties(device).has_fp64) if is_xpu else device.type != "mps"
 
 
 def float32_matmuls() -> str:
@@ -56,12 +51,11 @@ def float32_matmuls() -> str:
 
 
 def device_problem(tensors: Mapping[str, Tensor]) -> str | None:
-    floating = [(name, x) for name, x in tensors.items() if x.is_floating_point()]
-    for name, x in floating[1:]:
-        if x.device != floating[0][1].device:
+    floating = {name: x.device for name, x in tensors.items() if x.is_floating_point()}
+    for (first, device), (name, other) in itertools.pairwise(floating.items()):
+        if device != other:
             return (
-                f"embeddings are on one device, got {floating[0][0]} on {floating[0][1].device} and {name} on {x.device}. "
-                "Move them with .to(...)."
+                f"embeddings are on one device, got {first} on {device} and {name} on {other}. Move them with .to(...)."
             )
     return None
 
@@ -92,10 +86,7 @@ class ValueCheck(NamedTuple):
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a small tensor to the host, and return a function that returns ``x.flatten().tolist()``.
-
-    Call the function a step later, when the copy is complete. ``x.tolist()`` would wait for all kernels launched before it.
-    """
+    """Start to copy a small tensor to the host; call the returned function a step later, when the copy is complete."""
     flat = x.detach().flatten()
     if flat.device.type == "cpu":
         return flat.tolist
@@ -105,7 +96,6 @@ def read_later(x: Tensor) -> Callable[[], list[float]]:
 
     def read() -> list[float]:
         copied.synchronize()
-        numbers: list[float] = copy.tolist()
-        return numbers
+        return copy.tolist()
 
     return read

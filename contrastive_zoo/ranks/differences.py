@@ -10,23 +10,20 @@ Results = Mapping[str, Sequence[float | None]]  # by name and rank, of the previ
 
 
 def results_difference(results: Results, tolerance: float) -> str | None:
-    """Return what came out differently on two ranks in the previous call, in words; None if nothing did.
-
-    A result is compared where every rank has one. The other anchor of a rank is the last one of the next rank that has any.
-    """
-    others, anchors = results["other anchor"], results["anchor"]
-    if all(x is not None for x in others):
-        for rank, value in enumerate(others):
-            owners = (x % len(anchors) for x in range(rank + 1, rank + 1 + len(anchors)))
-            owner = next((x for x in owners if anchors[x] is not None), rank)
-            if _differ(anchors[owner], value, tolerance**0.5, tolerance**0.5):
-                return _ANCHORS.format(owner=owner, first=anchors[owner], rank=rank, second=value)
+    """Return what came out differently on two ranks in the previous call, in words; None if nothing did."""
     for name, words in _RESULTS.items():
         values = results[name]
+        if any(x is None for x in values):
+            continue
         absolute = tolerance if name == "value" else tolerance**0.5
-        for rank, value in enumerate(values if all(x is not None for x in values) else ()):
-            if _differ(values[0], value, tolerance**0.5, absolute):
-                return words.format(first=values[0], rank=rank, second=value)
+        for rank, value in enumerate(values):
+            owner, first = 0, values[0]
+            if name == "other anchor":  # the last one of the next rank that has any
+                others = [x % len(values) for x in range(rank + 1, rank + 1 + len(values))]
+                owner = next((x for x in others if results["anchor"][x] is not None), rank)
+                first = results["anchor"][owner]
+            if _differ(first, value, tolerance**0.5, absolute):
+                return words.format(owner=owner, first=first, rank=rank, second=value)
     return None
 
 
@@ -36,14 +33,13 @@ def _differ(a: float | None, b: float | None, relative: float, absolute: float) 
     return not math.isclose(a, b, rel_tol=relative, abs_tol=absolute)
 
 
-_ANCHORS = (
-    "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:g}, rank {rank} "
-    "found {second:g}. rows() must depend on its arguments, settings and parameters alone, row by row, and be equal on "
-    "every rank: look for a number in an object or a global that differs. For random numbers use the global generators of "
-    "torch, NumPy and Python, which ranks share. check_equal=False turns this check off."
-)
-
 _RESULTS = {
+    "other anchor": (
+        "two ranks computed different losses of the same anchor: rank {owner}, which holds it, found {first:g}, rank {rank} "
+        "found {second:g}. rows() must depend on its arguments, settings and parameters alone, row by row, and be equal on "
+        "every rank: look for a number in an object or a global that differs. For random numbers use the global generators "
+        "of torch, NumPy and Python, which ranks share. check_equal=False turns this check off."
+    ),
     "value": (
         "its last value came out differently on two ranks that computed it from the same rows: rank 0 found {first:g}, rank "
         "{rank} found {second:g}. If the loss has parameters, call torch.manual_seed(0) on every rank before you construct "
@@ -106,10 +102,10 @@ def statements_difference(signatures: list[str]) -> str:
     names = list(dict.fromkeys(name for by_name in sorted(lines, key=len, reverse=True) for name in by_name))
     for name in names:
         result = [by_name.get(name) for by_name in lines]
-        other = next((rank for rank, value in enumerate(result) if value != result[0]), None)
+        first, other = result[0], next((rank for rank, value in enumerate(result) if value != result[0]), None)
         if other is None:
             continue
-        first, second = result[0], result[other]
+        second = result[other]
         if first is None or second is None:
             has, lacks = (other, 0) if first is None else (0, other)
             return (
@@ -164,14 +160,7 @@ R = TypeVar("R")
 
 
 def failing_together(caller: str, function: Callable[[], R], world: World) -> R:
-    """Return the function's result on this rank, after every rank has computed its own; one number is exchanged.
-
-    A state may move afterwards: it moves on all ranks or on none. The function sends no messages.
-
-    Raises:
-        ValueError: on every rank alike, the function raised on some ranks only, or not the same error; there its error
-            is ``__cause__``. What it raises alike on every rank is raised as it is.
-    """
+    """Return the function's result on this rank, or raise on every rank if it, which sends no messages, raised on any."""
     if world.size == 1:
         return function()
     try:

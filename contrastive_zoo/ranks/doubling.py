@@ -1,10 +1,4 @@
-"""A gather in ⌈log₂ W⌉ rounds: between many ranks, latency and not bandwidth is what a small message takes.
-
-gloo gathers in W − 1 rounds, one after the other, or by W − 1 messages of each rank. Here a rank holds twice as many ranks'
-tensors after each round.
-
-Source: Bruck et al. 1997, §3, https://doi.org/10.1109/71.642949
-"""
+"""A gather in ⌈log₂ W⌉ rounds, for small messages of many ranks; Bruck et al. 1997, §3, https://doi.org/10.1109/71.642949"""
 
 import threading
 from datetime import timedelta
@@ -15,10 +9,7 @@ from torch import Tensor
 
 
 class Doubling(threading.Thread):
-    """Writes the tensors of all ranks into ``gathered``, [W, …]; waited for as a work of torch.distributed is.
-
-    A thread, as a transfer between two ranks cannot be waited for in parts. Gathers at a time have different tags.
-    """
+    """Writes the tensors of all ranks into ``gathered``, [W, …]; waited for as a work is, in parts, so it is a thread."""
 
     error: RuntimeError | None = None
 
@@ -45,11 +36,9 @@ class Doubling(threading.Thread):
             self.error = error
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Raise a RuntimeError if the message has failed, or has not arrived in time."""
         self.join(None if timeout is None else timeout.total_seconds())
         if self.error is not None or self.is_alive():
             raise self.error or RuntimeError("the gather is under way")
 
     def is_completed(self) -> bool:
-        """Whether the message has arrived or failed."""
         return not self.is_alive()

@@ -1,8 +1,4 @@
-"""The fingerprint of a call, which ranks compare in the handshake.
-
-What a loss computes with, such as parameters, must be equal on all ranks: they compare a norm and a sketch of each tensor,
-added up to one number. Embeddings must not be equal on two ranks: they compare a digest of some numbers of each argument.
-"""
+"""The fingerprint of a call: one number of what must be equal on all ranks, and a digest of each argument."""
 
 import functools
 import math
@@ -23,7 +19,6 @@ encoder; integers, single numbers, or numbers that repeat, as masks and targets 
 
 _KIND = 3
 _CPU = torch.device("cpu")
-
 
 Numbers = Mapping[str, Tensor] | None  # by name; None if ranks do not compare them
 
@@ -97,10 +92,7 @@ def equal_arguments(
 
 
 _LEAST = 1e-3  # differences of norms below it count as they are, not as a share
-
 _WIDTH = 2**14
-
-
 _GOLDEN_RATIO = 0.5 + 1.25**0.5  # its multiples by neighbouring integers have fractions that are far apart
 
 
@@ -130,12 +122,9 @@ def _direction(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def level_of(pairs: Sequence[float]) -> float:
-    """Return one number of norms and sketches: a tensor that changes by a share of its norm changes it by about that share.
-
-    Each tensor has another weight, so that two tensors that change places change it, too.
-    """
+    """Return one number of norms and sketches, which a share of a tensor's norm changes by about that share."""
     count, level = len(pairs) // 2, 0.0
-    for index in range(count):
+    for index in range(count):  # with another weight each, two tensors that change places change it, too
         level += (1 + index / count) * _height(*pairs[2 * index : 2 * index + 2])
     return level
 

@@ -16,22 +16,15 @@ class GroupState:
     gathers: int = 0  # how many gathers in log₂ W rounds have been begun; equal on all ranks
     failed_at: int = -1  # the number of handshakes at which this rank itself failed last
     lost: str | None = None  # why the group cannot be used any more
-    # the handshake that opened the step whose messages are sent, and the backward pass that sends them
-    conversation: tuple[int, int] = (0, -1)
-    # by the number of the handshake of its first call, how many wrappers each rank had made until this one
+    conversation: tuple[int, int] = (0, -1)  # the handshake that opened the step, and the backward pass that sends
+    # by the number of the handshake of a wrapper's first call: how many each rank had made until then, and those it holds
     wrappers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    # wrappers that this rank holds, by the same number
     alive: "WeakValueDictionary[int, Any]" = field(default_factory=WeakValueDictionary)
-    # bytes that the next handshake reserves for a payload; equal on all ranks, since a handshake involves all of them
-    reserved: int = 0
+    reserved: int = 0  # bytes of a payload in the next handshake; equal on all ranks
     idle: int = 0  # how many handshakes in a row had no payload that fits
-    # whether its backend sends tensors on accelerators only; None until it is first read
-    on_accelerators: bool | None = None
-    # the same ranks in a group that sends from the CPU; None if there is none
-    host_group: dist.ProcessGroup | None = None
-    has_looked_for_host_group: bool = False  # whether it is known if there is one
-    # this process alone, which is the default group in third-party losses; None until the first one runs
-    alone: dist.ProcessGroup | None = None
+    on_accelerators: bool | None = None  # whether its backend sends from accelerators only; None until it is read
+    host_group: dist.ProcessGroup | None = None  # the same ranks, which send from the CPU; None until it is made
+    alone: dist.ProcessGroup | None = None  # this process, the default group in third-party losses; None until then
 
 
 STATES: "WeakKeyDictionary[dist.ProcessGroup, GroupState]" = WeakKeyDictionary()

@@ -1,12 +1,6 @@
 """The handshake that opens a step: one message in which every rank states its arguments, settings and problems.
 
-A rank does not know what another rank holds or has configured. Every decision that changes a rank's sequence of messages,
-or which function it computes, is therefore a function of values that all ranks have received, and they receive them here.
-The header has the same length on every rank. A payload of rows may follow it; its size was settled by the group's previous
-handshakes. That size belongs to the process group: every handshake involves all of its ranks, so it is equal on all of
-them by construction.
-
-A difference where ranks must be equal, and a problem that any rank states, raise the same ValueError on every rank.
+Every decision that changes a rank's messages, or which function it computes, is a function of what all ranks receive here.
 """
 
 import functools
@@ -20,12 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastive_zoo.ranks.compat import backward_pass
-from contrastive_zoo.ranks.differences import (
-    SAME_TENSOR_DIFFERS,
-    combined,
-    results_difference,
-    statements_difference,
-)
+from contrastive_zoo.ranks.differences import SAME_TENSOR_DIFFERS, combined, results_difference, statements_difference
 from contrastive_zoo.ranks.fingerprint import levels_differ, state_difference, state_lines
 from contrastive_zoo.ranks.messages import begun_handshake
 from contrastive_zoo.ranks.row_checks import tolerance
@@ -53,9 +42,7 @@ class Statement:
     compared: Mapping[str, str] = field(default_factory=dict)  # by name, text that must be equal on every rank
     sizes: Sequence[int] = ()  # numbers of samples; ranks with equal ``compared`` state equally many
     problem: str | None = None  # an error in this rank's input; None if there is none
-    results: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of the previous call, those of RESULTS that are compared
+    results: Mapping[str, float] = field(default_factory=dict)  # those of RESULTS that are compared
     level: float | None = None  # of everything numeric that the loss computes with; None if it is not compared
     buffers: float | None = None  # the same of buffers that a first forward pass may write
     state: Mapping[str, Tensor] = field(default_factory=dict)  # the tensors that both were made of, for the error
@@ -63,8 +50,7 @@ class Statement:
     same: int = 0  # which arguments are one tensor, as a positive number; 0 on a rank without rows, which cannot tell
     tolerance: float = torch.finfo(torch.float32).eps  # the relative tolerance of values and parameters
     kernels: bool = False  # whether Triton kernels can compute the loss on this rank
-    # whether this rank knows that the loss draws random numbers or changes its buffers when it is computed
-    draws: bool = False
+    draws: bool = False  # whether this rank knows that the loss draws random numbers or changes its buffers
     payload: Sequence[Tensor] | None = None  # rows that may follow the header, as bytes; None where they cannot
     is_sample: bool = False  # whether the payload is the first few rows of each tensor
     compares: bool = False  # whether this rank would compare the loss of a few samples in the next call
@@ -86,23 +72,15 @@ class Agreed:
     sample: Tensor | None = None  # [W, bytes], the first few rows of each tensor of all ranks, in place of a payload
     compares: bool = False  # whether all ranks would compare the loss of a few samples in the next call
     number: int = field(default=0, repr=False)  # of this handshake among the group's
-    # the number of the handshake of the wrapper's first call; −1 without a wrapper
-    wrapper: int = field(default=-1, repr=False)
+    wrapper: int = field(default=-1, repr=False)  # the number of the wrapper's first one; −1 without a wrapper
 
 
 def shake_hands(statement: Statement, world: World) -> Agreed:
-    """Exchange statements with all ranks.
-
-    Raises:
-        ValueError: on every rank alike, if any rank states a problem; if what they compare differs; or if a value or the
-            parameters differ by more than half the digits of their dtype.
-        CommunicationError: another rank failed, died or is late, or calls another wrapper.
-    """
+    """Exchange statements with all ranks; a difference or a problem raises the same ValueError on every rank."""
     if world.size == 1:
         if statement.problem is not None:
             raise ValueError(f"{statement.caller}: {statement.problem}")
-        shards = [Shards((size,)) for size in statement.sizes]
-        return Agreed(shards, kernels=[statement.kernels])
+        return Agreed([Shards((size,)) for size in statement.sizes], kernels=[statement.kernels])
     world = world if world.caller else replace(world, caller=statement.caller)
     lines = [f"{name}|{value}" for name, value in statement.compared.items()]
     state = world.state
@@ -114,9 +92,8 @@ def shake_hands(statement: Statement, world: World) -> Agreed:
     headers, payload = exchange_headers(header, statement.payload or (), reserved, world)
     received = dict(zip(FIELDS, zip(*headers, strict=True), strict=False))
     if any(received["problem"]):
-        callers, problems = _exchange_text(
-            statement.caller if statement.problem else "", statement.problem or "", world
-        )
+        caller = statement.caller if statement.problem else ""
+        callers, problems = _exchange_text(caller, statement.problem or "", world)
         raise ValueError(f"{next(filter(None, callers))}: {combined(problems)}")
     if -1 in received["wrapper"] and max(received["wrapper"]) > -1:  # another function than the loss of a wrapper
         refuse_out_of_step(world.caller, world)
@@ -175,9 +152,8 @@ def _identity(statement: Statement, number: int, received: Mapping[str, Sequence
 def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
     payload = -1 if statement.payload is None else sum(map(attrgetter("nbytes"), statement.payload))
     text = "\n".join(sorted(lines))  # dicts may be filled in another order on each rank
-    results = dict.fromkeys(RESULTS, _NO_VALUE)
-    for name, value in statement.results.items():
-        results[name] = _to_bits(value)
+    results = {name: _to_bits(value) for name, value in statement.results.items()}
+    capabilities = _KERNELS * statement.kernels + _DRAWS * statement.draws + _SAMPLE * statement.is_sample
     return [
         statement.problem is not None,
         statement.wrapper,
@@ -186,11 +162,10 @@ def _fields(statement: Statement, lines: Sequence[str]) -> list[int]:
         _to_bits(statement.level),
         _NO_VALUE if statement.buffers is None else _to_bits(statement.buffers),
         statement.same,
-        _KERNELS * statement.kernels + _DRAWS * statement.draws + _SAMPLE * statement.is_sample
-        + _COMPARES * statement.compares,
+        capabilities + _COMPARES * statement.compares,
         payload,
-        *results.values(),
-    ]  # fmt: skip
+        *(dict.fromkeys(RESULTS, _NO_VALUE) | results).values(),
+    ]
 
 
 _NO_VALUE = struct.unpack("q", struct.pack("d", -0.0))[0]

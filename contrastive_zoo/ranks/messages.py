@@ -1,9 +1,6 @@
 """Messages between ranks that fail: the error says which loss waited in which message, and why another rank is missing.
 
-A backend says only that a connection was closed or that a time-out passed. Here its error is raised again in words. A rank
-that fails inside a loss leaves a note in the process group's store before it raises; ranks that wait for it find the note
-within a second, and raise its sentence. The store is torch.distributed's own, through which ranks have found each other.
-A note is text, never pickled. A message that arrives at once costs nothing more.
+A rank that fails inside a loss leaves a note in torch.distributed's store, which ranks that wait for it read in a second.
 """
 
 import math
@@ -47,10 +44,6 @@ class CommunicationError(RuntimeError):
 
     It says which loss waited, in which call and message, and what usually causes it, or what the failed rank said.
     ``__cause__`` is the backend's error, if there is one. The process group cannot be used afterwards.
-
-    Examples:
-        >>> isinstance(CommunicationError("rank 1 is gone"), RuntimeError)
-        True
     """
 
 
@@ -70,11 +63,7 @@ class Member(Protocol):
 
 
 def started(message: str, begin: Callable[[], Any], member: Member, *, polled: bool) -> Callable[[], None]:
-    """Start a message by ``begin``, which returns one or several works or None; the returned function waits for them.
-
-    While a ``polled`` message does not arrive, a note is looked for: not for works on an accelerator, for which the host
-    does not wait, and not for a transfer between two ranks, which cannot be waited for in parts.
-    """
+    """Start a message by ``begin``, which returns one or several works or None; the returned function waits for them."""
     status, since = member.state, time.monotonic()
     if _inherited is not None and dist.group.WORLD is _inherited:
         raise CommunicationError(f"{_who(member)}: {_FORKED}")
@@ -115,7 +104,7 @@ def begun_handshake(member: Member) -> int:
 
 def _settle(member: Member) -> None:
     """Wait, without a message, until every other rank has failed in this call, too, or has gone on without this one."""
-    status, key = member.state, _key(member)
+    status, key = member.state, _key(member.process_group)
     until = time.monotonic() + waiting_time(member.process_group)
     waits_for = {rank for rank in range(member.size) if rank != member.rank}
     while waits_for:
@@ -133,12 +122,12 @@ def _read(store: Any, key: str) -> str:
 
 def _notes(store: Any, member: Member) -> list[list[str]]:
     """By rank: the handshake after which it failed last, after which message since then, and a sentence."""
-    return [_read(store, f"{_key(member)}/{rank}").split("\n", 2) for rank in range(member.size)]
+    return [_read(store, f"{_key(member.process_group)}/{rank}").split("\n", 2) for rank in range(member.size)]
 
 
 @contextmanager
 def reported(member: Member) -> Iterator[None]:
-    """Tell ranks that wait for this one if the body raises. What all ranks raise alike disturbs none of them."""
+    """Context manager: tells ranks that wait for this one if the body raises."""
     try:
         yield
     except BaseException as error:
@@ -157,8 +146,8 @@ def report(error: BaseException, member: Member) -> None:
     note = f"{status.handshakes}\n{status.messages}\nRank {member.rank} failed{of_loss}: {words}."
 
     def leave(store: Any) -> None:
-        store.set(f"{_key(member)}/{member.rank}", note)
-        store.set(_key(member), str(status.handshakes))  # one key to look at while no rank has failed
+        store.set(f"{_key(member.process_group)}/{member.rank}", note)
+        store.set(_key(member.process_group), str(status.handshakes))  # one key to look at while no rank has failed
 
     _in_store(leave)
 
@@ -181,11 +170,10 @@ def _wait_and_look(work: Any, message: str, number: int, member: Member) -> None
 
 def _failed(message: str, member: Member, error: RuntimeError, since: float) -> CommunicationError:
     """The error of a message that failed: the note of the rank that is missing, or what usually causes it."""
-    who = _who(member)
+    who, waited = _who(member), time.monotonic() - since
     if (note := _note(member)) is not None:
         return lost(f"{who} waited in {message} for a rank that has failed. {note}", member)
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-        waited = time.monotonic() - since
         return lost(f"{who} waited {waited:.0f} s in {message}, and not all ranks came. {_LATE}", member)
     return lost(f"{who} lost the connection to another rank in {message}. {_GONE}", member)
 
@@ -193,7 +181,7 @@ def _failed(message: str, member: Member, error: RuntimeError, since: float) -> 
 def lost(text: str, member: Member) -> CommunicationError:
     """Return the error after which the group is not used any more; a rank that has failed and would go on hears of it."""
     member.state.lost = text
-    _in_store(lambda store: store.set(f"{_key(member)}/gone on", "1"))
+    _in_store(lambda store: store.set(f"{_key(member.process_group)}/gone on", "1"))
     return CommunicationError(text)
 
 
@@ -207,23 +195,20 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     if state is None:
         state = STATES[group] = GroupState()
         names = [f"/{group.rank()}", *(["", "/gone on"] if group.rank() == 0 else [])]
-        key = _key_of(group)
-        _in_store(lambda store: [store.set(f"{key}{name}", "") for name in names])
+        _in_store(lambda store: [store.set(f"{_key(group)}{name}", "") for name in names])
     return state
 
 
 def _note(member: Member, before: float = math.inf) -> str | None:
-    """What a rank said that failed after this rank's last handshake or the one before, and will not send message ``before``.
-
-    None if this rank failed after the same handshake, too: then it waits for a call in which both go on.
-    """
+    """What a rank said that failed after the last handshake or the one before, and will not send message ``before``."""
     status = member.state
 
     def recent(store: Any) -> list[list[str]]:
-        last = _read(store, _key(member))
+        last = _read(store, _key(member.process_group))
         return _notes(store, member) if last and int(last) >= status.handshakes - 1 else []
 
     for rank, (handshake, *rest) in enumerate(_in_store(recent) or []):
+        # a rank that failed after the same handshake as this one waits for a call in which both go on
         if handshake and rank != member.rank and int(handshake) != status.failed_at:
             place = int(handshake), int(rest[0])
             if (status.handshakes - 1, 0) <= place < (status.handshakes, before):
@@ -231,11 +216,7 @@ def _note(member: Member, before: float = math.inf) -> str | None:
     return None
 
 
-def _key(member: Member) -> str:
-    return _key_of(member.process_group)
-
-
-def _key_of(group: dist.ProcessGroup) -> str:
+def _key(group: dist.ProcessGroup) -> str:
     return f"contrastive_zoo/failure/{group.group_name}"
 
 

@@ -32,12 +32,10 @@ class HeldGroupError(ValueError):
 
 
 def in_one_process(compute: Callable[[], R], name: str, world: World, loss: Any = None) -> R:
-    """What ``compute()`` returns, which every rank computes alike, where torch.distributed consists of this process.
+    """What ``compute()`` returns where torch.distributed consists of this process, also in its functions' backward passes.
 
-    ``torch.distributed.get_world_size()`` is 1 in it and in the backward passes of its autograd functions in Python, and
-    collectives of the default group are those of one process. Elsewhere, in hooks of tensors and in other threads,
-    torch.distributed is unchanged. Messages by the process group of ``world`` are an error that begins with ``name``,
-    unless ``loss`` is in DDP or FSDP.
+    In hooks of tensors and in other threads, torch.distributed is unchanged. Messages by the process group of ``world`` are
+    an error that begins with ``name``, unless ``loss`` is in DDP or FSDP.
     """
     default = dist.group.WORLD
     if default is None or default.size() == 1:

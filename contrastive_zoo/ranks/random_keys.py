@@ -14,9 +14,8 @@ GAMMA, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 def random_keys(seed: int, *coordinates: ArrayLike) -> NDArray[np.uint64]:
     """Return a 64-bit random number for each element of the broadcast coordinates, which are integers.
 
-    A generator's numbers depend on how many were drawn before; these depend on the seed and the coordinates alone, so a
-    rank computes those of its own samples without drawing the others'. Sorting samples by their keys shuffles them. Each
-    coordinate is mixed in by the finalizer of SplitMix64.
+    They depend on the seed and the coordinates alone, so a rank computes those of its own samples without drawing the
+    others'. Sorting samples by their keys shuffles them. Each coordinate is mixed in by the finalizer of SplitMix64.
 
     Raises:
         ValueError: a negative seed.
@@ -48,11 +47,7 @@ def device_keys(seed: Int[Tensor, ""], count: int) -> Int[Tensor, " count"]:
 
 
 def normal_numbers(seed: Int[Tensor, ""], *shape: int) -> Float[Tensor, "..."]:
-    """Return standard normal numbers in float32 that are a function of the seed, on its device.
-
-    A generator of the device would need its seed on the host, and draws other numbers on another model of GPU. These are
-    √2 erf⁻¹(u) for u uniform in 2²³ steps, so at most 5.3 in size.
-    """
+    """Return standard normal numbers, √2 erf⁻¹(u) in float32, that depend on the seed alone, not on the model of GPU."""
     steps = device_keys(seed, math.prod(shape)).bitwise_right_shift(64 - _BITS).bitwise_and(2**_BITS - 1)
     uniform = (2 * steps + 1 - 2**_BITS).to(torch.float32) / 2**_BITS  # exact, and never 1 or −1
     return (math.sqrt(2) * uniform.erfinv()).view(shape)

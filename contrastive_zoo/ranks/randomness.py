@@ -13,11 +13,7 @@ from contrastive_zoo.ranks.world import World
 
 @contextmanager
 def one_stream(world: World, device: torch.device | None = None) -> Iterator[None]:
-    """Run the body with rank 0's generators on every rank: torch's (CPU and ``device``), NumPy's and Python's.
-
-    Afterwards rank 0's generators have advanced, as on one process. The other ranks' generators are restored, so that
-    dropout and augmentation stay different between ranks.
-    """
+    """Context manager: all ranks draw rank 0's numbers; the others' generators are restored, as dropout must differ."""
     if world.size == 1:
         yield
         return
@@ -31,6 +27,16 @@ def one_stream(world: World, device: torch.device | None = None) -> Iterator[Non
     finally:
         if world.rank != 0:
             _restore(states, device)
+
+
+@contextmanager
+def generators_kept(device: torch.device | None) -> Iterator[None]:
+    """Context manager: restores the generators."""
+    states = _states(device)
+    try:
+        yield
+    finally:
+        _restore(states, device)
 
 
 def state_bytes() -> int:

@@ -17,9 +17,9 @@ from contrastive_zoo.ranks.devices import ValueCheck
 
 def row_kind(tensor: Tensor, ragged: Sequence[int] = (), *, device: bool = False) -> str:
     """The dtype, the shape of a row and whether it carries a gradient, as text."""
-    shape = (
-        tensor.shape[1:] if not ragged else tuple("*" if i in ragged else x for i, x in enumerate(tensor.shape) if i)
-    )
+    shape: tuple[int | str, ...] = tensor.shape[1:]
+    if ragged:
+        shape = tuple("*" if i in ragged else x for i, x in enumerate(shape, 1))
     kind = _kind(tensor.dtype, shape, tensor.requires_grad and torch.is_grad_enabled())
     return kind if not device or tensor.is_cpu else f"{kind} on {tensor.device.type}"
 
@@ -167,11 +167,7 @@ class ValueRule(NamedTuple):
 
 
 def values_problem(rules: Iterable[ValueRule], later: list[ValueCheck] | None, *, waits: bool = True) -> str | None:
-    """Return what is wrong with values, in words; None if nothing is, or if it turns out in the next call.
-
-    Values on a CPU are read at once, those on an accelerator if ``waits``. Otherwise ``later`` takes their checks; None
-    where they are not checked. Compute with values that are not read in a way that is safe for any.
-    """
+    """Return what is wrong with values, in words; ``later``, if any, takes checks on an accelerator unless it ``waits``."""
     for rule in rules:
         if not rule.x.numel():
             continue
@@ -190,14 +186,9 @@ def range_rule(x: Tensor, low: int, high: int, problem: Callable[[int, int], str
         least, most = map(int, numbers)
         return None if low <= least and most <= high else problem(least, most)
 
-    return ValueRule(x, _extremes, of_numbers)
+    return ValueRule(x, lambda x: torch.stack(x.long().aminmax()), of_numbers)
 
 
 def safe_index(index: Tensor, stop: int) -> Tensor:
     """Return indices into ``stop`` rows, moved inside on an accelerator: CUDA ends the process at one out of range."""
     return index if devices.on_cpu(index) else index.clamp(0, stop - 1)
-
-
-def _extremes(x: Tensor) -> Tensor:
-    integers = x.long()
-    return torch.stack([integers.amin(), integers.amax()])

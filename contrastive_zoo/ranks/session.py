@@ -18,13 +18,9 @@ from contrastive_zoo.ranks.world import Shards, World
 class Findings:
     """What turns out while a step is computed."""
 
-    # checks of values on an accelerator, which the wrapper reads in the next call; None where values are checked at
-    # once, or not at all
-    later: list[ValueCheck] | None = None
-    # whether a user's loss has drawn random numbers or changed a buffer while ranks computed it in parts
-    draws: bool = False
-    # the loss of this rank's last "anchor", if it has any, and that of the last one of the next rank that has any (the
-    # "other anchor"), as a user's row loss computes them; None where they are not compared
+    later: list[ValueCheck] | None = None  # checks that the wrapper reads in the next call; None without any
+    draws: bool = False  # whether a user's loss has drawn random numbers or changed a buffer, computed in parts
+    # a user's row loss of this rank's last "anchor", and of the next rank's, the "other anchor"; None if not compared
     anchors: dict[str, Tensor] | None = None
 
 
@@ -34,16 +30,14 @@ class Session(World):
 
     check_finite: bool = True  # whether NaN and infinite rows are refused
     ring: bool = False  # whether candidates pass from rank to rank, one shard at a time, rather than being gathered
-    # the factor of the gradient of sharded parameters, of which each rank holds another part
-    sharded_factor: float = 1.0
+    sharded_factor: float = 1.0  # of the gradient of sharded parameters, of which each rank holds another part
     findings: Findings = field(default_factory=Findings, repr=False)
 
     @classmethod
     def of(cls, world: World, **options: Any) -> Session:  # type: ignore[override]  # of a world, with options
         """``world`` if it is a session, otherwise a new one of its ranks with these options."""
-        if isinstance(world, Session):
-            return world
-        return cls(world.rank, world.size, world.group, caller=world.caller, **options)
+        ranks = world.rank, world.size, world.group
+        return world if isinstance(world, Session) else cls(*ranks, caller=world.caller, **options)
 
 
 def agree(
@@ -55,12 +49,7 @@ def agree(
     settings: Mapping[str, object] | None = None,
     **stated: Any,
 ) -> Agreed:
-    """Agree with all ranks on rows, settings, and what else a :class:`Statement` says.
-
-    Raises:
-        ValueError: on every rank alike, if any rank has a problem, brings NaN or infinite rows (unless the session's
-            ``check_finite`` is off), or if ranks bring different kinds of rows or settings.
-    """
+    """Agree with all ranks on rows, settings, and what else a :class:`Statement` says, or raise the same on all of them."""
     if problem is not None:  # what is no tensor has no size
         rows = {name: x for name, x in rows.items() if tensor_problem(name, x) is None}
     elif Session.of(world).check_finite:

@@ -76,11 +76,7 @@ def scatters_sums(shards: Shards, world: World) -> bool:
 
 
 def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int = 1) -> Tensor:
-    """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``, both in at least 32 bits.
-
-    NCCL's reduce-scatter needs even shards, and no buffer for all ranks' parts. Otherwise an all-to-all and a local sum
-    send as many bytes; gloo's reduce-scatter would send twice as many, as it is an all-reduce internally.
-    """
+    """Return this rank's slice of the sum of all ranks' [N, …] divided by ``over``, both in at least 32 bits."""
     if world.size == 1:
         return rows
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
@@ -89,7 +85,7 @@ def reduce_scatter_rows(rows: Tensor, shards: Shards, world: World, *, over: int
         total = wide_rows.new_empty(shards.size, *rows.shape[1:])
         begin = functools.partial(reduce_scatter_single, total, wide_rows, group=world.group)
         world.start("a reduce-scatter", begin, polled=total.is_cpu)()
-    else:
+    else:  # as many bytes; gloo's reduce-scatter is an all-reduce internally, of twice as many
         parts = exchange_rows(rows, shards.sizes, [shards.size] * world.size, world)
         total = parts.view(world.size, shards.size, *rows.shape[1:]).sum(0, dtype=wide)
     return (total if over == 1 else total / over).to(rows)
@@ -125,10 +121,7 @@ def reduced(x: Tensor, op: Reduction, world: World, run: Callable[[Tensor], Any]
 
 
 def reduced_everywhere(x: Tensor, op: Reduction, world: World) -> Tensor:
-    """Return the all-reduced x, without gradient; a mean is divided in at least 32 bits.
-
-    A small x is gathered and reduced in rank order, so every rank has the same bits.
-    """
+    """Return the all-reduced x, without gradient; a small one is summed in rank order, to the same bits on every rank."""
     if world.size == 1:
         return x
 
@@ -150,11 +143,10 @@ def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) 
     parts = payload.numpy()
     starts = [0] * len(parts)
     for x, of in zip(rows, shards, strict=True):
-        width, cut = row_bytes(x), []
+        width, cut = x.shape[1:].numel() * x.dtype.itemsize, []
         for rank, size in enumerate(of.sizes):
-            end = starts[rank] + size * width
-            cut.append(parts[rank][starts[rank] : end])
-            starts[rank] = end
+            start, starts[rank] = starts[rank], starts[rank] + size * width
+            cut.append(parts[rank][start : starts[rank]])
         # joined, since a wider dtype needs bytes that begin at a multiple of its size
         joined = np.concatenate(cut)
         # no bytes have stride 0 in NumPy, which cannot be viewed as another dtype
@@ -165,6 +157,5 @@ def unpacked(payload: Tensor, rows: Sequence[Tensor], shards: Sequence[Shards]) 
 
 def payload_of(rows: Iterable[Tensor], world: World) -> list[Tensor] | None:
     """Return tensors as bytes that may follow a handshake's header; None if two backends send them."""
-    if world.on_accelerators or not all(map(on_cpu, rows)):
-        return None
-    return [flat_bytes(x.detach()) for x in rows]
+    is_one_backend = not world.on_accelerators and all(map(on_cpu, rows))
+    return [flat_bytes(x.detach()) for x in rows] if is_one_backend else None

@@ -194,23 +194,16 @@ class World:
 
     @property
     def _host_group(self) -> dist.ProcessGroup | None:
-        """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend.
-
-        Raises:
-            CommunicationError: the backend cannot connect the ranks.
-        """
-        group = self.process_group
+        """A group of the same ranks that sends tensors on the CPU, created once; None if there is no such backend."""
+        group, state = self.process_group, self.state
         if not self.on_accelerators:
             return group
-        state = state_of(group)
-        if not state.has_looked_for_host_group:
-            ranks = dist.get_process_group_ranks(group)
-            timeout, exists = timedelta(seconds=waiting_time(group)), dist.is_gloo_available()
+        if state.host_group is None and dist.is_gloo_available():
+            ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=waiting_time(group))
             try:
-                made = exists and dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+                state.host_group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
             except RuntimeError as error:
                 raise lost(f"{self.caller}: rank {self.rank}: {_NO_GLOO} The error of gloo: {error}", self) from error
-            state.host_group, state.has_looked_for_host_group = made or None, True
         return state.host_group
 
     def sends_directly(self, x: Tensor) -> bool:
@@ -218,17 +211,9 @@ class World:
         return x.is_cpu and x.nbytes * self.size <= (SMALL_MESSAGE if self.size <= FEW_RANKS else SMALL_MESSAGE_OF_MANY)
 
     def start_gather(
-        self,
-        x: Tensor,
-        message: str = "a gather of rows",
-        *,
-        from_host: bool = False,
-        opens: bool = False,
+        self, x: Tensor, message: str = "a gather of rows", *, from_host: bool = False, opens: bool = False
     ) -> Callable[[], Tensor]:
-        """Start to gather tensors of equal shape from all ranks; calling the result waits for them, [W, *shape of x].
-
-        ``from_host``: x is host data, which lie on :attr:`host_device`: no accelerator is waited for.
-        """
+        """Start to gather tensors of equal shape, ``from_host`` those on :attr:`host_device`; the result waits for them."""
         if self.size == 1:
             return lambda: x[None]
         group = (self._host_group if from_host else None) or self.process_group
@@ -253,37 +238,23 @@ class World:
         return arrived
 
     def start(self, message: str, begin: Callable[[], Any], *, polled: bool, opens: bool = False) -> Callable[[], None]:
-        """Start a message of all ranks, by ``begin``; the returned function waits for it.
+        """Start a message of all ranks, by ``begin``; the returned function waits for it, and looks for notes if ``polled``.
 
-        In a backward pass, the first message of a loss follows a header, unless it ``opens`` the pass itself: ranks that run
-        another one's are refused. While a message that is ``polled`` does not arrive, a note of a failed rank is looked for.
-
-        Raises:
-            CommunicationError: another rank failed, died or is late; the returned function raises it, too.
+        In a backward pass, a header precedes a loss's first message, unless it ``opens`` the pass; other losses are refused.
         """
         if self.size > 1 and not opens:
             _open_backward(self)
         return started(message, begin, self, polled=polled)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The ``numbers`` of all ranks, by rank; every rank passes equally many.
-
-        Examples:
-            >>> ONE_PROCESS.exchange([3, 4])
-            [[3, 4]]
-        """
+        """The ``numbers`` of all ranks, by rank; every rank passes equally many."""
         if self.size == 1:
             return [list(numbers)]
         local = torch.tensor(numbers, dtype=torch.int64, device=self.host_device)
         return self.start_gather(local, "an exchange of numbers", from_host=True)().tolist()
 
     def exchange_text(self, text: str) -> list[str]:
-        """The ``text`` of all ranks, by rank, sent as UTF-8: nothing is pickled.
-
-        Examples:
-            >>> ONE_PROCESS.exchange_text("ρ")
-            ['ρ']
-        """
+        """The ``text`` of all ranks, by rank, sent as UTF-8: nothing is pickled."""
         if self.size == 1:
             return [text]
         local = text.encode()
@@ -295,12 +266,7 @@ class World:
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def shards(self, rows: int | Tensor) -> Shards:
-        """The split over all ranks, given this rank's number of rows.
-
-        Examples:
-            >>> ONE_PROCESS.shards(5)
-            Shards(sizes=(5,), rank=0)
-        """
+        """The split over all ranks, given this rank's number of rows."""
         count = rows if isinstance(rows, int) else len(rows)
         return Shards(tuple(sizes[0] for sizes in self.exchange([count])), self.rank)
 
@@ -316,7 +282,7 @@ ONE_PROCESS = World()  # the world of one process
 
 
 def _group_problem(process_group: object) -> str | None:
-    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+    if isinstance(process_group, dist.ProcessGroup):
         return None
     if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -371,10 +337,10 @@ def exchange_headers(
     header = torch.frombuffer(bytearray(_HEADER.pack(*numbers)), dtype=torch.uint8)
     header = header.to(world.host_device) if world.on_accelerators else header
     length = sum(map(Tensor.numel, payload))
-    parts = [header, *payload] if length <= size else [header]
-    if (unused := size - (length if length <= size else 0)) > 0:
+    parts, unused = ([header, *payload], size - length) if length <= size else ([header], size)
+    if unused:
         parts.append(header.new_zeros(unused))
-    sent = torch.cat(parts) if len(parts) > 1 else header
+    sent = torch.cat(parts) if size else header
     received = world.start_gather(sent, "the handshake", from_host=True, opens=True)()
     on_host = (received if received.is_cpu else received[:, : _HEADER.size].cpu()).numpy()
     headers = list(map(_HEADER.unpack_from, on_host))

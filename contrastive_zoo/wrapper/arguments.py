@@ -42,7 +42,8 @@ class Arguments:
         if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in arguments.values()):
             return cls(dict(arguments), None, roles)
         result, tree = tree_flatten_with_path(dict(arguments))
-        return cls({_path(path): leaf for path, leaf in result}, tree, roles)
+        # ['embeddings'] as embeddings, ['views'][0] as views[0]
+        return cls({keystr(path)[2:].replace("']", "", 1): leaf for path, leaf in result}, tree, roles)
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
@@ -60,19 +61,15 @@ class Arguments:
         leaves = self.leaves.items() if self.roles.shared else ()
         return {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim and self.roles.is_shared(path)}
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        return [x.shape[0] for x in self.rows.values()]
-
     @property
-    def padded_sizes(self) -> list[int]:
-        """The size of each dimension that is padded; 0 where there are no rows."""
-        return [self.rows[path].shape[dim] if len(self.rows[path]) else 0 for path, dim in self._padded_dims]
+    def sizes(self) -> list[int]:
+        """The numbers of samples, then the size of each dimension that is padded; 0 where there are no rows."""
+        counts = list(map(len, self.rows.values()))
+        padded = [(self.rows[path], dim) for path, dim in self._padded_dims] if self.roles.pad_dims else ()
+        return [*counts, *(x.shape[dim] if len(x) else 0 for x, dim in padded)] if padded else counts
 
     @property
     def _padded_dims(self) -> list[tuple[str, int]]:
-        if not self.roles.pad_dims:
-            return []
         dims = [(path, dim) for path, of_path in self.roles.pad_dims.items() if path in self.rows for dim in of_path]
         return [(path, dim) for path, dim in dims if dim < self.rows[path].ndim]  # others are a problem
 
@@ -103,7 +100,7 @@ class Arguments:
     @property
     def same(self) -> int:
         """Which pairs of rows are one tensor, as bits, and one more; 0 where there are no rows, so that nobody can tell."""
-        if not any(self.sizes):
+        if not any(map(len, self.rows.values())):
             return 0
         result, dim = 1, self.roles.dim
         pairs = itertools.combinations([*self.rows][:_COMPARED], 2)
@@ -116,7 +113,8 @@ class Arguments:
     ) -> dict[str, Any]:
         """The arguments with the rows of all ranks; named ``indices`` of local rows become those among all ranks'."""
         rows = dict(self.rows)
-        for (path, dim), of in zip(self._padded_dims, agreed.shards[len(rows) :], strict=True):
+        padded = self._padded_dims if self.roles.pad_dims else ()
+        for (path, dim), of in zip(padded, agreed.shards[len(rows) :], strict=True):
             x = rows[path]
             # padded with zeros, which get no gradient; rows of a rank that holds none may be cut
             rows[path] = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, max(of.sizes) - x.shape[dim]])
@@ -177,8 +175,3 @@ _COMPARED = 11  # arguments that may be one tensor: their pairs are as many bits
 
 def _kind(x: Tensor) -> str:
     return f"{described(x)}{' with a gradient' if x.requires_grad and torch.is_grad_enabled() else ''}"
-
-
-def _path(path: Any) -> str:
-    """``['embeddings']`` as ``embeddings``, ``['views'][0]`` as ``views[0]``."""
-    return keystr(path)[2:].replace("']", "", 1)

@@ -136,9 +136,9 @@ def looking_later(session: Session, rows: Mapping[str, Tensor]) -> Session:
 
 
 def _finite_problem(names: Sequence[str], finite: Sequence[float]) -> str | None:
-    if all(finite):
-        return None
     bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+    if not bad:
+        return None
     return (
         f"{', '.join(bad)} held NaN or infinite values. Look for a diverged encoder, a division by a zero norm or an "
         "overflow in half precision; check_finite=False lets them through."

@@ -49,14 +49,6 @@ def buffers_before(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     changed.update((name, x) for name, x in before.items() if name in after and not torch.equal(x, after[name]))
 
 
-@contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Context manager: restores buffers, such as BatchNorm's statistics."""
-    with buffers_before(module) as before:
-        yield
-    set_buffers(module, before)
-
-
 @torch.no_grad()
 def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     buffers = dict(module.named_buffers())
@@ -140,9 +132,10 @@ class ChunkedEncoder:
                 of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
                 self.random_states.append([torch.get_rng_state(), *of_devices])
                 result.append(self._outputs(chunk))
-            with self._random_numbers_kept(), buffers_kept(self.module):
+            with self._random_numbers_kept(), buffers_before(self.module) as before:
                 for _ in range(self.repetitions):
                     self._outputs(self.chunks[-1])
+            set_buffers(self.module, before)
         return result
 
     @property
@@ -210,9 +203,9 @@ class ChunkedEncoder:
         set_buffers(self.module, self.buffers)
         with self._random_numbers_kept():
             try:
-                with buffers_kept(self.module):
-                    for _ in range(self.repetitions):
-                        self._run_again(*repeated, totals, False)
+                for _ in range(self.repetitions):
+                    self._run_again(*repeated, totals, False)
+                    set_buffers(self.module, self.buffers)
                 for index, chunk in enumerate(chunks):
                     self._run_again(*chunk, totals, sync and index == len(chunks) - 1)
             finally:
@@ -260,10 +253,8 @@ class ChunkedEncoder:
         self.repetitions = max(1, *shards.sizes) - len(self.chunks)
 
     def _borrowed(self, shards: Shards) -> Chunk:
-        """Return the first row of a rank that has rows: zeros might be a mask without tokens, whose gradient is NaN.
-
-        It is a row of zeros if no rank has rows, and no row for BatchNorm, which refuses a single one and takes none.
-        """
+        """Return the first row of a rank that has rows, zeros if none has: a mask without tokens has NaN for a gradient."""
+        # BatchNorm refuses a single row, and takes none
         rows = 0 if any(isinstance(x, _BatchNorm) for x in self.model.modules()) else 1
         leaves, tree = tree_flatten(tuple(self.example or ()))
         dtypes = [str(x.dtype)[6:] if has_samples(x) else None for x in leaves]

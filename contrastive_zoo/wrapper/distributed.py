@@ -20,12 +20,7 @@ from contrastive_zoo.ranks.world import Processes, ProcessGroupAttribute, Shards
 from contrastive_zoo.wrapper.call_history import CallHistory, looking_later
 from contrastive_zoo.wrapper.joins import watch_joins
 from contrastive_zoo.wrapper.loss_call import LossCall, native_and_replaced, signature
-from contrastive_zoo.wrapper.options import (
-    GradReduction,
-    refuse_bad_loss,
-    refuse_bad_options,
-    shown,
-)
+from contrastive_zoo.wrapper.options import GradReduction, refuse_bad_loss, refuse_bad_options, shown
 from contrastive_zoo.wrapper.roles import NO_ROLES, Roles, roles_of
 from contrastive_zoo.wrapper.step import OwnStep, ThirdPartyStep, compared_options
 from contrastive_zoo.wrapper.wrapped import unwrapped, unwrapped_miner
@@ -71,74 +66,66 @@ class LossAttributes(nn.Module):
 class DistributedLoss(LossAttributes, Generic[R]):
     """``loss`` on the embeddings of all ranks: its value, its encoder gradient and the gradient of its own parameters.
 
-    Let z₁ … z_N be the embeddings of all ranks in rank order, and L the loss that one process computes from them. On
-    every rank, and for every split of these (uneven and empty shards included):
+    Let L be the loss that one process computes from the embeddings of all ranks in rank order. On every rank, and for every
+    split of these (uneven and empty shards included):
 
     - the returned value is L;
     - the encoder's gradient, after the gradient all-reduce of the trainer, is ∂L/∂θ;
     - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
 
     With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
-    the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. If it communicates by itself, it
-    sees one process: collectives of the default group, also in the backward pass of its autograd functions but not in hooks
-    of tensors, are those of one. On one process the wrapper is transparent: a third-party loss receives its arguments
-    unchanged, and errors are its own.
+    the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. If it sends messages by itself, it
+    sees one process. On one process the wrapper just calls a third-party loss, whose errors are its own.
 
     Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
     that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
 
     Args:
         loss: a loss of this library, or any module or function of tensors whose dimension 0 counts samples (``shared`` and
-            ``batch_dim`` name others):
-            ``loss(embeddings, labels)``, ``loss(view1, view2)``, or pytorch-metric-learning's
-            ``loss(embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None)``.
+            ``batch_dim`` name others): ``loss(embeddings, labels)``, ``loss(view1, view2)``, a loss of
+            pytorch-metric-learning.
         miner: called as ``miner(embeddings, labels)``, or with the reference embeddings too, on the gathered ones; its
             result is passed to the loss as ``indices_tuple``.
         prefer_native: whether a loss of this library replaces a third-party loss (and its miner) that is the same
-            function; ``loss`` is used if there is none. The call form stays that of the third-party loss. A call with
-            ``indices_tuple`` or reference embeddings is computed by the third-party loss, with the weights learnt here.
+            function, if there is one. The call form stays that of the third-party loss, which still computes calls with
+            ``indices_tuple`` or reference embeddings, with the weights learnt here.
         process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
         grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
             Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
             that sums, a divide factor of 1.
-        check_finite: whether embeddings with NaN or infinite values are refused. On an accelerator they are looked for
-            without waiting, and refused at the next call, and so are other wrong values, such as labels that are no
-            classes. False leaves out all checks of values on an accelerator.
+        check_finite: whether embeddings with NaN or infinite values are refused; on an accelerator at the next call, as are
+            other wrong values, such as labels that are no classes. False leaves out all checks of values there.
         check_equal: whether ranks compare, at every call, the loss's parameters and buffers, and the last value of a loss
             that every rank computes. It costs no extra message.
         check_distinct: whether embeddings that are equal on two ranks or more, as they are after a gather, are refused, and
             single arguments of a third-party loss that are on all; those on an accelerator at the next call, and at the
             first one, which waits for them.
-        ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not
-            grow with the number of ranks. Candidates are sent in the forward pass and again in the backward pass. Losses of
-            the softmax and sigmoid families, MaxSim and AlignUniform can do this; others need all candidates at once.
+        ring: whether candidates pass from rank to rank, one shard at a time, in both passes, instead of being gathered:
+            memory does not grow with the number of ranks. Losses of the softmax and sigmoid families, MaxSim and
+            AlignUniform can do this; others need all candidates at once.
         pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number
             of tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over
-            the ranks. Gradients are those of the arguments without padding. One process pads nothing, so the loss must
-            not depend on the padding, which its mask tells it.
+            the ranks; the loss must not depend on the padding.
         shared: arguments of a third-party loss that are no samples but one tensor, equal on every rank, such as prototypes
-            or a queue: ``{"prototypes"}``. They are not gathered: every rank computes with its own. Kinds and numbers are
-            compared at every call. Their gradient is complete on every rank, as that of the loss's own parameters.
+            or a queue: ``{"prototypes"}``. They are compared, not gathered. Their gradient is complete on every rank.
         batch_dim: the dimension of a third-party loss's arguments that counts samples, where it is not 0, such as that of
             views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds samples, although it is equal on every rank.
 
     Raises:
-        ValueError: an unknown ``grad_reduction``; ``prefer_native`` for a loss of open_clip; a loss that
-            cannot be called, is a class, or is distributed already, or contains such a loss or miner (an outermost
-            pytorch-metric-learning wrapper is unwrapped, and so is a DistributedMiner passed as ``miner``); a miner for
-            a loss that takes no ``indices_tuple``; ``ring`` for a loss that needs all candidates at once; ``pad_dims`` that
-            are no dimensions, or for a loss that not every rank computes; ``shared`` or ``batch_dim`` that name no
-            arguments or dimensions, or for such a loss; two of the three for one argument. At the call, between several
-            ranks, on every rank alike: ranks that differ in the loss's class, its settings, this wrapper's options,
-            arguments, widths, dtypes or parameters; arguments that the loss does not take; labels that are not one per
-            embedding; NaN or infinite embeddings; no samples on any rank; equal embeddings on two ranks; indices mined
-            on one rank's embeddings, or passed although there is a miner; a previous value that differs between ranks;
-            ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that are not in the call; shared arguments
-            that differ; an argument of a third-party loss without a role that may be no rows: a tensor that is equal on
-            every rank while others differ, and is embeddings or has another number of rows; three dimensions or more and no
-            vector or matrix of as many rows; a list with a tensor a sample; integers that are not one an embedding; any
-            other object that holds a tensor or differs between ranks; a third-party loss or miner that sends by a process
-            group that it holds; a call inside of DDP's ``join()``.
+        ValueError: an option of another kind, or one that the loss cannot have: ``prefer_native`` for a loss of open_clip,
+            a miner for one without ``indices_tuple``, ``ring`` for one that needs all candidates at once, ``pad_dims``,
+            ``shared`` or ``batch_dim`` for one of this library; two of these three for one argument; a loss that cannot be
+            called, is a class, or is or contains a distributed one (an outermost wrapper of pytorch-metric-learning is
+            taken off). At the call, between several ranks, on every rank alike: ranks that differ in the loss's class, its
+            settings, this wrapper's options, arguments, widths, dtypes or parameters; arguments that the loss does not
+            take; labels that are not one per embedding; NaN or infinite embeddings; no samples on any rank; equal
+            embeddings on two ranks; indices mined on one rank's embeddings, or passed although there is a miner; a previous
+            value that differs between ranks; ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that are
+            not in the call; shared arguments that differ; an argument of a third-party loss without a role that may be no
+            rows: a tensor that is equal on every rank while others differ, and is embeddings or has another number of rows;
+            three dimensions or more and no vector or matrix of as many rows; a list with a tensor a sample; integers that
+            are not one an embedding; any other object that holds a tensor or differs between ranks; a third-party loss or
+            miner that sends by a process group that it holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
@@ -266,22 +253,19 @@ class DistributedLoss(LossAttributes, Generic[R]):
         # no trainer adds up the gradients of parameters that are split over the ranks
         factor = world.size if self.grad_reduction == "sum" else 1
         check_finite = self.check_finite and getattr(bare, "check_finite", True)
-        findings = Findings([] if check_finite else None)
         name = type(bare).__name__ if isinstance(bare, nn.Module) else loss_name(bare)
-        caller = f"{name}, call {self._history.calls + 1}"
-        ranks = world.rank, world.size, world.group
-        return Session(*ranks, check_finite, sharded_factor=factor, findings=findings, caller=caller)
+        return Session(
+            world.rank, world.size, world.group, check_finite,
+            sharded_factor=factor, findings=Findings([] if check_finite else None),
+            caller=f"{name}, call {self._history.calls + 1}",
+        )  # fmt: skip
 
     def _roles(self) -> Roles:
         stated = self.shared or (), self.batch_dim or {}, self.pad_dims or {}
         return Roles(tuple(stated[0]), *stated[1:]) if any(stated) else NO_ROLES
 
     def observe_with(self, observer: Any) -> None:
-        """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank.
-
-        Raises:
-            ValueError: there is another observer.
-        """
+        """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank."""
         if observer is not None and self._observer is not None:
             raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
         self._observer = observer
@@ -291,8 +275,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
         observer = self._observer if self.training else None
         problem = None if isinstance(call, CallInputs) else call.refusal(session)
         problem = problem or self._history.values_problem()
-        if observer is not None:
-            problem = problem or observer.problem(call.inputs.rows)
+        problem = problem or (None if observer is None else observer.problem(call.inputs.rows))
         if problem is not None:
             refuse(loss_name(bare), problem, world=session)
         if isinstance(call, CallInputs):

@@ -33,28 +33,24 @@ class Explanation(Cost):
     changes: Mapping[str, str] = field(default_factory=dict)  # what a user may do, and what the cost would be then
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         plan, ranks = self.plan, self.situation.world_size
-        yield f"{self.name}, {ranks:,} rank{'s' * (ranks > 1)} × {self._samples()}, {self.dtype}, {self.device}"
-        work, movement, _ = plan.because
-        yield f"  work        {plan.work}: {work}"
         arrive = sum(x.bytes for x in self.sent if x.name in EMBEDDINGS)
         size = f"; {with_unit(arrive, 'B')} arrive at each rank" if arrive else ""
-        yield f"  embeddings  {plan.movement}: {movement}{size}"
-        for name, of in _arithmetics(plan):
-            yield f"  arithmetic  {name}{of.arithmetic}: {of.because[2]}"
         backward = f", {self.backward_messages:,} of them in the backward pass" if self.backward_messages else ""
-        yield f"  messages    {self.messages:,}{backward}; a rank sends {with_unit(self.bytes_sent, 'B')}"
-        yield f"  matmuls     {with_unit(self.matmul_flop, 'FLOP')} a rank, forward and backward"
-        yield f"  memory      {with_unit(self.peak_bytes, 'B')} beside the embeddings, their gradients included"
-        for what in self.assumed:
-            yield f"  assumed     {what}"
-        yield "What would change it:"
         width = max(map(len, self.changes))
-        for what, then in self.changes.items():
-            yield f"  {what:<{width}}  {then}"
+        lines = [
+            f"{self.name}, {ranks:,} rank{'s' * (ranks > 1)} × {self._samples()}, {self.dtype}, {self.device}",
+            f"  work        {plan.work}: {plan.because[0]}",
+            f"  embeddings  {plan.movement}: {plan.because[1]}{size}",
+            *(f"  arithmetic  {name}{of.arithmetic}: {of.because[2]}" for name, of in _arithmetics(plan)),
+            f"  messages    {self.messages:,}{backward}; a rank sends {with_unit(self.bytes_sent, 'B')}",
+            f"  matmuls     {with_unit(self.matmul_flop, 'FLOP')} a rank, forward and backward",
+            f"  memory      {with_unit(self.peak_bytes, 'B')} beside the embeddings, their gradients included",
+            *(f"  assumed     {what}" for what in self.assumed),
+            "What would change it:",
+            *(f"  {what:<{width}}  {then}" for what, then in self.changes.items()),
+        ]
+        return "\n".join(lines)
 
     def _samples(self) -> str:
         """Return the number of samples of a rank, their features, and how many tensors of embeddings there are."""
@@ -162,13 +158,10 @@ def _without_memory(arguments: Any, loss: Any, dtype: torch.dtype | None) -> Any
     home = next((x.device for x in held), torch.device("cpu"))
 
     def zeros(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or not (x.is_meta or (dtype not in (None, x.dtype) and x.is_floating_point())):
             return x
         wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        if not x.is_meta and wanted == x.dtype:
-            return x
-        place = home if x.is_meta else x.device
-        return torch.zeros((), dtype=wanted, device=place).expand(x.shape)
+        return torch.zeros((), dtype=wanted, device=home if x.is_meta else x.device).expand(x.shape)
 
     return tree_map(zeros, arguments)
 

@@ -1,10 +1,4 @@
-"""Large batches in small memory: the encoder holds the activations of one chunk and recomputes them for the gradient.
-
-The encoder runs twice, one chunk at a time: without a graph for the embeddings z, of which the loss needs all, and once
-more with a graph for ∂L/∂θ = Σ_c ⟨∂L/∂z_c, ∂z_c/∂θ⟩. Both passes are one node of the autograd graph.
-
-Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
-"""
+"""Large batches in small memory: one autograd node runs the encoder twice, chunk by chunk, without a graph and with one."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -55,8 +49,7 @@ def cached_step(
 
     Raises:
         ValueError: on every rank alike: no chunk; no chunk on one rank and chunks of other things than tensors on others;
-            chunks that need a gradient; bad models or chunks; outputs as in :class:`GradCache`. On its rank: ``loss_fn``
-            returns several numbers.
+            chunks that need a gradient; bad models, chunks or outputs. On its rank: ``loss_fn`` returns several numbers.
         TypeError: ``loss_fn`` returns no tensor.
 
     Examples:
@@ -144,8 +137,6 @@ class GradCache(nn.Module):
         >>> z.square().sum().backward()          # and again, with a graph
         >>> z.shape, encode.model.weight.grad is not None
         (torch.Size([10, 3]), True)
-
-    Source: Gao et al. 2021, §3, https://arxiv.org/abs/2101.06983
     """
 
     process_group = ProcessGroupAttribute()
@@ -226,11 +217,10 @@ def _trainer_problem(model: nn.Module) -> str | None:
 
 
 def _inputs_problem(inputs: Sequence[Any]) -> str | None:
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return None
-    return (
+    problem = (
         "chunks carry a gradient, which stops here. Put trainable preprocessing into the model, or detach the inputs."
     )
+    return problem if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) else None
 
 
 def _encoded(

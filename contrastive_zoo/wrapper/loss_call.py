@@ -66,8 +66,7 @@ class LossCall:
         paired, is_soft_margin = arguments, loss_name(without_ddp(self.loss)) == "DynamicSoftMarginLoss"
         if is_soft_margin and all(arguments.get(name) is None for name in _NAME_PARTNERS):
             paired = {**arguments, "ref_emb": None}  # of rows without a partner it takes the distances to all others
-        misuse = outside or self.refusal(world)
-        return misuse or unequal_problem(arguments) or paired_problem(paired)
+        return outside or self.refusal(world) or unequal_problem(arguments) or paired_problem(paired)
 
     def row_indices(self) -> list[tuple[str, Tensor, Tensor]]:
         """The arguments that are indices of this rank's rows, as :meth:`Loss.index_arguments` returns them."""
@@ -102,13 +101,8 @@ def signature(loss: Any) -> inspect.Signature:
         result = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
         return inspect.signature(lambda *rows, **named_rows: None)
-    if not isinstance(loss, Loss):
-        return result
-    return result.replace(parameters=[x for x in result.parameters.values() if x.name != "world"])
-
-
-def accepts(takes: inspect.Signature, name: str) -> bool:
-    return name in takes.parameters or any(x.kind is x.VAR_KEYWORD for x in takes.parameters.values())
+    named = [x for x in result.parameters.values() if x.name != "world"]
+    return result.replace(parameters=named) if isinstance(loss, Loss) else result
 
 
 def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
@@ -122,19 +116,15 @@ def unequal_problem(arguments: Mapping[str, Any]) -> str | None:
 
 
 def paired_problem(arguments: Mapping[str, Any]) -> str | None:
-    """Which of this rank's arguments do not pair row by row, in words; None if all do.
-
-    The totals over all ranks may agree where one rank's counts do not: each later row would then be paired with a wrong one.
-    """
+    """Which of this rank's arguments do not pair row by row, in words; the totals over all ranks may agree all the same."""
     counts = {name: len(x) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 0}
     inputs = {name for name, x in arguments.items() if x is not None}
     pairs = [("ref_labels", "ref_emb", "are one per row of ref_emb")]
     if inputs.isdisjoint(_NAME_PARTNERS):
         pairs.append(("ref_emb", "embeddings", "holds another view of each row of embeddings"))
     first_view = next((name for name in arguments if name.startswith("view")), "")
-    pairs += [
-        (name, first_view, f"is another view of each row of {first_view}") for name in inputs if name[:4] == "view"
-    ]
+    is_view = f"is another view of each row of {first_view}"
+    pairs += [(name, first_view, is_view) for name in inputs if name.startswith("view")]
     pairs += [(name, "embeddings", "is one per row of embeddings") for name in inputs if name.endswith("mask")]
     for name, other, rule in sorted(pairs):
         if name in counts and other in counts and counts[name] != counts[other]:

@@ -9,7 +9,7 @@ from torch import nn
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
 from contrastive_zoo.ranks.row_checks import flag_problem, word_problem
-from contrastive_zoo.wrapper.loss_call import accepts, signature
+from contrastive_zoo.wrapper.loss_call import signature
 
 GradReduction = Literal["mean", "sum"]
 
@@ -41,9 +41,10 @@ def refuse_bad_loss(loss: Any, miner: Callable[..., Any] | None, ring: bool) -> 
             f"DistributedLoss: {name} weighs all pairs itself and takes no miner's indices. "
             "Leave the miner out, or pass a loss that takes indices_tuple."
         )
-    if miner is not None and not accepts(signature(bare), "indices_tuple"):
+    takes = None if miner is None else signature(bare)
+    if takes and not any(x.name == "indices_tuple" or x.kind is x.VAR_KEYWORD for x in takes.parameters.values()):
         raise ValueError(
-            f"DistributedLoss: {name}{signature(bare)} takes no indices_tuple, which is how a miner's indices reach a "
+            f"DistributedLoss: {name}{takes} takes no indices_tuple, which is how a miner's indices reach a "
             "loss. Leave the miner out."
         )
     reason = bare.ring_problem() if is_own else "every rank computes it from the embeddings of all ranks"

@@ -16,11 +16,9 @@ def parameter_groups(*modules: nn.Module, weight_decay: float) -> list[dict[str,
 
         optimizer = torch.optim.AdamW(cz.parameter_groups(model, loss_fn, weight_decay=0.2), lr=1e-3)
 
-    - Parameters of two and more dimensions decay: weights of layers, embeddings, class weights and prototypes of a loss.
-    - Others do not: temperatures, scales, margins, biases, weights of BatchNorm and LayerNorm.
-
-    Parameters that require no gradient are left out. One that several modules share is there once. Call it after
-    ``fully_shard``, which keeps dimensions; a flat parameter of FSDP1 has one dimension.
+    Parameters of two and more dimensions decay, such as weights of layers, class weights and prototypes. Others do not, such
+    as temperatures, margins and biases. Those that require no gradient are left out. One that several modules share is there
+    once. Call it after ``fully_shard``, which keeps dimensions; a flat parameter of FSDP1 has one dimension.
 
     Args:
         modules: the model and the loss, with or without ``DistributedLoss``.
@@ -43,7 +41,5 @@ def parameter_groups(*modules: nn.Module, weight_decay: float) -> list[dict[str,
     parameters = [x for x in nn.ModuleList(modules).parameters() if x.requires_grad]
     if not parameters:
         raise ValueError("parameter_groups: no parameter requires a gradient. Pass the model and the loss.")
-    decaying = [x for x in parameters if x.ndim > 1]
-    others = [x for x in parameters if x.ndim < 2]
-    groups = {"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
-    return [group for group in groups if group["params"]]
+    groups = (weight_decay, [x for x in parameters if x.ndim > 1]), (0.0, [x for x in parameters if x.ndim < 2])
+    return [{"params": of_group, "weight_decay": decay} for decay, of_group in groups if of_group]

@@ -20,10 +20,8 @@ class Roles:
     """The arguments that have a role, by name or path; a name stands for all that a tuple, list or dict of it holds."""
 
     shared: tuple[str, ...] = ()  # those that are equal on every rank, which each rank computes with its own of
-    # the dimension that counts samples; 0 states that an argument holds samples although it is equal on every rank
-    batch_dim: Mapping[str, int] = field(default_factory=dict)
-    # by path, dimensions whose sizes may differ between ranks; gathered rows are padded to the largest
-    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch_dim: Mapping[str, int] = field(default_factory=dict)  # the dimension that counts samples
+    pad_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by path, those that are padded
 
     def __str__(self) -> str:
         # sorted: ranks compare it, and a set or a dict may stand in another order on each
@@ -133,26 +131,17 @@ Counts = Mapping[str, tuple[int, ...]]  # the number of samples on each rank, by
 def role_problem(
     rows: Mapping[str, Tensor],
     counts: Counts,
-    equal: Mapping[str, int],
+    equal: Mapping[str, int],  # what the numbers are of those that are equal on every rank
     without_role: Collection[str],
-    variadic: Collection[str] = (),
+    variadic: Collection[str] = (),  # names of ``*arguments``, whose elements are no list
 ) -> str | None:
-    """Return which tensor cannot hold samples in dimension 0, in words that are the same on every rank, or None.
-
-    Args:
-        rows: this rank's tensors.
-        counts: how many rows of each there are on each rank.
-        equal: those that are equal on every rank, with what their numbers are.
-        without_role: those whose role is not stated; nothing is said of others.
-        variadic: names of ``*arguments``, whose elements are no list.
-    """
+    """Return which tensor without a role cannot hold samples in dimension 0, in the same words on every rank, or None."""
     paths = [path for path in rows if path in without_role]
     for name, members in _lists(paths).items():
         sizes, others = {counts[path] for path in members}, {counts[path] for path in rows if path not in members}
         has_one_each = (len(members),) * len(counts[members[0]]) in others - sizes
-        if name not in variadic and (
-            has_one_each or not all(itertools.starmap(_pair, itertools.combinations(sizes, 2)))
-        ):
+        do_pair = all(itertools.starmap(_pair, itertools.combinations(sizes, 2)))
+        if name not in variadic and (has_one_each or not do_pair):
             return _ONE_EACH.format(name=name, quoted=repr(name), count=len(members))
     flat = {counts[path] for path, x in rows.items() if x.ndim < 3}
     different = {counts[path] for path in rows if path not in equal}

@@ -3,13 +3,14 @@
 import copy
 import functools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.implementation import CHOOSES_KERNELS, NO_KERNELS, is_dense
@@ -25,7 +26,7 @@ from contrastive_zoo.ranks.fingerprint import REPEATED, equal_arguments
 from contrastive_zoo.ranks.handshake import Agreed, Statement, refuse_empty, reserve_payload, shake_hands
 from contrastive_zoo.ranks.messages import report
 from contrastive_zoo.ranks.one_process import in_one_process
-from contrastive_zoo.ranks.randomness import StateWatch, one_stream
+from contrastive_zoo.ranks.randomness import generators_kept, one_stream
 from contrastive_zoo.ranks.row_checks import first_non_finite, in_one_line, row_kind, tolerance, values_problem
 from contrastive_zoo.ranks.session import Session, refuse
 from contrastive_zoo.ranks.transport import flat_bytes, payload_of, row_bytes, unpacked
@@ -51,12 +52,8 @@ def compared_options(wrapper: Any, roles: Roles) -> dict[str, str]:
 
 
 @dataclass
-class DistributedStep:
-    """One call of a wrapper between several ranks.
-
-    Each rank states its arguments in a handshake. All that follows, which messages are sent and whether each rank computes
-    its anchors' part or all of the loss, is a function of what every rank has received in it.
-    """
+class DistributedStep(ABC):
+    """One call of a wrapper between several ranks: what it does is a function of what all have received in a handshake."""
 
     name: str  # of the loss, the first word of errors
     call: Any  # what this rank states of its call
@@ -67,52 +64,36 @@ class DistributedStep:
 
     def __post_init__(self) -> None:
         self.modules = LossModules(self.bare, third_party=self.options.check_equal)
-        # the tensors of the call, whose dimension 0 counts samples
-        self.rows: Mapping[str, Tensor] = self.call.inputs.rows
+        self.rows: Mapping[str, Tensor] = self.call.inputs.rows  # whose dimension 0 counts samples
         self.history: CallHistory = self.options._history
-        # a Monitor, which looks at the embeddings after the loss; None if there is none
-        self.observer = self.options._observer if self.options.training else None
+        self.observer = self.options._observer if self.options.training else None  # a Monitor, or None
 
     @property
     def computed(self) -> Mapping[str, Tensor]:
         """Single numbers of this step, by name: what modules in place of settings have returned, or arguments."""
         return {}
 
+    @abstractmethod
     def statement(self) -> Statement:
         """What this rank states of the arguments in the handshake."""
-        raise NotImplementedError
 
-    def plan(self, agreed: Agreed) -> Plan:
-        """The path of the step, the same on every rank."""
-        raise NotImplementedError
+    @abstractmethod
+    def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
+        """The path of the step, the same on every rank, given the arguments that are equal on all."""
 
+    @abstractmethod
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         """The loss, computed as all ranks have agreed."""
-        raise NotImplementedError
 
     @property
     def few(self) -> int:
         """How many rows of each tensor a rank sends for a small batch of samples of all ranks."""
-        return max(
-            1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // max(1, sum(map(row_bytes, self.rows.values()))))
-        )
+        of_row = max(1, sum(map(row_bytes, self.rows.values())))
+        return max(1, min(_SAMPLES // self.session.size, _SAMPLE_BYTES // of_row))
 
     @property
     def sample_bytes(self) -> int:
         return self.few * sum(map(row_bytes, self.rows.values()))
-
-    def compare_behaviour(self, value: Any, agreed: Agreed) -> None:
-        """Start to compare how ranks compute a loss of which each computes a part."""
-
-    def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
-        """Refuse arguments that no single rank can know to be wrong; a loss of this library knows its own."""
-
-    def refuse(self, agreed: Agreed) -> None:
-        """Refuse, before the loss is computed, what is equal on several ranks and is no samples of each."""
-        equal, copies = equal_arguments(self.rows, agreed.digests)
-        if copies:
-            raise ValueError(f"{self.name}: {copies_difference(copies, self.session.size)}")
-        self.refuse_arguments(agreed, equal)
 
     def compute(self) -> Any:
         """Return what the loss returns."""
@@ -131,8 +112,10 @@ class DistributedStep:
         self.session = session = replace(session, opened=agreed.number)
         if agreed.shards:
             refuse_empty(self.name, agreed.shards[0])
-        self.refuse(agreed)
-        plan = self.plan(agreed)
+        equal, copies = equal_arguments(self.rows, agreed.digests)
+        if copies:
+            raise ValueError(f"{self.name}: {copies_difference(copies, session.size)}")
+        plan = self.plan(agreed, equal)
         of_all = plan.work == "all on every rank"
         compares = self.options.check_equal and not of_all and history.compares(history.calls)
         session.findings.anchors = {} if compares else None
@@ -140,8 +123,6 @@ class DistributedStep:
         reserve_payload(agreed.needed if of_all else self.sample_bytes if history.due else 0, session)
         try:
             value = self.value(agreed, plan)
-            if compares:
-                self.compare_behaviour(value, agreed)
         except BaseException as error:
             report(error, session)
             raise
@@ -160,8 +141,7 @@ class DistributedStep:
     def _completed(self, statement: Statement) -> Statement:
         """The statement with settings, options, and what earlier calls have left to compare."""
         history, options = self.history, self.options
-        settings = self.modules.settings()
-        compared = _with_names_apart(settings, self.compared)
+        compared = _with_names_apart(self.modules.settings(), self.compared)
         compared["plain_formulas()"] = str(is_dense())
         compared["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         if not all(map(on_cpu, self.rows.values())):
@@ -187,11 +167,8 @@ class DistributedStep:
         # sharded class weights differ between ranks in any case
         rows = {name: x for name, x in self.rows.items() if compares_rows and not name.startswith("class weights")}
         now = history.fingerprint(state, rows, buffers)
-        statement.level, statement.buffers, statement.state = (
-            now.level,
-            now.buffers,
-            {**(state or {}), **(buffers or {})},
-        )
+        statement.level, statement.buffers = now.level, now.buffers
+        statement.state = {**(state or {}), **(buffers or {})}
         statement.digests = [*{**dict.fromkeys(self.rows, 0), **now.digests}.values()]
         return statement
 
@@ -202,10 +179,8 @@ class DistributedStep:
         if history.keeps_state and in_backward():
             problem = problem or _COMPUTED_AGAIN
         problem = problem or statement.problem
-        if problem is None and self.session.check_finite:
-            problem = first_non_finite(self.rows)
-        if self.observer is not None:
-            problem = problem or self.observer.problem(self.rows)
+        problem = problem or (first_non_finite(self.rows) if self.session.check_finite else None)
+        problem = problem or (None if self.observer is None else self.observer.problem(self.rows))
         return problem or (join_problem() if JOINED else None)
 
     def all_or_none(self, compute: Callable[[], Any]) -> Any:
@@ -247,10 +222,11 @@ class OwnStep(DistributedStep):
         if inputs.whole and not can_compute_all:
             problem = problem or _NOT_WHOLE
         history, payload = self.history, None
-        if can_compute_all:
-            host = self.session.host_device
-            few = [flat_bytes(x[: self.few].detach().to(host)) for x in rows.values()] if history.due else None
-            payload = few or payload_of(rows.values(), self.session)
+        if can_compute_all and history.due:
+            few, device = self.few, self.session.host_device
+            payload = [flat_bytes(x[:few].detach().to(device)) for x in rows.values()]
+        elif can_compute_all:
+            payload = payload_of(rows.values(), self.session)
         return Statement(
             self.name,
             compared,
@@ -266,6 +242,7 @@ class OwnStep(DistributedStep):
         )  # fmt: skip
 
     def compare_behaviour(self, value: Any, agreed: Agreed) -> None:
+        """Start to compare how ranks compute a loss of which each computes a part."""
         history = self.history
         for name, number in (self.session.findings.anchors or {}).items():
             history.remember(name, number)
@@ -287,13 +264,11 @@ class OwnStep(DistributedStep):
         of_one = [Shards((len(x),)) for x in on_host]
         plan = self.call.plan(self.call.situation(of_one, 1))
         batch = self.call.batch(moved, of_one, Session(check_finite=False), plan)
-        watch, loss = StateWatch(nn.Module(), device_of(self.rows)), copy.deepcopy(self.loss)
-        try:
+        loss = copy.deepcopy(self.loss)
+        with generators_kept(device_of(self.rows)):
             return in_one_process(lambda: loss.compute(batch), self.name, self.session, loss).sum()
-        finally:
-            watch.undo()  # random numbers
 
-    def plan(self, agreed: Agreed) -> Plan:
+    def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
         situation = self.call.situation(
             agreed.shards,
             self.session.size,
@@ -309,7 +284,10 @@ class OwnStep(DistributedStep):
         if plan.work == "own anchors":
             session = replace(session, ring=plan.movement == "ring")
             scaled = {name: scale_gradient(x, session.size) for name, x in rows.items()}
-            return self.compute_batch(stated.batch(scaled, agreed.shards, session, plan))
+            value = self.compute_batch(stated.batch(scaled, agreed.shards, session, plan))
+            if session.findings.anchors is not None:
+                self.compare_behaviour(value, agreed)
+            return value
         gathered = gathered_rows(rows, agreed.shards, agreed.payload, session)
         alone = Session(check_finite=False, findings=session.findings)
         shards = [Shards((len(x),)) for x in gathered.values()]
@@ -337,11 +315,11 @@ class ThirdPartyStep(DistributedStep):
         """The arguments that may not hold samples in dimension 0."""
         if isinstance(without_ddp(self.call.loss), Loss):
             return set()
-        if self.call.roles is NO_ROLES:
-            return {*self.rows}
-        return {path for path in self.rows if not self.call.roles.has_samples(path)}
+        roles = self.call.roles
+        return {*self.rows} if roles is NO_ROLES else {path for path in self.rows if not roles.has_samples(path)}
 
     def refuse_arguments(self, agreed: Agreed, equal: Mapping[str, int]) -> None:
+        """Refuse arguments that no single rank can know to be wrong."""
         counts: Counts = {path: of.sizes for path, of in zip(self.rows, agreed.shards, strict=False)}
         without_role = self.without_role
         if (problem := role_problem(self.rows, counts, equal, without_role, self.call.variadic)) is not None:
@@ -359,14 +337,15 @@ class ThirdPartyStep(DistributedStep):
         return Statement(
             self.name,
             of_miner | arguments.compared,
-            [*arguments.sizes, *arguments.padded_sizes],
+            arguments.sizes,
             call.problem(self.session),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
             payload=None if call.roles.pad_dims else payload_of(self.rows.values(), self.session),
         )
 
-    def plan(self, agreed: Agreed) -> Plan:
+    def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
+        self.refuse_arguments(agreed, equal)
         return _plan_from_elsewhere(self.session.size, agreed.payload is not None)
 
     def value(self, agreed: Agreed, plan: Plan) -> Any:

@@ -68,8 +68,7 @@ def _metric(distance: Any) -> str | None:
 
 
 def _spelled(distance: Any) -> str:
-    settings = {name: getattr(distance, name, None) for name in ("p", "power")}
-    return f"{type(distance).__name__}({', '.join(f'{name}={x}' for name, x in settings.items())})"
+    return f"{type(distance).__name__}(p={getattr(distance, 'p', None)}, power={getattr(distance, 'power', None)})"
 
 
 def _normalize(distance: Any, is_ours: bool, ours: str) -> Settings:

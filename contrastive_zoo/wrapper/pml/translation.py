@@ -48,10 +48,8 @@ def _translate(loss: Any, miner: Any) -> Loss:
         return _self_supervised(loss, miner)
     if type(loss) is losses.MultipleLosses:
         require(miner is None or not loss.miners, "it has miners of its own.")
-        members = _members(loss)
-        return WeightedSum(
-            [_translate(x, own_miner or miner) for x, own_miner, _ in members], weights=[x for *_, x in members]
-        )
+        members = [_translate(x, own_miner or miner) for _, x, own_miner, _ in _members(loss)]
+        return WeightedSum(members, weights=[x for *_, x in _members(loss)])
     native = LOSSES.get(type(loss), "it is no loss of pytorch-metric-learning itself.")
     if isinstance(native, str):
         raise NoExactTranslation(native)
@@ -108,11 +106,11 @@ def _self_supervised(loss: Any, miner: Any) -> Loss:
     return _translate(inner, miner)
 
 
-def _members(loss: Any) -> list[tuple[Any, Any, float]]:
-    """Return each loss of a MultipleLosses, its own miner (None if it has none) and its weight."""
+def _members(loss: Any) -> list[tuple[Any, Any, Any, float]]:
+    """Return the key of each loss of a MultipleLosses, the loss, its own miner (None if it has none) and its weight."""
     keys = list(loss.losses) if loss.is_dict else range(len(loss.losses))
     own_miners = dict(loss.miners.items() if loss.is_dict else enumerate(loss.miners)) if loss.miners else {}
-    return [(loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
+    return [(key, loss.losses[key], own_miners.get(key), loss.weights[key]) for key in keys]
 
 
 _WITH_VIEWS = (
@@ -144,8 +142,7 @@ def _original_weights(loss: Any, native: Any, prefix: str = "") -> dict[str, Ten
     """Return the native loss's weights by the original's parameter names, in the original's layout."""
     weights: dict[str, Tensor] = {}
     if isinstance(loss, losses.MultipleLosses):
-        keys = loss.losses if loss.is_dict else range(len(loss.losses))
-        for key, (original, *_), member in zip(keys, _members(loss), native.losses, strict=True):
+        for (key, original, *_), member in zip(_members(loss), native.losses, strict=True):
             weights |= _original_weights(original, member, f"{prefix}losses.{key}.")
         return weights
     for name in ("W", "fc", "proxies"):
