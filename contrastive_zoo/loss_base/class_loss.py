@@ -16,7 +16,7 @@ from contrastive_zoo.ranks.row_checks import described, range_rule
 from contrastive_zoo.ranks.world import World
 
 
-class ClassLoss(LabelledLoss):
+class ClassLoss(LabelledLoss, engine="classes"):
     """A loss with weight vectors for each class, the parameter ``weights``; the base of proxy losses and classifiers.
 
     Weights are drawn standard normal; only their direction matters. Construct the loss with the same seed on every rank.
@@ -49,8 +49,6 @@ class ClassLoss(LabelledLoss):
     num_classes: Size = field(kw_only=False)
     embedding_size: Size = field(kw_only=False)
     weights: nn.Parameter = field(init=False)
-
-    engine = "classes"
 
     def __post_init__(self) -> None:
         local = class_shard(self.num_classes, self.__dict__.get("shard_over"))

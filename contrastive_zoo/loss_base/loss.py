@@ -202,10 +202,15 @@ class Loss(Settings, nn.Module):
     check_finite: bool = True
 
     _warned_about_local_negatives: ClassVar[bool] = False
-    engine: ClassVar[Engine] = "other"  # what computes it
+    engine: ClassVar[Engine] = "other"  # what computes it, a keyword of the class: class MyLoss(Loss, engine="statistics")
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments whose values are indices of this rank's samples in another argument, negative ones of none."""
+
+    def __init_subclass__(cls, *, engine: Engine | None = None, has_kernel: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if engine is not None:
+            cls.engine, cls.no_kernel = engine, None if has_kernel else Loss.no_kernel
 
     def index_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
         """Return the arguments of a call that :attr:`row_indices` names: their name, themselves, and what they mean."""

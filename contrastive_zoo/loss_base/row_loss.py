@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from contrastive_zoo.engine.batch import Batch
 from contrastive_zoo.engine.cost import Entry
 from contrastive_zoo.engine.pairwise import Metric, dissimilarities, dot_products
-from contrastive_zoo.engine.plan import Engine
 from contrastive_zoo.engine.rowwise import AnchorBlock, BlockLoss, blocks_of, reduce_rows
 from contrastive_zoo.loss_base.families import LabelledLoss
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs
@@ -22,12 +21,10 @@ from contrastive_zoo.loss_base.shapes import ROWS, call_form, shapes_problem
 CountedTerms = Literal["nonzero", "all"]  # the terms that a mean counts: those with a loss, or all
 
 
-class AnchorLoss(LabelledLoss):
+class AnchorLoss(LabelledLoss, engine="rows"):
     """A loss of labelled embeddings that is a sum over anchors; they may also be compared with a memory's embeddings."""
 
     reduction: Reduction = "mean"
-
-    engine: ClassVar[Engine] = "rows"
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         """Return the loss of a block of anchors, with the settings of this step."""

@@ -19,7 +19,7 @@ from contrastive_zoo.ranks.row_checks import range_rule
 PairSimilarity = Literal["cosine", "angle"]
 
 
-class CoSENT(Loss):
+class CoSENT(Loss, engine="statistics"):
     r"""Compute the log-sum-exp over all pairs of pairs that the similarity may put in the wrong order.
 
     With s_i the similarity of pair i and y_i its annotated score, over the pairs of all ranks,
@@ -44,8 +44,6 @@ class CoSENT(Loss):
 
     temperature: Temperature = 0.05
     similarity: PairSimilarity = "cosine"
-
-    engine = "statistics"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], scores: Shaped[Tensor, " n"]) -> Inputs:
         return Inputs({"queries": queries, "keys": keys, "scores": scores})
@@ -84,7 +82,7 @@ def _pair_similarities(q: Tensor, k: Tensor, similarity: PairSimilarity) -> Tens
     return (cosine + (q_imaginary * k_real - q_real * k_imaginary).sum(1)).abs()
 
 
-class OnlineContrastive(Loss):
+class OnlineContrastive(Loss, engine="statistics"):
     r"""Compute the contrastive loss of the positive pairs and negative pairs that overlap in distance.
 
     With D_i = 1 − q_i·k_i of unit embeddings, and positives y_i = 1 and negatives y_i = 0 of all ranks,
@@ -111,8 +109,6 @@ class OnlineContrastive(Loss):
 
     margin: Number = 0.5
     reduction: Reduction = "sum"
-
-    engine = "statistics"
 
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"], labels: Int[Tensor, " n"]) -> Inputs:
         def other_labels(least: int, most: int) -> str:

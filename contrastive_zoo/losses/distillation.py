@@ -16,7 +16,7 @@ from contrastive_zoo.loss_base.settings import Positive, Reduction, Share, Tempe
 from contrastive_zoo.loss_base.shapes import candidates_problem
 
 
-class ClipDistillation(Loss):
+class ClipDistillation(Loss, engine="rows"):
     r"""Compute CLIP's loss with targets that mix the identity with a teacher's softmax over all ranks' embeddings.
 
     With S = x yᵀ / t of the student's unit embeddings, T = u vᵀ / t' of the teacher's, both of all ranks,
@@ -48,8 +48,6 @@ class ClipDistillation(Loss):
     symmetric: bool = True
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def inputs(
         self,
@@ -101,7 +99,7 @@ def _distilled(
     return losses, torch.ones_like(block.ids, dtype=torch.bool)
 
 
-class MarginMSE(Loss):
+class MarginMSE(Loss, engine="statistics"):
     r"""Compute the squared error of the difference between the similarities of a positive and of each negative.
 
     With q, p, n the queries, their positives and their k negatives, and m the teacher's margins,
@@ -127,8 +125,6 @@ class MarginMSE(Loss):
     normalize: bool = False
     reduction: Reduction = "mean"
 
-    engine = "statistics"
-
     def inputs(
         self,
         queries: Float[Tensor, "n d"],
@@ -147,7 +143,7 @@ class MarginMSE(Loss):
         return batch.reduce(errors.mean(1), reduction=self.reduction)
 
 
-class ScoreDistillation(Loss):
+class ScoreDistillation(Loss, engine="statistics"):
     r"""Compute the Kullback-Leibler divergence of the student's distribution over k candidates from the teacher's.
 
     With q the queries, c their k candidates and y the teacher's scores of these,
@@ -176,8 +172,6 @@ class ScoreDistillation(Loss):
     teacher_temperature: Positive = 1.0
     normalize: bool = False
     reduction: Reduction = "mean"
-
-    engine = "statistics"
 
     def inputs(
         self, queries: Float[Tensor, "n d"], candidates: Float[Tensor, "n k d"], scores: Float[Tensor, "n k"]

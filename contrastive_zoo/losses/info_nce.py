@@ -19,7 +19,7 @@ from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.loss_base.temperature import LearnableTemperature, LogitScale
 
 
-class InfoNCE(Loss):
+class InfoNCE(Loss, engine="softmax", has_kernel=True):
     r"""Compute the cross-entropy of key i for query i; row i of queries belongs to row i of keys.
 
     With q, k the unit embeddings of all ranks and X(i) the extra negatives that query i sees,
@@ -55,8 +55,6 @@ class InfoNCE(Loss):
     in_batch_negatives: bool = True
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine, no_kernel = "softmax", None
 
     def settings_problem(self) -> str | None:
         alone = self.symmetric is True and self.in_batch_negatives is False
@@ -100,7 +98,7 @@ _OWN_KEY_ONLY = (
 )
 
 
-class Clip(ImageTextLoss, LogitScale):
+class Clip(ImageTextLoss, LogitScale, engine="softmax", has_kernel=True):
     r"""Compute the mean cross-entropy of text i for image i and of image i for text i: symmetric :class:`InfoNCE`.
 
     Called as ``loss(images, texts)``, [n, d] each.
@@ -123,14 +121,12 @@ class Clip(ImageTextLoss, LogitScale):
 
     temperature: Temperature = field(factory=LearnableTemperature)
 
-    engine, no_kernel = "softmax", None
-
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)
         return pairs.cross_entropy(self.reduction, symmetric=True)
 
 
-class MILNCE(Loss):
+class MILNCE(Loss, engine="softmax"):
     r"""Compute multiple-instance NCE: the candidates of a video against all pairs with another sample.
 
     Called as ``loss(videos, texts)``, [n, d] and [n, k, d], the same k everywhere.
@@ -157,8 +153,6 @@ class MILNCE(Loss):
     denominator: Literal["exact", "reference"] = "exact"
     normalize: bool = False
     reduction: Reduction = "mean"
-
-    engine = "softmax"
 
     def inputs(self, videos: Float[Tensor, "n d"], texts: Float[Tensor, "n k d"]) -> Inputs:
         return Inputs({"videos": videos, "texts": texts}, candidates_problem("texts", texts, at_least=1))

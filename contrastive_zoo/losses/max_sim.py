@@ -24,7 +24,7 @@ MASKS = {"queries": "query_mask", "documents": "document_mask", "negatives": "ne
 """The argument that says which tokens of another one are valid."""
 
 
-class LateInteractionLoss(Loss):
+class LateInteractionLoss(Loss, engine="tokens"):
     """A loss of queries and documents that are sets of token embeddings, [n, L, d].
 
     A rank computes the scores of its own queries; documents are gathered, without padding, or pass from rank to rank with
@@ -34,8 +34,6 @@ class LateInteractionLoss(Loss):
     token_reduction: TokenReduction = "sum"
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "tokens"
 
     @staticmethod
     def inputs(

@@ -64,7 +64,7 @@ class MemoryLoss(Loss):
             self.queue.write(unit, None, None, batch.samples, batch.world)
 
 
-class NNCLR(MemoryLoss):
+class NNCLR(MemoryLoss, engine="softmax", has_kernel=True):
     r"""Compute InfoNCE between the neighbours of one view's projections and the other view's predictions.
 
     With z the projections and p the predictions of two views, unit embeddings of all ranks, Q the unit embeddings of
@@ -91,8 +91,6 @@ class NNCLR(MemoryLoss):
 
     Source: Dwibedi et al. 2021, eqs. 2-4, https://arxiv.org/abs/2104.14548
     """
-
-    engine, no_kernel = "softmax", None
 
     def inputs(
         self,
@@ -142,7 +140,7 @@ def _neighbours(
     return candidates[nearest] if unused is None else candidates[nearest].where(~unused.all(), z)
 
 
-class ReSSL(MemoryLoss):
+class ReSSL(MemoryLoss, engine="statistics"):
     r"""Compute the cross-entropy of the student's distribution over the memory, with the teacher's as target.
 
     Called as ``loss(student, teacher)``, q and k, [n, d] each; k are a momentum encoder's, of weakly augmented views.
@@ -168,8 +166,6 @@ class ReSSL(MemoryLoss):
     """
 
     teacher_temperature: Positive = 0.04
-
-    engine = "statistics"
 
     def inputs(self, student: Float[Tensor, "n d"], teacher: Float[Tensor, "n d"]) -> Inputs:
         return self.stated_rows(student=student, teacher=teacher)

@@ -28,7 +28,7 @@ _DIRECTIONS = get_args(Direction)
 _HOLD_THE_POSITIVE = {"query_to_doc", "doc_to_query"}
 
 
-class MNRL(Loss):
+class MNRL(Loss, engine="softmax", has_kernel=True):
     r"""Compute the multiple negatives ranking loss of sentence-transformers.
 
     With q, d the unit embeddings of queries and documents of all ranks, D all documents and hard negatives,
@@ -99,8 +99,6 @@ class MNRL(Loss):
     mask_doc_to_doc: bool = True
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine, no_kernel = "softmax", None
 
     row_indices = MappingProxyType({"owners": "queries"})
 
@@ -274,7 +272,7 @@ def _ids_problem(rows: Mapping[str, Tensor | None]) -> str | None:
     return "negative_ids are compared with document_ids: pass both." if alone else None
 
 
-class GIST(Loss):
+class GIST(Loss, engine="rows"):
     r"""Compute InfoNCE over the candidates that a guide model does not find closer to the anchor than its positive.
 
     With a, p, x the unit embeddings of anchors, positives and negatives of all ranks, g(·,·) the guide's cosine and
@@ -322,8 +320,6 @@ class GIST(Loss):
     contrast_anchors: bool = True
     contrast_positives: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def inputs(
         self,

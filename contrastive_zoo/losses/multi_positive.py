@@ -19,7 +19,7 @@ from contrastive_zoo.ranks.row_checks import ValueRule, described
 Duplicates = Literal["positive", "ignore", "negative"]
 
 
-class MultiPositive(Loss):
+class MultiPositive(Loss, engine="rows"):
     r"""Compute InfoNCE with all keys of the query's ids as targets.
 
     With q, k the unit embeddings of all ranks, s_ij = q_i·k_j / t and targets p_i, a distribution over keys,
@@ -58,8 +58,6 @@ class MultiPositive(Loss):
     symmetric: bool = False
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def inputs(
         self,
@@ -143,7 +141,7 @@ def _pairing_problem(
     return None
 
 
-class NPairs(LabelledLoss):
+class NPairs(LabelledLoss, engine="rows"):
     r"""Compute the multi-class N-pair loss: for each class's first embedding, find its second among those of all.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
@@ -172,8 +170,6 @@ class NPairs(LabelledLoss):
     l2: NonNegative = 0.0
     normalize: bool = False
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         """Return what it costs at most, if each embedding is an anchor and a candidate: that depends on the labels."""

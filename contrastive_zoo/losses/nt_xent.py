@@ -18,7 +18,7 @@ from contrastive_zoo.loss_base.loss import CallInputs, Inputs
 from contrastive_zoo.loss_base.settings import Bounds, NonNegative, Reduction, Temperature
 
 
-class NTXent(ViewLoss):
+class NTXent(ViewLoss, engine="softmax", has_kernel=True):
     r"""Compute the normalised-temperature cross-entropy over two or more views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
@@ -40,8 +40,6 @@ class NTXent(ViewLoss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    engine, no_kernel = "softmax", None
-
     def needs(self, inputs: Inputs) -> Needs:
         count = len(inputs.rows)
         no_kernel = None if count == 2 else f"compares two views, got {count}"
@@ -57,7 +55,7 @@ _SIGMA = Bounds("sigma must be positive", "Leave it None for no weights.", above
 Sigma = Annotated[float, _SIGMA] | None
 
 
-class DCL(TwoViewLoss):
+class DCL(TwoViewLoss, engine="rows"):
     r"""Compute the decoupled contrastive loss of two views, with weighted positives if ``sigma`` is given (DCLW).
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -85,8 +83,6 @@ class DCL(TwoViewLoss):
     denominators: Denominators = "joint"
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, learnt = [*stated.inputs.rows], stated.learnt("temperature")
@@ -132,7 +128,7 @@ def _decoupled(block: AnchorBlock, temperature: Tensor, denominators: Denominato
 _SHARE = Bounds("tau_plus is a probability in [0, 1)", "With C even classes it is 1/C.", low=0, below=1, constant=True)
 
 
-class HCL(TwoViewLoss):
+class HCL(TwoViewLoss, engine="rows"):
     r"""Compute the contrastive loss of two views with an estimate of the true negatives that weights hard ones more.
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -160,8 +156,6 @@ class HCL(TwoViewLoss):
     tau_plus: Annotated[float, _SHARE] = 0.1
     beta: NonNegative = 1.0
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         learnt = stated.learnt("temperature", "tau_plus", "beta")

@@ -127,7 +127,7 @@ class ThresholdConsistentMargin(RowLoss):
         return row_sums(positive_term, negative_term), row_sums(low, high)
 
 
-class IntraPairVariance(LabelledLoss):
+class IntraPairVariance(LabelledLoss, engine="rows"):
     r"""Compute squared hinges of similarities around the mean of all positives, and of all negatives.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
@@ -153,8 +153,6 @@ class IntraPairVariance(LabelledLoss):
     neg_eps: Number = 0.01
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         row, means = stated.width * stated.wide, [stated.wide] * 2

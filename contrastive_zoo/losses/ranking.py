@@ -158,7 +158,7 @@ class FastAP(RowLoss):
         return bins.scatter_add(1, lower + 1, above.where(where, 0))
 
 
-class Histogram(LabelledLoss):
+class Histogram(LabelledLoss, engine="rows"):
     r"""Compute the overlap of the histograms of positive and of negative similarities of unit embeddings.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
@@ -184,8 +184,6 @@ class Histogram(LabelledLoss):
     """
 
     num_bins: Bins = 100
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, histograms = ["embeddings"], Summed(2 * (self.num_bins + 1) * stated.wide)

@@ -30,7 +30,7 @@ from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.row_checks import described
 
 
-class BarlowTwins(TwoViewLoss):
+class BarlowTwins(TwoViewLoss, engine="statistics"):
     r"""Compute the redundancy reduction loss; features are normalised over the batch, embeddings are not.
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -56,8 +56,6 @@ class BarlowTwins(TwoViewLoss):
     lambda_: NonNegative = 0.0051
     eps: Positive = 1e-5
 
-    engine = "statistics"
-
     def entries(self, stated: CallInputs) -> list[Entry]:
         of_view = stated.features(partial=True), stated.features()
         return [stated.held(3.2), *of_view, *of_view, *stated.products()]
@@ -70,7 +68,7 @@ class BarlowTwins(TwoViewLoss):
         return (1 - correlation.diagonal()).square().sum() + batch.settings.lambda_ * redundancy
 
 
-class VICReg(TwoViewLoss):
+class VICReg(TwoViewLoss, engine="statistics"):
     r"""Compute the variance-invariance-covariance regularisation; embeddings are not normalised.
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -102,8 +100,6 @@ class VICReg(TwoViewLoss):
     covariance: Number = 1.0
     gamma: Number = 1.0
     eps: Positive = 1e-4
-
-    engine = "statistics"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [stated.held(3), *self.reduced(), *[stated.features(partial=True), *stated.products()] * 2]
@@ -156,7 +152,7 @@ class VIbCReg(VICReg):
         return settings.variance * of_variances + settings.covariance * off_diagonal(correlation).square().mean()
 
 
-class TiCo(TwoViewLoss, Stateful):
+class TiCo(TwoViewLoss, Stateful, engine="statistics"):
     r"""Compute transformation invariance and covariance contrast.
 
     Called as ``loss(view1, view2)``, [n, d] each; the second is usually a momentum encoder's.
@@ -187,8 +183,6 @@ class TiCo(TwoViewLoss, Stateful):
     rho: Number = 8.0
 
     covariance: Tensor = field(init=False)
-
-    engine = "statistics"
 
     def __post_init__(self) -> None:
         self.covariance = nn.Buffer(self.allocated(lambda d: torch.zeros(d, d), "embedding_size"))
@@ -221,7 +215,7 @@ class TiCo(TwoViewLoss, Stateful):
         move_towards(self.covariance, moments, 1 - self.beta)
 
 
-class FroSSL(ViewLoss):
+class FroSSL(ViewLoss, engine="statistics"):
     r"""Compute the log of the squared Frobenius norm of each view's second moments plus the distance of views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
@@ -244,8 +238,6 @@ class FroSSL(ViewLoss):
 
     invariance: Number = 1.0
 
-    engine = "statistics"
-
     def entries(self, stated: CallInputs) -> list[Entry]:
         of_view = [stated.features(partial=True), *stated.products(), *self.reduced()]
         return [stated.held(3.3), *of_view * len(stated.inputs.rows)]
@@ -261,7 +253,7 @@ class FroSSL(ViewLoss):
         return torch.stack(terms).sum()
 
 
-class MMCR(ViewLoss):
+class MMCR(ViewLoss, engine="statistics"):
     r"""Compute minus the nuclear norm of the samples' centroids plus the mean nuclear norm of each sample's views.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
@@ -289,8 +281,6 @@ class MMCR(ViewLoss):
     lambda_: Number = 0.0
     eps: Positive = 1e-6
 
-    engine = "statistics"
-
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [stated.held(4.4), *stated.products(), *self.reduced()]
 
@@ -307,7 +297,7 @@ def _smooth_nuclear_norm(squares: Float[Tensor, "... k k"], eps: float) -> Float
     return ((eigenvalues(squares).clamp(min=0) + eps).sqrt() - eps**0.5).sum(-1)
 
 
-class WMSE(ViewLoss):
+class WMSE(ViewLoss, engine="statistics"):
     r"""Compute the squared distance of views that are whitened by the covariance of all ranks and then normalised.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d].
@@ -337,8 +327,6 @@ class WMSE(ViewLoss):
 
     eps: Annotated[float, Bounds("eps is above 0 and at most 1", above=0, high=1)] = 1e-3
     reduction: Reduction = "mean"
-
-    engine = "statistics"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         inverse = Local(flop=6 * stated.width**3, bytes=4 * stated.width**2 * stated.wide)

@@ -24,7 +24,7 @@ from contrastive_zoo.ranks.devices import state_problem
 from contrastive_zoo.ranks.row_checks import described
 
 
-class NegativeCosine(Loss):
+class NegativeCosine(Loss, engine="statistics"):
     r"""Compute minus the cosine of each prediction and its target; targets have no gradient.
 
         loss_i = − p_i·z_i / (‖p_i‖ ‖z_i‖)
@@ -44,8 +44,6 @@ class NegativeCosine(Loss):
 
     reduction: Reduction = "mean"
 
-    engine = "statistics"
-
     def inputs(self, predictions: Float[Tensor, "n d"], targets: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": predictions, "view 1": targets})
 
@@ -55,7 +53,7 @@ class NegativeCosine(Loss):
         return batch.reduce(-(p * z).sum(1), reduction=self.reduction)
 
 
-class DINO(Loss, Stateful):
+class DINO(Loss, Stateful, engine="statistics"):
     r"""Compute the self-distillation loss without labels.
 
     With s^v the student's outputs of view v, g^u the teacher's of view u and c the centre,
@@ -94,8 +92,6 @@ class DINO(Loss, Stateful):
     reduction: Reduction = "mean"
 
     centre: Tensor = field(init=False)
-
-    engine = "statistics"
 
     def __post_init__(self) -> None:
         self.centre = nn.Buffer(self.allocated(torch.zeros, "out_dim"))
@@ -151,7 +147,7 @@ def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | 
 _MOST_ITERATIONS = 10_000  # Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
 
 
-class SwAV(ViewLoss):
+class SwAV(ViewLoss, engine="statistics"):
     r"""Compute the loss of swapped predictions of cluster assignments.
 
     Called as ``loss(view1, view2, …)``, two or more of [n, d], the full-size crops first.
@@ -190,8 +186,6 @@ class SwAV(ViewLoss):
     reduction: Reduction = "mean"
 
     prototypes: nn.Parameter = field(init=False)
-
-    engine = "statistics"
 
     def __post_init__(self) -> None:
         draw = partial(draw_weights, local=slice(0, self.num_prototypes))

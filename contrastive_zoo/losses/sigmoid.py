@@ -24,7 +24,7 @@ def _negative_bias() -> nn.Parameter:
     return nn.Parameter(torch.tensor([-10.0]))
 
 
-class SigLIP(ImageTextLoss, LogitScale):
+class SigLIP(ImageTextLoss, LogitScale, engine="sigmoid", has_kernel=True):
     r"""Compute the binary cross-entropy of all pairs, summed over texts and averaged over images.
 
     Called as ``loss(images, texts)``, [n, d] each.
@@ -49,8 +49,6 @@ class SigLIP(ImageTextLoss, LogitScale):
     temperature: Temperature = field(factory=_unbounded_temperature)
     logit_bias: Learnable = field(factory=_negative_bias)
 
-    engine, no_kernel = "sigmoid", None
-
     def needs(self, inputs: Inputs) -> Needs:
         no_kernel = "computes SigLIP with reduction='mean' or 'sum'" if self.reduction == "none" else None
         return super().needs(inputs)._replace(no_kernel=no_kernel)
@@ -60,7 +58,7 @@ class SigLIP(ImageTextLoss, LogitScale):
         return pairs.binary_cross_entropy(self.reduction, batch.settings.logit_bias)
 
 
-class SupSigmoid(AnchorLoss, LogitScale):
+class SupSigmoid(AnchorLoss, LogitScale, engine="sigmoid"):
     r"""Compute SigLIP's binary cross-entropy over all pairs of labelled embeddings.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
@@ -84,8 +82,6 @@ class SupSigmoid(AnchorLoss, LogitScale):
     logit_bias: Learnable = field(factory=_negative_bias)
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "sigmoid"
 
     def block_loss(self, batch: Batch) -> BlockLoss:
         return sigmoid_block_loss(batch.settings.temperature, batch.settings.logit_bias)

@@ -95,7 +95,7 @@ class MultiSimilarity(RowLoss):
         return of_positives / self.alpha + of_negatives / self.beta, any_pair
 
 
-class LiftedStructure(LabelledLoss):
+class LiftedStructure(LabelledLoss, engine="rows"):
     r"""Compute a squared hinge on positive pairs, with a soft minimum of both embeddings' distances to negatives as margin.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] integers.
@@ -120,8 +120,6 @@ class LiftedStructure(LabelledLoss):
     neg_margin: Number = 1.0
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         names, width = ["embeddings"], stated.inputs.rows["embeddings"].shape[1]

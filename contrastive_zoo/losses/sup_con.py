@@ -23,7 +23,7 @@ from contrastive_zoo.loss_base.shapes import candidates_problem
 from contrastive_zoo.ranks.row_checks import described
 
 
-class SupCon(AnchorLoss):
+class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
     r"""Compute the supervised contrastive loss, with positives outside the logarithm (or inside).
 
     With z the unit embeddings of all ranks and P(i) the other embeddings with i's label,
@@ -66,8 +66,6 @@ class SupCon(AnchorLoss):
     contrast_mode: ContrastMode = "all"
     base_temperature: Annotated[float, Bounds(above=0)] | None = None
     normalize: bool = True
-
-    engine, no_kernel = "softmax", None
 
     def inputs(
         self,

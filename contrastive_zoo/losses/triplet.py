@@ -134,7 +134,7 @@ class Angular(RowLoss):
         return sum_over_positives(pair_losses, positive, block.max_positives()), counts
 
 
-class MegaBatchMargin(Loss):
+class MegaBatchMargin(Loss, engine="rows"):
     r"""Compute hinges on each query's own key and on the most similar other key of all ranks.
 
     Called as ``loss(queries, keys)``, [n, d] each.
@@ -161,8 +161,6 @@ class MegaBatchMargin(Loss):
     normalize: bool = True
     reduction: Reduction = "mean"
 
-    engine = "rows"
-
     def inputs(self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "n d"]) -> Inputs:
         return Inputs({"view 0": queries, "view 1": keys})
 
@@ -184,7 +182,7 @@ def _margin_hinges(block: AnchorBlock, least: float, most: float) -> tuple[Tenso
     return (least - of_positive).relu() + (hardest - most).relu(), block.positive.any(1)
 
 
-class DynamicSoftMargin(Loss, Stateful):
+class DynamicSoftMargin(Loss, Stateful, engine="rows"):
     r"""Compute the difference of distances in each hardest triplet times the share of triplets that are easier.
 
     Called as ``loss(anchors, positives)``, a and p, [n, d] each.
@@ -217,8 +215,6 @@ class DynamicSoftMargin(Loss, Stateful):
     reduction: Reduction = "mean"
 
     histogram: Tensor = field(init=False)
-
-    engine = "rows"
 
     def __post_init__(self) -> None:
         self.histogram = nn.Buffer(self.allocated(lambda bins: torch.zeros(bins + 1), "num_bins"))

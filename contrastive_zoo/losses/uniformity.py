@@ -29,7 +29,7 @@ from contrastive_zoo.ranks.random_keys import normal_numbers
 from contrastive_zoo.ranks.row_checks import described
 
 
-class AlignUniform(TwoViewLoss):
+class AlignUniform(TwoViewLoss, engine="softmax"):
     r"""Compute the mean distance of partners plus the log of the mean Gaussian potential of all pairs; it has no unit.
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -55,8 +55,6 @@ class AlignUniform(TwoViewLoss):
     t: Positive = 2.0
     uniformity: Number = 1.0
 
-    engine = "softmax"
-
     def needs(self, inputs: Inputs) -> Needs:
         return super().needs(inputs)._replace(anchors=["view 0"], candidates=["view 0"])
 
@@ -76,7 +74,7 @@ class AlignUniform(TwoViewLoss):
         return loss + batch.settings.uniformity / 2 * (totals - 2 * t - math.log(n * (n - 1))).sum()
 
 
-class SpectralContrastive(TwoViewLoss):
+class SpectralContrastive(TwoViewLoss, engine="statistics"):
     r"""Compute squared dot products of all other pairs minus dot products of partners, in closed form.
 
     Called as ``loss(view1, view2)``, [n, d] each.
@@ -97,8 +95,6 @@ class SpectralContrastive(TwoViewLoss):
 
     mu: Annotated[float, Bounds("mu must be positive", above=0, finite=False)] = 1.0
 
-    engine = "statistics"
-
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [stated.held(2.6), *stated.products() * 2, *self.reduced(), *self.reduced()]
 
@@ -113,7 +109,7 @@ class SpectralContrastive(TwoViewLoss):
         return -2 * batch.reduce(of_pairs) + others / max(1, n * (n - 1))
 
 
-class OrthogonalRegularization(EmbeddingLoss):
+class OrthogonalRegularization(EmbeddingLoss, engine="statistics"):
     r"""Compute the squared mean similarity, and the excess of the mean squared similarity over 1/d.
 
     Called as ``loss(embeddings)``, [n, d].
@@ -137,8 +133,6 @@ class OrthogonalRegularization(EmbeddingLoss):
 
     mean_weight: Number = 1.0
     second_moment_weight: Number = 1.0
-
-    engine = "statistics"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [stated.held(4.3), Summed((stated.width + 2) * stated.wide), *stated.products()]
@@ -164,7 +158,7 @@ def _sums_over_pairs(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
 _ROUNDING_UNITS = 8  # embeddings that differ by fewer units of rounding count as equal
 
 
-class KoLeo(EmbeddingLoss):
+class KoLeo(EmbeddingLoss, engine="rows"):
     r"""Compute minus the log of the distance to the nearest neighbour, Kozachenko & Leonenko's estimate of the entropy.
 
     Called as ``loss(embeddings)``, [n, d].
@@ -188,8 +182,6 @@ class KoLeo(EmbeddingLoss):
     eps: Positive = 1e-8
     normalize: bool = True
     reduction: Reduction = "mean"
-
-    engine = "rows"
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         return [Blocks(["embeddings"], reduction=self.reduction, matmuls=1)]
@@ -218,7 +210,7 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
 _MOST_POINTS = 10_000  # each point is a term of its own in the graph
 
 
-class SIGReg(EmbeddingLoss, Stateful):
+class SIGReg(EmbeddingLoss, Stateful, engine="statistics"):
     r"""Compute the Epps-Pulley statistic of normality, averaged over directions; embeddings are not normalised.
 
     Called as ``loss(embeddings)``, [n, d].
@@ -254,8 +246,6 @@ class SIGReg(EmbeddingLoss, Stateful):
     limit: Annotated[float, Bounds(above=0, constant=True)] = 3.0
 
     step: Tensor = field(init=False)
-
-    engine = "statistics"
 
     def __post_init__(self) -> None:
         self.step = nn.Buffer(torch.zeros((), dtype=torch.int64))
