@@ -81,12 +81,10 @@ class AnchorBlock:
 class BlockLoss:
     """The loss of a block of anchors, ``function(block, **settings)``.
 
-    The function returns the losses of the block's anchors, [c], and whether or how many times each of them counts, [c]. Row
-    i of the result depends on anchor i only. A loss whose mean is taken over pairs or triplets returns its anchors' sums and
-    their numbers of pairs. A loss that adds several means returns them as ``terms`` columns, [c, terms] both.
-
-    A setting that is a tensor is learnable, even if it is no leaf. ``lists_positives`` says whether the function calls
-    ``block.max_positives``; ``module`` is the user's module that it calls, if there is one.
+    The function returns the losses of the block's anchors, [c], and whether or how many times each of them counts, [c];
+    row i depends on anchor i only. A loss that adds several means returns them as ``terms`` columns, [c, terms] both. A
+    setting that is a tensor is learnable. ``lists_positives``: the function calls ``block.max_positives``; ``module`` is
+    the user's module that it calls, if there is one.
     """
 
     def __init__(
@@ -187,7 +185,6 @@ class RowwiseSweep:
         return losses.where(counts > 0, 0), counts
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """Return losses and counts of the local anchors."""
         losses, counts = self.anchors.new_zeros(2, len(self.anchors), self.loss.terms)
         with torch.no_grad():
             candidates = share_across_blocks(self.candidates)

@@ -19,7 +19,6 @@ from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
 Reduction = Literal["mean", "sum", "none"]
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def mean_divisor(count: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
@@ -52,10 +51,7 @@ class Batch:
     """What all ranks have agreed to compute a loss from; its methods are all that a formula needs of other ranks.
 
     ``rows`` are the local tensors by name, or those of all ranks where every process computes all of the loss. Then
-    ``local_slice`` says which are this rank's; the others need no gradient. ``shards`` are the split of each of them over
-    ``world``, ``plan`` the path of the step, ``parts`` the views of the members of a sum of losses, ``host`` what the host
-    has read of the tensors,
-    ``name`` that of the loss, the first word of its errors, and ``shared_rows`` what the members of a sum gather once.
+    ``local_slice`` says which are this rank's; the others need no gradient. ``host`` is what the host has read of them.
     """
 
     rows: Mapping[str, Tensor]
@@ -122,10 +118,7 @@ class Batch:
             return torch.cat([_joined(normalize, *of_rank) for of_rank in zip(*parts, strict=True)]).flatten(0, -2)
 
     def factors(self, rows: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return embeddings of 16 bits, which matmuls take and ranks send as they came; None of others.
-
-        Unit embeddings would be rounded, so that products are divided by the norms instead.
-        """
+        """Return embeddings of 16 bits, which matmuls take and ranks send as they came: unit ones would be rounded."""
         return None if self.plan.is_plain or not is_16_bit(rows[0].dtype) else [*rows]
 
     @without_autocast

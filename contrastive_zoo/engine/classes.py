@@ -1,12 +1,7 @@
 """Compare embeddings with class weights: log-sum-exps over classes and over embeddings, block by block.
 
-The weights are whole or sharded. Whole: every rank holds all C classes and compares its local embeddings with them; the
-gradient of the weights is summed over ranks.
-
-Sharded: rank r holds C_r of the classes. Every rank compares the embeddings of *all* ranks with its own classes, and two
-numbers per embedding are reduced: the target's similarity and the log-sum-exp of the other classes. The weights, their
-gradient and the blocks are thus C_r wide, and only embeddings are communicated. Each rank's gradient of its own weights is
-complete, because no other rank has any.
+With sharded weights every rank compares the embeddings of *all* ranks with its own classes, and two numbers per embedding
+are reduced: the target's similarity and the log-sum-exp of the other classes.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,8 +37,7 @@ def nearest_center(similarity: Float[Tensor, "c C k"]) -> Float[Tensor, "c C"]:
 class ClassPairs:
     """Similarities z_i·w_j of embeddings to the weight vectors of all classes; ``labels`` of the batch are their classes.
 
-    The batch has a split of ``class weights`` where each rank holds only some of them. Weights are [C, d], or [C, k, d]
-    with k centres of each class. Several tensors of ``names`` are concatenated, and have the same labels.
+    The batch has a split of ``class weights`` where each rank holds only some. Tensors of ``names`` have the same labels.
     """
 
     batch: Batch
@@ -90,8 +84,7 @@ class ClassPairs:
         """Return per class two log-sum-exps over the embeddings of all ranks, and the number of its own.
 
         With s the similarities to the class's weights: ``log(1 + Σ exp(−scale · (s − shift)))`` over the embeddings of
-        the class, and ``log(1 + Σ exp(scale · (s + shift)))`` over those of other classes. Every rank holds the same
-        results, and the gradient of the weights is complete on each.
+        the class, and ``log(1 + Σ exp(scale · (s + shift)))`` over those of other classes.
         """
 
         def on_block(rows: Tensor, targets: Tensor, centers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,7 @@
 """What a plan costs a rank: messages, bytes, multiplications and memory, by formulas that tests compare with counted ones.
 
-A loss says which entries of the engines its ``compute`` calls, as data: :class:`Pairs`, :class:`Blocks`, :class:`Summed`, …
-Each notes in a :class:`Ledger` what it sends, multiplies and holds on the path that
-:func:`~contrastive_zoo.engine.plan.choose` took, and :func:`cost_of` adds it up.
-
-Some messages depend on values, and are not counted: a sweep of tiles runs again, and with it a ring's transfers, where a sum
-of shifted exponentials lost precision; ranks compare whole arguments that look equal; a user's row loss that draws random
-numbers is computed again by every rank. The memory of a matrix operation's own workspace is not counted either.
+A loss says which entries of the engines its ``compute`` calls, and each notes its cost in a :class:`Ledger`. Messages that
+depend on values are not counted, such as those of a sweep that runs again because a sum lost precision.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +44,6 @@ class Cost:
 
     @property
     def messages(self) -> int:
-        """Return the number of messages, forward and backward."""
         return sum(x.times for x in self.sent)
 
     @property
@@ -121,9 +115,8 @@ class Ledger:
             ranks, rank = self.situation.world_size, next(iter(self.rows.values())).shards.rank
             split = Shards(tuple((names.total + r) // ranks for r in reversed(range(ranks))), rank)
         else:
-            split = reduce(
-                Shards.plus, (x.shards.times(max(1, x.embeddings)) for x in map(self.rows.__getitem__, names))
-            )
+            rows = (self.rows[name] for name in names)
+            split = reduce(Shards.plus, (x.shards.times(max(1, x.embeddings)) for x in rows))
         return split if self.ranks > 1 else Shards((split.total,))
 
     def prepare(
@@ -210,7 +203,6 @@ class Ledger:
         self.backward_peak = max(self.backward_peak, backward)
 
     def arrived(self, of: _Sizes, item: int) -> int:
-        """Return the bytes of gathered candidates."""
         return 0 if self.ring or self.ranks == 1 else of.candidates.total * of.width * item
 
     def moving(self, of: _Sizes) -> int:

@@ -1,13 +1,7 @@
 """Which rank compares which rows with which columns, and how columns come here and their gradients return to their owners.
 
-A block of ranks is the local rows against the columns of one rank. With two towers every rank computes its block with
-every other rank. With one tower S = Sᵀ, so one of the two ranks of a pair computes their block: rank r takes those of
-the ⌊W/2⌋ ranks ahead of it, a half ring. With an even W the opposite rank is ahead of both, and each takes half a block.
-
-Columns are gathered, or pass from rank to rank in a ring. The local block comes first, so that the transfer of the other
-ranks' columns overlaps its computation.
-
-With a ring a rank holds three shards of columns at a time: its own, the one that it compares, and the one that arrives.
+With one tower S = Sᵀ, so a rank compares its rows with those of the ⌊W/2⌋ ranks ahead of it only, a half ring. With an even
+W the opposite rank is ahead of both, and each takes half a block.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,10 +32,7 @@ class RankBlock:
 
 
 def schedule(rows: Shards, columns: Shards, *, half: bool) -> list[RankBlock]:
-    """Return the blocks that this rank computes, its own first.
-
-    ``half`` says whether rows and columns are the same, so that one rank of a pair computes their block.
-    """
+    """Return the blocks that this rank computes, its own first; ``half``: rows and columns are the same."""
     size, rank = len(rows.sizes), rows.rank
 
     def block(step: int) -> RankBlock:
@@ -83,7 +74,7 @@ class GatherExchange:
             yield by_rank[block.ahead][block.columns].to(self.columns.dtype)
 
     def windows(self, prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[Sequence[RankBlock], Tensor]]:
-        """Yield all blocks, and their columns as one matrix of what ``prepare`` makes of the columns of each."""
+        """Yield all blocks, and their columns as one matrix of what ``prepare`` makes of each."""
         columns = [prepare(x) for x in self]
         yield self.blocks, columns[0] if len(columns) == 1 else torch.cat(columns)
 
@@ -103,10 +94,7 @@ class GatherExchange:
 
 
 class SendReceive:
-    """Start to send rows to one rank and to receive rows from another; in place of no rows, one of zeros.
-
-    Every rank sends: NCCL demands it of the first transfers of a group.
-    """
+    """Start to send rows to one rank and to receive rows from another. NCCL demands that every rank sends some."""
 
     def __init__(self, rows: Tensor, to: int, count: int, source: int, world: World) -> None:
         self.sent = rows.contiguous() if len(rows) else rows.new_zeros(1, *rows.shape[1:])
@@ -130,10 +118,7 @@ def merge_at_owners(
     world: World,
     merge: Callable[[Sequence[Tensor]], Tensor] = lambda parts: reduce(torch.add, parts),
 ) -> Tensor:
-    """Merge into ``total`` what other ranks computed for the local columns; send ``parts``, computed for theirs.
-
-    ``merge`` gets all parts of the same columns at once.
-    """
+    """Merge into ``total`` what other ranks computed for the local columns, all at once; send ``parts``, those of theirs."""
     send, receive = [0] * world.size, [0] * world.size
     for block in blocks:
         send[block.ahead], receive[block.behind] = _length(block.columns), _length(block.sent)
@@ -172,7 +157,6 @@ class Ring:
             yield [block], prepare(columns)
 
     def return_gradients(self, total: Tensor, parts: Iterable[Tensor]) -> Tensor:
-        """Add the other ranks' gradients of the local columns to ``total``; send ``parts``, those of other columns."""
         arriving: _Arriving | None = None
         for block, part in zip(self.blocks[1:], parts, strict=True):
             target = total[block.sent]
@@ -197,7 +181,6 @@ def _length(x: slice) -> int:
 
 
 def lengths(blocks: Sequence[RankBlock]) -> list[int]:
-    """Return the numbers of columns of blocks."""
     return [_length(block.columns) for block in blocks]
 
 

@@ -91,8 +91,7 @@ def use_implementation(name: Implementation | str) -> Iterator[None]:
 class Kernels(NamedTuple):
     """Whether kernels compute the losses that they can compute, as far as this rank and its embeddings go.
 
-    ``always``: the user chose ``"triton"``, so they compute small batches, too, and what they cannot is refused.
-    ``problem`` says why they cannot ``apply``; ``warning``, what would make a large batch quicker.
+    ``always``: the user chose ``"triton"``; ``problem``: why they cannot ``apply``; ``warning``: what would be quicker.
     """
 
     apply: bool = False
@@ -162,7 +161,6 @@ def problem_of(rows: Tensor) -> str | None:
 
 
 def warn_once(text: str) -> None:
-    """Warn of a text once a process."""
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, stacklevel=4)

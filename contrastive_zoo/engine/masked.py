@@ -1,8 +1,7 @@
 """Reduce the rows of a matrix over the entries that a mask selects: log-sum-exp, maximum, minimum.
 
-Under :func:`plain_formulas` each function is its plain formula. Otherwise value and gradient are computed by hand, in a
-third of autograd's passes over the matrix. Comparisons are written as 0 and 1 into floats (``out=``): a CPU converts to
-and from booleans element by element.
+Value and gradient are computed by hand, in a third of autograd's passes over the matrix. Comparisons are written as 0 and 1
+into floats (``out=``): a CPU converts to and from booleans element by element.
 """
 
 from typing import Any

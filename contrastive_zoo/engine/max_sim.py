@@ -1,20 +1,11 @@
 """Score sets of tokens by late interaction, in tiles: the sum over query tokens of the best document token.
 
-With q_ia the tokens of query i and d_jb those of document j,
+With q_ia the tokens of query i, d_jb those of document j, w(i, a, j) the first b of the largest q_ia·d_jb, and an incoming
+gradient G of S,
 
-    S_ij = Σ_a max_b q_ia·d_jb        w(i, a, j) = argmax_b q_ia·d_jb
+    S_ij = Σ_a max_b q_ia·d_jb      dq_ia = Σ_j G_ij d_{j, w(i,a,j)}      dd_jb = Σ_{i, a: w(i,a,j) = b} G_ij q_ia
 
-and for an incoming gradient G of S the backward pass needs only the selected tokens,
-
-    dq_ia = Σ_j G_ij d_{j, w(i,a,j)}        dd_jb = Σ_{i, a: w(i,a,j) = b} G_ij q_ia
-
-which is 1 / L of the multiplications of the forward pass. Of equal products the first token is selected, and gets all of
-the gradient. A matmul may round the products of equal tokens differently, so the first of a document's equal tokens stands
-in for the others.
-
-Similarities of tokens exist one tile at a time. The selected tokens, one small integer for each query token and document,
-are cached for the backward pass as far as the memory budget allows; others are computed again. Only valid tokens are
-sent. Documents are gathered, or pass from rank to rank in a ring.
+The selected tokens are cached for the backward pass as far as the memory budget allows; others are computed again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,8 +53,7 @@ class TokenSets:
 def late_interaction_scores(batch: Batch, *, normalize: bool) -> Float[Tensor, "n M"]:
     """Return the scores of the local queries and the documents of all ranks, and then of further documents, [n, M].
 
-    The batch has the number of tokens of each set, also on the host, and ``tokens of`` these sets, by the names of what
-    they are: queries first, then documents, then what else they are compared with.
+    The batch has the number of tokens of each set, also on the host, and ``tokens of`` these sets, queries first.
     """
     sets = []
     for name, read in batch.host.items():
@@ -91,11 +81,7 @@ def _with_first_of_equals(sets: TokenSets) -> TokenSets:
 def max_sim_scores(
     queries: TokenSets, documents: TokenSets, *, unit_norm: bool = False, world: World, plain: bool = False
 ) -> Float[Tensor, "n M"]:
-    """Return the scores of the local queries and the documents of all ranks, [n, M].
-
-    Equal to ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` where all tokens are valid.
-    ``unit_norm`` says whether norms are at most 1, ``plain`` whether plain autograd computes the scores.
-    """
+    """Return ``torch.einsum("iad,jbd->ijab", q, d).max(3).values.sum(2)`` of all ranks' documents, over valid tokens."""
     lengths, read = documents.all_lengths(world)
     if plain:
         tokens = all_gather(documents.tokens, shards=documents.token_shards, process_group=world)

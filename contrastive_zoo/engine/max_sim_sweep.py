@@ -31,25 +31,6 @@ class MaxSimSweep(Sweep):
         for sets, index in padded_blocks(self.document_lengths[columns], self.read_lengths[columns], *sizes):
             yield columns.start + sets, index
 
-    def add_gradients(
-        self,
-        queries: Operand,
-        tokens: Operand,
-        index: Tensor,
-        position: Tensor,
-        dscores: Tensor,
-        dqueries: Tensor | None,
-        dtokens: Tensor | None,
-    ) -> None:
-        """Add what a block's gradient of the scores, [n, b], gives to queries and tokens to their totals."""
-        rows, candidates = _unit(queries), _unit(tokens)
-        weights, position = dscores[set_of_token(self.query_lengths, len(rows))], position.long()
-        if dqueries is not None and len(rows):
-            selected = index[torch.arange(len(index), device=index.device), position]
-            dqueries += F.embedding_bag(selected, candidates, mode="sum", per_sample_weights=weights)
-        if dtokens is not None and len(rows):
-            dtokens.index_add_(0, index.flatten(), sum_selected(rows, weights, position, index.shape[1]))
-
     def _visits(self, exchange: GatherExchange | Ring) -> Iterator[tuple[Tensor, slice]]:
         """Yield each rank's document tokens, and the columns of its documents."""
         for block, tokens in zip(exchange.blocks, exchange, strict=True):
@@ -77,7 +58,7 @@ class MaxSimSweep(Sweep):
     ) -> Iterator[Tensor]:
         """Add the gradients of the queries and of the local documents to their totals; yield those of other documents."""
         stored, (dqueries, ddocuments) = iter(positions), totals
-        left = self.operand(queries)
+        left, sets = self.operand(queries), set_of_token(self.query_lengths, len(queries))
         for visit, (tokens, of_rank) in enumerate(self._visits(exchange)):
             right = self.operand(tokens)
             total = ddocuments if visit == 0 or ddocuments is None else tokens.new_zeros(tokens.shape)
@@ -86,7 +67,12 @@ class MaxSimSweep(Sweep):
                 if position is None:
                     _, position = best_tokens(left, right, block, select=True)
                 assert position is not None  # it was asked for
-                self.add_gradients(left, right, block, position, dscores[:, columns], dqueries, total)
+                weights, position = dscores[:, columns][sets], position.long()
+                if dqueries is not None and len(queries):
+                    selected = block[torch.arange(len(block), device=block.device), position]
+                    dqueries += F.embedding_bag(selected, _unit(right), mode="sum", per_sample_weights=weights)
+                if total is not None and len(queries):
+                    total.index_add_(0, block.flatten(), sum_selected(_unit(left), weights, position, block.shape[1]))
             if visit > 0 and total is not None:
                 yield total
 
@@ -136,12 +122,10 @@ def padded_blocks(
 
 
 def sum_by_set(values: Float[Tensor, "t k"], lengths: Int[Tensor, " n"]) -> Float[Tensor, "n k"]:
-    """Return the sums of the rows of each set."""
     return values.new_zeros(len(lengths), values.shape[1]).index_add_(0, set_of_token(lengths, len(values)), values)
 
 
 def set_of_token(lengths: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
-    """Return the index of the set of each of so many tokens."""
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
 
 
@@ -153,6 +137,4 @@ def sum_selected(
     key = position + length * torch.arange(sets, device=position.device)
     key, order = key.flatten().sort(stable=True)
     starts = torch.searchsorted(key, torch.arange(sets * length, device=key.device))
-    return torch.nn.functional.embedding_bag(
-        order // sets, rows, starts, mode="sum", per_sample_weights=weights.flatten()[order]
-    )
+    return F.embedding_bag(order // sets, rows, starts, mode="sum", per_sample_weights=weights.flatten()[order])

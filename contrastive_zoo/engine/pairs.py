@@ -28,7 +28,6 @@ class _Pairs:
 
     @cached_property
     def rows(self) -> list[Tensor]:
-        """The embeddings of the batch in at least float32, normalised if asked."""
         return [self.batch.prepared(x, normalize=self.normalize) for x in self._arguments]
 
     @cached_property
@@ -53,18 +52,12 @@ class _Pairs:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        batch = self.batch
-        return {
-            "scale": self.scale,
-            "unit_norm": self.normalize,
-            "world": batch.world,
-            "arithmetic": batch.plan.arithmetic,
-        }
+        world, plan = self.batch.world, self.batch.plan
+        return {"scale": self.scale, "unit_norm": self.normalize, "world": world, "arithmetic": plan.arithmetic}
 
     def _sum_of_signs(
         self, x: Tensor, y: Tensor | None, ids: Tensor | None, bias: float | Tensor, reduction: Reduction
     ) -> Tensor:
-        """Return the sigmoid loss of anchors x, of one tower with ids or of two."""
         batch, index = self.batch, 0 if y is None else 1
         if batch.plan.is_plain:
             loss, of_x = sigmoid_block_loss(self.temperature, bias), batch.indices() if ids is None else ids
@@ -118,11 +111,7 @@ class TowerPairs(_Pairs):
     def cross_entropy(
         self, reduction: Reduction, *, symmetric: bool = False, in_batch_negatives: bool = True
     ) -> Float[Tensor, "..."]:
-        """Reduce ``logsumexp(logits of all candidates) - logit of the own key`` over all queries, in nats.
-
-        ``symmetric`` averages with the direction from keys to queries; ``in_batch_negatives`` makes other queries' keys
-        candidates.
-        """
+        """Reduce ``logsumexp(logits of all candidates) - logit of the own key`` over all queries, in nats."""
         batch = self.batch
         if batch.plan.arithmetic == "one operator":
             comparison: Comparison = "rows and columns" if symmetric else "rows"
@@ -162,10 +151,7 @@ class TowerPairs(_Pairs):
     def sums_by_direction(
         self, directions: Collection[Direction]
     ) -> tuple[dict[Direction, Float[Tensor, " n"]], Float[Tensor, " n"]]:
-        """Return the log-sum-exps of each direction over all but the pair itself, and the positives' logits.
-
-        Directions are ``"query_to_doc"`` and any others. Further negatives, [m, d], are candidates of queries only.
-        """
+        """Return each direction's log-sum-exps over all but the pair itself, and the positives' logits."""
         batch = self.batch
         over_keys, over_queries, (positive,) = self.sums(symmetric="doc_to_query" in directions)
         for index, shards in enumerate(self.negative_shards, 2):
@@ -230,8 +216,7 @@ ContrastMode = Literal["all", "one"]
 class LabelledPairs(_Pairs):
     """Similarities z_i·z_k / t of all embeddings; the positives of an anchor are the others with its label.
 
-    The first of the batch's tensors are embeddings, [n, d], or [n, v, d] for v views of each sample. Labels None make
-    each sample a class of its own.
+    The first of the batch's tensors are embeddings, [n, d] or [n, v, d]. Labels None make each sample a class of its own.
     """
 
     labels: Integer[Tensor, " n"] | Bool[Tensor, " n"] | None
@@ -258,10 +243,7 @@ class LabelledPairs(_Pairs):
         return self.candidates.local
 
     def sums(self) -> tuple[Float[Tensor, " a"], Float[Tensor, " a"], Int[Tensor, " a"]]:
-        """Return of local anchors the log-sum-exps of all others, the means of positives' logits, and their numbers.
-
-        A log-sum-exp leaves out the only positive of an anchor.
-        """
+        """Return log-sum-exps of all others but an anchor's only positive, means of positives' logits, and their numbers."""
         batch, z, shards = self.batch, self.embeddings, self.batch.samples.times(self.views)
         class_index, counts = class_numbers(batch.gather_detached(self.ids, shards))
         local = class_index[shards.local]
@@ -280,8 +262,7 @@ class LabelledPairs(_Pairs):
     ) -> Float[Tensor, "..."]:
         """Reduce a loss of blocks, whose positives may be given by a mask, and whose anchors may be the first views only.
 
-        The mask [n, N] says whether a sample is a positive of a local one; its rows and the candidates' samples are the
-        loss's companions.
+        The rows of the mask [n, N] and the candidates' samples are the loss's companions.
         """
         z, views, samples = self.embeddings, self.views, self.batch.samples
         companions = [] if mask is None else [(mask.bool().repeat_interleave(views, 0), self.samples)]

@@ -1,16 +1,7 @@
 """Compute dot products and distances of anchors and candidates; the backward pass uses the sparsity of mined losses.
 
-Values and gradients are computed by hand, as in :mod:`contrastive_zoo.engine.masked`.
-
-A matmul may round the same product differently at other places of its result and in blocks of other shapes. Candidates
-that are equal would then be more and less similar to an anchor, and which of them is the hardest would depend on the split
-over ranks. :func:`with_equal_columns` gives them equal results: those of the first of them. The rows themselves are
-compared, so that candidates which are merely near each other keep their order. On accelerators rows are not compared: a
-kernel rounds all columns of its result alike.
-
-A mined loss selects few pairs, so its gradient with respect to the matrix is almost only zeros. The backward pass then
-takes a sparse gradient if the candidates are those of a sweep over blocks, which :func:`share_across_blocks` marks by an
-attribute: they pass through the user's ``RowLoss.similarity(anchors, candidates)``, which takes plain tensors.
+A mined loss selects few pairs. The backward pass takes its sparse gradient if the candidates are those of a sweep over
+blocks, which :func:`share_across_blocks` marks by an attribute: they pass through the user's ``RowLoss.similarity``.
 """
 
 from typing import Any, Literal
@@ -60,7 +51,8 @@ def first_of_equals(rows: Float[Tensor, "N d"]) -> Int[Tensor, " N"] | None:
 def with_equal_columns(matrix: Float[Tensor, "c N"], first: Int[Tensor, " N"] | None) -> Float[Tensor, "c N"]:
     """Return the matrix with equal columns for equal candidates, whose :func:`first_of_equals` these are.
 
-    Each column keeps its own gradient.
+    A matmul may round the same product differently at other places, and which of equal candidates is the hardest would
+    depend on the split over ranks. Each column keeps its own gradient.
     """
     return matrix if first is None else _EqualColumns.apply(matrix, first)
 
@@ -124,10 +116,7 @@ def distances(
 
 
 def _difference_near(distance: Tensor, norms: Tensor, anchors: Tensor, candidates: Tensor) -> None:
-    """In float64, take squared distances of near points from their difference: a matmul rounds in units of the norms.
-
-    The square root of a small number magnifies that rounding, which differs between splits over ranks, beyond 1e-10.
-    """
+    """In float64, take squared distances of near points from their difference: a matmul errs by more than 1e-10."""
     if distance.dtype != torch.float64 or not devices.on_cpu(distance):
         return
     for pairs in (distance < _NEAR * norms).nonzero().split(_PAIRS_AT_ONCE):

@@ -1,8 +1,4 @@
-"""Which path a step takes: the only file that decides it.
-
-:func:`choose` is a pure function of what all ranks have agreed on. It says who computes what, how embeddings get there and
-by which arithmetic, and the engines do what it says. ``contrastive_zoo.explain`` prints the plan of a call.
-"""
+"""Which path a step takes: :func:`choose` is the only function that decides it, from what all ranks have agreed on."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,10 +29,7 @@ SMALL_ON_ACCELERATORS = LARGEST_MATRIX**2
 
 
 class Needs(NamedTuple):
-    """What a loss says of one call before ranks agree, the same on every rank.
-
-    ``anchors`` and ``candidates`` name the tensors of embeddings that are compared. The reasons are clauses; None for none.
-    """
+    """What a loss says of one call before ranks agree, the same on every rank; the reasons are clauses, or None."""
 
     engine: Engine = "other"
     anchors: Sequence[str] = ()
@@ -62,7 +55,6 @@ class Rows(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element of an embedding."""
         return self.bytes // max(1, self.embeddings * self.width)
 
 
@@ -86,11 +78,7 @@ class Situation(NamedTuple):
 
     def count(self, names: Sequence[str]) -> int:
         """Return the number of embeddings of all ranks in some of the tensors."""
-        total = 0
-        for name in names:
-            rows = self.rows[name]
-            total += rows.shards.total * rows.embeddings
-        return total
+        return sum(x.shards.total * x.embeddings for x in map(self.rows.__getitem__, names))
 
     @property
     def multiplications(self) -> int:
@@ -103,10 +91,7 @@ class Situation(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The path of a step: who computes what, how embeddings get there, and by which arithmetic.
-
-    ``because`` has a sentence for each of the three, with its numbers. A sum of losses has a plan for each member.
-    """
+    """The path of a step: who computes what, how embeddings get there, and by which arithmetic; and why."""
 
     work: Work = "alone"
     movement: Movement = "none"
@@ -117,7 +102,6 @@ class Plan(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether plain autograd computes the loss from whole matrices."""
         return self.arithmetic == "plain"
 
 
@@ -126,11 +110,7 @@ ALONE = Plan()
 
 
 def choose(caller: str, needs: Needs, situation: Situation) -> Plan:
-    """Return the path of a step, the same on every rank.
-
-    Raises:
-        ValueError: the user chose Triton kernels, or a ring, which cannot compute this call.
-    """
+    """Return the path of a step, the same on every rank; ValueError for Triton or a ring that cannot compute this call."""
     if situation.ring and needs.no_ring is not None:
         raise ValueError(
             f"{caller}: with ring=True candidates pass from rank to rank, and this call needs all at once: "
@@ -225,7 +205,6 @@ _BY_ENGINE: Mapping[Engine, tuple[Arithmetic, str, None]] = {
 
 
 def refuse_impossible(caller: str, plan: Plan, needs: Needs, situation: Situation) -> None:
-    """Refuse a plan that not all ranks can follow."""
     problem = None
     if (plan.work == "alone") != (situation.world_size == 1):
         problem = f"{situation.world_size} ranks compute {plan.work!r}"

@@ -1,12 +1,6 @@
 """Compute any loss that is a sum over anchors, from a function that returns the losses of one block of anchors.
 
-Blocks are c × N, so memory is linear in N. The outer sum is linear. Its gradient is therefore taken block by block in
-the forward pass, and only divided by the global count afterwards:
-
-    dq, dZ, dφ = ∂(Σ valid losses of the block) / ∂(anchors, candidates, φ)
-
-dq is complete; dZ, the gradient of the local anchors' losses with respect to all candidates, is summed at the
-candidates' owners; dφ is summed over ranks.
+The gradient is taken block by block in the forward pass, and divided by the global count afterwards.
 """
 
 from collections.abc import Sequence
@@ -53,18 +47,14 @@ def reduce_rows(
 ) -> Float[Tensor, "..."]:
     """Return the losses that ``loss.on_block`` computes of every anchor, reduced over the valid anchors of all ranks.
 
-    Equal to ``reduce(*loss.on_block(AnchorBlock(Z, candidates, …)))`` with the anchors of all ranks in one block.
+    Equal to ``reduce(*loss.on_block(AnchorBlock(Z, candidates, …)))`` with the anchors of all ranks in one block. Learnable
+    settings get their complete gradient on every rank. Candidates None are the anchors; others with the id of an anchor are
+    its positives, but for ``own_candidates``, the index of its copy among the candidates of all ranks, −1 for none.
+    ``shards`` None are ``times`` anchors for each sample of the batch. Companions are pairs of [n, …] for the local anchors
+    and [m, …] for the local candidates, without gradient.
 
-    The loss's learnable settings get their complete gradient on every rank. With ``loss.lists_positives`` blocks know how
-    many positives an anchor has at most. Candidates None are the anchors; those of the batch are shared by the losses of a
-    sum. Candidates with the id of an anchor are its positives, but for the one that is the anchor itself:
-    ``own_candidates`` are the indices of these copies among the candidates of all ranks, −1 for none. ``shards`` None are
-    ``times`` anchors for each sample of the batch. Companions are pairs of [n, …] for the local anchors and [m, …] for the
-    local candidates, without gradient.
-
-    ``may_draw``: whether the loss may draw random numbers or change a buffer, which a rank that sees a part of the anchors
-    does differently. If it has, every rank computes it from all anchors instead, and raises ValueError alike with
-    ``reduction="none"``.
+    ``may_draw``: whether the loss may draw random numbers or change a buffer. If it has, every rank computes it from all
+    anchors instead, and raises ValueError alike with ``reduction="none"``.
     """
     world, shards = batch.world, batch.samples.times(times) if shards is None else shards
     of_batch = anchors if candidates is None else candidates
@@ -237,11 +227,10 @@ def reduce_pairs(
 ) -> Float[Tensor, "..."]:
     """Reduce a loss of blocks whose anchors are pairs, and whose candidates are all ranks' pairs and single embeddings.
 
-    Rows are the first and the second embeddings of pairs, and single ones, of which the batch's ``negatives`` have the
-    split; guides are the same, without gradient. ``ids`` are of pairs, and of single embeddings, None for none. The block's
-    first companion says which candidates are single; those after it are of the guides, then of the ids. The ids of
-    candidates have two columns, the id and whether there is one. ``owners`` are the pairs of this rank that single
-    embeddings are also positives of, or −1 for none; None is −1.
+    Rows are the first and the second embeddings of pairs, and single ones, the batch's ``negatives``; guides are the same,
+    without gradient. ``ids`` are of pairs, and of single embeddings, None for none. The block's companions say which
+    candidates are single, then guides, then ids with a column that says whether there is one. ``owners`` are the pairs of
+    this rank that single embeddings are also positives of, or −1 for none; None is −1.
     """
     first, second, singles = rows
     pairs, columns, single = concat_pairs(first, second, singles)

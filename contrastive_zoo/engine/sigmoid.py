@@ -5,9 +5,7 @@ With A the anchors and B the candidates of all ranks, z_ij = 1 for positives and
     X = scale · A Bᵀ + bias          L_i = Σ_j softplus(−z_ij X_ij)          G_ij = ∂L_i/∂X_ij = −z_ij σ(−z_ij X_ij)
     dA = scale · G B          dB = scale · Gᵀ A          dscale = Σ_i ⟨A_i, (G B)_i⟩          dbias = Σ_ij G_ij
 
-The gradient of a pair depends on no other pair. So one sweep computes the loss and all gradients: three matmuls, nothing
-is recomputed, and candidates are sent once. In a ring, their gradients return to their ranks during the same sweep. With
-``reduction="none"`` the weights of the anchors are known in the backward pass, which sweeps again.
+The gradient of a pair depends on no other pair, so one sweep computes the loss and all gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,9 +48,8 @@ def sum_over_sigmoid_pairs(
 ) -> Float[Tensor, "..."]:
     """Return ``-logsigmoid(z * (scale * A @ B.T + bias)).sum(1)``, reduced over the anchors of all ranks.
 
-    Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal
-    id are positives. A scale or bias that is a tensor gets its complete gradient on every rank. Kernels take no ids, and
-    no ``"none"``; other arguments are those of :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
+    Row i of the local candidates is the positive of anchor i. Candidates None are the anchors, and others with an equal id
+    are positives. Other arguments are those of :func:`contrastive_zoo.engine.softmax.log_sum_exps`.
     """
     all_ids = None if ids is None else class_numbers_as_floats(gather_rows(ids, shards, world)).split(shards.sizes)
     of_both = None if factors is None else (factors[0], factors[-1])

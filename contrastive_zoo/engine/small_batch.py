@@ -1,8 +1,4 @@
-"""Compute a loss of a small batch of unit embeddings, value and gradients at once: there each operation's overhead counts.
-
-:mod:`contrastive_zoo.engine.softmax` and :mod:`contrastive_zoo.engine.sigmoid` compute the same values for large batches,
-for batches that are split over ranks, and where each anchor's loss is returned. No value of an accelerator is read.
-"""
+"""Compute a loss of a small batch of unit embeddings, value and gradients at once: each operation's overhead counts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from contrastive_zoo.engine.batch import Batch, Reduction
-from contrastive_zoo.engine.precision import (
-    MIN_NORM,
-    matmul_rounding,
-    sum_dtype,
-)
+from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
@@ -29,9 +21,7 @@ views over each other."""
 
 Terms = tuple[Tensor, Callable[[], Tensor]]
 
-LARGEST_SCALE = (
-    40.0  # up to here the exponentials of unit embeddings' logits, up to exp(1/t), and their sums are finite in float32
-)
+LARGEST_SCALE = 40.0  # up to here exponentials of unit embeddings' logits, and their sums, are finite in float32
 
 
 def small_batch_info_nce(
@@ -45,8 +35,7 @@ def small_batch_info_nce(
 ) -> Float[Tensor, ""]:
     """Return ``logsumexp(S, 1) - S.diagonal()`` with S = unit(a) unit(b)ᵀ / t, its mean with that of Sᵀ, or NT-Xent.
 
-    Row i of a belongs to row i of b. ``"views"`` reduces over both. Rows ``batch.local_slice`` of either side
-    get a gradient, others zeros: a rank that computes the loss of all ranks' embeddings needs that of its own. None: all.
+    Rows ``batch.local_slice`` of either side get a gradient, others zeros: a rank that computes all needs that of its own.
     """
     parameter, scale, _ = learnt = _learnt(temperature)
     keeps_logits = batch.local_slice is not None and parameter is not None
@@ -83,8 +72,7 @@ def _computed(
 def _learnt(temperature: float | Tensor) -> Learnt:
     """Return the parameter of the scale 1/t, the scale, and its derivative by the parameter.
 
-    The scale is a number unless an accelerator holds it. The value of a LearnableTemperature carries its parameter θ,
-    t = exp(−θ): differentiating by θ saves autograd's steps.
+    That of a LearnableTemperature is θ, t = exp(−θ), which saves autograd's steps.
     """
     if not isinstance(temperature, Tensor):
         return None, 1 / temperature, 0.0
@@ -155,7 +143,6 @@ class _SmallBatch(Function):
 
 
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
-    """Return ``scale * q @ k.T``."""
     if isinstance(scale, Tensor):
         return torch.mm(q, k.T).mul_(scale)
     return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)

@@ -1,22 +1,12 @@
 """Compute log-sum-exps of similarities over rows and over columns, in tiles: the core of InfoNCE, NT-Xent and SupCon.
 
-With A the rows and B the columns of all ranks, S = scale · A Bᵀ, and the partner p of row i left out of the sums,
-
-    R_i = log Σ_{j≠p} exp S_ij      C_j = log Σ_{i≠p} exp S_ij      P_i = S_ip
-
-and for incoming gradients g, h, f of R, C, P the backward pass needs only
+With A the rows and B the columns of all ranks, S = scale · A Bᵀ, R and C the log-sum-exps of rows and columns that leave
+out the partner p of each row, and incoming gradients g, h, f of R, C and S_ip, the backward pass needs only
 
     G_ij = g_i exp(S_ij − R_i) + h_j exp(S_ij − C_j) for j ≠ p      G_ip = f_i
     dA = scale · G B        dB = scale · Gᵀ A        dscale = Σ_i ⟨A_i, (G B)_i⟩
 
-Two towers: one matmul S gives R and C, one more recomputes S in the backward pass (none where S is cached), and two use
-G: four matmuls, or three. One tower: S = Sᵀ and C = R, so the tiles on and above the diagonal suffice: half of that.
-
-Two arithmetics exist for tiles. With one shift u for all, exp(S_ij − u) is a single exponential that serves rows,
-columns and both passes. u is so close to the largest possible |S| that nothing overflows. Where a sum is so small that
-its terms may have underflowed, the sweep runs again with a maximum for every row and column of a tile.
-
-A loss is a formula in R, C and P, written in plain torch (:mod:`contrastive_zoo.engine.softmax_arithmetic`).
+With one tower S = Sᵀ and C = R, so the tiles on and above the diagonal suffice.
 """
 
 from collections.abc import Sequence
@@ -59,13 +49,10 @@ def log_sum_exps(
     """Return log-sum-exps of local rows and of local columns over all but their partners, and the logits of partners.
 
     Two towers without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0, None
-    unless ``columnwise``). One tower, columns None: ``logsumexp((scale * A @ A.T).fill_diagonal_(-inf), 1)``, and None for
-    the columns. −inf where nothing is left. Each rank's gradient of the scale is that of its local rows.
-
-    ``partners``, of which kernels take one offset at most, and ``excluded`` (None on every rank, or on none) are those of
-    :class:`SoftmaxSweep`. With ``unit_norm`` norms are at most 1, and products of ``factors``, which matmuls take in place
-    of inputs of 16 bits, are divided by their norms. ``arithmetic`` is that of the plan; ``gathered`` are the columns of all
-    ranks, as they are sent, if they are here already.
+    unless ``columnwise``). One tower, columns None: ``logsumexp((scale * A @ A.T).fill_diagonal_(-inf), 1)``, and None. Each
+    rank's gradient of the scale is that of its local rows. ``partners``, of which kernels take one offset at most, and
+    ``excluded`` are those of :class:`SoftmaxSweep`. With ``unit_norm`` norms are at most 1, and products of ``factors``,
+    which matmuls take in place of inputs of 16 bits, are divided by their norms. ``gathered`` are the columns of all ranks.
     """
     kind = SoftmaxSweep
     if arithmetic == "kernel":

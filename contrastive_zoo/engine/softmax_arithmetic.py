@@ -1,9 +1,7 @@
 """Cross-entropies from log-sum-exps, and the exponentials of a tile: shifted by one number, or each row by its own maximum.
 
-Both classes have the same methods. ``empty`` is the accumulator before the first tile, ``transform`` changes a tile of
-logits in place, ``add`` accumulates the tile over a dimension, ``merge`` joins accumulators, ``log`` turns an
-accumulator into log-sum-exps. For the backward pass ``coefficients`` prepares the :func:`statistics` of accumulators, and
-from these ``weights`` computes G of a tile.
+``transform`` changes a tile of logits in place, ``add`` accumulates it over a dimension, ``log`` turns accumulators into
+log-sum-exps, ``coefficients`` prepares their :func:`statistics` for ``weights``, which computes G of a tile.
 """
 
 import functools
@@ -22,9 +20,8 @@ from contrastive_zoo.engine.implementation import is_dense
 def cross_entropy(positive: Float[Tensor, "*n"], others: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Return ``logaddexp(others, positive) - positive``, as softplus(others − positive), in nats.
 
-    With σ the share of the others in the softmax, the gradient is σ by ``others`` and −σ by ``positive``: as small as
-    the loss, with its relative error. The plain formula has p − 1 in place of −σ, of which rounding leaves no digit
-    once σ is below 1e-7. ``others`` are log-sum-exps of the other candidates; −inf where there are none, which gives 0.
+    With σ the share of the others, the gradient is σ and −σ, as small as the loss. The plain formula has p − 1 in place of
+    −σ, of which rounding leaves no digit once σ is below 1e-7. ``others`` may be −inf, which gives 0.
     """
     # from 40 on softplus is the identity in float64, too; torch's threshold of 20 is off by 2e-9
     return F.softplus(others - positive, threshold=40)
@@ -65,8 +62,7 @@ def statistics(total: Tensor, gradient: Tensor) -> Tensor:
 class ShiftedSums:
     """Accumulate sums of exp(s − u), with one exponential for rows, columns and both passes.
 
-    G = exp(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c. Their logarithms have an error of 4e-6 in float32
-    where logits are about 64; the weights of a row, of which they would be the divisor, would not add up to g_i.
+    G = exp(S − u) · (g_i / r_i + h_j / c_j) with the sums r and c, whose logarithms have an error of 4e-6 in float32.
     """
 
     u: float
@@ -130,8 +126,7 @@ Arithmetic = ShiftedSums | ExactSums
 def shift_window(dtype: torch.dtype) -> tuple[float, float]:
     """Return how far below u a log-sum-exp may lie without loss, and how far above u a logit without overflow, in nats.
 
-    In float32 a term underflows 87 below u: where the log-sum-exp is 49 below it, such a term is e⁻³⁸ of the sum. At the
-    temperature 0.01 u is 47, so that the log-sum-exp of a solved batch is above u − 49 even where no other row is near.
+    In float32 a term underflows 87 below u: where the log-sum-exp is 49 below it, such a term is e⁻³⁸ of the sum.
     """
     span = math.log(torch.finfo(dtype).max)
     return 0.55 * span, 0.6 * span

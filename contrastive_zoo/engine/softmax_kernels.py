@@ -1,8 +1,4 @@
-"""Compute the log-sum-exps of one rank, and their gradients, by Triton kernels.
-
-Columns of all ranks that were gathered are one matrix, those of this rank first: as many launches as on one process. In a
-ring each rank's columns are one, as they arrive.
-"""
+"""Compute the log-sum-exps of one rank, and their gradients, by Triton kernels."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,10 +23,7 @@ SMALLEST = 2.0**-126  # the least unit of weights, so that gradients of 0 are no
 
 
 class ExponentSums:
-    """Accumulate sums of exponentials [n, 2], integer exponents and mantissas, a view of the [2, n] that kernels write.
-
-    The methods are those of :mod:`contrastive_zoo.engine.softmax_arithmetic`, but for what kernels do themselves.
-    """
+    """Accumulate sums of exponentials [n, 2], integer exponents and mantissas, a view of the [2, n] that kernels write."""
 
     def empty(self, count: int, like: Tensor) -> Tensor:
         total = like.new_zeros(2, count)

@@ -20,10 +20,8 @@ from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
 class Partners:
     """The columns stride · i + offset of the local block are the partners of row i, for each offset.
 
-    Sweeps leave them out of the sums: their products and gradients are computed here, row by row. A partner's logit would
-    cancel against the log-sum-exp that contains it, and its weight 1 − p against the sum of the others' weights: where a
-    batch is solved at a low temperature, float32 holds no digit of either difference. So every term of the loss and of its
-    gradient keeps its relative error.
+    Sweeps leave them out of the sums: a partner's logit would cancel against the log-sum-exp that contains it, and its
+    weight 1 − p against the others' weights, of which float32 holds no digit where a batch is solved at a low temperature.
     """
 
     offsets: Sequence[int] = ()
@@ -175,8 +173,8 @@ class SoftmaxSweep(Sweep):
     ) -> Iterator[Tensor]:
         """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
 
-        Statistics are accumulated sums and the gradients of their logarithms, [n, 2] and [m, 2]. The caller multiplies
-        gradients by a scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
+        Statistics are sums and the gradients of their logarithms, [n, 2] and [m, 2]. The caller multiplies gradients by a
+        scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
         """
         alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, out = (tile_scratch(rows, max(self.column_shards.sizes)) for _ in range(2))

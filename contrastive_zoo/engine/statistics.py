@@ -22,8 +22,6 @@ from contrastive_zoo.ranks.compiling import Function, differentiable_once
 
 @without_autocast
 def centered(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the local embeddings minus the mean of all ranks'."""
-    # each rank uses the mean for its local embeddings only, so gradients are summed over ranks
     return x - batch.sum(x.sum(0), gradient="partial") / max(1, batch.total)
 
 
@@ -42,7 +40,6 @@ def squared_sums(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
 @without_autocast
 def divided_by_norms(batch: Batch, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """Return embeddings whose features are divided by their norms over all ranks; a feature of zeros stays zero."""
-    # each rank divides its local embeddings only, so gradients are summed over ranks
     squares = batch.sum(x.square().sum(0), gradient="partial")
     return x / squares.clamp(min=LEAST_SQUARE).sqrt()
 
@@ -64,8 +61,7 @@ def inverse_cholesky(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
 class _InverseCholesky(Function):
     """Compute W = L⁻¹, and dA = sym(Wᵀ Φ(−dW Wᵀ) W), where Φ takes the lower triangle with half of the diagonal.
 
-    From L = W⁻¹ follows dL = −Wᵀ dW Wᵀ, which in dA = sym(L⁻ᵀ Φ(Lᵀ dL) L⁻¹) (Murray 2016, eq. 10,
-    https://arxiv.org/abs/1602.07527) leaves only W.
+    This is Murray 2016, eq. 10, https://arxiv.org/abs/1602.07527, for dL = −Wᵀ dW Wᵀ.
     """
 
     @staticmethod
@@ -124,7 +120,6 @@ def balanced_assignment(
 
 
 def waves(x: Float[Tensor, "n m"], t: Float[Tensor, " k"]) -> Float[Tensor, "2 k m"]:
-    """Return Σ_i cos(t x_i) and Σ_i sin(t x_i) of the local rows."""
     return _wave_sums(t, x) if is_dense() else _Waves.apply(x, t)
 
 
@@ -134,10 +129,7 @@ def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
 
 
 class _Waves(Function):
-    """Compute C_j = Σ_i cos(t_j x_i) and S_j = Σ_i sin(t_j x_i), and dx_i = Σ_j t_j (dS_j cos(t_j x_i) − dC_j sin(t_j x_i)).
-
-    The angles of several points at a time are in memory, as many as fit into a tile; both passes compute them.
-    """
+    """Compute the sums, and dx_i = Σ_j t_j (dS_j cos(t_j x_i) − dC_j sin(t_j x_i)), of as many points as fit into a tile."""
 
     @staticmethod
     @without_autocast

@@ -36,7 +36,6 @@ def tile_shape(like: Tensor) -> tuple[int, int]:
 
 
 def tile_size(itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
-    """Return height and width of a tile of numbers of so many bytes."""
     elements = (TILE_BYTES if on_cpu else 32 * TILE_BYTES) // itemsize
     height = 2 ** max(0, int(math.log2(max(1, elements // 2)) / 2))
     return height, max(1, elements // height)
@@ -115,15 +114,13 @@ def memory_budget(size: int) -> Iterator[None]:
 
 
 def budget() -> int:
-    """Return the bytes of similarities that losses may hold at a time."""
     return _budget.get()
 
 
 class CachedLogits:
     """Count the bytes of logits that one loss caches until its backward pass, within the budget of all losses.
 
-    Nothing is cached unless ``learns``, nor in a checkpoint: it recomputes the logits in any case, and must find as many
-    saved tensors as the first time.
+    Nothing is cached in a checkpoint, which must find as many saved tensors as the first time.
     """
 
     _all: ClassVar[weakref.WeakSet["CachedLogits"]] = weakref.WeakSet()

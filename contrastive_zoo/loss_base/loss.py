@@ -85,7 +85,6 @@ class CallInputs:
 
     @property
     def width(self) -> int:
-        """Return the number of features of the first embeddings."""
         return self._first.shape[-1]
 
     @property
@@ -139,7 +138,6 @@ class CallInputs:
 
 
 def rows_of(x: Tensor, shards: Shards) -> Rows:
-    """Return what a plan knows of a tensor."""
     row = x.shape[1:].numel() * x.dtype.itemsize
     if x.ndim < 2 or not x.is_floating_point():
         return Rows(shards, row)
@@ -202,7 +200,9 @@ class Loss(Settings, nn.Module):
     check_finite: bool = True
 
     _warned_about_local_negatives: ClassVar[bool] = False
-    engine: ClassVar[Engine] = "other"  # what computes it, a keyword of the class: class MyLoss(Loss, engine="statistics")
+    engine: ClassVar[Engine] = (
+        "other"  # what computes it, a keyword of the class: class MyLoss(Loss, engine="statistics")
+    )
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments whose values are indices of this rank's samples in another argument, negative ones of none."""

@@ -39,8 +39,7 @@ class LossModules:
         """What ranks compare as text: the class of every module by its path, its attributes, and the kind of its tensors.
 
         Of a third-party module, these are the attributes named like parameters of its constructor: others may be results
-        that a copy on one rank does not have; none without ``third_party``. What a function or an object holds is compared
-        by the values that it returns.
+        that a copy on one rank does not have; none without ``third_party``.
         """
         lines: dict[str, str] = {}
         if not self.by_path:
@@ -64,7 +63,6 @@ class LossModules:
 
     @functools.cached_property
     def _held(self) -> dict[str, Any]:
-        """Attributes of the modules, by name."""
         result: dict[str, Any] = {}
         for path, module in self.by_path.items():
             kind: Any = type(module)
@@ -72,9 +70,7 @@ class LossModules:
             names = held.keys() - _OF_MODULES - _OF_RANKS
             if not _extends_this_library(kind):
                 names &= {*(_constructed_with(kind) if self.third_party else ()), "training"}
-            for name in held:
-                if name in names:
-                    result[prefix + name] = held[name]
+            result |= {prefix + name: x for name, x in held.items() if name in names}
         return result
 
     @functools.cached_property
@@ -132,20 +128,14 @@ class LossModules:
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
-        result: list[tuple[Tensor, int]] = []
-        for module in self.by_path.values():
-            if module._buffers:
-                result += [(x, x._version) for x in module._buffers.values() if x is not None]
-        return result
+        modules = self.by_path.values()
+        return [(x, x._version) for module in modules for x in module._buffers.values() if x is not None]
 
     def buffers_changed(self, before: list[tuple[Tensor, int]]) -> bool:
         """Whether a buffer was changed or replaced since ``before``, which :meth:`buffer_versions` returned."""
         now = self.buffer_versions()
-        if not now and not before:
-            return False
-        return len(now) != len(before) or any(
-            x is not y or new != old for (x, new), (y, old) in zip(now, before, strict=True)
-        )
+        pairs = zip(now, before, strict=False)
+        return len(now) != len(before) or any(x is not y or new != old for (x, new), (y, old) in pairs)
 
 
 def has_user_code(module: nn.Module) -> bool:

@@ -54,9 +54,8 @@ class Bounds(NamedTuple):
     def hold(self, x: object) -> bool:
         """Return whether x is a number within the bounds: Python's, NumPy's, or that of a tensor. NaN never is.
 
-        Losses are computed in float32 or wider, which holds a number, and the inverse of a positive one. A parameter
-        on the meta device holds no numbers yet and passes; no other tensor there ever will hold any. A tensor on an
-        accelerator passes, too: reading it would wait for all that is queued there.
+        A parameter on the meta device holds no numbers yet and passes. A tensor on an accelerator passes, too: reading it
+        would wait for all that is queued there.
         """
         if not isinstance(x, Tensor):
             return self._hold_for_number(x)
@@ -263,18 +262,15 @@ class Settings(WholeState):
             if type(value) in (bool, str) and value in check.words:
                 continue
             if isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
-                problem = None  # its value is checked at the call
-            else:
-                problem = check(name, value)
-            if problem is not None:
+                continue  # its value is checked at the call
+            if (problem := check(name, value)) is not None:
                 return problem
         return None
 
     def evaluated(self) -> Evaluated:
         """Return the values of all settings in one step; a module is called once.
 
-        A tensor [1] becomes a number []: it would change the shape of what it is multiplied with. 1 becomes 1.0, and a
-        setting of NumPy becomes Python's.
+        A tensor [1] becomes a number []: it would change the shape of what it is multiplied with.
         """
         values, problem, checks = SimpleNamespace(), None, self._checks
         computed: dict[str, Any] = {}

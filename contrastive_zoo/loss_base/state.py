@@ -179,9 +179,8 @@ def _stateful(module: Any) -> Iterator[Stateful]:
 
 @contextmanager
 def state_kept_on_error(module: nn.Module) -> Iterator[None]:
-    """Run the body; if it raises, every buffer of the module is what it was before.
+    """Context manager: if the body raises, every buffer of the module is what it was before.
 
-    This is for calls that continue after a state has moved: a batch that is stored before it is compared, a sum of losses.
     Only buffers that have changed are written back: autograd may have saved the others.
     """
     steps = {x.open_step for x in module.modules() if isinstance(x, Stateful) and x.open_step}

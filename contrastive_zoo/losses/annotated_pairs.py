@@ -55,7 +55,6 @@ class CoSENT(Loss, engine="statistics"):
     def compute(self, batch: Batch) -> Tensor:
         q, k = (batch.prepared(batch.rows[name], normalize=True) for name in ("queries", "keys"))
         s = batch.scale(batch.settings.temperature) * _pair_similarities(q, k, self.similarity)
-        # every rank computes the same loss from the gathered similarities
         s, ordered = batch.gather_with_gradient(s), batch.gather_detached(batch.rows["scores"])
         # torch cannot search among bools
         return log_sum_of_inversions(s, ordered.to(torch.uint8) if ordered.dtype == torch.bool else ordered)

@@ -201,7 +201,8 @@ def _center_distances(centers: Tensor) -> Tensor:
     return (2 + 1e-5 - 2 * cosines).sqrt().sum() / max(1, classes * k * (k - 1))
 
 
-_MOST_MARGIN = 100  # degree of a polynomial of the cosine, whose rounding errors grow with it; at most 4 in the papers
+# the degree of a polynomial of the cosine, whose rounding errors grow with it; at most 4 in the papers
+_WHOLE_MARGIN = Bounds("margin is an integer, 1 … 100", low=1, high=100, whole=True)
 
 
 class LargeMarginSoftmax(ClassLoss):
@@ -230,9 +231,7 @@ class LargeMarginSoftmax(ClassLoss):
     https://arxiv.org/abs/1704.08063
     """
 
-    margin: Annotated[
-        int, Bounds(f"margin is an integer, 1 … {_MOST_MARGIN}", low=1, high=_MOST_MARGIN, whole=True)
-    ] = 4
+    margin: Annotated[int, _WHOLE_MARGIN] = 4
     scale: Positive = 1.0
     normalize_weights: bool = False
     reduction: Reduction = "mean"

@@ -21,11 +21,7 @@ from contrastive_zoo.ranks.row_checks import described, instance_problem
 
 
 class _Composition(Loss, engine="sum"):
-    """Return ``Σ weight · term`` over :meth:`terms`, each of which computes from a view of one batch.
-
-    Embeddings that one term gathers, and those that any rank can derive from them (a prefix, normalised ones), are not
-    gathered again for other terms. Gradients are communicated for each term.
-    """
+    """Return ``Σ weight · term`` over :meth:`terms`, which share a gather; gradients are communicated for each term."""
 
     def __init__(self, losses: Sequence[Loss], count: int, weights: Sequence[float] | None) -> None:
         name = type(self).__name__

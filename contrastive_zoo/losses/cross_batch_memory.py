@@ -243,7 +243,6 @@ class CrossBatchMemory(Loss):
         return problem
 
     def _inner_settings(self) -> dict[str, Any]:
-        """Return the settings of the loss that ranks compare."""
         if not isinstance(self.loss, Loss):
             return {}
         values = {name: getattr(self.loss, name) for name in self.loss.fields if name not in self.fields}
@@ -320,7 +319,7 @@ def _against(memory: Stored, entry: Entry) -> Entry:
 
 
 def _without_own_copies(indices: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
-    """Return the pairs or triplets without those whose positive is the anchor's copy in the memory."""
+    """Return the pairs or triplets whose positive is not the anchor's copy in the memory."""
     anchors, positives, *rest = indices
     is_other = slots[anchors] != positives
     return anchors[is_other], positives[is_other], *(rest if len(indices) == 4 else [rest[0][is_other]])

@@ -25,11 +25,7 @@ MASKS = {"queries": "query_mask", "documents": "document_mask", "negatives": "ne
 
 
 class LateInteractionLoss(Loss, engine="tokens"):
-    """A loss of queries and documents that are sets of token embeddings, [n, L, d].
-
-    A rank computes the scores of its own queries; documents are gathered, without padding, or pass from rank to rank with
-    ``ring=True``.
-    """
+    """A loss of queries and documents that are sets of token embeddings, [n, L, d]; padding is not sent."""
 
     token_reduction: TokenReduction = "sum"
     normalize: bool = True

@@ -43,10 +43,7 @@ class MemoryLoss(Loss):
         return Inputs(rows, problem, compared={"memory": list(self.earlier()[0].shape)})
 
     def earlier(self) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings of earlier calls, which a later one overwrites, and which of them do not count; None if all do.
-
-        The host knows their number on a CPU only. On an accelerator they are all slots.
-        """
+        """Return embeddings of earlier calls, and which do not count, None if all do; an accelerator's are all slots."""
         queue = self.queue
         if devices.on_cpu(queue.filled):
             return queue.embeddings[: len(queue)], None

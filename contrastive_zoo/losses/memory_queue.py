@@ -200,10 +200,7 @@ class MemoryQueue(Settings, Stateful):
         self.filled.add_(len(rows)).clamp_(max=self.size)
 
     def compared_state(self) -> dict[str, Any]:
-        """Return the state that must be the same on every rank before embeddings enter; now and then with a digest.
-
-        Equal pointers choose equal times: once each time that the ring begins again, and at about every 64th call.
-        """
+        """Return the state that must be equal on every rank; with a digest at about every 64th call."""
         pointer = int(self.pointer)
         state: dict[str, Any] = {"the memory's size": self.size, "the memory's pointer": pointer, "its fill": len(self)}
         if pointer * _MIXER % 2**32 < 2**26:

@@ -188,12 +188,10 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
         self.covariance = nn.Buffer(self.allocated(lambda d: torch.zeros(d, d), "embedding_size"))
 
     def inputs(self, view1: Float[Tensor, "n d"], view2: Float[Tensor, "n d"]) -> Inputs:
-        problem = None
-        if self.covariance.shape != 2 * view1.shape[-1:]:
+        problem, width = None, view1.shape[-1]
+        if self.covariance.shape != (width, width):
             got = f"got {described(self.covariance)} for views {described(view1)}"
-            problem = (
-                f"the covariance is as wide as embeddings, {got}. Construct TiCo(embedding_size={view1.shape[-1]})."
-            )
+            problem = f"the covariance is as wide as embeddings, {got}. Construct TiCo(embedding_size={width})."
         return Inputs({"view 0": view1, "view 1": view2}, problem)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
@@ -345,7 +343,6 @@ def _whitened(batch: Batch, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return the whitened local embeddings with unit length, and which of them differ from the mean."""
     x, d, eps = centered(batch, z), z.shape[1], batch.settings.eps
     directed = vector_norm(x.detach(), dim=1) > _LEAST_DISTANCE * vector_norm(z.detach(), dim=1)
-    # each rank whitens its local embeddings only, so gradients are summed over ranks
     covariance = batch.sum(matmul(x.T, x), gradient="partial") / max(1, batch.total - 1)
     variance, eye = covariance.trace() / d, torch.eye(d, dtype=x.dtype, device=x.device)
     relative = (1 - eps) * covariance / variance.where(variance > 0, 1) + eps * eye

@@ -144,7 +144,8 @@ def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | 
     return state_problem("centre values", centre, student)
 
 
-_MOST_ITERATIONS = 10_000  # Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
+# Sinkhorn's iterations converge linearly, and each is a message: the authors have 3
+_ITERATIONS = Bounds("0 <= iterations <= 10000", low=0, high=10_000, whole=True)
 
 
 class SwAV(ViewLoss, engine="statistics"):
@@ -179,9 +180,7 @@ class SwAV(ViewLoss, engine="statistics"):
     embedding_size: Size = field(kw_only=False)
     temperature: Temperature = 0.1
     epsilon: Annotated[float, Bounds(above=0, constant=True)] = 0.05
-    iterations: Annotated[
-        int, Bounds(f"0 <= iterations <= {_MOST_ITERATIONS}", low=0, high=_MOST_ITERATIONS, whole=True)
-    ] = 3
+    iterations: Annotated[int, _ITERATIONS] = 3
     code_views: Size = 2
     reduction: Reduction = "mean"
 

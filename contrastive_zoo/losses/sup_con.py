@@ -93,10 +93,8 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
             sums: list[Entry] = [Gathered(names, 8), Summed(stated.width * stated.wide, True, "class")]
             return [*entries, *sums, Pairs(names, (), scale, self.normalize), self_sums, *self.reduced()]
         anchors = embeddings.shape[1] if self.contrast_mode == "one" and embeddings.ndim == 3 else 1
-        candidates, companions = (
-            names if self.contrast_mode == "one" else (),
-            [8] if "mask" in stated.inputs.rows else [],
-        )
+        candidates = names if self.contrast_mode == "one" else ()
+        companions = [8] if "mask" in stated.inputs.rows else []
         how: Any = {"parameters": stated.learnt("temperature", "base_temperature"), "reduction": self.reduction}
         return [Blocks(names, candidates, "", companions, matmuls=3 / anchors, **how)]
 
@@ -143,10 +141,7 @@ def _block_losses(
 
 
 def _losses(others: Tensor, mean: Tensor, count: Tensor) -> Tensor:
-    """Return L_out, given anchors' log-sum-exps, the means of their positives' logits and the numbers of positives.
-
-    The sum leaves out an anchor's only positive, so that a solved batch keeps its digits; it contains several.
-    """
+    """Return L_out; log-sum-exps leave out an anchor's only positive, so that a solved batch keeps its digits."""
     return cross_entropy(mean, others).where(count == 1, others - mean)
 
 
@@ -191,9 +186,8 @@ class SINCERE(RowLoss):
         return info_nce_per_positive(logits, block, self.average)
 
 
-_ANGLE = Bounds(
-    "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True
-)
+_RULE = "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73."
+_ANGLE = Bounds(*_RULE, low=0, high=180, constant=True)
 
 
 class TupletMargin(RowLoss):

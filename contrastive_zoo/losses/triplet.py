@@ -94,6 +94,9 @@ class Triplet(DissimilarityLoss):
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
 
+_ANGLE = Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
+
+
 class Angular(RowLoss):
     r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
@@ -112,9 +115,7 @@ class Angular(RowLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
-    alpha: Annotated[
-        float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
-    ] = 40.0
+    alpha: Annotated[float, _ANGLE] = 40.0
 
     def lists_positives(self) -> bool:
         return True
@@ -275,6 +276,4 @@ def _nearest(block: AnchorBlock) -> tuple[Tensor, Tensor]:
     return masked_min(distance, block.negative), block.negative.any(1)
 
 
-_ROUNDING_UNITS = (
-    64  # distance of squares, in units of the precision of numbers near 1, below which they count as equal
-)
+_ROUNDING_UNITS = 64  # units of the precision of numbers near 1, below whose distance squares count as equal

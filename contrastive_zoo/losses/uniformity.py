@@ -207,7 +207,8 @@ def _log_distances(block: AnchorBlock, eps: float) -> tuple[Tensor, Tensor]:
     return -(distance.where(some, 1) + eps).log(), some
 
 
-_MOST_POINTS = 10_000  # each point is a term of its own in the graph
+# each point is a term of its own in the graph
+_POINTS = Bounds("num_points is an integer, 2 … 10000", low=2, high=10_000, whole=True)
 
 
 class SIGReg(EmbeddingLoss, Stateful, engine="statistics"):
@@ -240,9 +241,7 @@ class SIGReg(EmbeddingLoss, Stateful, engine="statistics"):
 
     embedding_size: Size = field(kw_only=False)
     num_slices: Size = 1024
-    num_points: Annotated[
-        int, Bounds(f"num_points is an integer, 2 … {_MOST_POINTS}", low=2, high=_MOST_POINTS, whole=True)
-    ] = 17
+    num_points: Annotated[int, _POINTS] = 17
     limit: Annotated[float, Bounds(above=0, constant=True)] = 3.0
 
     step: Tensor = field(init=False)

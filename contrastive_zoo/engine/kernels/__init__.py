@@ -1,8 +1,4 @@
-"""Compute contrastive losses with Triton, on NVIDIA GPUs of compute capability 8.0 and later.
-
-They need ``pip install contrastive_zoo[triton]`` and torch 2.8 or later. On any number of ranks
-they compute the sums of the engines.
-"""
+"""Compute contrastive losses with Triton, on GPUs of compute capability 8.0 or later, with torch 2.8 or later."""
 
 import os
 from functools import cache

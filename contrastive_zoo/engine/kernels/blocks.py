@@ -95,7 +95,6 @@ class Tile:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """How kernels of pairs are launched."""
         blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth, "GROUP": 16}
         warps = {"WARPS": min(self.warps, self.rows // 16), "num_warps": self.warps}
         return {**blocks, **warps, "num_stages": self.stages}
@@ -133,15 +132,11 @@ class Operand:
     def of(cls, x: Tensor, *, min_norm: float | None = None) -> "Operand":
         """Return a view of x if its strides allow it, or a copy; with ``min_norm`` products are those of unit rows.
 
-        Rows with a smaller norm are divided by this number.
-
         Unit rows of 16 bits would be rounded. Rows are multiplied by powers of two instead, so that their norms are in
-        [1, 2), and factors in (½, 1]: weights that are multiplied by these fit into float16 whatever the norms are. Rows
-        become float16, of which bfloat16 is a part but for elements below 2⁻¹⁴, rounded to 2⁻²⁵: weights have the dtype of
-        the rows, and a rounding to bfloat16 nearly doubled the error of a solved batch's gradients.
+        [1, 2), and factors in (½, 1]: weights that are multiplied by these fit into float16. Rows become float16, too:
+        weights have their dtype, and a rounding to bfloat16 nearly doubled the error of a solved batch's gradients.
 
-        With TF32, tensor cores truncate the lower 13 bits of a float32, which biases every product towards 0. x is
-        therefore rounded first (without rounding the error of SigLIP's loss is 700 times as large).
+        With TF32, tensor cores truncate a float32, so x is rounded first: SigLIP's error would be 700 times as large.
         """
         precision = precision_of(x)
         if x.dtype == torch.float32 and precision == "tf32":
@@ -211,7 +206,6 @@ class Weights:
 
     @property
     def unit(self) -> float:
-        """The value of a stored weight of 1."""
         return 2.0**-self.bits
 
     def block(self, i: slice, j: slice) -> Tensor:
@@ -234,7 +228,6 @@ def as_scalar(x: float | Tensor, like: Tensor) -> Tensor:
 
 
 def precision_of(x: Tensor) -> str:
-    """Return the precision of matmuls of x."""
     return "tf32" if x.dtype != torch.float32 else float32_matmuls()
 
 

@@ -1,6 +1,4 @@
-"""Compute the sigmoid loss of negative pairs in Triton, block by block: losses and gradients in one sweep, since a pair's
-gradient depends on no other pair.
-"""
+"""Compute the sigmoid loss of negative pairs in Triton, block by block, losses and gradients in one sweep."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Compute softmax losses in Triton: InfoNCE, CLIP, NT-Xent and SupCon in two kernels and two matmuls of cuBLAS.
 
-With S = scale · A Bᵀ, P_i the logit of the positive pair of row i, and R_i the log-sum-exp of the row's other logits, a
-row's loss is log(1 + exp(R_i − P_i)): R_i does not contain the positive, so that a small loss is precise. Columns likewise.
 Weights w_ij = exp(S_ij − log-sum-exp of row i) + the same of column j, each times a gradient; dA = scale · W B and
 dB = scale · Wᵀ A. The gradient of the scale Σ w_ij a_i·b_j is small beside its terms where embeddings are alike, so weights
 are multiplied before they are rounded to 16 bits.
@@ -68,10 +66,7 @@ class SoftmaxPairs:
         return of_columns.scatter_(0, self.excluded.where(inside, columns).long(), rows)[:columns]
 
     def add_sums(self, of_rows: Tensor, of_columns: Tensor, precision_lost: Tensor, *, if_lost: bool = False) -> None:
-        """Add the sums [2, ·] of all pairs but positive ones to ``of_rows`` and ``of_columns``.
-
-        ``precision_lost`` is set to 1 if a sum of a column may lack terms. With ``if_lost`` nothing is done unless it is 1.
-        """
+        """Add the sums [2, ·] of all pairs but positive ones; note if a sum of a column may lack terms."""
         a, b = self.a, self.b
         plain, edges = tiles_for(a.rows, "log_sum_exps")
         side = math.isqrt(PARTIAL_BYTES * plain.columns // 8) // plain.rows * plain.rows
@@ -117,10 +112,9 @@ class SoftmaxPairs:
     ) -> None:
         """Add W B to ``of_rows``, Wᵀ A to ``of_columns`` and Σ w · a·b, not rounded, to ``dscale``.
 
-        A and B are the rows as read; gradients lack the reciprocal of the factor of each row. With one tower both
-        gradients are ``of_rows``, and each pair counts once. ``statistics`` are [2, n] and [2, m], exponents and factors:
-        the weight of a pair is factor · 2^(logit in bits − exponent), and the same of its column, times the factors of
-        both operands; 0 of positive pairs.
+        A and B are the rows as read; gradients lack the reciprocal of the factor of each row. ``statistics`` are [2, n] and
+        [2, m], exponents and factors: the weight of a pair is factor · 2^(logit in bits − exponent), and the same of its
+        column, times the factors of both operands; 0 of positive pairs.
         """
         a, b, weights, (by_row, by_column) = self.a, self.b, Weights.of(self.a, self.b), statistics
         plain, edges = tiles_for(a.rows, "softmax_weights")

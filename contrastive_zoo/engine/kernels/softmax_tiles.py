@@ -1,20 +1,13 @@
 """Compute partial log-sum-exps of a block of logits, and the weights of its gradient: Triton kernels of the softmax losses.
 
-A block is X = scale · log₂e · A Bᵀ of n rows and m columns: logits in bits, so that ``exp2`` needs no factor. Rows of A
-and B are those that kernels read, times a factor each: reciprocals of norms, where they are to have unit length. The first
-``local`` columns are of this rank. There the offset of column j from row i, δ = j − i + ``ahead``, is the kind of a pair:
-
-    |δ| = partner                     a positive pair: excluded from sums
-    δ = 0 of one tower                a row and itself: excluded as well
-
-Two ranks of one tower may share a block. Then pairs of a row ≥ ``corner_row`` and a column ≥ ``corner_column`` are not of
-this rank.
+A block is X = scale · log₂e · A Bᵀ of n rows and m columns, logits in bits, times a factor of each row of A and B. The
+offset of column j from row i is δ = j − i + ``ahead``. Sums leave out positive pairs, |δ| = ``partner`` among the first
+``local`` columns; a row and itself, δ = 0 of one tower; and pairs of a row ≥ ``corner_row`` and a column ≥
+``corner_column``, which are another rank's. Tiles with such pairs need masks, and masks need registers: a second launch
+with smaller tiles processes them (``EDGE``).
 
 A sum of exponentials s · 2ᵉ is stored as two numbers, integer exponent e and mantissa s: the fraction of a logarithm of
 100 bits or more would lose digits. (The sum is 0 where e is ``NOTHING``.)
-
-Tiles with such pairs, or with columns beyond the last, need masks, and masks need registers: a second launch with smaller
-tiles (``EDGE``) processes them, so that the first launch has no masks.
 """
 
 # mypy: ignore-errors
