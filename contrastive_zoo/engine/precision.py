@@ -45,7 +45,8 @@ def is_16_bit(dtype: torch.dtype | None) -> bool:
 def matmul_rounding(dtype: torch.dtype | None, device: str) -> Iterator[None]:
     """Round the factors of float32 matmuls to 16 bits if ``dtype`` has 16, where the device is faster so, in this context.
 
-    The setting belongs to the process. The last thread that leaves restores what the first one found.
+    The setting belongs to the process. The last thread that leaves restores what the first one found, unless other code
+    has set something else in between.
     """
     backend, rounding = None, None
     if device == "cpu" and dtype == torch.bfloat16:

@@ -19,7 +19,7 @@ from torch import Tensor
 from contrastive_zoo.engine.plan import Arithmetic
 from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window, statistics
-from contrastive_zoo.engine.softmax_sweep import Partners, SoftmaxSweep, gradient_buffer
+from contrastive_zoo.engine.softmax_sweep import Partners, Pass, SoftmaxSweep, Totals, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.adjoints import all_gathered
@@ -111,7 +111,7 @@ class _LogSumExp(Function):
             tiles: list[Tensor | None] = []  # frees the tiles that lost precision before others are made
             ctx.cached = CachedLogits(learns=sweep.learns and any(ctx.needs_input_grad))
             with matmul_rounding(sweep.dtype, rows.device.type):
-                r, c, tiles = sweep.sums(ctx.arithmetic, rows, exchange, ctx.scale, ctx.cached)
+                r, c, tiles = sweep.sums(Pass(ctx.arithmetic, rows, exchange, ctx.scale), ctx.cached)
             if largest is not None and not sweep.lost_precision(r, c, largest):
                 break
         ctx.products = sweep.partners.products(*inputs)
@@ -140,10 +140,9 @@ class _LogSumExp(Function):
             products = rows.new_zeros(())
             for x, y in zip(of_partners, ctx.products, strict=True):
                 products += torch.dot(x, y)
-            parts = sweep.gradients(
-                ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale, row_statistics, column_statistics,
-                drows, dcolumns, tiles, products,
-            )  # fmt: skip
+            arguments = Pass(ctx.arithmetic, sweep.row_factors(rows), exchange, ctx.scale)
+            totals = Totals(drows, dcolumns, products)
+            parts = sweep.gradients(arguments, (row_statistics, column_statistics), totals, tiles)
             sweep.complete(exchange, dcolumns, parts)
             ctx.cached.release()
             sweep.partners.add_gradients(of_partners, rows, columns, drows, dcolumns)

@@ -4,17 +4,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from contrastive_zoo.engine.exchange import GatherExchange, RankBlock, Ring, lengths, merge_at_owners
+from contrastive_zoo.engine.exchange import RankBlock, lengths, merge_at_owners
 from contrastive_zoo.engine.kernels.blocks import NO_PARTNER, Operand, as_scalar
 from contrastive_zoo.engine.kernels.softmax import SoftmaxPairs
 from contrastive_zoo.engine.kernels.softmax_tiles import NOTHING
 from contrastive_zoo.engine.precision import MIN_NORM
-from contrastive_zoo.engine.softmax_sweep import SoftmaxSweep
+from contrastive_zoo.engine.softmax_sweep import Pass, SoftmaxSweep, Totals
 from contrastive_zoo.ranks.transport import gather_rows
 
 # the exponent by which weights of an empty sum are 0; unlike those of infinity, differences are numbers
@@ -58,10 +57,9 @@ class KernelSweep(SoftmaxSweep):
     def largest_logit(self, rows: Tensor, columns: Tensor, scale: float | Tensor) -> None:
         """Return None: each row and column of a tile has a maximum of its own."""
 
-    def sums(
-        self, arithmetic: Any, rows: Tensor, exchange: GatherExchange | Ring, scale: float | Tensor, cached: object
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    def sums(self, arguments: Pass, cached: object) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """Return sums of local rows, and of local columns, over all others but partners; no tiles."""
+        arithmetic, rows, exchange, scale = arguments
         a, factor = self.operand(rows), as_scalar(scale, rows)
         total, parts = arithmetic.empty(len(rows), rows), []
         for blocks_here, columns in exchange.windows(self._narrow):
@@ -77,19 +75,11 @@ class KernelSweep(SoftmaxSweep):
         return (local, None, []) if self.one_tower else (total, local, [])
 
     def gradients(
-        self,
-        arithmetic: Any,
-        rows: Tensor,
-        exchange: GatherExchange | Ring,
-        scale: float | Tensor,
-        row_statistics: Tensor,
-        column_statistics: Tensor | None,
-        drows: Tensor,
-        dcolumns: Tensor | None,
-        stored: object,
-        products: Tensor,
+        self, arguments: Pass, statistics: tuple[Tensor, Tensor | None], totals: Totals, stored: object
     ) -> Iterator[Tensor]:
         """Do as the sweep of tiles; this rank's Σ G_ij a_i·b_j, times a scale that is a number, is added to ``products``."""
+        (arithmetic, rows, exchange, scale), (drows, dcolumns, products) = arguments, totals
+        row_statistics, column_statistics = statistics
         symmetric, factor = column_statistics is not None, as_scalar(scale, rows)
         columns_of_all = row_statistics[:0] if column_statistics is None else column_statistics
         if symmetric:
@@ -112,8 +102,8 @@ class KernelSweep(SoftmaxSweep):
                 piece = pairs.part(i, j, one_tower=diagonal)
                 target = None if of_columns is None else of_columns[j.start - first : j.stop - first]
                 if len(piece.a) and len(piece.b):
-                    statistics = row_weights[:, i], of_window[:, j]
-                    piece.add_gradients(statistics, of_rows[i], of_rows if diagonal else target, total)
+                    weights = row_weights[:, i], of_window[:, j]
+                    piece.add_gradients(weights, of_rows[i], of_rows if diagonal else target, total)
             if dcolumns is None or of_columns is None:
                 continue
             gradients = iter(of_columns.mul_((restored / pairs.b.factors[first:])[:, None]).split(parts))

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from contrastive_zoo.engine.anchor_block import clear_excluded
 from contrastive_zoo.engine.exchange import GatherExchange, Operand, RankBlock, Ring, Sweep, merge_at_owners
-from contrastive_zoo.engine.softmax_arithmetic import Arithmetic, ExactSums, shift_window
+from contrastive_zoo.engine.softmax_arithmetic import ExactSums, shift_window
 from contrastive_zoo.engine.tiling import CachedLogits, tile_of, tile_scratch, tiles
 from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.transport import gather_rows, reduced_everywhere
@@ -59,6 +59,23 @@ class Partners:
                     tile.as_strided((last - first,), (down + self.stride * right,), start).fill_(value)
 
 
+class Pass(NamedTuple):
+    """What either pass over the tiles takes: the arithmetic of sums, the local rows, other columns and the scale."""
+
+    arithmetic: Any
+    rows: Tensor
+    exchange: GatherExchange | Ring
+    scale: float | Tensor
+
+
+class Totals(NamedTuple):
+    """What a backward pass writes: G B, Gᵀ A of the local columns, and Σ G_ij a_i·b_j if a sweep sums it itself."""
+
+    drows: Tensor
+    dcolumns: Tensor | None
+    products: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxSweep(Sweep):
     """Compute all tiles of this rank."""
@@ -99,13 +116,11 @@ class SoftmaxSweep(Sweep):
         first = sum(self.column_shards.sizes[: block.ahead]) + block.columns.start
         return self.excluded[block.rows] - first
 
-    def _tiles(
-        self, rows: Tensor, exchange: GatherExchange | Ring
-    ) -> Iterator[tuple[int, RankBlock, Tensor, Iterator[tuple[slice, slice, bool]]]]:
+    def _tiles(self, arguments: Pass) -> Iterator[tuple[int, RankBlock, Tensor, Iterator[tuple[slice, slice, bool]]]]:
         """Yield each block, its columns, and its tiles: their rows and columns, and whether they are on the diagonal."""
-        for index, (block, columns) in enumerate(zip(exchange.blocks, exchange, strict=True)):
+        for index, (block, columns) in enumerate(zip(arguments.exchange.blocks, arguments.exchange, strict=True)):
             upper = self.one_tower and index == 0
-            cut = tiles(block.rows.stop - block.rows.start, len(columns), rows, upper=upper)
+            cut = tiles(block.rows.stop - block.rows.start, len(columns), arguments.rows, upper=upper)
             yield index, block, columns, ((i, j, upper and i == j) for i, j in cut)
 
     def _write_logits(
@@ -126,19 +141,13 @@ class SoftmaxSweep(Sweep):
         if local:
             self.partners.fill(out, -torch.inf, i, j, mirrored=diagonal)
 
-    def sums(
-        self,
-        arithmetic: Arithmetic,
-        rows: Tensor,
-        exchange: GatherExchange | Ring,
-        scale: float | Tensor,
-        cached: CachedLogits,
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    def sums(self, arguments: Pass, cached: CachedLogits) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """Return sums of local rows and of local columns over all but partners, and tiles, None where they do not fit."""
+        arithmetic, rows, exchange, scale = arguments
         scratch, total = tile_scratch(rows, max(self.column_shards.sizes)), arithmetic.empty(len(rows), rows)
         parts: list[Tensor] = []
         stored: list[Tensor | None] = []
-        for index, block, columns, cut in self._tiles(rows, exchange):
+        for index, block, columns, cut in self._tiles(arguments):
             left, right = self.operand(rows[block.rows]), self.operand(columns)
             row_total, excluded = total[block.rows], self._excluded_columns(block)
             column_total = total if self.one_tower and index == 0 else arithmetic.empty(len(columns), rows)
@@ -159,23 +168,14 @@ class SoftmaxSweep(Sweep):
         return total, None if self.one_tower else column_total, stored
 
     def gradients(
-        self,
-        arithmetic: Arithmetic,
-        rows: Tensor,
-        exchange: GatherExchange | Ring,
-        scale: float | Tensor,
-        row_statistics: Tensor,
-        column_statistics: Tensor | None,
-        drows: Tensor,
-        dcolumns: Tensor | None,
-        stored: list[Tensor | None],
-        products: Tensor,
+        self, arguments: Pass, statistics: tuple[Tensor, Tensor | None], totals: Totals, stored: Sequence[Tensor | None]
     ) -> Iterator[Tensor]:
-        """Write G B into ``drows`` and Gᵀ A of the local columns into ``dcolumns``; yield Gᵀ A of each other block.
+        """Write the totals; yield Gᵀ A of each other block. The caller multiplies these by a scale that is a tensor.
 
-        Statistics are sums and the gradients of their logarithms, [n, 2] and [m, 2]. The caller multiplies gradients by a
-        scale that is a tensor. ``products`` is for :meth:`dscale`, if a sweep sums Σ G_ij a_i·b_j itself.
+        Statistics are sums and the gradients of their logarithms, [n, 2] and [m, 2].
         """
+        (arithmetic, rows, _, scale), (drows, dcolumns, _) = arguments, totals
+        row_statistics, column_statistics = statistics
         alpha = 1.0 if isinstance(scale, Tensor) else scale
         scratch, out = (tile_scratch(rows, max(self.column_shards.sizes)) for _ in range(2))
         row_weights, column_weights = arithmetic.coefficients(row_statistics), None
@@ -183,7 +183,7 @@ class SoftmaxSweep(Sweep):
             column_statistics = gather_rows(column_statistics, self.column_shards, self.world)
             column_weights = arithmetic.coefficients(column_statistics).split(self.column_shards.sizes)
         cached = iter(stored)
-        for index, block, columns, cut in self._tiles(rows, exchange):
+        for index, block, columns, cut in self._tiles(arguments):
             left, right = self.operand(rows[block.rows]), self.operand(columns)
             block_weights, block_drows = row_weights[block.rows], drows[block.rows]
             excluded = self._excluded_columns(block)

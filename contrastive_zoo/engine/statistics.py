@@ -129,7 +129,7 @@ def _wave_sums(t: Tensor, x: Tensor) -> Tensor:
 
 
 class _Waves(Function):
-    """Compute the sums, and dx_i = Σ_j t_j (dS_j cos(t_j x_i) − dC_j sin(t_j x_i)), of as many points as fit into a tile."""
+    """Compute :func:`_wave_sums`, and dx_i = Σ_j t_j (dS_j cos(t_j x_i) − dC_j sin(t_j x_i)), some points at a time."""
 
     @staticmethod
     @without_autocast

@@ -200,9 +200,7 @@ class Loss(Settings, nn.Module):
     check_finite: bool = True
 
     _warned_about_local_negatives: ClassVar[bool] = False
-    engine: ClassVar[Engine] = (
-        "other"  # what computes it, a keyword of the class: class MyLoss(Loss, engine="statistics")
-    )
+    engine: ClassVar[Engine] = "other"  # what computes it; like ``has_kernel``, a keyword of the class
     no_kernel: ClassVar[str | None] = "has no kernel for this loss"  # why no Triton kernel does; None if one may
     row_indices: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments whose values are indices of this rank's samples in another argument, negative ones of none."""

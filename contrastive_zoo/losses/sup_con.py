@@ -186,8 +186,9 @@ class SINCERE(RowLoss):
         return info_nce_per_positive(logits, block, self.average)
 
 
-_RULE = "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73."
-_ANGLE = Bounds(*_RULE, low=0, high=180, constant=True)
+_ANGLE = Bounds(
+    "margin is an angle of 0 to 180 degrees", "The paper's 0.1 rad is 5.73.", low=0, high=180, constant=True
+)
 
 
 class TupletMargin(RowLoss):

@@ -94,9 +94,6 @@ class Triplet(DissimilarityLoss):
         return F.softplus(violation + self.margin, threshold=40) if self.soft else (violation + self.margin).relu()
 
 
-_ANGLE = Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
-
-
 class Angular(RowLoss):
     r"""Compute a soft maximum, over the negatives of a positive pair, of the excess of their angle over α.
 
@@ -115,7 +112,9 @@ class Angular(RowLoss):
     Source: Wang et al. 2017, https://arxiv.org/abs/1708.01682
     """
 
-    alpha: Annotated[float, _ANGLE] = 40.0
+    alpha: Annotated[
+        float, Bounds("alpha is an angle in degrees, between 0 and 90", above=0, below=90, constant=True)
+    ] = 40.0
 
     def lists_positives(self) -> bool:
         return True

@@ -13,7 +13,7 @@ from contrastive_zoo.engine.exchange import GatherExchange, schedule
 from contrastive_zoo.engine.precision import MIN_NORM
 from contrastive_zoo.engine.sigmoid import parts_of_kernels
 from contrastive_zoo.engine.softmax_arithmetic import statistics
-from contrastive_zoo.engine.softmax_sweep import Partners
+from contrastive_zoo.engine.softmax_sweep import Partners, Pass, Totals
 from contrastive_zoo.ranks.world import Shards, World
 
 pytest.importorskip("triton")
@@ -66,13 +66,13 @@ def softmax_step(shards: Shards, *, one_tower: bool) -> None:
         row_shards=shards, column_shards=shards, world=World(), unit_norm=True, learnable_scale=True, factors=factors,
         partners=Partners((offset,)), one_tower=one_tower,
     )  # fmt: skip
-    arithmetic, exchange = sweep.exact_sums, exchange_of(shards, rows, half=one_tower)
-    r, c, _ = sweep.sums(arithmetic, rows, exchange, scale, None)
+    exchange = exchange_of(shards, rows, half=one_tower)
+    arguments = Pass(sweep.exact_sums, rows, exchange, scale)
+    r, c, _ = sweep.sums(arguments, None)
     of_rows, of_columns = (statistics(x, x[:, 0]) for x in (r, r if c is None else c))
     drows = torch.empty_like(rows)
-    dcolumns = drows if one_tower else torch.empty_like(rows)
-    step = arithmetic, rows, exchange, scale, of_rows, of_columns, drows, dcolumns, None, rows.new_zeros(())
-    assert len(list(sweep.gradients(*step))) == len(exchange.blocks) - 1
+    totals = Totals(drows, drows if one_tower else torch.empty_like(rows), rows.new_zeros(()))
+    assert len(list(sweep.gradients(arguments, (of_rows, of_columns), totals, None))) == len(exchange.blocks) - 1
 
 
 def sigmoid_step(shards: Shards) -> None:
