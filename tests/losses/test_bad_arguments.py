@@ -140,7 +140,7 @@ Z, LABELS = torch.eye(4, 3), torch.arange(4) % 2
 
 
 def hard_negatives(**settings: Any) -> Any:
-    return cz.data.mine_hard_negatives(**{"queries": Z, "corpus": Z, "positives": torch.arange(4), **settings})
+    return cz.data.mine_hard_negatives(**{"queries": Z, "corpus": Z.clone(), "positives": torch.arange(4), **settings})
 
 
 def integer_prototypes() -> nn.Module:
