@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import contrastive_zoo
-from contrastive_zoo.testing import check, cli, console
+from contrastive_zoo.testing import check, cli
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.check import Finding, Report
@@ -79,7 +79,7 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool, here: Here) -> None:
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     batch = GlobalBatch((1, 2))
     finding = Finding(INVARIANTS[0], "rank 1 died [/some/path.cc:537] [bold]", batch)
-    console.show(Report("a[b]c", (1, 2), "mean", 3, [finding], Diagnosis("hang"), 1.0))
+    cli.show(Report("a[b]c", (1, 2), "mean", 3, [finding], Diagnosis("hang"), 1.0))
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/some/path.cc:537]" in shown
     assert "a[b]c is not" in shown
@@ -135,7 +135,7 @@ def test_what_cannot_be_checked_exits_with_2(
 
 def test_the_list_fits_80_columns_and_is_searched(monkeypatch: pytest.MonkeyPatch, here: Here, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    console.show_catalogue(CATALOGUE.values())
+    cli.show_catalogue(CATALOGUE.values())
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > len(CATALOGUE)
     assert max(map(len, lines)) <= 80

@@ -1,7 +1,4 @@
-"""Losses that are called as open_clip calls its own, on the pairs of all ranks. open_clip itself is not imported.
-
-The scale, and the bias, stay parameters of the model: its optimizer groups, its clamp and its checkpoints do not change.
-"""
+"""Losses that are called as open_clip calls its own, on the pairs of all ranks. open_clip itself is not imported."""
 
 from collections.abc import Callable
 from functools import partial

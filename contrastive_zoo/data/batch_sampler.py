@@ -1,7 +1,4 @@
-"""Batch samplers whose global batches are split over the ranks: the base class, and batches in random or stored order.
-
-A part may have no samples; :class:`CollateEmptyBatches` returns a batch of such a part.
-"""
+"""Batch samplers whose global batches are split over the ranks: the base class, and batches in random or stored order."""
 
 import copy
 import hashlib

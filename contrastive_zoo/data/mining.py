@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from itertools import starmap
@@ -48,16 +48,8 @@ _INTEGERS = (("num_negatives", 1, 10**6), ("range_min", 0, 2**62), ("range_max",
 """The settings that are integers, and their bounds. The result has ``num_negatives`` columns."""
 
 _THRESHOLDS = ("max_score", "min_score", "absolute_margin", "relative_margin")
-_SETTINGS = (
-    *(name for name, *_ in _INTEGERS),
-    *_THRESHOLDS,
-    "guide_margin",
-    "sampling",
-    "output",
-    "normalize",
-    "among_themselves",
-)
 _ROWS, _LABELS = ("queries", "corpus", "positives"), ("query_labels", "corpus_labels", "corpus_ids")
+_OF_THIS_RANK = {*_ROWS, *_LABELS, "guide", "index", "progress", "process_group"}  # the search compares the index
 
 
 def mine_hard_negatives(
@@ -263,7 +255,8 @@ class Mining:
         """Return a row for each pair of query and positive, or for each triplet."""
         self.world = World.of(self.process_group, _NAME)
         session = Session.of(self.world, check_finite=False)  # the search checks embeddings
-        settings = {name: getattr(self, name) for name in _SETTINGS} | {"guide": self.guide is not None}
+        settings = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in _OF_THIS_RANK}
+        settings["guide"] = self.guide is not None
         shards = agree_on_shards(_NAME, self.rows, world=session, problem=self.problem, settings=settings)
         queries, self.shards = shards[:2]  # of the queries, and of the corpus
         with reported(self.world):

@@ -313,10 +313,7 @@ class Measurement:
 
 
 def effective_rank(eigenvalues: Tensor) -> float:
-    """Return exp(−Σ pᵢ log pᵢ) with p the eigenvalues divided by their sum; NaN without a positive one.
-
-    Source: Roy & Vetterli 2007, https://doi.org/10.5281/zenodo.40511
-    """
+    """Return exp(−Σ pᵢ log pᵢ) with p the eigenvalues divided by their sum; NaN without a positive one."""
     total = eigenvalues.sum().item()
     return torch.special.entr(eigenvalues / total).sum().exp().item() if total > 0 else math.nan
 

@@ -1,7 +1,4 @@
-"""Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities.
-
-Ranks answer for their own part of the gallery; the owners of the queries build the rankings.
-"""
+"""Retrieval metrics of the queries and the gallery of all ranks, and recall: of neighbours, of modalities."""
 
 from collections.abc import Sequence
 from typing import Any

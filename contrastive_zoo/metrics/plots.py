@@ -1,7 +1,4 @@
-"""Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install contrastive_zoo[plot]``.
-
-No display is needed, and matplotlib's settings do not change.
-"""
+"""Pictures of embeddings, each one call that returns a matplotlib Figure; ``pip install contrastive_zoo[plot]``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""Queries go round: every rank answers for its own part of the gallery, and the owner of a query merges the answers.
-
-A round is a block of consecutive queries of the global batch, so every rank has the same work in every round.
-"""
+"""Blocks of queries go round: each rank answers for its part of the gallery, and a query's owner merges the answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -93,10 +93,7 @@ class Proposals(NamedTuple):
 
 
 class Gallery:
-    """The embeddings [m, d] of one rank to search in, normalised block by block: a memory map stays on the disk.
-
-    Every rank makes its own at the same time.
-    """
+    """The embeddings [m, d] of one rank to search in, normalised block by block: a memory map stays on the disk."""
 
     index: Any = None  # faiss' approximate index of the items; None for an exact search
 

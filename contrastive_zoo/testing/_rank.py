@@ -186,11 +186,8 @@ class _JobPickler(cloudpickle.Pickler):
 class _ResultPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided:
-            values, is_view = (
-                obj.detach(),
-                obj.untyped_storage().nbytes() > obj.nbytes,
-            )  # of a view only its part is sent
-            return (values.clone() if is_view else values).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            is_view = obj.untyped_storage().nbytes() > obj.nbytes  # of which only its part is sent
+            return (obj.detach().clone() if is_view else obj.detach()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, type) and _lookup(obj.__module__, obj.__qualname__) is not obj:
             # A class that was sent by value is returned by name: cloudpickle would overwrite the original's attributes.
             return _original_class, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))

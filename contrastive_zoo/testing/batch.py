@@ -128,12 +128,7 @@ def global_batches(
 
 
 def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
-    """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again.
-
-    Examples:
-        >>> [step.shards for step in training_of(GlobalBatch((2, 2)))]
-        [(2, 2), (1, 2), (1, 1), (4, 0), (2, 2)]
-    """
+    """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again."""
     size = len(batch.shards)
     on_rank_0 = (batch.total, *[0] * (size - 1))
     splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]

@@ -82,12 +82,7 @@ class Entry:
 
 
 def default_text(default: object) -> str:
-    """Return a default value as a signature shows it.
-
-    Examples:
-        >>> default_text(nn.Parameter(nn.Linear(1, 1).bias.detach().fill_(-10)))
-        'Parameter([-10.0])'
-    """
+    """Return a default value as a signature shows it."""
     return f"Parameter({default.tolist()})" if isinstance(default, nn.Parameter) else repr(default)
 
 

@@ -17,13 +17,7 @@ class TargetError(ValueError):
 
 
 def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
-    """Return a function that constructs the loss, its name, and its call form; None outside the catalogue.
-
-    Examples:
-        >>> make, name, call = find_target("torch.nn:SoftMarginLoss", {"reduction": "sum"}, wrap=True)
-        >>> name, type(make()).__name__
-        ("DistributedLoss(SoftMarginLoss(reduction='sum'))", 'DistributedLoss')
-    """
+    """Return a function that constructs the loss, its name, and its call form; None outside the catalogue."""
     shown = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     name = f"{target.rpartition(':')[2]}({shown})" if settings else target.rpartition(":")[2]
     entry = CATALOGUE.get(target)

@@ -3,18 +3,29 @@
 import json
 import os
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from contrastive_zoo.ranks.suggestions import did_you_mean
 
 try:
     import typer
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.panel import Panel
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text
 except ImportError as error:
     raise ImportError(
         "the command contrastive-zoo needs typer and rich: pip install 'contrastive_zoo[cli,testing]'"
     ) from error
+
+if TYPE_CHECKING:
+    from contrastive_zoo.testing.catalogue import Entry
+    from contrastive_zoo.testing.report import AuditReport, Report
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -36,8 +47,19 @@ def commands(
     """Check and list contrastive losses that are the same function on W processes as on one."""
 
 
+def _writable(file: Path | None) -> Path | None:
+    """Exit, before the check, if a file cannot be written."""
+    try:
+        if file is not None and str(file) != "-":
+            file.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from None
+    return file
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the result to this file as JSON; - for the output.", dir_okay=False)
+    Path | None,
+    typer.Option("--json", help="Write the result to this file as JSON; - for the output.", callback=_writable),
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="name=value for the function or class; repeat the option.")
@@ -76,7 +98,6 @@ def check(
 
     Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
-    from contrastive_zoo.testing import console
     from contrastive_zoo.testing.check_target import TargetError, find_target
 
     try:
@@ -89,14 +110,13 @@ def check(
         _explain(explain)
     if target is None:
         raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
-    _require_writable(json_file)
     sys.path.insert(0, os.getcwd())
     try:
         make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
     except TargetError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        with console.progress(f"checking {name}", examples) as advance:
+        with progress(f"checking {name}", examples) as advance:
             report = examine(
                 make,
                 world_sizes=world_size or (1, 2, 3, 4),
@@ -137,17 +157,15 @@ def audit(
 
     Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
     """
-    from contrastive_zoo.testing import console
     from contrastive_zoo.testing.auditing.launch import audit_script, torchrun_processes
 
-    _require_writable(json_file)
     sizes, started = world_size or (2,), torchrun_processes()
     if started == 0:
         raise typer.Exit(0)  # the first process audits as many as torchrun has started
     sizes = sizes if started is None else (started,)
     command = [*(["-m", module] if module else []), *(script or [])]
     try:
-        with console.progress(f"auditing {' '.join(command)}", 2 * len(sizes)) as advance:
+        with progress(f"auditing {' '.join(command)}", 2 * len(sizes)) as advance:
             report = audit_script(
                 command, world_sizes=sizes, steps=steps, losses=loss or [], timeout=timeout, on_run=advance
             )
@@ -224,35 +242,68 @@ def list_losses(
     json_file: JsonFile = None,
 ) -> None:
     """Show the losses of the zoo, or those whose name, family, call, summary or peers contain some words."""
-    from contrastive_zoo.testing import console
     from contrastive_zoo.testing.catalogue import CATALOGUE
 
-    _require_writable(json_file)
     entries = [x for x in CATALOGUE.values() if all(word.lower() in x.text.lower() for word in words or ())]
     if not entries:
         asked = " ".join(words or ())
         raise typer.BadParameter(f"no loss contains {asked!r}.{did_you_mean(asked, CATALOGUE)}")
     if json_file is None:
-        console.show_catalogue(entries)
+        show_catalogue(entries)
     else:
         _write({"losses": [x.as_dict() for x in entries]}, json_file)
 
 
-def _require_writable(file: Path | None) -> None:
-    """Exit, before the check, if a file cannot be written."""
-    try:
-        if file is not None and str(file) != "-":
-            file.open("a").close()
-    except OSError as error:
-        raise typer.BadParameter(f"--json: {error}") from None
+_ANSWERS = {True: "yes", False: "no", None: "not compared"}
+_STYLES = {True: "green", False: "bold red", None: "yellow"}
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar; yield a function that sets the number of completed items."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def show(report: Report | AuditReport, console: Console | None = None) -> None:
+    console = console or Console()
+    for section in report.sections():
+        console.print(Text(f"{section.title} ({section.seconds:.1f} s)", "bold"))
+        table = Table(*section.headings, box=None, padding=(0, 2, 0, 0))
+        for name, holds, measured in section.rows:
+            answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
+            table.add_row(name, answer, *(Text(x) for x in measured))
+        console.print(table)
+        for problem in section.problems:
+            console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
+        for x in section.diagnoses:
+            titled = [("\n", (f"{title}: ", "bold"), text) for title, text in (x.details() | {"Fix": x.fix}).items()]
+            text = Text.assemble(x.why, *(part for parts in titled for part in parts))
+            console.print(Panel(text, title=x.mistake, title_align="left"))
+        for note in section.notes:
+            console.print(Padding(Text(f"Note: {note}.", "dim"), (0, 0, 0, 2)))
+    console.print(Text(report.verdict, _STYLES[report.ok]))
+
+
+def show_catalogue(entries: Iterable[Entry]) -> None:
+    """Print losses by family, one on a line that fits the terminal."""
+    console, family = Console(), ""
+    for entry in entries:
+        if entry.family != family:
+            family = entry.family
+            console.print(Text(family, "bold"))
+        arguments = Text(entry.called_with)
+        arguments.truncate(20, overflow="ellipsis", pad=True)
+        line = Text.assemble(f"  {entry.name:<28} ", arguments, f" {entry.summary}")
+        console.print(line, no_wrap=True, overflow="ellipsis")
 
 
 def _shown(report: Any, json_file: Path | None) -> int:
     """Print a report, write it as JSON if a file is given, and return the exit status."""
-    from contrastive_zoo.testing import console
-
     if str(json_file) != "-":
-        console.show(report)
+        show(report)
     if json_file is not None:
         _write(report.as_dict(), json_file)
     return int(report.status)

@@ -30,10 +30,7 @@ EVEN, UNEVEN, ONE_SIDED = ((3, 3), (2, 2, 2)), (2, 4), (0, 4)
 
 
 class LossEvidence(Evidence):
-    """The evidence of a loss or a training step; the same in every run, whatever batches a check has drawn.
-
-    A check names the broken invariants, and gives a batch on which some rank failed.
-    """
+    """The evidence of a loss or a training step; the same in every run, whatever batches a check has drawn."""
 
     def __init__(
         self, case: Case, broken: Sequence[str], worlds: Worlds, *, width: int = 3, failing: GlobalBatch | None = None
@@ -166,10 +163,7 @@ class LossEvidence(Evidence):
         return is_near(x, y, self.close)
 
     def changes(self, edit: str) -> bool | None:
-        """Return whether an edit changes the value of rank 0, or of the last rank for an edit of its shard.
-
-        None if a rank fails, or if the value of one process does not change although it should.
-        """
+        """Return whether an edit changes a rank's value; None if a rank fails, or if one process does not see the edit."""
         plan, rank = Plan(edit=edit), -1 if edit == "last shard reversed" else 0
         try:
             for x in self._probed:

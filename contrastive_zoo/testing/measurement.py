@@ -310,10 +310,7 @@ AVERAGE_TIMEOUT = 60.0  # seconds for these calls, at least
 
 
 class Trial:
-    """One loss on one global batch. Invariants read its measurements; each is made once.
-
-    Every method raises a RankError if a rank raises, dies or does not answer.
-    """
+    """One loss on one global batch: each measurement is made once, and a rank that fails is a RankError."""
 
     def __init__(
         self, case: Case, batch: GlobalBatch, worlds: Worlds, tolerance: float = TOLERANCE, note: str = ""
@@ -325,12 +322,8 @@ class Trial:
 
     @cached_property
     def with_noise(self) -> "Trial | None":
-        """Return the trial with the tolerance that measured noise gives; None if the loss computes exactly.
-
-        Of a loss with random numbers the means of many calls are compared, with other random numbers on every rank: it is
-        right if its expected value is. A loss that computes in float32 is repeated with changes of up to half a unit there.
-        """
-        if self.draws:
+        """The trial with the tolerance that measured noise gives; None if the loss computes exactly."""
+        if self.draws:  # it is right if its expected value is: the means of many calls are compared
             result = Trial(replace(self.case, repetitions=DRAWS), self.batch, self.worlds)
             result.note = f"draws random numbers, and means of {DRAWS} calls are compared"
             result.tolerance = STANDARD_ERRORS * max(x.noise for x in (result.on_one_process(), *result.on_ranks()))

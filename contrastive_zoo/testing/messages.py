@@ -1,10 +1,10 @@
 """What a rank does in a call: its collectives, its precision, the random numbers that it draws, the losses that it calls."""
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,7 @@ class Message(NamedTuple):
 
 
 class Messages(TorchDispatchMode):
-    """Records the collectives and counts the draws of any function inside the context; it slows every operation down.
-
-    With ``same_draws`` all ranks draw the same random numbers, whatever their seed.
-    """
+    """Records collectives, and counts draws; with ``same_draws`` all ranks draw the same random numbers."""
 
     def __init__(self, *, same_draws: bool = False) -> None:
         super().__init__()
@@ -64,21 +61,15 @@ class Messages(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def replaced(home: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module or class by one that gets the original as its first argument."""
+def replaced(home: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Context manager: a function of a module or class is one that gets the original as its first argument."""
     original = getattr(home, name)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    defined = inspect.getattr_static(home, name)  # a class method, and not that of the class
-    setattr(home, name, call)
-    try:
-        yield
-    finally:
-        setattr(home, name, defined)
+    return patch.object(home, name, call)
 
 
 class LossCall(NamedTuple):
@@ -88,12 +79,7 @@ class LossCall(NamedTuple):
 
 
 class LossRecorder:
-    """Records the calls of losses inside the context of :meth:`recording`.
-
-    A loss is a module that returns a scalar, or raises, and has an input that requires gradients. The encoder, and a model
-    that returns its own loss, receive features, which require none. ``count`` is read when a loss returns: how many messages
-    have been sent so far.
-    """
+    """Records the calls of losses: modules with an input that requires gradients that return a scalar, or raise."""
 
     def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
         self.count = count

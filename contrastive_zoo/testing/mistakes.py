@@ -1,10 +1,4 @@
-"""The diagnosis: a table of known mistakes, and what each predicts of the evidence of a check or of an audit.
-
-A mistake is a row of ``mistakes.md``: its name, what it does wrong, its fix, and what can find it. Its signature is a row of
-``signatures.md``: the stage at which it shows, and the facts that it predicts, which :data:`FACTS` compares with the
-evidence. The first mistake of a stage all of whose predictions hold is named. Where none is, the diagnosis says what was
-measured, and what speaks against the closest.
-"""
+"""The diagnosis: the first mistake of ``mistakes.md`` all of whose predictions in ``signatures.md`` hold of the evidence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,11 +173,7 @@ ANSWERS: dict[str, tuple[str, str, bool]] = {
     "the same other order on every rank changes nothing": ("changes", "all shards reversed", False),
     "an encoder that computes each shard apart gives the same results": ("confirms", "batch statistics", True),
     "a rank returns the loss of the samples of some ranks only": ("confirms", "group of the loss", True),
-    "a rank returns the loss of its samples alone, or the mean over ranks of these": (
-        "confirms",
-        "local negatives",
-        True,
-    ),
+    "a rank returns the loss of its samples alone, or their mean": ("confirms", "local negatives", True),
     "a rank returns the loss of all samples, its own before those of other ranks": ("confirms", "own rank first", True),
     "a rank returns the loss of all samples with its own labels repeated": ("confirms", "labels not gathered", True),
     "a rank returns the loss of views that are cut from the ranks' blocks": ("confirms", "views split wrongly", True),

@@ -1,7 +1,4 @@
-"""The pytest plugin: ``@pytest.mark.world_sizes(1, 2, 4)`` runs a test on every rank of live process groups.
-
-It imports neither torch nor the worlds before a test asks for them.
-"""
+"""The pytest plugin: ``@pytest.mark.world_sizes(1, 2, 4)`` runs a test on every rank of live process groups."""
 
 from __future__ import annotations
 

@@ -311,13 +311,10 @@ class Outcome:
         self.failures[rank] = _Failure(kind, f"raised {summary}", traceback, error)
 
     def in_step(self) -> bool:
-        """Return whether every rank is ready for the next job, with no collective unfinished.
-
-        If all ranks raised, they must also have begun the same number of collectives. If all returned, the numbers may
-        differ, because they include sends and receives.
-        """
+        """Return whether every rank is ready for the next job, with no collective unfinished."""
         if self.stuck or None in self.steps or (self.returned and self.failures):
             return False
+        # of jobs that returned, numbers of collectives may differ: they include sends and receives
         return not self.failures or (len(self.steps) == 1 and all(f.kind == RAISED for f in self.failures.values()))
 
     def results(self) -> list[Any]:
@@ -343,16 +340,14 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def read_stack(file: str) -> Where:
-    """Read where a rank is that has just received SIGUSR1.
-
-    faulthandler writes one stack for each thread, the innermost frame first, and the main thread last.
-    """
+    """Read where a rank is that has just received SIGUSR1."""
     path, deadline, text = Path(file), time.monotonic() + 1.0, ""
     while time.monotonic() < deadline:
         before, text = text, path.read_text(errors="replace") if path.exists() else ""
         if text and text == before:  # faulthandler marks no end; it writes within microseconds
             break
         time.sleep(0.02)
+    # a stack for each thread, the innermost frame first, and the main thread last
     chunks = re.split(r"^(?:Current t|T)hread ", text, flags=re.M)
     stacks = [frames for frames in map(_FRAME.findall, chunks) if frames]
     for frames in stacks:

@@ -1,8 +1,4 @@
-"""Start the processes of an audited script, wait for them, and return the report.
-
-A process is a rank, or the training in one process: ``python -m contrastive_zoo.testing.auditing.launch FOLDER NAME STEPS
-LOSSES script.py [arguments]``.
-"""
+"""Start the processes of an audited script (each runs this module), wait for them, and return the report."""
 
 import os
 import runpy
@@ -44,12 +40,7 @@ def audit_script(
     timeout: float = 300.0,
     on_run: Callable[[int], object] = lambda count: None,
 ) -> AuditReport:
-    """Run a script on several local processes and compare its first steps with one process.
-
-    The command is the script and its arguments, or ``-m``, a module and its arguments. Losses that are not found by
-    themselves are ``"module:Class"`` each. The timeout in seconds is that of each run. ``on_run`` gets how many runs have
-    ended, of two for each number of processes: theirs, and those in one process.
-    """
+    """Run a script, or ``-m`` and a module, on local processes, and compare its first steps with one process."""
     require_world_sizes(world_sizes)
     if steps < 1:
         raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
@@ -147,26 +138,19 @@ def torchrun_processes() -> int | None:
 
 
 def environment(rank: int, world_size: int, port: int, is_rank: bool = True) -> dict[str, str]:
-    """Return the environment of one rank of this machine, with the variables that torchrun sets.
-
-    The store listens already, so that no port is chosen before it is used. One process that runs a training again does not
-    say that torchrun has started it: trainers would compare its number of processes with the one that they are given.
-    """
+    """Return the environment of one rank of this machine, with the variables that torchrun sets."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback} | dict(os.environ)
     variables |= dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank)) | {"GROUP_RANK": "0"}
     variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(world_size))
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "contrastive-zoo-audit"}
     variables |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # trainers would compare the size of torchrun's world with the one that a rerun in one process is given
     return {key: x for key, x in variables.items() if is_rank or key != "TORCHELASTIC_RUN_ID"}
 
 
 def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], script: Callable[[], object]) -> NoReturn:
-    """Run a script in this process, record its first steps into a folder, and end the process without its clean-up.
-
-    Its later steps, checkpoints and evaluations do not take place. With a setting in the folder, the process gets what the
-    ranks had.
-    """
+    """Run a script, record its first steps into a folder, and end the process: no later step, checkpoint or clean-up."""
     is_of_several, setting = int(os.environ["WORLD_SIZE"]) > 1, folder / f"{name}.setting"
     rerun = Rerun(_records(folder), _read(setting)) if setting.exists() else None
 

@@ -44,12 +44,7 @@ LARGEST_WEIGHT = 64.0
 
 
 class Recorder:
-    """Record the first steps of a training in this process, which is a rank, or runs again with the batches of all.
-
-    A loss is one of this library, of pytorch-metric-learning or of sentence-transformers, or of a class that ``losses``
-    names, with or without its module: the factor by which the script multiplies it is recorded. After this number of steps
-    ``on_finish`` is called. ``needs_group``: record only once torch.distributed is initialised.
-    """
+    """Record the first steps of a training in this process, which is a rank, or runs again with the batches of all."""
 
     def __init__(
         self,

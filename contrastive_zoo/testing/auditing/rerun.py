@@ -113,7 +113,9 @@ class Rerun:
         samples, recorded = digests(leaves), [y for x in ranks for y in x.samples]
         if recorded and sorted(samples) != sorted(recorded):
             if {*samples} <= {y for x in self.records for y in x.steps[step].samples}:
-                self._report("the script splits a batch, into other parts in one process than on the ranks")
+                self.problem = (
+                    self.problem or "the script splits a batch, into other parts in one process than on the ranks"
+                )
             else:  # as an augmentation in the loop, which draws random numbers
                 leaves = _of_ranks(ranks, leaves, as_long=True)
                 samples = digests(leaves)
@@ -126,11 +128,8 @@ class Rerun:
         if ranks[0].drew_from is not None:
             torch.set_rng_state(ranks[0].drew_from)
         if any(call.drew_from is not None for call in ranks):
-            self._report("a module draws random numbers, besides those of dropout")
+            self.problem = self.problem or "a module draws random numbers, besides those of dropout"
         return tree_unflatten(leaves, structure)
-
-    def _report(self, problem: str) -> None:
-        self.problem = self.problem or problem
 
     @contextmanager
     def world_of_one(self) -> Iterator[None]:

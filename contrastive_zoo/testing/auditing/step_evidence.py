@@ -31,10 +31,7 @@ RunAgain = Callable[[Setting], Record]  # runs the training in one process; the 
 
 
 class StepEvidence(Evidence):
-    """One step of all ranks, and the same step of one process.
-
-    As the evidence of a mistake it is without stale gradients, and divided by the factor that the script gives the loss.
-    """
+    """A step on all ranks and on one process; without stale gradients and the script's factor of the loss."""
 
     is_training = True
     stages = ("value", "gradient")

@@ -138,10 +138,7 @@ def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return all of a tensor of which every rank holds a part: a DTensor, or a piece of FSDP1 in its group.
-
-    Every rank of the group must call it.
-    """
+    """Return all of a tensor of which every rank holds a part, a DTensor or a piece of FSDP1; all ranks call it."""
     x = x.detach()
     if hasattr(x, "full_tensor"):
         gathered: Any = x.full_tensor()
