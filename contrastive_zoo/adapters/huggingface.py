@@ -46,11 +46,7 @@ class ContrastiveTrainerMixin(_Trainer):
         self.add_callback(_ClearGradients())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Return the Trainer's optimizer, to which the parameters of ``compute_loss_func`` are added.
-
-        Raises:
-            ValueError: an optimizer was passed to the Trainer, and lacks them.
-        """
+        """Return the Trainer's optimizer, to which the parameters of ``compute_loss_func`` are added."""
         is_given = self.optimizer is not None
         self.optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         of_loss = self.loss_function.parameters() if isinstance(self.loss_function, nn.Module) else ()

@@ -71,11 +71,6 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         self._starts = np.cumsum([0, *self.sizes])
 
     def global_batches(self, epoch: int) -> Batches:
-        """Return the global batches of an epoch.
-
-        Raises:
-            ValueError: a sampler has no batch, or indices beyond its data set.
-        """
         plans = [x.kept_batches(epoch) for x in self.samplers]
         numbers = [len(plan) for plan in plans]
         if not all(numbers):

@@ -22,6 +22,7 @@ BINS = 2048  # of similarities between −1 and 1: 2^-10 wide, so that a quantil
 CANDIDATES = 2048  # embeddings of all ranks that are compared at once with a block of this rank's
 _BLOCK = 2**20  # similarities of a block; 8 MiB in float64, of which about ten are alive
 WIDTH = 64  # numbers of a sketch; the estimated distance has a relative standard deviation of √(2 / 64) = 18 %
+_SKETCHED_ROWS = 2**12  # of WIDTH numbers, that are converted to float64 at once
 _POSITIVE, _NEGATIVE, _ITSELF = range(3)
 Totals = Mapping[str, Tensor]  # sums over all ranks by name, in float64
 
@@ -144,22 +145,27 @@ def pair_sums(
     }
 
 
-def sketch(module: nn.Module | None) -> Tensor:
-    """Return a count sketch of all parameters that are not sharded, [WIDTH] in float64.
+def count_sketch(x: Tensor, generator: torch.Generator, weight: Tensor | None = None) -> Tensor:
+    """Return the count sketch of a tensor, or of it times the magnitudes of ``weight``, [WIDTH] in float64.
 
-    The expected squared distance of two sketches is that of the parameters: number k mod WIDTH gets parameter k, with a
-    random sign. Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
+    Source: Charikar et al. 2002, https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     result = torch.zeros(WIDTH, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
-    for x in () if module is None else LossModules(module).shared_state().values():
-        if not isinstance(x, nn.Parameter) or x.is_meta:
-            continue
-        flat = nn.functional.pad(x.detach().flatten(), (0, -x.numel() % WIDTH)).view(-1, WIDTH)
-        signs = torch.randint(0, 2, (len(flat),), generator=generator).mul_(2).sub_(1).to(flat)
-        wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        result += (signs.to(wide) @ flat.to(wide)).cpu()
+    flat = [y.detach().reshape(-1) for y in (x, weight) if y is not None]
+    rows = [nn.functional.pad(y, (0, -len(y) % WIDTH)).view(-1, WIDTH).split(_SKETCHED_ROWS) for y in flat]
+    for part, *weights in zip(*rows, strict=True):
+        values = math.prod((in_float64(y).abs() for y in weights), start=in_float64(part))
+        signs = torch.randint(0, 2, (len(part),), generator=generator).mul_(2).sub_(1)
+        result += (signs.to(values) @ values).cpu()
     return result
+
+
+def sketch(module: nn.Module | None) -> Tensor:
+    """Return a sketch of all parameters that are not sharded; two differ by about the distance of the parameters."""
+    generator = torch.Generator().manual_seed(0)  # its own, so that training draws what it draws without a monitor
+    shared = () if module is None else LossModules(module).shared_state().values()
+    parts = [count_sketch(x, generator) for x in shared if isinstance(x, nn.Parameter) and not x.is_meta]
+    return sum(parts, torch.zeros(WIDTH, dtype=torch.float64))
 
 
 def totals(samples: Samples, sketches: Mapping[str, Tensor], temperature: float, world: World) -> Totals:

@@ -1,8 +1,4 @@
-"""Where the relevant items of a query are in its ranking, up to the order of ties, and the metrics of one query each.
-
-A metric takes the ranking of n queries, a cutoff per query, and what ties mean. It returns [n] values from 0 to 1, without
-a meaning where a query has no relevant item. Definitions are in :func:`contrastive_zoo.metrics.evaluate`.
-"""
+"""Where relevant items are in rankings, up to the order of ties, and the metrics that :func:`evaluate` defines, [n] each."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ApproximateIndex:
         return index
 
 
-# scores and positions of the nearest embeddings, and for which queries they are complete
+# scores and positions of the nearest embeddings, and for which queries no other one has the score of the k-th
 Nearest = tuple[Float[Tensor, "n c"], Int[Tensor, "n c"], Bool[Tensor, " n"]]
 
 
@@ -129,10 +129,7 @@ class Gallery:
             yield start, self.take(slice(start, start + step))
 
     def nearest(self, block: Round, queries: Float[Tensor, "n d"], k: int, excluded: Int[Tensor, "n e"]) -> Nearest:
-        """Return this rank's items among the k nearest of all ranks, by score and position; −∞ and −1 where there is none.
-
-        If a query is complete, all items follow that have the score of this rank's k-th; otherwise there may be more.
-        """
+        """Return this rank's items among the k nearest of all ranks, by score and position; −∞ and −1 for none."""
         k_local = min(k, len(self))
         proposals = self.proposals(queries, k_local, excluded)
         return self.top(queries, k_local, excluded, proposals, block.floors(proposals.reached(k)))

@@ -6,14 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from typer import BadParameter
 
 from contrastive_zoo.ranks.suggestions import did_you_mean
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.wrapper.distributed import DistributedLoss
-
-
-class TargetError(ValueError):
-    """A target that cannot be checked; the message is one sentence for the user."""
 
 
 def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Callable[[], Any], str, str | None]:
@@ -23,7 +20,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
     entry = CATALOGUE.get(target)
     factory, arguments = (_factory(target), settings) if entry is None else (entry.loss, entry.settings | settings)
     if entry is not None and entry.call == "other":
-        raise TargetError(
+        raise BadParameter(
             f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
             "views, that calls it, and check that function."
         )
@@ -39,25 +36,25 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
 def _factory(target: str) -> Any:
     module_name, separator, attribute = target.partition(":")
     if target.endswith(".py"):
-        raise TargetError(
+        raise BadParameter(
             f"{target} is a script. A training is compared with one process by: contrastive-zoo audit {target}. "
             f"To check a loss in it: contrastive-zoo check {target.removesuffix('.py').replace('/', '.')}:make_loss."
         )
     if not separator:
-        raise TargetError(
+        raise BadParameter(
             f"{target!r} is neither module:function nor a loss of the catalogue.{did_you_mean(target, CATALOGUE)} "
             "contrastive-zoo list shows the losses."
         )
     try:
         result: Any = importlib.import_module(module_name)
     except SyntaxError as error:
-        raise TargetError(f"{target}: {error.filename}, line {error.lineno}: {error.msg}.") from None
+        raise BadParameter(f"{target}: {error.filename}, line {error.lineno}: {error.msg}.") from None
     except BaseException as error:  # a module may raise anything, and may call sys.exit
-        raise TargetError(f"{target}: importing {module_name} raised {type(error).__name__}: {error}") from None
+        raise BadParameter(f"{target}: importing {module_name} raised {type(error).__name__}: {error}") from None
     for part in attribute.split("."):
         if not hasattr(result, part):
             where = getattr(result, "__name__", result)
-            raise TargetError(f"{target}: {where} has no {part!r}.{did_you_mean(part, dir(result))}")
+            raise BadParameter(f"{target}: {where} has no {part!r}.{did_you_mean(part, dir(result))}")
         result = getattr(result, part)
     return result
 
@@ -65,13 +62,13 @@ def _factory(target: str) -> Any:
 def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:
     """Raise if an object is not a function that returns a loss when it is called with these settings."""
     if isinstance(factory, nn.Module):
-        raise TargetError(
+        raise BadParameter(
             f"{target} is a loss, not a function that returns one; "
             f"write def make_loss(): return {target.partition(':')[2]}, and pass make_loss."
         )
     if not callable(factory):
         kind = type(factory).__name__
-        raise TargetError(f"{target} is a {kind}; pass a function that returns a loss, or a loss class.")
+        raise BadParameter(f"{target} is a {kind}; pass a function that returns a loss, or a loss class.")
     try:
         known = inspect.signature(factory)
         known.bind(**settings)
@@ -80,6 +77,6 @@ def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> Non
         fix = "If it is a loss, pass a function that returns it."
         fix = "Give them with --set name=value." if isinstance(factory, type) else fix
         hint = did_you_mean(unknown, known.parameters).strip() or fix
-        raise TargetError(f"{target}: {error}. {hint}") from None
+        raise BadParameter(f"{target}: {error}. {hint}") from None
     except ValueError:  # a built-in without a signature
         return

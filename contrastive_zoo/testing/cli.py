@@ -1,5 +1,7 @@
 """The command line: ``contrastive-zoo check``, ``audit``, ``explain`` and ``list``."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -15,7 +17,7 @@ try:
     from rich.console import Console
     from rich.padding import Padding
     from rich.panel import Panel
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 except ImportError as error:
@@ -98,7 +100,7 @@ def check(
 
     Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
-    from contrastive_zoo.testing.check_target import TargetError, find_target
+    from contrastive_zoo.testing.check_target import find_target
 
     try:
         from contrastive_zoo.testing.check import examine
@@ -111,10 +113,7 @@ def check(
     if target is None:
         raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
     sys.path.insert(0, os.getcwd())
-    try:
-        make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
-    except TargetError as error:
-        raise typer.BadParameter(str(error)) from None
+    make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
     try:
         with progress(f"checking {name}", examples) as advance:
             report = examine(
@@ -203,7 +202,7 @@ def explain_step(
 
     import contrastive_zoo
     from contrastive_zoo.testing.catalogue import CATALOGUE
-    from contrastive_zoo.testing.check_target import TargetError, find_target
+    from contrastive_zoo.testing.check_target import find_target
 
     shapes: dict[str, tuple[int, ...]] = {"rows": (rows, width), "several": (rows, SEVERAL, width)}
     shapes |= {"negatives": (rows, width), "several scores": (rows, SEVERAL)}
@@ -227,8 +226,6 @@ def explain_step(
         ]
         options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
         typer.echo(contrastive_zoo.explain(loss, *tensors, world_size=world_size, **options))
-    except TargetError as error:
-        raise typer.BadParameter(str(error)) from None
     except (TypeError, ValueError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
@@ -261,8 +258,7 @@ _STYLES = {True: "green", False: "bold red", None: "yellow"}
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar; yield a function that sets the number of completed items."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
 

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from contrastive_zoo.metrics.figures import WIDTH
+
 CLOSE = 1e-6  # largest relative difference of a ratio from the one that a mistake predicts; other mistakes differ more
 ZERO = 1e-12  # norm of a vector that is rounding, where that of one process is zero
-SKETCH = 64  # numbers in the sketch of a tensor, by which an audit compares it
 
 # Where a training goes wrong first: parameters before the first step, a rank that raises or hangs, the value on equal
 # shards, only the gradient there, only unequal shards, or a promise outside the contract
@@ -50,7 +51,7 @@ class Ratio(NamedTuple):
 
 def flat(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     """Return these tensors as one vector in float64; a missing one is a sketch of zeros."""
-    zero = torch.zeros(SKETCH, dtype=torch.float64)
+    zero = torch.zeros(WIDTH, dtype=torch.float64)
     return torch.cat([tensors.get(name, zero).double().flatten() for name in names] or [zero])
 
 

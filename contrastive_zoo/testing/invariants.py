@@ -1,8 +1,4 @@
-"""The invariants of a global loss: functions that raise :class:`Broken` with the result and the value expected.
-
-Each invariant names the mistake that it catches, a key of the gallery in the repository's ``tools/gallery``, where the
-mistake is written out. The tests prove that it is caught.
-"""
+"""The invariants of a global loss: functions that raise :class:`Broken` with the result and the value expected."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +27,7 @@ class Invariant:
     """A named property of a loss, and a mistake that breaks it."""
 
     check: Callable[[Trial], None]  # raises Broken, or NotApplicable where the property does not apply
-    catches: str  # key of the mistake in the gallery
+    catches: str  # key of the mistake in the repository's tools/gallery; the tests prove that it is caught
 
     @property
     def name(self) -> str:

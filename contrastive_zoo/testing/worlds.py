@@ -32,7 +32,7 @@ LONGEST_WAIT = 3600.0  # seconds of one wait for answers: an infinite timeout is
 START_TIMEOUT = 120.0  # seconds of a world's start: the first one imports torch, possibly from a disk with a cold cache
 
 
-class Worlds:
+class Worlds(contextlib.AbstractContextManager["Worlds"]):
     """A pool of live worlds, one for each size used so far.
 
     The first job of a size starts its world, in about 0.1 s; later jobs use it again. If a job leaves its ranks out of
@@ -62,9 +62,6 @@ class Worlds:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a pool of worlds belongs to the process that made it")
-
-    def __enter__(self) -> Worlds:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

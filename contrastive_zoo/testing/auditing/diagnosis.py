@@ -231,12 +231,6 @@ def _of_gradients(steps: Sequence[StepEvidence], compared: Sequence[StepEvidence
 
 def _notes(step: StepEvidence) -> Iterator[str]:
     first, rounding = step.ranks[0], ROUNDING_FACTOR * step.eps
-    if first.micro_batches > 1:
-        yield f"gradient accumulation of {first.micro_batches} micro-batches"
-    if first.is_scaled:
-        yield "GradScaler: gradients were compared after unscaling"
-    for clip in dict.fromkeys(first.clips):
-        yield f"{clip}: gradients were compared before clipping and after it"
     if not any(x.losses for x in step.ranks):
         yield (
             "the script calls no loss that the audit knows: the value is where the script starts its backward pass; a "

@@ -38,6 +38,7 @@ THIRD_PARTY_LOSSES = (  # modules whose classes are losses
 )
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")  # of torch.nn.utils; trainers call these, too
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # arguments by place
 STOCHASTIC_DEPTHS = ("DropPath", "StochasticDepth")  # ends of the names of classes that skip samples at random
 # A backward pass that starts with a larger gradient was scaled by the GradScaler that scaled last
 LARGEST_WEIGHT = 64.0
@@ -74,7 +75,7 @@ class Recorder:
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         homes = (torch.nn.utils, torch.nn.utils.clip_grad)
         watched: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-            *((home, name, functools.partial(self._on_clip, name)) for name in CLIPPING for home in homes),
+            *((home, name, self._on_clip) for name in CLIPPING for home in homes),
             (nn.Module, "_call_impl", self._on_call),
             (torch.autograd, "backward", self._on_backward),
             (DataLoader, "__iter__", self._on_loader),
@@ -154,18 +155,9 @@ class Recorder:
         is_training = kwargs.get("training", (*args, True)[0])
         return original(input, self._without_dropout(is_training * p), *args, **kwargs)
 
-    def _on_attention(
-        self,
-        original: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        return original(query, key, value, attn_mask, self._without_dropout(dropout_p), *args, **kwargs)
+    def _on_attention(self, original: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(OF_ATTENTION, args, strict=False)) | kwargs
+        return original(**given | {"dropout_p": self._without_dropout(given.get("dropout_p", 0.0))})
 
     def _without_dropout(self, p: float) -> float:
         self.step.has_dropout |= not self.finished and p > 0
@@ -253,7 +245,6 @@ class Recorder:
         call.factor, call.backward = float(gradient), step.backwards
         if abs(call.factor) > LARGEST_WEIGHT:
             call.factor /= self._scale or 1.0
-            step.is_scaled = self._scale is not None
 
     def _on_scale(self, original: Any, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -272,12 +263,12 @@ class Recorder:
         self._had_gradients = self.tensors.have_gradients()
         return result
 
-    def _on_clip(self, name: str, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def _on_clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.finished or math.inf in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm
             return original(listed, *args, **kwargs)
         self._look_at_gradients(listed)
-        self.step.clips.append(name)
+        self.step.clips = True
         return original(listed, *args, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

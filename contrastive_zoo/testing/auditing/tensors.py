@@ -1,6 +1,5 @@
 """Names, sketches and copies of the tensors of a training."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from contrastive_zoo.metrics.figures import count_sketch
 from contrastive_zoo.ranks.collectives import all_gather
 from contrastive_zoo.testing.auditing.records import Record, snapshot
-from contrastive_zoo.testing.evidence import SKETCH
 
 # Classes of encoders that may be part of a loss: the losses of sentence-transformers hold theirs
 ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
@@ -118,23 +117,9 @@ def _is_a(module: nn.Module, names: set[str]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
-ROWS = 2**12  # of 64 numbers, that are converted to float64 at once
-
-
 def sketch(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the count sketch of a tensor, or of its elements times the magnitudes of ``weight``, [64] in float64.
-
-    Its norm has a standard deviation of √(1 / 128) = 9 %. Source: Charikar et al. 2002,
-    https://doi.org/10.1007/3-540-45465-9_59
-    """
-    generator, result = torch.Generator().manual_seed(0), torch.zeros(SKETCH, dtype=torch.float64)
-    flat = [y.detach().reshape(-1) for y in (x, weight) if y is not None]
-    rows = [torch.nn.functional.pad(y, (0, -len(y) % SKETCH)).view(-1, SKETCH).split(ROWS) for y in flat]
-    for part, *weights in zip(*rows, strict=True):
-        signs = torch.randint(0, 2, (len(part),), generator=generator).mul_(2).sub_(1).to(part.device, torch.float64)
-        values = [part.double(), *(y.double().abs() for y in weights)]
-        result += (signs @ math.prod(values)).cpu()
-    return result
+    """Return the sketch of a tensor, or of it times the magnitudes of ``weight``; equal signs for all tensors."""
+    return count_sketch(x, torch.Generator().manual_seed(0), weight)
 
 
 def whole(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
