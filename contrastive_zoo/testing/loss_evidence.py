@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,15 +203,7 @@ def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:
 DIGITS = 9  # significant digits in which a number is the same
 _FOLDERS = ("ranks", "engine", "loss_base", "losses", "wrapper")
 _LIBRARY = tuple(os.path.join(contrastive_zoo.__path__[0], folder) for folder in _FOLDERS)
-Lines = frozenset[tuple[str, ...]]
-
-
-class Made(NamedTuple):
-    """A tensor of a forward pass: where it was made, its rows, and its columns."""
-
-    place: str
-    rows: Lines
-    columns: Lines
+Made = tuple[str, frozenset[str]]  # where a tensor of a forward pass was made, and its numbers
 
 
 class Trace(TorchDispatchMode):
@@ -227,10 +219,8 @@ class Trace(TorchDispatchMode):
         if func.namespace == "aten" and not name.startswith(("empty", "new_empty", "detach", "lift")):
             for x in tree_leaves(result):
                 if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and (where := _place()):
-                    rows = x.detach().reshape(len(x) if x.ndim > 1 else x.numel(), -1).tolist()
-                    rounded = [tuple(f"{number:.{DIGITS}g}" for number in row) for row in rows]
-                    place = f"{where}: {name} of shape {list(x.shape)}"
-                    self.made.append(Made(place, frozenset(rounded), frozenset(zip(*rounded, strict=True))))
+                    numbers = frozenset(f"{number:.{DIGITS}g}" for number in x.detach().flatten().tolist())
+                    self.made.append((f"{where}: {name} of shape {list(x.shape)}", numbers))
         return result
 
 
@@ -263,9 +253,9 @@ def parting(trial: Trial) -> str:
         by_rank = trial.worlds.run(trial.world_size, trace, trial.case, trial.batch, False)
     except RankError:
         return ""
-    lines = Lines().union(*(x.rows | x.columns for x in alone))
+    known = frozenset[str]().union(*(numbers for _, numbers in alone))
     for of_ranks in zip_longest(*by_rank):
-        for rank, made in enumerate(of_ranks):
-            if made is not None and not (made.rows <= lines or made.columns <= lines):
-                return f"first on rank {rank} at {made.place}, of which one process computes no part"
+        for rank, (place, numbers) in enumerate(x or ("", known) for x in of_ranks):
+            if not numbers <= known:
+                return f"first on rank {rank} at {place}, with numbers that one process does not compute"
     return ""
