@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 try:
     import cloudpickle
@@ -55,17 +56,13 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     context.set_forkserver_preload([*needed, __name__, *imports])
     # A fork server with BLAS threads would fork with threads running; python < 3.13 ignores sys.path when preloading.
     settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OPENBLAS_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in settings}
     main = sys.modules["__main__"]
-    os.environ.update(settings)
     sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would run the caller's in each rank
     try:
-        yield
+        with patch.dict(os.environ, settings):
+            yield
     finally:
         sys.modules["__main__"] = main
-        for name, value in before.items():
-            del os.environ[name]
-            os.environ |= {name: value} if value is not None else {}
 
 
 def main(

@@ -116,12 +116,11 @@ class LossRecorder:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        named: dict[str, nn.Parameter] = {}
+        names: dict[nn.Parameter, str] = {}
         for index, call in enumerate(self.calls):
             for name, parameter in call.loss.named_parameters():
-                if all(parameter is not other for other in named.values()):
-                    named[f"loss{index or ''}.{name}"] = parameter
-        return named
+                names.setdefault(parameter, f"loss{index or ''}.{name}")
+        return {name: parameter for parameter, name in names.items()}
 
 
 def allow_repeated_samples(loss: Any) -> None:

@@ -17,15 +17,7 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.records import (
-    LossCall,
-    LossModule,
-    ModuleCall,
-    Record,
-    Step,
-    digests,
-    snapshot,
-)
+from contrastive_zoo.testing.auditing.records import LossCall, LossModule, ModuleCall, Record, Step, digests, snapshot
 from contrastive_zoo.testing.auditing.rerun import Rerun
 from contrastive_zoo.testing.auditing.tensors import Tensors, add, held, sketch, whole
 from contrastive_zoo.testing.messages import replaced

@@ -13,14 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.testing.auditing.records import (
-    ModuleCall,
-    Record,
-    concatenated,
-    digests,
-    reordered,
-    tensors_of,
-)
+from contrastive_zoo.testing.auditing.records import ModuleCall, Record, concatenated, digests, reordered, tensors_of
 from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.messages import replaced
 
@@ -135,7 +128,10 @@ class Rerun:
     def world_of_one(self) -> Iterator[None]:
         """Context manager: every process group, and every mesh, is one of one rank."""
         with ExitStack() as stack:
-            watched: list[tuple[Any, str, Callable[..., Any]]] = [(World, "of", _of_this_process)]
+            # a loss may hold a group of the ranks since before the rerun
+            watched: list[tuple[Any, str, Callable[..., Any]]] = [
+                (World, "of", lambda original, process_group=None, caller="": original(None, caller))
+            ]
             if dist.is_available():
                 watched += [(dist, "init_process_group", _join_alone)]
                 watched += [(dist, "new_group", lambda original, *args, **kwargs: dist.group.WORLD)]
@@ -175,11 +171,6 @@ def _join_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _mesh_of_one(original: Any, device_type: str, mesh_shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     return original(device_type, (1,) * len(mesh_shape), *args, **kwargs)
-
-
-def _of_this_process(original: Any, process_group: Any = None, caller: str = "") -> World:
-    """Return the world of one process in place of that of a group which a loss holds since before the rerun."""
-    return original(None, caller)
 
 
 def _without_live_group(original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
