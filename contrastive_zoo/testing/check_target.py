@@ -1,7 +1,7 @@
 """The target of ``contrastive-zoo check``: a loss of the catalogue, or a function of any module that returns a loss."""
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +34,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
 
 
 def _factory(target: str) -> Any:
-    module_name, separator, attribute = target.partition(":")
+    module_name, separator, _ = target.partition(":")
     if target.endswith(".py"):
         raise BadParameter(
             f"{target} is a script. A training is compared with one process by: contrastive-zoo audit {target}. "
@@ -46,17 +46,13 @@ def _factory(target: str) -> Any:
             "contrastive-zoo list shows the losses."
         )
     try:
-        result: Any = importlib.import_module(module_name)
+        return pkgutil.resolve_name(target)
     except SyntaxError as error:
         raise BadParameter(f"{target}: {error.filename}, line {error.lineno}: {error.msg}.") from None
+    except AttributeError as error:
+        raise BadParameter(f"{target}: {error}.{did_you_mean(error.name or '', dir(error.obj))}") from None
     except BaseException as error:  # a module may raise anything, and may call sys.exit
         raise BadParameter(f"{target}: importing {module_name} raised {type(error).__name__}: {error}") from None
-    for part in attribute.split("."):
-        if not hasattr(result, part):
-            where = getattr(result, "__name__", result)
-            raise BadParameter(f"{target}: {where} has no {part!r}.{did_you_mean(part, dir(result))}")
-        result = getattr(result, part)
-    return result
 
 
 def _require_factory(target: str, factory: Any, settings: dict[str, Any]) -> None:

@@ -263,8 +263,8 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def show(report: Report | AuditReport, console: Console | None = None) -> None:
-    console = console or Console()
+def show(report: Report | AuditReport) -> None:
+    console = Console()
     for section in report.sections():
         console.print(Text(f"{section.title} ({section.seconds:.1f} s)", "bold"))
         table = Table(*section.headings, box=None, padding=(0, 2, 0, 0))
