@@ -71,8 +71,9 @@ class MultiPositive(Loss, engine="rows"):
         problem = _pairing_problem(queries, keys, ids, key_ids, weights)
         only_paired = self.symmetric or self.duplicates != "positive"
         if problem is None and only_paired and (key_ids is not None or weights is not None):
-            only = "symmetric, and duplicates other than 'positive', are for paired rows"
-            problem = f"{only}: leave key_ids and weights out."
+            problem = (
+                "symmetric, and duplicates other than 'positive', are for paired rows: leave key_ids and weights out."
+            )
         if weights is None:
             return Inputs.of(rows, problem)
         negative = f"weights are non-negative, one per id, got some of {described(weights)} that are negative or NaN."
