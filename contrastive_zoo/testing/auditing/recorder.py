@@ -148,8 +148,8 @@ class Recorder:
         return original(input, self._without_dropout(is_training * p), *args, **kwargs)
 
     def _on_attention(self, original: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(OF_ATTENTION, args, strict=False)) | kwargs
-        return original(**given | {"dropout_p": self._without_dropout(given.get("dropout_p", 0.0))})
+        arguments = dict(zip(OF_ATTENTION, args, strict=False)) | kwargs
+        return original(**arguments | {"dropout_p": self._without_dropout(arguments.get("dropout_p", 0.0))})
 
     def _without_dropout(self, p: float) -> float:
         self.step.has_dropout |= not self.finished and p > 0
