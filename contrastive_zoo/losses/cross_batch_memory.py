@@ -75,15 +75,15 @@ class CrossBatchMemory(Loss):
 
     The arguments of ``loss`` decide how M is used:
 
-    - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss` that does not
-      override ``compute``, and third-party losses that take ``ref_emb`` and ``ref_labels``, such as
-      pytorch-metric-learning's. The batch enters M; then its embeddings are anchors, compared with M but for their copies:
+    - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss`, and third-party
+      losses that take ``ref_emb`` and ``ref_labels``. The batch enters M; then its embeddings are anchors, compared with M
+      but for their copies:
 
           L = mean_i loss_i(z_i against M without i)
 
-    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and other losses that take ``negatives``; third-party functions of
-      ``(queries, keys, negatives)``, which receive all ranks' embeddings. M serves as negatives; then the keys enter it.
-      InfoNCE with ``in_batch_negatives=False`` is MoCo's loss.
+    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and others that take ``negatives``; third-party functions of
+      ``(queries, keys, negatives)``. M serves as negatives; then the keys enter it. InfoNCE with
+      ``in_batch_negatives=False`` is MoCo's loss.
 
     Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
     any rank. If a step has several calls, use :func:`contrastive_zoo.one_step`.
@@ -92,21 +92,20 @@ class CrossBatchMemory(Loss):
 
     - rows: [n, d] embeddings, or queries.
     - partners: [n] labels, or [n, d] keys.
-    - enqueue_mask: [n], with labels, as in pytorch-metric-learning: those that enter and are no anchors; the others are
-      anchors and do not enter. With keys: which of them enter; all are compared. None: all enter, and are compared.
+    - enqueue_mask: [n], with labels: those that enter and are no anchors; the others are anchors and do not enter. With
+      keys: which of them enter; all are compared. None: all enter, and are compared.
 
     Args:
         loss: as above.
         size: number of embeddings in M.
         embedding_size: their width d.
-        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` of all ranks, whose
-            tuples, but for those of an embedding and its copy, become ``indices_tuple``. None is all pairs.
+        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` of all ranks; its
+            tuples become ``indices_tuple``. None is all pairs.
         dtype: of the embeddings in M, see :class:`MemoryQueue`.
 
     Raises:
         ValueError: a loss that takes neither, or that is wrong for other references than its batch, such as
-            ``TripletMarginLoss(swap=True)``; a class in place of its instance; a miner with a loss that takes none. At the
-            call what every loss refuses, or memories that differ in size, pointer or fill.
+            ``TripletMarginLoss(swap=True)``; a miner with a loss that takes none. At the call memories that differ.
 
     Examples:
         >>> import contrastive_zoo as cz

@@ -48,16 +48,14 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
 
     up to 64 units of rounding, and pairs and negatives that have the document's or the query's id of pair i.
     Qwen3-Embedding's loss is ``MNRL(directions=("query_to_doc", "query_to_query", "doc_to_doc"),
-    false_negative_margin=0.1)`` with document_ids, in ms-swift with ``mask_doc_to_doc=False``. NV-Retriever masks x with
-    q_i·x > 0.95 · q_i·d_i: ``false_negative_margin=-0.05, margin_strategy="relative"``, the same where q_i·d_i ≥ 0.
+    false_negative_margin=0.1)`` with document_ids; NV-Retriever's has ``false_negative_margin=-0.05,
+    margin_strategy="relative"``.
 
     Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids)``:
 
     - queries, documents: [n, d].
-    - negatives: [m, d] hard negatives, candidates of every query of every rank; m may differ between ranks. If one rank
-      passes them, all must: a rank without any passes [0, d].
-    - owners: [m], the index of the query of this rank that a negative was mined for, any number each, or −1 for none;
-      None is −1.
+    - negatives: [m, d] hard negatives, candidates of every query of every rank; a rank without any passes [0, d].
+    - owners: [m], the index of the query of this rank that a negative was mined for, or −1 for none; None is −1.
     - document_ids, negative_ids: [n] and [m], integers: documents and negatives of equal id are one document.
     - query_ids: [n], integers: pairs of equal id have one query, whose positives are the documents of all of them.
 
@@ -80,9 +78,6 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         tensor(0.4795)
         >>> MNRL(temperature=1.0)(eye, eye, document_ids=torch.tensor([7, 7]))   # one document: log(e) − 1
         tensor(0.)
-        >>> q, d = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])   # 0.7 masks 1 and keeps 0: log(1 + e^−0.6)
-        >>> MNRL(temperature=1.0, false_negative_margin=0.1)(q, d, eye)
-        tensor(0.4375)
 
     Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023,
     https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812; false negatives:

@@ -74,11 +74,10 @@ class DistributedLoss(LossAttributes, Generic[R]):
     - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
 
     With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
-    the gathered embeddings; it may return a tensor, or a tuple, list or dict of tensors. If it sends messages by itself, it
-    sees one process. On one process the wrapper just calls a third-party loss, whose errors are its own.
+    the gathered embeddings, where it sees one process. On one process the wrapper just calls it.
 
-    Public attributes and methods of the loss are read and set through the wrapper (``loss_fn.temperature``), except those
-    that the wrapper has itself, such as ``loss`` and ``miner``. Keys of its state begin with ``loss.``.
+    Public attributes of the loss are read and set through the wrapper (``loss_fn.temperature``). Keys of its state begin
+    with ``loss.``.
 
     Args:
         loss: a loss of this library, or any module or function of tensors whose dimension 0 counts samples (``shared`` and
@@ -94,38 +93,26 @@ class DistributedLoss(LossAttributes, Generic[R]):
             Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
             that sums, a divide factor of 1.
         check_finite: whether embeddings with NaN or infinite values are refused; on an accelerator at the next call, as are
-            other wrong values, such as labels that are no classes. False leaves out all checks of values there.
-        check_equal: whether ranks compare, at every call, the loss's parameters and buffers, and the last value of a loss
-            that every rank computes. It costs no extra message.
+            other wrong values, such as labels that are no classes.
+        check_equal: whether ranks compare, at every call, the loss's parameters, buffers and results. It costs no message.
         check_distinct: whether embeddings that are equal on two ranks or more, as they are after a gather, are refused, and
-            single arguments of a third-party loss that are on all; those on an accelerator at the next call, and at the
-            first one, which waits for them.
-        ring: whether candidates pass from rank to rank, one shard at a time, in both passes, instead of being gathered:
-            memory does not grow with the number of ranks. Losses of the softmax and sigmoid families, MaxSim and
-            AlignUniform can do this; others need all candidates at once.
+            single arguments of a third-party loss that are on all; on an accelerator at the next call.
+        ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not grow
+            with the number of ranks. Losses of the softmax and sigmoid families, MaxSim and AlignUniform can do this.
         pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number
-            of tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size over
-            the ranks; the loss must not depend on the padding.
+            of tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size.
         shared: arguments of a third-party loss that are no samples but one tensor, equal on every rank, such as prototypes
             or a queue: ``{"prototypes"}``. They are compared, not gathered. Their gradient is complete on every rank.
         batch_dim: the dimension of a third-party loss's arguments that counts samples, where it is not 0, such as that of
             views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds samples, although it is equal on every rank.
 
     Raises:
-        ValueError: an option of another kind, or one that the loss cannot have: ``prefer_native`` for a loss of open_clip,
-            a miner for one without ``indices_tuple``, ``ring`` for one that needs all candidates at once, ``pad_dims``,
-            ``shared`` or ``batch_dim`` for one of this library; two of these three for one argument; a loss that cannot be
-            called, is a class, or is or contains a distributed one (an outermost wrapper of pytorch-metric-learning is
-            taken off). At the call, between several ranks, on every rank alike: ranks that differ in the loss's class, its
-            settings, this wrapper's options, arguments, widths, dtypes or parameters; arguments that the loss does not
-            take; labels that are not one per embedding; NaN or infinite embeddings; no samples on any rank; equal
-            embeddings on two ranks; indices mined on one rank's embeddings, or passed although there is a miner; a previous
-            value that differs between ranks; ``pad_dims``, ``shared`` or ``batch_dim`` of arguments or dimensions that are
-            not in the call; shared arguments that differ; an argument of a third-party loss without a role that may be no
-            rows: a tensor that is equal on every rank while others differ, and is embeddings or has another number of rows;
-            three dimensions or more and no vector or matrix of as many rows; a list with a tensor a sample; integers that
-            are not one an embedding; any other object that holds a tensor or differs between ranks; a third-party loss or
-            miner that sends by a process group that it holds; a call inside of DDP's ``join()``.
+        ValueError: an option that the loss cannot have; a loss that cannot be called, is a class, or is distributed
+            already. At the call, on every rank: ranks that differ in the loss, its settings, parameters or previous value,
+            in options, arguments, widths or dtypes; arguments that the loss does not take; NaN or infinite embeddings; no
+            samples on any rank; equal embeddings on two ranks; indices that were mined on one rank; an argument of a
+            third-party loss that may not be one row a sample and has no role; a third-party loss that sends by a process
+            group that it holds; a call inside of DDP's ``join()``.
         CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
 
     Examples:
