@@ -178,11 +178,10 @@ class Loss(Settings, nn.Module):
 
     Raises:
         TypeError: a setting that the loss does not have.
-        ValueError: a setting that is not finite, not within the bounds that its documentation names, or an unknown word. At
-            the call, on every rank: such a setting (attributes may be set later); tensors of other shapes or values than
-            documented, such as labels that are no integers, or of another width or device than the loss's own; NaN or
-            infinite embeddings (unless ``check_finite=False``); widths, dtypes or settings that differ between ranks; no
-            samples on any rank; sizes above what memory holds.
+        ValueError: a setting that is not finite or not within the bounds that its documentation names. At the call, on
+            every rank: such a setting (attributes may be set later); tensors of other shapes, values or devices than
+            documented; NaN or infinite embeddings (unless ``check_finite=False``); widths, dtypes or settings that differ
+            between ranks; no samples on any rank.
 
     Examples:
         >>> import torch

@@ -1,25 +1,6 @@
-"""The collectives of torch.distributed as differentiable functions, each with its adjoint beside it.
+"""The collectives of torch.distributed as differentiable functions, each with its adjoint.
 
-The ranks together compute one number L, and each rank's gradient is the derivative of L with respect to its own tensor. If
-the forward pass copies, the backward pass sums; if it sums, it copies.
-
-| forward                  | type         | backward (``gradient="partial"``) | backward (``gradient="complete"``) |
-|--------------------------|--------------|-----------------------------------|------------------------------------|
-| all_reduce(sum)          | P → R, P → I | all_reduce(sum)                   | the gradient itself                |
-| all_reduce(mean)         | P → R, P → I | all_reduce(sum) / W               | the gradient itself / W            |
-| all_reduce(max)          | V → R, V → I | all_reduce(sum), to the winners   | the gradient itself, to the winners|
-| all_gather               | V → R, V → I | reduce_scatter(sum)               | this rank's slice                  |
-| reduce(sum) to dst       | P → V        | broadcast from dst                |                                    |
-| broadcast from src       | V → R        | reduce(sum) to src                |                                    |
-| scatter from src         | V → V        | gather to src                     |                                    |
-| gather to dst            | V → V        | scatter from dst                  |                                    |
-| reduce_scatter(sum)      | P → V        | all_gather                        |                                    |
-| replicated (no message)  | I → R        | all_reduce(sum)                   |                                    |
-
-The types say how a value and its gradient are spread over the ranks: V (varying), other values on each rank, as is the
-gradient; P (partial), a sum whose terms the ranks hold, with a replicated gradient; R (replicated), equal on all ranks, with
-a partial gradient; I (invariant), equal on all ranks, as is the gradient.
-
+The ranks together compute one number L. If the forward pass copies, the backward pass sums; if it sums, it copies.
 ``gradient="complete"`` is for results from which every rank computes the same L, with the complete derivative. Every rank
 runs the backward pass through its result, in the same order. A message of either pass raises a ``CommunicationError`` if
 another rank failed, died or is late.

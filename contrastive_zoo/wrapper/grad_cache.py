@@ -124,12 +124,11 @@ class GradCache(nn.Module):
         process_group: the ranks; None is the group of a DDP model, or the default group at the time of the call.
 
     Raises:
-        ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank alike: tensors that
-            differ in their numbers of samples, no tensor, inputs that need a gradient, a mask that is missing or padded on
-            both sides, a sample longer than ``chunk_tokens``, outputs other than dense tensors [n, …]. With
-            ``chunk_tokens``: an encoder without one embedding per sample. In the backward pass: an encoder in training mode
-            with trainable parameters whose output has no gradient. With ZeRO 3: a second call of the encoder, or a last
-            chunk that leaves out a parameter of the others.
+        ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank: tensors that differ
+            in their numbers of samples, inputs that need a gradient, a mask that is missing or padded on both sides, a
+            sample longer than ``chunk_tokens``, outputs other than dense tensors [n, …]. In the backward pass: an encoder in
+            training mode whose output has no gradient. With ZeRO 3: a second call of the encoder, or a last chunk that
+            leaves out a parameter of the others.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)
