@@ -308,7 +308,7 @@ def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
     left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "Difference",
-                "RowLoss", "use_implementation", "keep_freed_memory",
+                "RowLoss", "use_implementation", "keep_freed_memory", "one_step", "parameter_groups",
                 "__version__", "plain_formulas", "memory_budget"}  # fmt: skip
     rooms = (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
     public = {name: getattr(room, name) for room in rooms for name in room.__all__}

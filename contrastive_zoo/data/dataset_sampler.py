@@ -71,6 +71,11 @@ class OneDatasetBatchSampler(BaseBatchSampler):
         self._starts = np.cumsum([0, *self.sizes])
 
     def global_batches(self, epoch: int) -> Batches:
+        """Return the batches of all data sets.
+
+        Raises:
+            ValueError: a sampler has no batch.
+        """
         plans = [x.kept_batches(epoch) for x in self.samplers]
         numbers = [len(plan) for plan in plans]
         if not all(numbers):

@@ -106,7 +106,11 @@ class ClassLoss(LabelledLoss, engine="classes"):
         return [*super().entries(stated), Shared(numbers * stated.wide), Classes(embeddings, centers)]
 
     def pairs(self, batch: Batch, **how: Any) -> ClassPairs:
-        """Return similarities to the weights; ValueError if the ranks of the batch do not hold those of all classes."""
+        """Return similarities to the weights.
+
+        Raises:
+            ValueError: the ranks of the batch do not hold the weights of all classes.
+        """
         shards = batch.shards.get("class weights")
         if shards is not None and shards.total != self.num_classes:  # equal on every rank
             held = f"the ranks that share the batch hold the weights of {shards.total} classes of {self.num_classes}"

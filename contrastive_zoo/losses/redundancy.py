@@ -204,13 +204,13 @@ class TiCo(TwoViewLoss, Stateful, engine="statistics"):
         contrast = beta * self.covariance.to(moments) + (1 - beta) * moments.detach()
         loss = batch.reduce(1 - (a * b).sum(1)) + batch.settings.rho * (moments * contrast).sum()
         if self.training:
-            self.record((moments.detach(), batch.total))
+            self.record((beta, moments.detach(), batch.total))
         return loss
 
-    def move(self, calls: Sequence[tuple[Tensor, int]]) -> None:
-        total = sum(count for _, count in calls)
-        moments = torch.stack([count / total * moments for moments, count in calls]).sum(0)
-        move_towards(self.covariance, moments, 1 - self.beta)
+    def move(self, calls: Sequence[tuple[float | Tensor, Tensor, int]]) -> None:
+        betas, moments, counts = zip(*calls, strict=True)
+        mean = torch.stack([count / sum(counts) * x for x, count in zip(moments, counts, strict=True)]).sum(0)
+        move_towards(self.covariance, mean, 1 - betas[-1])
 
 
 class FroSSL(ViewLoss, engine="statistics"):

@@ -121,12 +121,14 @@ class DINO(Loss, Stateful, engine="statistics"):
         loss = batch.reduce(losses.sum((1, 2)) / pairs, reduction=self.reduction)
         if self.training:
             rows = teacher.flatten(0, -2).to(self.centre.dtype)
-            self.record(batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete"))
+            total = batch.sum(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]), gradient="complete")
+            self.record((batch.settings.centre_momentum, total))
         return loss
 
-    def move(self, calls: Sequence[Tensor]) -> None:
-        total = torch.stack([*calls]).sum(0)
-        move_towards(self.centre, total[:-1] / total[-1], 1 - self.centre_momentum)
+    def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
+        momenta, totals = zip(*calls, strict=True)
+        total = torch.stack(totals).sum(0)
+        move_towards(self.centre, total[:-1] / total[-1], 1 - momenta[-1])
 
 
 def _outputs_problem(student: Tensor, teacher: Tensor, centre: Tensor) -> str | None:

@@ -20,7 +20,7 @@ from contrastive_zoo.engine.statistics import nearest_nodes
 from contrastive_zoo.loss_base.loss import CallInputs, Inputs, Loss
 from contrastive_zoo.loss_base.row_loss import CountedTerms, DissimilarityLoss, RowLoss
 from contrastive_zoo.loss_base.settings import Bins, Bounds, Momentum, Number, Reduction, field
-from contrastive_zoo.loss_base.state import Stateful, real
+from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks.row_checks import described
 
 Mining = Literal["all", "hard", "semi-hard"]
@@ -236,21 +236,23 @@ class DynamicSoftMargin(Loss, Stateful, engine="rows"):
         share = share.clamp(0, 1)
         counts = difference.new_zeros(len(self.histogram)).index_add_(0, lower, (1 - share) * valid)
         counts = batch.sum(counts.index_add_(0, lower + 1, share * valid), gradient="complete")
-        histogram = self._moved(counts)
+        momentum = batch.settings.momentum
+        histogram = self._moved(momentum, counts)
         below = histogram.cumsum(0)
         weights = (1 - share) * below[lower] + share * below[lower + 1]
         loss = batch.reduce(weights * difference, valid, reduction=self.reduction)
         if self.training:
-            self.record(counts)
+            self.record((momentum, counts))
         return loss
 
-    def move(self, calls: Sequence[Tensor]) -> None:
-        self.histogram.copy_(self._moved(torch.stack([*calls]).sum(0)))
+    def move(self, calls: Sequence[tuple[float | Tensor, Tensor]]) -> None:
+        momenta, counts = zip(*calls, strict=True)
+        self.histogram.copy_(self._moved(momenta[-1], torch.stack(counts).sum(0)))
 
-    def _moved(self, counts: Tensor) -> Tensor:
+    def _moved(self, momentum: float | Tensor, counts: Tensor) -> Tensor:
         """Return the histogram after a step towards the counts of all ranks; it stays as it is without any."""
         histogram, count = self.histogram.to(counts), counts.sum()
-        step = torch.where(histogram.sum() > 0, real(self.momentum), 1.0).where(count > 0, 0).to(counts)
+        step = torch.where(histogram.sum() > 0, momentum, 1.0).where(count > 0, 0).to(counts)
         return histogram + step * (counts / count.where(count > 0, 1) - histogram)
 
 

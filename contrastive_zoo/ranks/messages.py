@@ -44,6 +44,10 @@ class CommunicationError(RuntimeError):
 
     It says which loss waited, in which call and message, and what usually causes it, or what the failed rank said.
     ``__cause__`` is the backend's error, if there is one. The process group cannot be used afterwards.
+
+    Examples:
+        >>> isinstance(CommunicationError("rank 1 is gone"), RuntimeError)
+        True
     """
 
 

@@ -252,7 +252,11 @@ class DistributedLoss(LossAttributes, Generic[R]):
         return Roles(tuple(stated[0]), *stated[1:]) if any(stated) else NO_ROLES
 
     def observe_with(self, observer: Any) -> None:
-        """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank."""
+        """Tell a :class:`Monitor` of every call in training mode; None: no longer. Do so on every rank.
+
+        Raises:
+            ValueError: there is another observer.
+        """
         if observer is not None and self._observer is not None:
             raise ValueError("DistributedLoss: this loss has a monitor already. Use it, or call its remove() first.")
         self._observer = observer
