@@ -28,13 +28,12 @@ class ClassLoss(LabelledLoss, engine="classes"):
     rank's optimizer, together with the model's. Each rank saves its own part.
 
     Called as ``loss(embeddings, labels)``, [n, d] and [n] classes 0 … C − 1.
+    Losses with ``sub_centers`` have so many weight vectors for a class, of which the nearest counts; in losses with
+    ``shard_over`` the ranks of ``World.of()`` or ``World.of(group)`` share the classes, and None keeps all weights on each.
 
     Args:
         num_classes: C.
         embedding_size: d.
-        sub_centers: of losses with this setting: the weight vectors k of a class, of which the nearest counts.
-        shard_over: of losses with this setting: the ranks, ``World.of()`` or ``World.of(group)``, that share the batch and
-            the classes. None keeps all weights on every rank.
 
     Raises:
         ValueError: more classes or a larger width than memory holds; at the call labels that are no classes, or weights of
