@@ -249,6 +249,38 @@ def test_tokens_beside_a_mask_or_labels_are_samples(worlds: Worlds) -> None:
     worlds.run(2, job)
 
 
+def by_name(z: Tensor, pos_idx: Any = None, speaker: Any = None) -> Tensor:
+    return total(z, pos_idx, speaker)
+
+
+PARTNERS: dict[str, Callable[[], Any]] = {
+    "each other's": lambda: called(of_rank(6), (torch.arange(6) + 3) % 6),
+    "each other's on one rank": lambda: called(of_rank(6), (torch.arange(6) + 3) % 6 * on_rank_0(1, 7)),
+    "beside labels": lambda: called(of_rank(), torch.arange(5) % 2, torch.arange(5).roll(1)),
+    "by name": lambda: called(of_rank(), torch.zeros(5, dtype=torch.int64), loss=by_name),
+    "several an embedding": lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name),
+}
+
+
+@pytest.mark.parametrize("name", PARTNERS)
+def test_row_numbers_of_one_rank_are_refused(name: str, worlds: Worlds) -> None:
+    refused(worlds, 2, PARTNERS[name], "below … as row numbers do … find them in the loss … batch_dim={'")
+
+
+def test_labels_are_no_row_numbers(worlds: Worlds) -> None:
+    """Classes below the number of rows, numbers of samples, an empty shard, and whatever has its role."""
+
+    def job() -> None:
+        rank, n = dist.get_rank(), on_rank_0(0, 5)
+        called(of_rank(), torch.tensor([1, 2, 3, 4, 1 + rank]))
+        called(of_rank(), torch.arange(5) + 100 * rank + 6, loss=by_name)
+        called(of_rank(), torch.arange(5), torch.tensor([3, 3, 1, 0, rank]), loss=by_name, batch_dim={"pos_idx": 0})
+        called(of_rank(n), torch.tensor([1, 2, 3, 4, 1])[:n])
+        called(of_rank(), torch.arange(5).roll(1 + rank), batch_dim={"other": 0})
+
+    worlds.run(2, job)
+
+
 INDICES: dict[str, Callable[[], Any]] = {
     "pairs": lambda: called(of_rank(), torch.randint(5, (7, 2))),
     "triplets": lambda: called(of_rank(), tuple(torch.randint(5, (3, 7)))),
@@ -321,16 +353,24 @@ class Lazy(nn.Module):
         super().__init__()
         self.head = nn.LazyLinear(3, dtype=torch.float64)
 
-    def forward(self, embeddings: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Any = None) -> Tensor:
         return self.head(embeddings).square().sum()
 
 
+class LazyFormula(cz.RowLoss):
+    def __post_init__(self) -> None:
+        self.head = nn.LazyLinear(1, dtype=torch.float64)
+
+    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(similarity)[:, 0], positive.any(1)
+
+
 def test_a_loss_without_parameters_yet_is_refused(worlds: Worlds) -> None:
-    for make in (Lazy, lambda: nn.LazyLinear(3, dtype=torch.float64)):
+    for make in (Lazy, LazyFormula):
         refused(
             worlds,
             2,
-            lambda make=make: called(of_rank(), loss=make()),
+            lambda make=make: called(of_rank(), torch.arange(5) // 2, loss=make()),
             "LazyLinear has no parameters yet … Call the bare loss once",
         )
 

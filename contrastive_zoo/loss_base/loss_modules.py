@@ -56,7 +56,7 @@ class LossModules:
             for tensors in (module._parameters, module._buffers):
                 for name, x in tensors.items():
                     kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else _tensor_kind(x)
-                    if x is not None and x.is_cpu and _is_count(x) and not is_third_party(kind_of):
+                    if x is not None and not is_third_party(kind_of) and x.is_cpu and _is_count(x):
                         kind += f" {x.item()}"  # a count
                     lines[f"{path}.{name}" if path else name] = kind
         return lines
@@ -87,6 +87,17 @@ class LossModules:
     def has_own_formula(self) -> bool:
         """Whether a user has written a :class:`Loss` in it, of which ranks may compute parts apart."""
         return any(isinstance(x, Loss) and is_third_party(type(x)) for x in self.by_path.values())  # type: ignore[arg-type]  # mypy takes a class for its instance
+
+    def lazy_problem(self) -> str | None:
+        """Return which module has no parameters yet, in words, or None."""
+        for module in self.by_path.values():
+            if any(x is not None and is_lazy(x) for x in (*module._parameters.values(), *module._buffers.values())):
+                return (
+                    f"its {type(module).__name__} has no parameters yet, which ranks could compare. Call the bare loss "
+                    "once, with one seed on every rank, before you make the optimizer and the DistributedLoss, or use a "
+                    "layer of known size."
+                )
+        return None
 
     def shared_state(self) -> dict[str, Tensor]:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""

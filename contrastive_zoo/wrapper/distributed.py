@@ -198,7 +198,7 @@ class DistributedLoss(LossAttributes, Generic[R]):
             raise
         if session.size == 1:
             return self._alone(bare, call, session)
-        if isinstance(call, LossCall) and (problem := call.unreadable()) is not None:
+        if isinstance(call, LossCall) and (problem := call.inputs.problem) is not None:
             refuse(loss_name(bare), problem, world=session)  # the statement is made of rows that can be sent
         session = looking_later(session, call.inputs.rows)
         roles = self._roles() if self.shared or self.batch_dim or self.pad_dims else NO_ROLES

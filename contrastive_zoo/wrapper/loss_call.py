@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import loss_name, without_ddp
@@ -37,17 +36,6 @@ class LossCall:
     def variadic(self) -> list[str]:
         """The name of ``*arguments``, if the loss takes any number of them."""
         return [x.name for x in self.bound.signature.parameters.values() if x.kind is x.VAR_POSITIONAL]
-
-    def unreadable(self) -> str | None:
-        """Why ranks cannot state the arguments or the loss, in words; None if they can."""
-        modules = [x for part in (self.loss, self.miner) if isinstance(part, nn.Module) for x in part.modules()]
-        lazy = [type(x).__name__ for x in modules if isinstance(x, LazyModuleMixin) and x.has_uninitialized_params()]
-        if lazy:
-            return (
-                f"its {lazy[0]} has no parameters yet, which ranks could compare. Call the bare loss once, with one seed "
-                "on every rank, before you make the optimizer and the DistributedLoss, or use a layer of known size."
-            )
-        return self.inputs.problem
 
     def mine_and_compute(self, world: World) -> Any:
         """What the loss returns, given the miner's indices if there is a miner; both see one process."""

@@ -1,6 +1,7 @@
 """Roles of a third-party loss's arguments: samples in dimension 0, in another one, or one tensor that all ranks share."""
 
 import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,21 @@ def role_problem(
     return None
 
 
+def row_numbers_problem(rows: Mapping[str, Tensor], without_role: Collection[str]) -> str | None:
+    """Return which integers are this rank's row numbers, going by their name or because they permute all rows, or None."""
+    for path in rows if without_role else ():
+        x = rows[path]
+        if path not in without_role or x.dtype in (*DIFFERENTIABLE, torch.bool) or x.ndim > 2 or len(x) < 2:
+            continue
+        if not any(len(y) == len(x) for y in rows.values() if y.dtype in DIFFERENTIABLE):
+            continue
+        own = torch.arange(len(x), device=x.device)
+        permutes = x.ndim == 1 and torch.equal(x.sort().values, own) and not (x == own).any()
+        if permutes or (_ROW_NUMBERS.search(path) and int(x.min()) >= -1 and int(x.max()) < len(x)):
+            return _PARTNERS.format(path=path, quoted=repr(path), count=len(x))
+    return None
+
+
 def _lists(paths: Sequence[str]) -> dict[str, list[str]]:
     """The elements of each list and tuple of several tensors."""
     lists: dict[str, list[str]] = {}
@@ -195,6 +211,14 @@ _STACK = (
     "{path} {shape} on rank 0 may hold {shape[0]} samples or {count}: no vector or matrix beside it has as many rows. For a "
     "stack of views [V, N, D] pass DistributedLoss(loss, batch_dim={{{quoted}: 1}}). batch_dim={{{quoted}: 0}} says that "
     "dimension 0 counts samples."
+)
+
+_ROW_NUMBERS = re.compile(r"(^|_)(ind|inds|idx|index|indices|partners?|neighbou?rs?|positives?|negatives?)(_|\b|\d)")
+
+_PARTNERS = (
+    "{path} holds numbers below {count}, as row numbers do. They would point into other ranks' rows, where row i of this "
+    "rank has another number: find them in the loss, which sees the rows of all ranks, or pass a miner=. "
+    "batch_dim={{{quoted}: 0}} says that they are labels or numbers of all ranks' samples."
 )
 
 _INDICES = (

@@ -34,7 +34,7 @@ from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.wrapper.call_history import CallHistory
 from contrastive_zoo.wrapper.joins import JOINED, join_problem
 from contrastive_zoo.wrapper.loss_call import LossCall
-from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem
+from contrastive_zoo.wrapper.roles import NO_ROLES, Counts, Roles, role_problem, row_numbers_problem
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ class DistributedStep(ABC):
         # stated in the handshake, since a wrapper that was made again on one rank does not know it
         if history.keeps_state and in_backward():
             problem = problem or _COMPUTED_AGAIN
-        problem = problem or statement.problem
+        problem = problem or statement.problem or (None if history.calls else self.modules.lazy_problem())
         problem = problem or (first_non_finite(self.rows) if self.session.check_finite else None)
         problem = problem or (None if self.observer is None else self.observer.problem(self.rows))
         return problem or (join_problem() if JOINED else None)
@@ -338,7 +338,8 @@ class ThirdPartyStep(DistributedStep):
             self.name,
             of_miner | arguments.compared,
             arguments.sizes,
-            call.problem(self.session),
+            call.problem(self.session)
+            or (None if self.history.calls else row_numbers_problem(self.rows, self.without_role)),
             same=arguments.same,
             tolerance=tolerance(arguments.rows.values()),
             payload=None if call.roles.pad_dims else payload_of(self.rows.values(), self.session),
