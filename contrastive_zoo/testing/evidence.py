@@ -159,10 +159,6 @@ class Evidence:
         """Return whether ranks return the value of one process after a change of the samples or of what is drawn."""
         return False
 
-    def place(self) -> str:
-        """Return where ranks and one process part; empty if not known."""
-        return ""
-
     def calls(self, name: str) -> bool:
         """Return whether a collective of such a name is called in the forward pass."""
         return False

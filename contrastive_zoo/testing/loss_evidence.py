@@ -1,19 +1,12 @@
-"""The evidence of a loss or a training step: probes on a few batches, and where the ranks part from one process."""
+"""The evidence of a loss or a training step: probes on a few batches."""
 
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-import contrastive_zoo
 from contrastive_zoo.ranks.one_process import HeldGroupError
 from contrastive_zoo.testing import measurement
 from contrastive_zoo.testing.batch import GlobalBatch
@@ -22,7 +15,7 @@ from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
 from contrastive_zoo.testing.measurement import TOLERANCE, Case, Measurement, Plan, Trial
 from contrastive_zoo.testing.mistakes import FALLBACK
-from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout, is_user_code
+from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 # Shards of the probes: equal, unequal, and all samples on the last rank
@@ -190,72 +183,7 @@ class LossEvidence(Evidence):
         first, second = (self.worlds.run(1, measurement.measure, self.case, x, whole)[0][-1] for x in steps)
         return not (isinstance(first, str) or isinstance(second, str) or self._near(first.value, second.value))
 
-    def place(self) -> str:
-        shown = self._probed or self.comparisons
-        return parting(self._trial(shown[0].shards)) if shown else ""
-
 
 def _are_equal(by_rank: Sequence[dict[str, Tensor]]) -> bool:
     first, *others = by_rank
     return all(x.keys() == first.keys() and all(torch.allclose(x[name], first[name]) for name in first) for x in others)
-
-
-DIGITS = 9  # significant digits in which a number is the same
-_FOLDERS = ("ranks", "engine", "loss_base", "losses", "wrapper")
-_LIBRARY = tuple(os.path.join(contrastive_zoo.__path__[0], folder) for folder in _FOLDERS)
-Made = tuple[str, frozenset[str]]  # where a tensor of a forward pass was made, and its numbers
-
-
-class Trace(TorchDispatchMode):
-    """Records the floating tensors that operations inside the context return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Made] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.__name__.partition(".")[0]
-        if func.namespace == "aten" and not name.startswith(("empty", "new_empty", "detach", "lift")):
-            for x in tree_leaves(result):
-                if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and (where := _place()):
-                    numbers = frozenset(f"{number:.{DIGITS}g}" for number in x.detach().flatten().tolist())
-                    self.made.append((f"{where}: {name} of shape {list(x.shape)}", numbers))
-        return result
-
-
-def _place() -> str:
-    """Return module, file, line and function of the user's code that calls an operation."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and not is_user_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_LIBRARY):
-        return ""  # of this library, not of the loss under test
-    owner = frame.f_locals.get("self")
-    module = f" of {type(owner).__name__}" if isinstance(owner, torch.nn.Module) else ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}{module}"
-
-
-def trace(case: Case, batch: GlobalBatch, whole: bool) -> list[Made]:
-    subject = measurement.Subject(case, batch.d)
-    arguments = subject.model.embed(measurement.local_shard(case, batch, Plan(whole=whole)))
-    with Trace() as recorded:
-        subject.loss(*arguments)
-    return recorded.made
-
-
-def parting(trial: Trial) -> str:
-    """Return where the first rank parts from one process, in words; empty if it does not, or fails."""
-    if trial.case.step:
-        return ""
-    try:
-        (alone,) = trial.worlds.run(1, trace, trial.case, trial.batch, True)
-        by_rank = trial.worlds.run(trial.world_size, trace, trial.case, trial.batch, False)
-    except RankError:
-        return ""
-    known = frozenset[str]().union(*(numbers for _, numbers in alone))
-    for of_ranks in zip_longest(*by_rank):
-        for rank, (place, numbers) in enumerate(x or ("", known) for x in of_ranks):
-            if not numbers <= known:
-                return f"first on rank {rank} at {place}, with numbers that one process does not compute"
-    return ""

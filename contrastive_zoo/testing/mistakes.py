@@ -1,5 +1,6 @@
 """The diagnosis: the first mistake of ``mistakes.md`` all of whose predictions in ``signatures.md`` hold of the evidence."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,6 @@ class Diagnosis:
     measured: str = ""
     confirmed: tuple[str, ...] = ()  # what the mistake predicts, and is so
     competing: tuple[str, ...] = ()  # the other mistakes that come closest, each with what speaks against it
-    place: str = ""  # where the ranks and one process part, if no mistake is recognised
 
     @property
     def why(self) -> str:
@@ -59,8 +59,8 @@ class Diagnosis:
 
     def details(self) -> dict[str, str]:
         """Return what supports the diagnosis, by title, without what is empty."""
-        named = {"Measured": self.measured, "Parts": self.place}
-        named |= {"Because": "; ".join(self.confirmed), "Instead of": "; ".join(self.competing)}
+        named = {"Measured": self.measured, "Because": "; ".join(self.confirmed)}
+        named |= {"Also considered": ". Also considered: ".join(self.competing)}
         return {title: text for title, text in named.items() if text}
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,10 +93,27 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     explanations.sort(key=lambda x: -x.share)
     best = next((x for x in explanations[:1] if not x.against), Explanation(NOT_RECOGNISED))
     close = [x for x in explanations if x is not best and x.held][:COMPETING]
-    competing = tuple(f"{x.mistake} (not so: {x.against})" if x.against else x.mistake for x in close)
+    competing = tuple(x.mistake + (f". Excluded: {negated(x.against)}" if x.against else "") for x in close)
     is_measured = evidence.is_training or best.mistake == NOT_RECOGNISED
-    place = evidence.place() if best.mistake in (FALLBACK, NOT_RECOGNISED) else ""
-    return Diagnosis(best.mistake, str(evidence) if is_measured else "", best.held, competing, place)
+    return Diagnosis(best.mistake, str(evidence) if is_measured else "", best.held, competing)
+
+
+# Patterns of a fact, the first of which that it has is replaced by what says the opposite
+NEGATIONS = (
+    ("is 0 times the right one", "is not 0"),
+    (r"^no rank (\w+)s\b", r"ranks \1"),
+    (r"^(ranks|the embeddings) (?!that)", r"\1 do not "),
+    ("changes nothing", "changes something"),
+    (r"(change|depend)s", r"does not \1"),
+    (r" has an? | has (?=param)", " has no "),
+    (r" (is|are) ", r" \1 not "),
+)
+
+
+def negated(fact: str) -> str:
+    """Return what is so of evidence that lacks a fact, in words."""
+    pattern, opposite = next(x for x in NEGATIONS if re.search(x[0], fact))
+    return re.sub(pattern, opposite, fact, count=1)
 
 
 Fact = Callable[[Evidence], bool]
