@@ -79,38 +79,38 @@ def mine_hard_negatives(
 ) -> dict[str, NDArray[Any]]:
     """Return hard negatives of this rank's queries in the corpus of all ranks, as columns.
 
-    Indices count the queries, or the corpus, of all ranks in rank order. The columns of all ranks, concatenated, are the
-    same bits for every split. The corpus may be a NumPy memory map.
+    Indices count the queries, or the corpus, of all ranks in rank order. The result is the same for every split. The corpus
+    may be a NumPy memory map.
 
     Args:
         queries: [n, d], this rank's; n may differ between ranks.
         corpus: [m, d], this rank's part; None: the other queries.
-        positives: [n] or [n, p], indices of each query's positives; −1 for none.
-        num_negatives: negatives per query.
+        positives: [n] or [n, p], indices; −1 for none.
+        num_negatives: per query.
         range_min: the best candidates to skip.
-        range_max: end of the ranks to look at; None looks at as many as are needed, or ten times as many for a choice.
+        range_max: the best candidates to look at; None: as many as needed, or ten times as many for a choice.
         max_score: of a negative.
         min_score: of a negative.
-        absolute_margin: how much a negative scores below the query's worst positive.
-        relative_margin: the same as a share of the positive's absolute score.
+        absolute_margin: how far a negative scores below the query's worst positive.
+        relative_margin: the same, times the positive's absolute score.
         sampling: ``"top"`` takes the best ones, ``"random"`` any.
         seed: of random sampling.
         query_labels: [n] integers; items with the query's label are no negatives.
         corpus_labels: [m] integers.
         corpus_ids: [m] integers; items with the id of a positive are no negatives.
-        guide: returns a better model's scores for pairs of indices of queries and items, and sends no messages.
-        guide_margin: how much below the worst positive the guide must place a negative.
+        guide: a better model's scores for pairs of indices of queries and items; sends no messages.
+        guide_margin: how far below the worst positive the guide places a negative.
         output: ``"triplet"``: a row for each negative; ``"n-tuple"``: one of ``num_negatives`` for each positive.
         normalize: compare cosines, not dot products.
         index: search approximately.
         progress: show a progress bar.
-        process_group: who holds embeddings.
+        process_group: the ranks.
 
     Returns:
         ``query``, ``positive``, ``negative``, ``positive_score`` and ``negative_score``, arrays of one length.
 
     Raises:
-        ValueError: on every rank alike: bad inputs, settings that differ between ranks, faiss or tqdm is missing.
+        ValueError: on every rank: bad inputs, settings that differ, faiss or tqdm is missing.
 
     Examples:
         >>> corpus = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])

@@ -153,35 +153,28 @@ class _Takes(Protocol[P]):
 class Loss(Settings, nn.Module):
     """A loss: annotated class attributes are its settings, :meth:`inputs` states a call, :meth:`compute` is the formula.
 
-    A subclass says nothing of ranks: ``DistributedLoss`` agrees with the other ranks on what :meth:`inputs` returns, and
-    passes :meth:`compute` the batch that all of them compute the loss from. It runs once in a call. A loss whose ``forward``
-    is overridden, or that has hooks, is computed by every rank from the embeddings of all ranks.
+    A subclass says nothing of ranks. :meth:`compute` runs once a call, on the batch that the ranks have agreed on. If you
+    override ``forward`` or add hooks, every rank computes the loss from the samples of all ranks.
 
-    In :meth:`compute`, a parameter or learnable setting that meets local embeddings is ``batch.shared(parameter)``, so that
-    its gradient is summed over ranks. At some calls ranks compare these gradients, and the loss of a few samples.
+    In :meth:`compute`, write ``batch.shared(parameter)`` where a parameter meets local embeddings: then its gradient is
+    summed over ranks. In some calls ranks compare these gradients, and the loss of a few samples.
 
-    A number as a setting is constant. A tensor, or a module that is called without arguments, such as
-    :class:`LearnableTemperature`, is learnable; a setting that the loss has no derivative by refuses it.
+    A number as a setting is constant. A tensor or a module, such as :class:`LearnableTemperature`, is learnable.
 
-    Docstrings of losses name what they add to the following. Tensors of a call are this rank's. Their number of samples n
-    may differ between ranks, and index i is the same sample in all tensors [n, …] of a call. Formulas are of the samples
-    of all ranks. Examples import torch.
+    For all losses: tensors of a call are this rank's. n may differ between ranks, and index i is the same sample in all
+    tensors [n, …] of a call. Formulas use the samples of all ranks. Examples import torch.
 
     Args:
-        temperature: of losses with this setting: t > 0 of the formula, dimensionless where they name no unit.
-        normalize: of losses with this setting: normalise embeddings to unit length first.
-        reduction: of losses with this setting: ``"mean"`` over the samples, anchors or pairs of all ranks that count, 0
-            without any; ``"sum"``; or ``"none"`` for the local samples, [n], or for all of their views, [views · n], view
-            after view: for each the sum over its pairs or triplets where these are counted. Logarithms of shares are in
-            nats per sample.
-        check_finite: whether NaN and infinite embeddings are refused.
+        temperature: if the loss has it: t > 0, dimensionless unless a unit is named.
+        normalize: if the loss has it: normalise embeddings to unit length first.
+        reduction: if the loss has it: ``"mean"`` over all ranks' samples, anchors or pairs that count, 0 without any;
+            ``"sum"``; ``"none"`` for the local samples, [n], or [views · n], view after view. Logarithms are in nats.
+        check_finite: refuse NaN and infinite embeddings.
 
     Raises:
         TypeError: a setting that the loss does not have.
-        ValueError: a setting that is not finite or not within the bounds that its documentation names. At the call, on
-            every rank: such a setting (attributes may be set later); tensors of other shapes, values or devices than
-            documented; NaN or infinite embeddings (unless ``check_finite=False``); widths, dtypes or settings that differ
-            between ranks; no samples on any rank.
+        ValueError: a setting out of its bounds. At the call, on every rank: wrong shapes, values or devices; embeddings that
+            are not finite; widths, dtypes or settings that differ between ranks; no samples on any rank.
 
     Examples:
         >>> import torch

@@ -73,52 +73,43 @@ def _parameters(loss: Any) -> Mapping[str, inspect.Parameter]:
 class CrossBatchMemory(Loss):
     """Compute ``loss`` against a memory M of earlier batches of all ranks; embeddings in M carry no gradient.
 
-    The arguments of ``loss`` decide how M is used:
-
-    - **Labels**: SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss`, and third-party
-      losses that take ``ref_emb`` and ``ref_labels``. The batch enters M; then its embeddings are anchors, compared with M
-      but for their copies:
+    - A loss of **labels** (SupCon, SINCERE, NCA, TupletMargin, SupSigmoid, any :class:`contrastive_zoo.RowLoss`,
+      third-party losses with ``ref_emb`` and ``ref_labels``): the batch enters M; then each of its embeddings is an anchor,
+      compared with all of M but itself:
 
           L = mean_i loss_i(z_i against M without i)
 
-    - **Negatives**: :class:`contrastive_zoo.InfoNCE` and others that take ``negatives``; third-party functions of
-      ``(queries, keys, negatives)``. M serves as negatives; then the keys enter it. InfoNCE with
-      ``in_batch_negatives=False`` is MoCo's loss.
+    - A loss with **negatives** (:class:`contrastive_zoo.InfoNCE`, third-party functions of ``(queries, keys, negatives)``):
+      M serves as negatives; then the keys enter it. InfoNCE with ``in_batch_negatives=False`` is MoCo's loss.
 
-    Slots that are not yet filled are never compared. In eval mode M does not change, and neither in a call that raises, on
-    any rank. If a step has several calls, use :func:`contrastive_zoo.one_step`.
+    Slots that are not filled are never compared. M does not change in eval mode, or if a call raises on any rank. If a step
+    has several calls, use :func:`contrastive_zoo.one_step`.
 
     Called as ``loss(rows, partners, enqueue_mask)``:
 
     - rows: [n, d] embeddings, or queries.
     - partners: [n] labels, or [n, d] keys.
-    - enqueue_mask: [n], with labels: those that enter and are no anchors; the others are anchors and do not enter. With
-      keys: which of them enter; all are compared. None: all enter, and are compared.
+    - enqueue_mask: [n]. Labels: rows that enter; the others are the anchors. Keys: those that enter. None: all enter, and
+      all are compared.
 
     Args:
         loss: as above.
         size: number of embeddings in M.
         embedding_size: their width d.
-        miner: for a third-party loss with labels: ``miner(embeddings, labels, ref_emb, ref_labels)`` of all ranks; its
-            tuples become ``indices_tuple``. None is all pairs.
-        dtype: of the embeddings in M, see :class:`MemoryQueue`.
+        miner: ``miner(embeddings, labels, ref_emb, ref_labels)`` for a third-party loss; None: all pairs.
+        dtype: of M, see :class:`MemoryQueue`.
 
     Raises:
         ValueError: a loss that takes neither, or that is wrong for other references than its batch, such as
-            ``TripletMarginLoss(swap=True)``; a miner with a loss that takes none. At the call memories that differ.
+            ``TripletMarginLoss(swap=True)``; a miner that the loss cannot use. At the call: memories that differ.
 
     Examples:
         >>> import contrastive_zoo as cz
         >>> loss = CrossBatchMemory(cz.InfoNCE(temperature=1.0), size=8, embedding_size=2)
         >>> loss(torch.eye(2), torch.eye(2)), loss(torch.eye(2), torch.eye(2))   # log(e + 1) − 1; then log(2 (e + 1)) − 1
         (tensor(0.3133), tensor(1.0064))
-        >>> loss = CrossBatchMemory(cz.SupCon(temperature=1.0), size=8, embedding_size=2)
-        >>> z, label = torch.tensor([[1.0, 0.0]]), torch.tensor([3])
-        >>> loss(z, label), loss(-z, label + 1), loss(z, label)   # no positive, twice; then log(e + 1/e) − 1
-        (tensor(0.), tensor(0.), tensor(0.1269))
 
-    Source: Wang et al. 2020, alg. 1, https://arxiv.org/abs/1912.06798; negatives: He et al. 2020, alg. 1,
-    https://arxiv.org/abs/1911.05722
+    Source: Wang et al. 2020, alg. 1, https://arxiv.org/abs/1912.06798; He et al. 2020, https://arxiv.org/abs/1911.05722
     """
 
     def __init__(

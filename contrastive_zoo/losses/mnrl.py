@@ -39,35 +39,25 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         loss = mean_i [ log Σ_directions Z_i  −  q_i·d_i / t ]            partition_mode "joint"
         loss = mean_i [ mean_directions log Z_i  −  q_i·d_i / t ]         "per_direction"
 
-    h_ix = hardness_strength · q_i·x, held constant, for the negatives that hardness_mode names, else 0. Equal to
-    MultipleNegativesRankingLoss(scale=1/t) on one process; there every query has the same number of hard negatives.
-
-    False negatives are left out of every Z_i, on all ranks: with s(·,·) the dot product of a term, those with
-
-        s(·,·) > q_i·d_i + margin,   or, relative,   s(·,·) > q_i·d_i + margin · |q_i·d_i|          held constant
-
-    up to 64 units of rounding, and pairs and negatives that have the document's or the query's id of pair i.
-    Qwen3-Embedding's loss is ``MNRL(directions=("query_to_doc", "query_to_query", "doc_to_doc"),
-    false_negative_margin=0.1)`` with document_ids; NV-Retriever's has ``false_negative_margin=-0.05,
-    margin_strategy="relative"``.
+    h_ix = hardness_strength · q_i·x, held constant, or 0. False negatives are left out of every Z_i: those with the ids of
+    pair i, and terms s(·,·) > q_i·d_i + margin, or if relative > q_i·d_i + margin · |q_i·d_i|, up to 64 units of rounding.
 
     Called as ``loss(queries, documents, negatives, owners, document_ids, negative_ids, query_ids)``:
 
     - queries, documents: [n, d].
-    - negatives: [m, d] hard negatives, candidates of every query of every rank; a rank without any passes [0, d].
-    - owners: [m], the index of the query of this rank that a negative was mined for, or −1 for none; None is −1.
-    - document_ids, negative_ids: [n] and [m], integers: documents and negatives of equal id are one document.
-    - query_ids: [n], integers: pairs of equal id have one query, whose positives are the documents of all of them.
+    - negatives: [m, d], candidates of every query.
+    - owners: [m], the index of the query that a negative was mined for, or −1.
+    - document_ids, negative_ids, query_ids: [n], [m], [n] integers; equal ids are one document or query.
 
     Args:
-        directions: ``"query_to_doc"`` and any of the above; all four in GTE's loss.
-        partition_mode: ``"joint"`` or ``"per_direction"``, which makes the first and the third symmetric InfoNCE.
-        hardness_mode: ``"in_batch_negatives"`` (other queries' documents and negatives), ``"hard_negatives"`` (a
-            query's own), ``"all_negatives"``, or None.
-        hardness_strength: non-negative; 9 in Lan et al., 5 in EmbeddingGemma.
-        false_negative_margin: the margin above, of any sign; a larger one masks fewer candidates. None masks none.
+        directions: of the above; ``"query_to_doc"``.
+        partition_mode: as above.
+        hardness_mode: which candidates have h: ``"in_batch_negatives"``, ``"hard_negatives"`` (a query's own),
+            ``"all_negatives"`` or None.
+        hardness_strength: non-negative.
+        false_negative_margin: the margin; None masks by ids only.
         margin_strategy: ``"absolute"`` or ``"relative"``.
-        mask_doc_to_doc: whether the margin masks candidates of doc_to_doc, too; ids always do.
+        mask_doc_to_doc: whether the margin masks terms of doc_to_doc.
 
     Raises:
         ValueError: settings that contradict each other.
@@ -76,12 +66,9 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         >>> eye = torch.eye(2)   # mean of log(e + 1 + e⁻¹) and log(e + 2), − 1
         >>> MNRL(temperature=1.0)(eye, eye, -eye[:1], torch.tensor([0]))
         tensor(0.4795)
-        >>> MNRL(temperature=1.0)(eye, eye, document_ids=torch.tensor([7, 7]))   # one document: log(e) − 1
-        tensor(0.)
 
-    Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: Li et al. 2023,
-    https://arxiv.org/abs/2308.03281; hardness: Lan et al. 2025, https://arxiv.org/abs/2503.04812; false negatives:
-    Zhang et al. 2025, https://arxiv.org/abs/2506.05176, and Moreira et al. 2024, https://arxiv.org/abs/2407.15831
+    Source: Henderson et al. 2017, §4.4, https://arxiv.org/abs/1705.00652; directions: https://arxiv.org/abs/2308.03281;
+    hardness: https://arxiv.org/abs/2503.04812; false negatives: https://arxiv.org/abs/2506.05176
     """
 
     temperature: Temperature = 0.05

@@ -41,48 +41,44 @@ def evaluate(
     index: ApproximateIndex | None = None,
     process_group: Processes = None,
 ) -> dict[str, Any]:
-    """Return retrieval metrics of the queries and the gallery of all ranks, the same number on every rank.
+    """Return retrieval metrics of all ranks' queries and gallery: the same bits as one process.
 
-    The numbers are those of one process with all embeddings, bit for bit, for every split over ranks. Each metric is a mean
-    over the queries that have a relevant item; ``knn_accuracy`` counts every query. With R the number of relevant items:
+    Each is a mean over the queries that have R > 0 relevant items; ``knn_accuracy`` counts every query:
 
     - ``precision@k``, ``r_precision``: relevant items among the first k (or R), divided by k (or R).
     - ``recall@k``: relevant items among the first k, divided by R.
-    - ``hit_rate@k``: whether one of the first k is relevant; metric learning calls this recall@k.
-    - ``map``, ``map@k``, ``map@r``: precision at each relevant item (within the first k or R), summed and divided by R.
+    - ``hit_rate@k``: whether one of the first k is relevant (recall@k in metric learning).
+    - ``map``, ``map@k``, ``map@r``: precisions at relevant items (of the first k or R), summed, divided by R.
     - ``mrr``, ``mrr@k``: 1 / position of the first relevant item.
-    - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by the largest possible value.
-    - ``knn_accuracy@k``: whether most of the k nearest items have the query's label.
+    - ``ndcg``, ``ndcg@k``: Σ grade / log2(1 + position), divided by its largest value.
+    - ``knn_accuracy@k``: whether most of the k nearest have the query's label.
 
     Args:
-        queries: this rank's; numbers may differ between ranks.
-        gallery: this rank's embeddings to search in; None: the other queries.
+        queries: this rank's, [n, d].
+        gallery: this rank's items, [m, d]; None: the other queries.
         metrics: names.
-        labels: one integer per query; items with its label are relevant. None: item i belongs to query i.
-        gallery_labels: one integer per item.
-        judgements: query ids, item ids and grades, [j] each; relevant above 0, ignored below 0.
-        ids: one integer per query; repetitions are dropped.
-        gallery_ids: one integer per item; repetitions are dropped. With labels, a query does not find the item of its id.
-        ignore_label: samples with this label are dropped.
-        ties: of equal scores, ``"pessimistic"``: irrelevant items come first; ``"optimistic"``: relevant ones;
-            ``"expected"``: the mean over all orders.
-        reduction: ``"mean"`` returns numbers; ``"none"`` the values of this rank's queries, float64 [n], NaN where a query
-            does not count.
-        normalize: compare cosines, not dot products.
+        labels: [n] integers; items with the query's label are relevant. None: item i belongs to query i.
+        gallery_labels: [m].
+        judgements: query ids, item ids and grades, [j] each; relevant above 0, ignored below.
+        ids: [n] integers; repetitions are dropped.
+        gallery_ids: [m]. With labels, a query does not find the item of its id.
+        ignore_label: drop samples with this label.
+        ties: order of equal scores: ``"pessimistic"`` (relevant last), ``"optimistic"``, or ``"expected"``, the mean.
+        reduction: ``"none"`` returns this rank's values, [n]; NaN does not count.
+        normalize: compare cosines.
         index: search approximately, for metrics with a k.
-        process_group: who holds embeddings.
+        process_group: the ranks.
 
     Raises:
-        ValueError: on every rank alike: arguments that do not belong together or differ between ranks, embeddings that
-            are not finite, a k beyond the gallery, or faiss is missing.
+        ValueError: on every rank: arguments that do not fit or differ, embeddings that are not finite, a k beyond the
+            gallery, or faiss is missing.
 
     Examples:
         >>> rows = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.3]])
         >>> evaluate(rows, labels=torch.tensor([0, 0, 1, 1]), metrics=["hit_rate@1", "map"])
         {'hit_rate@1': 0.75, 'map': 0.8333333333333333}
 
-    Source: https://arxiv.org/abs/2003.08505 (``map@r``), https://doi.org/10.1145/582415.582418 (``ndcg``),
-    https://doi.org/10.1007/978-3-540-78646-7_38 (ties)
+    Source: https://arxiv.org/abs/2003.08505, https://doi.org/10.1145/582415.582418
     """
     return measured("evaluate", Evaluation(**dict(locals())))
 

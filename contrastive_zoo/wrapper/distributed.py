@@ -64,68 +64,41 @@ class LossAttributes(nn.Module):
 
 
 class DistributedLoss(LossAttributes, Generic[R]):
-    """``loss`` on the embeddings of all ranks: its value, its encoder gradient and the gradient of its own parameters.
+    """Compute any loss on the embeddings of all ranks, with the value and gradients that one process would give.
 
-    Let L be the loss that one process computes from the embeddings of all ranks in rank order. On every rank, and for every
-    split of these (uneven and empty shards included):
+    Called as ``loss`` is, with this rank's samples. Shards may be uneven or empty. Let L be the loss of all samples:
 
-    - the returned value is L;
-    - the encoder's gradient, after the gradient all-reduce of the trainer, is ∂L/∂θ;
-    - the gradient of the loss's own parameters is ∂L/∂φ on every rank, before any all-reduce.
+    - every rank returns L;
+    - after the trainer's all-reduce the encoder's gradient is ∂L/∂θ;
+    - the gradient of the loss's parameters is ∂L/∂φ, before any all-reduce.
 
-    With a loss of this library each rank computes the part of its own anchors. Any other loss is computed by every rank on
-    the gathered embeddings, where it sees one process. On one process the wrapper just calls it.
-
-    Public attributes of the loss are read and set through the wrapper (``loss_fn.temperature``). Keys of its state begin
-    with ``loss.``.
+    A loss of this library splits its anchors over the ranks. Every rank computes any other loss on the gathered samples.
+    ``loss_fn.temperature`` is that of ``loss``.
 
     Args:
-        loss: a loss of this library, or any module or function of tensors whose dimension 0 counts samples (``shared`` and
-            ``batch_dim`` name others): ``loss(embeddings, labels)``, ``loss(view1, view2)``, a loss of
-            pytorch-metric-learning.
-        miner: called as ``miner(embeddings, labels)``, or with the reference embeddings too, on the gathered ones; its
-            result is passed to the loss as ``indices_tuple``.
-        prefer_native: whether a loss of this library replaces a third-party loss (and its miner) that is the same
-            function, if there is one. The call form stays that of the third-party loss, which still computes calls with
-            ``indices_tuple`` or reference embeddings, with the weights learnt here.
-        process_group: a process group, a 1-d DeviceMesh, or None for the default group at the time of the call.
-        grad_reduction: how the trainer reduces gradients over ranks. ``"mean"``: DDP, FSDP, Lightning, Accelerate, the
-            Hugging Face Trainer, DeepSpeed, :func:`contrastive_zoo.average_gradients`. ``"sum"``: a communication hook
-            that sums, a divide factor of 1.
-        check_finite: whether embeddings with NaN or infinite values are refused; on an accelerator at the next call, as are
-            other wrong values, such as labels that are no classes.
-        check_equal: whether ranks compare, at every call, the loss's parameters, buffers and results. It costs no message.
-        check_distinct: whether embeddings that are equal on two ranks or more, as they are after a gather, are refused, and
-            single arguments of a third-party loss that are on all; on an accelerator at the next call.
-        ring: whether candidates pass from rank to rank, one shard at a time, instead of being gathered: memory does not grow
-            with the number of ranks. Losses of the softmax and sigmoid families, MaxSim and AlignUniform can do this.
-        pad_dims: dimensions of a third-party loss's arguments whose size may differ between ranks, such as the number
-            of tokens: ``{"tokens": 1, "mask": 1}``. They are padded behind, with 0 or False, to the largest size.
-        shared: arguments of a third-party loss that are no samples but one tensor, equal on every rank, such as prototypes
-            or a queue: ``{"prototypes"}``. They are compared, not gathered. Their gradient is complete on every rank.
-        batch_dim: the dimension of a third-party loss's arguments that counts samples, where it is not 0, such as that of
-            views [V, N, D]: ``{"views": 1}``. 0 states that an argument holds samples, although it is equal on every rank.
+        loss: any module or function of tensors whose dimension 0 counts samples.
+        miner: ``miner(embeddings, labels)``; its result becomes ``indices_tuple``.
+        prefer_native: replace a third-party loss by this library's, if it is the same function.
+        process_group: a process group or 1-d DeviceMesh; None is the default group.
+        grad_reduction: ``"mean"`` if the trainer averages gradients, as DDP and FSDP do; ``"sum"`` if it adds them.
+        check_finite: refuse NaN and infinite embeddings; on an accelerator one call later.
+        check_equal: compare parameters, buffers and results between ranks, without a further message.
+        check_distinct: refuse two ranks with the same embeddings.
+        ring: pass candidates from rank to rank instead of gathering them.
+        pad_dims: dimensions of a third-party loss's arguments to pad to one size: ``{"tokens": 1}``.
+        shared: its arguments that are one tensor for all ranks: ``{"prototypes"}``.
+        batch_dim: the dimension that counts samples: ``{"views": 1}``.
 
     Raises:
-        ValueError: an option that the loss cannot have; a loss that cannot be called, is a class, or is distributed
-            already. At the call, on every rank: ranks that differ in the loss, its settings, parameters or previous value,
-            in options, arguments, widths or dtypes; arguments that the loss does not take; NaN or infinite embeddings; no
-            samples on any rank; equal embeddings on two ranks; indices that were mined on one rank; an argument of a
-            third-party loss that may not be one row a sample and has no role; a third-party loss that sends by a process
-            group that it holds; a call inside of DDP's ``join()``.
-        CommunicationError: at the call or in the backward pass, another rank raised, died, is late or out of step.
+        ValueError: an option that the loss cannot have. At the call, on every rank: ranks that differ in the loss, its
+            options, arguments, widths or dtypes; arguments whose role is unclear; embeddings that are not finite, equal
+            on two ranks, or on no rank at all.
+        CommunicationError: another rank has raised, died, or is late.
 
     Examples:
         >>> import torch, contrastive_zoo as cz
-        >>> loss_fn = cz.DistributedLoss(cz.NTXent(temperature=1.0))
-        >>> loss_fn(torch.eye(2), torch.eye(2))
+        >>> cz.DistributedLoss(cz.NTXent(temperature=1.0))(torch.eye(2), torch.eye(2))
         tensor(0.5514)
-        >>> loss_fn = cz.DistributedLoss(lambda z, labels: z[labels == 0].square().sum())
-        >>> loss_fn(torch.eye(2), torch.tensor([0, 1]))
-        tensor(1.)
-        >>> loss_fn = cz.DistributedLoss(lambda z, prototypes: (z @ prototypes.T).mean(), shared={"prototypes"})
-        >>> loss_fn(torch.eye(2), 4 * torch.eye(2))
-        tensor(2.)
     """
 
     process_group = ProcessGroupAttribute()

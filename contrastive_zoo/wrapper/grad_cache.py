@@ -102,33 +102,30 @@ def _step_problem(models: Sequence[Any], sequences: Any, loss_fn: object, severa
 
 
 class GradCache(nn.Module):
-    """An encoder that holds the activations of ``chunk_size`` samples at a time; it is called like the encoder itself.
+    """An encoder that holds the activations of ``chunk_size`` samples at a time; call it like the encoder itself.
 
-    In the backward pass the encoder runs again chunk by chunk, as in :func:`cached_step`. Use it where a trainer calls
-    ``backward``; DDP may be inside of it or around it:
+    In the backward pass the encoder runs again chunk by chunk, as in :func:`cached_step`. DDP may be inside or around it:
 
         encode = GradCache(DistributedDataParallel(encoder), chunk_size=64)
         loss_fn(encode(images), labels).backward()
 
-    With ``chunk_tokens`` the encoder takes a keyword ``attention_mask``, [n, tokens], padded on one side. Chunks are those
-    of :func:`contrastive_zoo.data.token_chunks`: all tensors [n, tokens, …] are cut to their longest sample.
+    With ``chunk_tokens`` the encoder takes a keyword ``attention_mask``, [n, tokens], padded on one side, and all tensors
+    [n, tokens, …] of a chunk are cut to its longest sample (:func:`contrastive_zoo.data.token_chunks`).
 
     Encode two views by one call, ``encode(torch.cat([view1, view2])).chunk(2)``: then gradients are reduced once. A rank
-    without samples encodes one row of another rank, and cuts the output: many encoders take no empty batch. Its gradient is
-    zero, and all parameters take part in DDP's all-reduce. Under ``torch.no_grad()`` ranks do not wait for each other.
+    without samples encodes one row of another rank and cuts the output, because many encoders take no empty batch.
 
     Args:
         model: the encoder, with or without DDP around it.
         chunk_size: samples in a chunk.
-        chunk_tokens: instead, the most padded tokens of a chunk: (its samples) · (its longest sample).
-        process_group: the ranks; None is the group of a DDP model, or the default group at the time of the call.
+        chunk_tokens: instead, the most padded tokens of a chunk: its samples times its longest sample.
+        process_group: the ranks; None is the group of a DDP model, or the default group.
 
     Raises:
-        ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank: tensors that differ
-            in their numbers of samples, inputs that need a gradient, a mask that is missing or padded on both sides, a
-            sample longer than ``chunk_tokens``, outputs other than dense tensors [n, …]. In the backward pass: an encoder in
-            training mode whose output has no gradient. With ZeRO 3: a second call of the encoder, or a last chunk that
-            leaves out a parameter of the others.
+        ValueError: not one of ``chunk_size`` and ``chunk_tokens``, above 0. At the call, on every rank: tensors of different
+            numbers of samples, inputs that need a gradient, a missing mask, a sample longer than ``chunk_tokens``, outputs
+            other than dense tensors [n, …]. In the backward pass: an output without a gradient. With ZeRO 3: a second call
+            of the encoder, or a last chunk that leaves out a parameter.
 
     Examples:
         >>> encode = GradCache(nn.Linear(2, 3), chunk_size=4)

@@ -171,8 +171,8 @@ def row_numbers_problem(rows: Mapping[str, Tensor], without_role: Collection[str
             continue
         if not any(len(y) == len(x) for y in rows.values() if y.dtype in DIFFERENTIABLE):
             continue
-        own = torch.arange(len(x), device=x.device)
-        permutes = x.ndim == 1 and torch.equal(x.sort().values, own) and not (x == own).any()
+        numbers = torch.arange(len(x), device=x.device)
+        permutes = x.ndim == 1 and torch.equal(x.sort().values, numbers) and not (x == numbers).any()
         if permutes or (_ROW_NUMBERS.search(path) and int(x.min()) >= -1 and int(x.max()) < len(x)):
             return _PARTNERS.format(path=path, quoted=repr(path), count=len(x))
     return None
