@@ -2,19 +2,24 @@
 
 import sys
 
+from contrastive_zoo.testing.interrupts import uninterrupted
+
 
 def main() -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: its extra is not installed; one line says which.
+        SystemExit: its extra is not installed; one line says which. It is interrupted.
     """
     try:
-        from contrastive_zoo.testing.cli import main as run
+        with uninterrupted():
+            from contrastive_zoo.testing.cli import main as run
+        run()
     except ImportError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    run()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command line, as a user runs it."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,28 @@ def test_a_loss_of_pytorch_metric_learning(wrap: bool, here: Here) -> None:
     code, out, error = here("check", target, *QUICK, *options)
     assert code == (0 if wrap else 1), out + error
     assert (json.loads(out)["diagnosis"] or {"mistake": ""})["mistake"] == ("" if wrap else "local negatives")
+
+
+def test_json_on_the_output_is_json_whatever_the_loss_prints(tmp_path: Path) -> None:
+    source = """
+        import os
+        print("imported")
+        def make_it():
+            def loss(view1, view2):
+                print("called")
+                os.write(1, b"from C")
+                return (view1 - view2).square().sum()
+            return loss
+    """
+    (tmp_path / "own_noisy.py").write_text(dedent(source), encoding="utf-8")
+    command = [sys.executable, "-m", "contrastive_zoo", "check", "own_noisy:make_it", "-W", "1", "--examples", "1"]
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [*command, "--json", "-"], capture_output=True, text=True, cwd=tmp_path, env=variables, check=True
+    )
+    assert json.loads(done.stdout)["ok"] is True
+    for words in ("imported", "called", "from C"):
+        assert words in done.stderr
 
 
 def test_what_a_dying_process_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import operator
 import os
 import pickle
@@ -30,6 +31,8 @@ except ImportError as error:
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from contrastive_zoo.testing.interrupts import uninterrupted
 
 
 class Raised(NamedTuple):
@@ -60,6 +63,8 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would run the caller's in each rank
     try:
         with patch.dict(os.environ, settings):
+            with uninterrupted():  # a fork server that is interrupted while it imports prints a traceback
+                multiprocessing.forkserver.ensure_running()
             yield
     finally:
         sys.modules["__main__"] = main
@@ -74,6 +79,7 @@ def main(
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # of the fork server
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True).start()
     # faulthandler writes from the C handler of the signal: it shows the stack of a rank that is blocked in C++ too.
     stack = open(stack_file(directory, rank), "w")  # noqa: SIM115 - stays open as long as the rank lives

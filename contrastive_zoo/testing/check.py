@@ -21,11 +21,11 @@ from contrastive_zoo.testing.loss_evidence import LossEvidence
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction, Trial
 from contrastive_zoo.testing.mistakes import diagnose
 from contrastive_zoo.testing.report import Finding, NotInvariant, Report, require_world_sizes
-from contrastive_zoo.testing.worlds import RankError, Worlds
+from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 
 __all__ = ["Finding", "NotInvariant", "Report", "check_world_size_invariance", "examine"]
-# Seconds for the loss's construction, which imports its modules, and for its first call, which may compile
-FIRST_CALL_TIMEOUT = 120.0
+CONSTRUCTION_TIMEOUT = 120.0  # seconds for the loss's construction, which imports its modules
+FIRST_CALL_FACTOR = 10.0  # a first call, which may compile, may take so many timeouts
 SHORT_CALL = 2.0  # seconds of a first call that need no longer timeout
 SHRINKING = 4.0  # time limit in seconds for shrinking all counterexamples of a check
 MOST_FAILURES = 3  # the search stops after so many batches on which a rank raises or hangs: each may cost a timeout
@@ -63,14 +63,15 @@ def check_world_size_invariance(
             (and labels), runs forward, backward and the reduction of gradients, leaves the gradients in ``.grad`` and
             returns the loss.
         world_sizes: the world sizes W to test.
-        call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``; ``"auto"`` infers the
-            call form from the names of the loss's parameters.
+        call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``, or as many views as
+            the loss requires, such as ``loss(anchor, positive, negative)``; ``"auto"`` infers the call form from the
+            names of the loss's parameters.
         grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients over ranks.
         max_examples: number of global batches to draw.
         level: ``"loss"`` or ``"training_step"``.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
-        timeout: seconds for one global batch. A first call that takes longer, as compilation does, is waited for, and lets
-            later ones take as long.
+        timeout: seconds for one global batch. A first call, which may compile, may take ten times as long, and then lets
+            later ones take as long as it did.
         worlds: a pool of process groups to use, with its own timeout; None starts one.
         name: name of the loss in the report.
         on_example: called with the number of batches tested so far.
@@ -80,7 +81,7 @@ def check_world_size_invariance(
 
     Raises:
         NotInvariant: an invariant is broken; the message names the smallest batch found, the diagnosis and the fix.
-        ValueError: the loss fails on one process, or a setting is unknown.
+        ValueError: the loss fails on one process, or does not return there, or a setting is unknown.
 
     Examples:
         >>> import contrastive_zoo as cz
@@ -100,19 +101,23 @@ def check_world_size_invariance(
     with ExitStack() as stack:
         pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3))
         try:
-            inferred, problem = pool.run(1, _call_form, make_loss, level, timeout=FIRST_CALL_TIMEOUT)[0]
+            inferred, problem = pool.run(1, _call_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
         except RankError as error:
             raise ValueError(f"the loss cannot be constructed: {invariants.first_line(error)}") from error
         if inferred is None:
             raise ValueError(problem)
         pool.start(1, *world_sizes)
         first_call = time.monotonic()
-        form = inferred if call == "auto" else call
+        form, views = inferred if call == "auto" else (call, inferred[1])
         name = name or str(getattr(make_loss, "__name__", "loss"))
-        case = Case(make_loss, form, grad_reduction, step=level == "training_step", name=name)
-        with suppress(RankError):  # a loss that fails is reported below
-            batch = GlobalBatch((4,), d=width or DEFAULT_WIDTH)
-            pool.run(1, measurement.measure, case, (batch,), measurement.UNCHANGED, timeout=FIRST_CALL_TIMEOUT)
+        case = Case(make_loss, form, grad_reduction, views, step=level == "training_step", name=name)
+        batch, patience = GlobalBatch((4,), d=width or DEFAULT_WIDTH), FIRST_CALL_FACTOR * pool.timeout
+        try:
+            pool.run(1, measurement.measure, case, (batch,), measurement.UNCHANGED, timeout=patience)
+        except WorldTimeout as error:
+            raise ValueError(f"the first call does not end on one process. {error}") from error
+        except RankError:  # a loss that fails is reported below
+            pass
         stack.callback(setattr, pool, "timeout", pool.timeout)
         slow = max(0.0, time.monotonic() - first_call - SHORT_CALL)
         pool.timeout += 2 * max(world_sizes) * slow  # all ranks may compile at the same time
@@ -140,12 +145,12 @@ def examine(make_loss: Callable[[], Any], **settings: Any) -> Report:
         return broken.report
 
 
-def _call_form(make_loss: Callable[[], Any], level: str) -> tuple[Call | None, str]:
+def _call_form(make_loss: Callable[[], Any], level: str) -> tuple[tuple[Call, int] | None, str]:
     """Construct a loss or a training step on this rank; return its call form, or None and the problem."""
     made = make_loss()
     if level == "training_step":
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-            return measurement.call_form(made[1]), ""
+            return measurement.call_form(partial(made[1], made[0])), ""
         return None, f"at level training_step the function returns (model, step), got {type(made).__name__}."
     if callable(made):
         return measurement.call_form(made), ""
@@ -186,7 +191,7 @@ class Examination:
         if self.report.examples == 0:  # no batch has a reference
             raise ValueError(
                 f"{self.case.name}: raises, or is not finite, on one process, so there is no reference to compare with. "
-                f"It was called with {'two views' if self.case.call == 'views' else 'embeddings and labels'}; pass "
+                f"It was called with {self.case.arguments}; pass "
                 f"call='labels' or 'views' if that is wrong. {self.reference_error}"
             )
 

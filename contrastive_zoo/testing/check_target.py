@@ -19,9 +19,12 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
     name = f"{target.rpartition(':')[2]}({shown})" if settings else target.rpartition(":")[2]
     entry = CATALOGUE.get(target)
     factory, arguments = (_factory(target), settings) if entry is None else (entry.loss, entry.settings | settings)
-    if entry is not None and entry.call == "other":
+    call = None if entry is None else entry.call
+    if entry is not None and set(entry.kinds.values()) == {"rows"} and len(entry.kinds) <= 3:
+        call = "views"
+    if entry is not None and call == "other":
         raise BadParameter(
-            f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of two "
+            f"{target} is called with {entry.called_with}. Write a function of embeddings and labels, or of one to three "
             "views, that calls it, and check that function."
         )
     _require_factory(target, factory, arguments)
@@ -30,7 +33,7 @@ def find_target(target: str, settings: dict[str, Any], wrap: bool) -> tuple[Call
         loss = factory(**arguments)
         return DistributedLoss(loss) if wrap or entry is not None else loss
 
-    return make, f"DistributedLoss({name})" if wrap and entry is None else name, None if entry is None else entry.call
+    return make, f"DistributedLoss({name})" if wrap and entry is None else name, call
 
 
 def _factory(target: str) -> Any:

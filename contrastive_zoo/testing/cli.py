@@ -6,11 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from contrastive_zoo.ranks.suggestions import did_you_mean
+from contrastive_zoo.testing.interrupts import uninterrupted
 
 try:
     import typer
@@ -100,10 +101,10 @@ def check(
 
     Exit status: 0 if it is, 1 if it is not, 2 if the loss could not be checked.
     """
-    from contrastive_zoo.testing.check_target import find_target
-
     try:
-        from contrastive_zoo.testing.check import examine
+        with uninterrupted():
+            from contrastive_zoo.testing.check import examine
+            from contrastive_zoo.testing.check_target import find_target
     except ImportError as error:  # it names the extra that is not installed
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
@@ -113,25 +114,26 @@ def check(
     if target is None:
         raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
     sys.path.insert(0, os.getcwd())
-    make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
-    try:
-        with progress(f"checking {name}", examples) as advance:
-            report = examine(
-                make,
-                world_sizes=world_size or (1, 2, 3, 4),
-                call=call_form if call == "auto" and call_form else call,
-                grad_reduction=trainer,
-                max_examples=examples,
-                level=level.replace("-", "_"),
-                width=width,
-                timeout=timeout,
-                name=name,
-                on_example=advance,
-            )
-    except Exception as error:  # exit status 1 is for a verdict
-        hint = did_you_mean(call, ("auto", "labels", "views"))
-        typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}{hint}", err=True)
-        raise typer.Exit(2) from None
+    with _output_for_json(json_file):
+        make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
+        try:
+            with progress(f"checking {name}", examples) as advance:
+                report = examine(
+                    make,
+                    world_sizes=world_size or (1, 2, 3, 4),
+                    call=call_form if call == "auto" and call_form else call,
+                    grad_reduction=trainer,
+                    max_examples=examples,
+                    level=level.replace("-", "_"),
+                    width=width,
+                    timeout=timeout,
+                    name=name,
+                    on_example=advance,
+                )
+        except Exception as error:  # exit status 1 is for a verdict
+            hint = did_you_mean(call, ("auto", "labels", "views"))
+            typer.echo(f"{name}: could not be checked. {str(error).partition(chr(10))[0]}{hint}", err=True)
+            raise typer.Exit(2) from None
     raise typer.Exit(_shown(report, json_file))
 
 
@@ -146,7 +148,8 @@ def audit(
     loss: Annotated[
         list[str] | None, typer.Option(help="Class, or module:Class, of a loss that is not known; repeat the option.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each number of processes.", min=1)] = 300.0,
+    nodes: Annotated[int, typer.Option(help="Number of nodes; LOCAL_RANK counts within one.", min=1)] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for each run of the script.", min=1)] = 300.0,
     json_file: JsonFile = None,
 ) -> None:
     """Run the first steps of a training script on several processes and compare them with one process.
@@ -156,7 +159,8 @@ def audit(
 
     Exit status: 0 if the training is the same, 1 if it is not, 2 if that is not known.
     """
-    from contrastive_zoo.testing.auditing.launch import audit_script, torchrun_processes
+    with uninterrupted():
+        from contrastive_zoo.testing.auditing.launch import audit_script, torchrun_processes
 
     sizes, started = world_size or (2,), torchrun_processes()
     if started == 0:
@@ -166,7 +170,13 @@ def audit(
     try:
         with progress(f"auditing {' '.join(command)}", 2 * len(sizes)) as advance:
             report = audit_script(
-                command, world_sizes=sizes, steps=steps, losses=loss or [], timeout=timeout, on_run=advance
+                command,
+                world_sizes=sizes,
+                nodes=nodes,
+                steps=steps,
+                losses=loss or [],
+                timeout=timeout,
+                on_run=advance,
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -198,11 +208,12 @@ def explain_step(
 
     Exit status: 0, or 2 if the loss refuses such a call.
     """
-    import torch
+    with uninterrupted():
+        import torch
 
-    import contrastive_zoo
-    from contrastive_zoo.testing.catalogue import CATALOGUE
-    from contrastive_zoo.testing.check_target import find_target
+        import contrastive_zoo
+        from contrastive_zoo.testing.catalogue import CATALOGUE
+        from contrastive_zoo.testing.check_target import find_target
 
     shapes: dict[str, tuple[int, ...]] = {"rows": (rows, width), "several": (rows, SEVERAL, width)}
     shapes |= {"negatives": (rows, width), "several scores": (rows, SEVERAL)}
@@ -239,7 +250,8 @@ def list_losses(
     json_file: JsonFile = None,
 ) -> None:
     """Show the losses of the zoo, or those whose name, family, call, summary or peers contain some words."""
-    from contrastive_zoo.testing.catalogue import CATALOGUE
+    with uninterrupted():
+        from contrastive_zoo.testing.catalogue import CATALOGUE
 
     entries = [x for x in CATALOGUE.values() if all(word.lower() in x.text.lower() for word in words or ())]
     if not entries:
@@ -253,6 +265,23 @@ def list_losses(
 
 _ANSWERS = {True: "yes", False: "no", None: "not compared"}
 _STYLES = {True: "green", False: "bold red", None: "yellow"}
+
+
+@contextmanager
+def _output_for_json(json_file: Path | None) -> Iterator[None]:
+    """Context manager: all that is printed goes to stderr, by ranks too, if the output is to be JSON."""
+    if str(json_file) != "-":
+        yield
+        return
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 @contextmanager
@@ -271,7 +300,8 @@ def show(report: Report | AuditReport) -> None:
         for name, holds, measured in section.rows:
             answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
             table.add_row(name, answer, *(Text(x) for x in measured))
-        console.print(table)
+        if section.rows:
+            console.print(table)
         for problem in section.problems:
             console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
         for x in section.diagnoses:

@@ -143,7 +143,7 @@ class Evidence:
     is_step = True  # whether a whole training step is under test, not a loss
     is_training = False  # whether the evidence is of a training that was audited
     broken: frozenset[str] = frozenset()  # names of the broken invariants
-    failure: str | None = None  # "hang", "raises" or "uneven shards" if a rank fails on some batch
+    failure: str | None = None  # "hang", "no answer", "raises" or "uneven shards" if a rank fails on some batch
     draws = False  # whether random numbers are drawn, from any generator
     calls_in_backward = False  # whether a collective of embeddings or gradients is called in the loss's backward pass
 

@@ -15,6 +15,7 @@ from contrastive_zoo.testing.interventions import SELECTIONS, Selection
 from contrastive_zoo.testing.invariants import CONTRACT, runs_on_every_split
 from contrastive_zoo.testing.measurement import TOLERANCE, Case, Measurement, Plan, Trial
 from contrastive_zoo.testing.mistakes import FALLBACK
+from contrastive_zoo.testing.stacks import NO_COLLECTIVE
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -114,7 +115,7 @@ class LossEvidence(Evidence):
 
     def _kind(self, error: RankError) -> str:
         if isinstance(error, WorldTimeout):
-            return "hang"
+            return "no answer" if NO_COLLECTIVE in str(error) else "hang"
         if any(isinstance(x, HeldGroupError) for x in error.errors.values()):
             return FALLBACK
         return "uneven shards" if self.comparisons else "raises"

@@ -36,9 +36,9 @@ class Case:
     """
 
     make: Callable[[], Any]
-    call: Call = "labels"  # "labels" for loss(embeddings, labels), "views" for loss(view1, view2)
+    call: Call = "labels"  # "labels" for loss(embeddings, labels), "views" for loss(view1, view2, …)
     grad_reduction: GradReduction = "mean"  # how the trainer reduces gradients over ranks
-    views: int = 2  # number of views, for call="views"
+    views: int = 2  # number of views, for call="views"; 3 for loss(anchor, positive, negative)
     step: bool = False  # whether a whole training step is under test
     name: str = "loss"  # in reports
     repetitions: int = 0  # calls that are averaged, with other random numbers on each rank; 0 for one call
@@ -46,18 +46,30 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def arguments(self) -> str:
+        return f"{self.views} views" if self.call == "views" else "embeddings and labels"
 
-def call_form(loss: Any) -> Call:
-    """Infer the call form of a loss from its parameters: labels if one has such a name, otherwise views."""
+
+def call_form(loss: Any) -> tuple[Call, int]:
+    """Infer the call form of a loss from its parameters, and the number of its views.
+
+    It takes labels if a parameter has such a name, otherwise views: those that it requires, two if it takes any number.
+    """
     inner = getattr(loss, "loss", None) or getattr(loss, "module", None)
     if inner is not None and callable(inner) and type(loss).__name__.startswith("Distributed"):
         return call_form(inner)
     function = loss.inputs if isinstance(loss, Loss) else loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        names = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return "labels"
-    return "labels" if any(name.lower() in ("labels", "label", "y", "target", "targets") for name in names) else "views"
+        return "labels", 2
+    is_of_labels = any(x.name.lower() in ("labels", "label", "y", "target", "targets") for x in parameters)
+    required = [
+        x for x in parameters if x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    ]
+    is_any = any(x.kind is x.VAR_POSITIONAL for x in parameters)
+    return "labels" if is_of_labels else "views", 2 if is_any else len(required) or 2
 
 
 COMPARED = "encoder", "parameters", "sharded", "state"  # the tensors of a measurement that one process must have, too

@@ -196,7 +196,7 @@ ANSWERS: dict[str, tuple[str, str, bool]] = {
     "a rank returns the loss of views that are cut from the ranks' blocks": ("confirms", "views split wrongly", True),
     "ranks communicate, and in DistributedLoss the loss is right": ("confirms", FALLBACK, True),
 }
-FAILURES = ("hang", "raises", "uneven shards", FALLBACK)
+FAILURES = ("hang", "no answer", "raises", "uneven shards", FALLBACK)
 WITH_FACTOR: dict[str, Callable[[Comparison, float], bool]] = {
     "every rank returns {} the value of one process": Comparison.has_values,
     "the mean of the ranks' values is {} the value of one process": Comparison.has_mean,

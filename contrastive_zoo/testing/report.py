@@ -225,10 +225,12 @@ class AuditReport(_Result):
 
     @property
     def verdict(self) -> str:
-        words = f"the training is {'' if self.ok else 'not '}the same as on one process"
-        words = "no mistake was found, but not everything was compared" if self.ok is None else words
-        is_compared = any(x.quantities or x.findings for x in self.worlds)
-        return f"{self.name}: {words if is_compared else 'nothing was compared'}."
+        if self.ok is not None:
+            return f"{self.name}: the training is {'' if self.ok else 'not '}the same as on one process."
+        is_compared = any(y.ok is not None for x in self.worlds for y in x.quantities)
+        words = "no mistake was found, but not everything" if is_compared else "nothing"
+        why = next((f": {y.splitlines()[0]}" for x in self.worlds for y in [x.problem, *x.not_compared] if y), "")
+        return f"{self.name}: {words} was compared{why.rstrip('.:')}."
 
     def sections(self) -> list[Section]:
         return [x.section() for x in self.worlds]

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
-import re
 import shutil
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import torch
-
 from contrastive_zoo.ranks.messages import CommunicationError
 from contrastive_zoo.testing import _rank
 from contrastive_zoo.testing._rank import Answer, Raised, dump_job, imported_by
+from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
 
 R = TypeVar("R")
 LONGEST_WAIT = 3600.0  # seconds of one wait for answers: an infinite timeout is not accepted by the operating system
@@ -213,7 +209,7 @@ class _World:
             assert pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        outcome.stuck = {rank: read_stack(_rank.stack_file(self.directory, rank)) for rank in sorted(pending)}
+        outcome.stuck = {rank: read_stack(Path(_rank.stack_file(self.directory, rank))) for rank in sorted(pending)}
         return outcome
 
     def _receive(self, rank: int) -> _rank.Answer | str:
@@ -235,17 +231,6 @@ class _World:
         for pipe in self.pipes:
             pipe.close()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Where:
-    """Where a rank was when the timeout ended: a collective (None outside of any), and a line of the user's code."""
-
-    collective: str | None
-    place: str
-
-    def __str__(self) -> str:
-        return f"is at {self.place}" if self.collective is None else f"waits in {self.collective} ({self.place})"
 
 
 class RankError(RuntimeError):
@@ -322,61 +307,8 @@ class Outcome:
         waits = {rank: f"rank {rank} {where}" for rank, where in self.stuck.items()}
         start = f"W={self.world_size}: "
         if not failures:
-            ranks = "; ".join(waits.get(rank, f"rank {rank} has returned") for rank in range(self.world_size))
-            why = explain_hang(self.world_size, self.stuck)
-            raise WorldTimeout(f"{start}no answer within {self.timeout:g} s. {ranks}. {why}", {}, self.stuck)
+            why = explain_hang(self.world_size, self.stuck, "has returned")
+            raise WorldTimeout(f"{start}no answer within {self.timeout:g} s. {why}", {}, self.stuck)
         summaries = [f"rank {rank} {failure.summary.partition(chr(10))[0]}" for rank, failure in failures.items()]
         tracebacks = [f"\n\nrank {rank}:\n{f.traceback.rstrip()}" for rank, f in failures.items() if f.traceback]
         raise RankError(start + "; ".join([*summaries, *waits.values()]) + "".join(tracebacks), errors, self.stuck)
-
-
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-_LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (*torch.__path__, os.path.dirname(__file__)))
-_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
-
-
-def read_stack(file: str) -> Where:
-    """Read where a rank is that has just received SIGUSR1."""
-    path, deadline, text = Path(file), time.monotonic() + 1.0, ""
-    while time.monotonic() < deadline:
-        before, text = text, path.read_text(errors="replace") if path.exists() else ""
-        if text and text == before:  # faulthandler marks no end; it writes within microseconds
-            break
-        time.sleep(0.02)
-    # a stack for each thread, the innermost frame first, and the main thread last
-    chunks = re.split(r"^(?:Current t|T)hread ", text, flags=re.M)
-    stacks = [frames for frames in map(_FRAME.findall, chunks) if frames]
-    for frames in stacks:
-        # The outermost collective below the user's code: all_gather_object, not the all_gather that it calls.
-        calls = itertools.takewhile(lambda frame: not is_user_code(frame[0]), frames)
-        names = [name for file, _, name in calls if file.endswith(_COLLECTIVES) and not name.startswith(("_", "<"))]
-        if names:
-            return Where(names[-1], _place(frames))
-    return Where(None, _place(stacks[-1]) if stacks else "an unknown place")
-
-
-def _place(frames: list[tuple[str, str, str]]) -> str:
-    file, line, function = next((frame for frame in frames if is_user_code(frame[0])), frames[0])
-    return f"{os.path.basename(file)}:{line} in {function}"
-
-
-def is_user_code(file: str) -> bool:
-    """Return whether a file is neither torch's, nor the standard library's, nor one of this package's worlds."""
-    # typing_extensions.py wraps functions that are deprecated
-    if file.startswith((*_LIBRARY_FOLDERS, "<frozen")) or file.endswith("typing_extensions.py"):
-        return False
-    return "site-packages" in file or not file.startswith(_STDLIB)  # site-packages may be inside the stdlib's folder
-
-
-def explain_hang(world_size: int, stuck: Mapping[int, Where]) -> str:
-    waits = {rank: stuck[rank].collective if rank in stuck else None for rank in range(world_size)}
-    absent = {name: [rank for rank in waits if waits[rank] != name] for name in waits.values() if name is not None}
-    if not absent and len(stuck) < world_size:
-        return "No Python frame shows a collective: the job is slow, or waits for a peer in C++ (DDP, Work.wait)."
-    if not absent:
-        return "No rank waits in a collective: the job loops, or needs a longer timeout."
-    if not any(absent.values()):
-        return f"Every rank is in {waits[0]}, but in different calls: another number of calls, another shape or group."
-    ranks = {name: f"Rank{'s' * (len(x) > 1)} {', '.join(map(str, x))}" for name, x in absent.items()}
-    return " ".join(f"{who} never entered {name}." for name, who in ranks.items())

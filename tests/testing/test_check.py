@@ -1,6 +1,7 @@
 """The check names every mistake of the gallery, accuses no right recipe, and recognises no mistake that is in no table."""
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -143,10 +144,42 @@ def test_what_cannot_be_checked_is_refused(made: object, settings, words: str, w
 
 
 def test_the_call_form_is_inferred_from_parameter_names() -> None:
-    assert call_form(cz.DistributedLoss(cz.SupCon())) == "labels"
-    assert call_form(cz.DistributedLoss(cz.NTXent())) == "views"
-    assert call_form(nn.CosineEmbeddingLoss()) == "labels"
-    assert call_form(lambda z, y: z.sum()) == "labels"
+    assert call_form(cz.DistributedLoss(cz.SupCon()))[0] == "labels"
+    assert call_form(cz.DistributedLoss(cz.NTXent())) == ("views", 2)
+    assert call_form(nn.CosineEmbeddingLoss())[0] == "labels"
+    assert call_form(lambda z, y: z.sum())[0] == "labels"
+    assert call_form(cz.KoLeo()) == ("views", 1)
+    assert call_form(nn.TripletMarginLoss()) == ("views", 3)
+    assert call_form(lambda a, b, scale=1.0: a.sum()) == ("views", 2)
+
+
+@pytest.mark.parametrize("make", [nn.TripletMarginLoss, cz.KoLeo])
+def test_losses_of_one_and_of_three_arguments(make: Callable[[], Any], impatient: Worlds) -> None:
+    right = examine(lambda: cz.DistributedLoss(make()), world_sizes=(2,), max_examples=3, worlds=impatient)
+    assert right.ok, str(right)
+    assert "same_encoder_gradient" in right.tried
+    wrong = examine(make, world_sizes=(2,), max_examples=3, worlds=impatient)
+    assert not wrong.ok
+
+
+def sleeping(is_asleep: Callable[[], bool]) -> Callable[[], Any]:
+    def loss(view1, view2):
+        while is_asleep():
+            time.sleep(0.01)
+        return (view1 - view2).square().sum()
+
+    return lambda: loss
+
+
+def test_a_loss_that_does_not_return_cannot_be_checked_and_is_no_hang_of_a_collective() -> None:
+    with Worlds(timeout=0.5, grace=0.3) as worlds:
+        with pytest.raises(
+            ValueError, match=r"does not end on one process. W=1: no answer within 5 s. rank 0 is at test_ch"
+        ):
+            examine(sleeping(lambda: True), world_sizes=(2,), worlds=worlds)
+        makes = sleeping(lambda: torch.distributed.get_world_size() > 1)
+        evidence = LossEvidence(Case(makes, "views"), [], worlds)
+        assert diagnose(evidence).mistake == "no answer"
 
 
 def test_a_width_fixed_by_weights(impatient: Worlds) -> None:

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contrastive_zoo.testing.worlds import RankError, Where, Worlds, WorldTimeout
+from contrastive_zoo.testing.stacks import Where
+from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 from tests.helpers import EVERY_CASE
 
 
@@ -300,12 +301,31 @@ def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
     assert worlds.run(2, total) == [2.0, 2.0]
 
 
-def test_an_interrupted_job_ends_its_world(worlds):
-    before = pids(worlds, 2)
-    stop = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
-    stop.start()
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts the suite in the background has it ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_job_ends_its_world(worlds, tmp_path):
+    before, begun = pids(worlds, 2), tmp_path / "begun"
+
+    def job():
+        begun.touch()
+        while True:
+            time.sleep(0.01)
+
+    def interrupt():
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        worlds.run(2, time.sleep, 60)
+        worlds.run(2, job, timeout=math.inf)
     assert not any(map(alive, before))
     assert worlds.run(2, total) == [2.0, 2.0]
 

@@ -1,18 +1,22 @@
 """Start the processes of an audited script (each runs this module), wait for them, and return the report."""
 
+import faulthandler
+import json
+import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,21 +24,34 @@ from torch import nn
 
 from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import this_process
+from contrastive_zoo.testing.auditing import session
 from contrastive_zoo.testing.auditing.diagnosis import assemble
 from contrastive_zoo.testing.auditing.recorder import Recorder
 from contrastive_zoo.testing.auditing.records import Record, listed
 from contrastive_zoo.testing.auditing.rerun import Rerun, Setting
+from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.testing.report import AuditReport, WorldReport, require_world_sizes
+from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
 
 # Seconds after which a rank ends that the others may need: after the last step, and after its script has ended
 WAIT, GRACE = 120.0, 2.0
 LOG_LINES = 12  # lines of a rank's output that are shown if there is no report
+AT_IMPORT = Where(None, "the import of torch")
+OF_OWN_PROCESSES = (
+    "not audited: the script starts its own processes. Let it read RANK and WORLD_SIZE, as under torchrun, and start "
+    'helpers below if __name__ == "__main__"'
+)
+WITHOUT_GPU = (
+    'not audited: init_process_group("nccl") needs a GPU, and this machine has none; pass '
+    '"nccl" if torch.cuda.is_available() else "gloo"'
+)
 
 
 def audit_script(
     command: Sequence[str],
     *,
     world_sizes: Sequence[int] = (2,),
+    nodes: int = 1,
     steps: int = 3,
     losses: Sequence[str] = (),
     timeout: float = 300.0,
@@ -42,6 +59,8 @@ def audit_script(
 ) -> AuditReport:
     """Run a script, or ``-m`` and a module, on local processes, and compare its first steps with one process."""
     require_world_sizes(world_sizes)
+    if nodes < 1 or any(size % nodes for size in world_sizes):
+        raise ValueError(f"nodes divides every number of processes, got {nodes} for {[*world_sizes]}.")
     if steps < 1:
         raise ValueError(f"steps is the number of steps to compare, at least 1, got {steps}.")
     if not command or (command[0] != "-m" and not Path(command[0]).is_file()):
@@ -50,69 +69,108 @@ def audit_script(
     arguments = [str(steps), ",".join(losses), *command]
     for index, size in enumerate(world_sizes):
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="contrastive-zoo-audit-") as name:
-            folder = Path(name)
-            run = partial(_run, folder, arguments, timeout)
-            run([f"rank{rank}" for rank in range(size)])
+        with _session() as processes:
+            run = partial(_run, processes, arguments, timeout, nodes)
+            hang = run([f"rank{rank}" for rank in range(size)])
             on_run(2 * index + 1)
-            world = judged(folder, size, run)
+            world = judged(processes.folder, size, run, hang)
         world.seconds = time.monotonic() - start
         report.worlds.append(world)
         on_run(2 * index + 2)
     return report
 
 
-def _run(folder: Path, arguments: Sequence[str], timeout: float, names: Sequence[str]) -> None:
-    """Run a script in processes of these names, one for each rank, until they have recorded its steps."""
-    store, processes = local_store(), []
-    for rank, name in enumerate(names):
-        with (folder / f"{name}.log").open("wb") as log:
-            command = [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", str(folder), name, *arguments]
-            variables = environment(rank, len(names), store.port, is_rank=name.startswith("rank"))
-            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            processes.append(process)
+class Processes(NamedTuple):
+    """The folder of an audit, and a function that ends the processes of the audit and starts others."""
+
+    folder: Path
+    start: Callable[[list[tuple[str, list[str], dict[str, str]]]], list[int]]
+
+
+@contextmanager
+def _session() -> Iterator[Processes]:
+    """Context manager: processes of an audit, which end with it, or with this process, however it ends."""
+    command, pipe = [sys.executable, "-IS", session.__file__], subprocess.PIPE
+    settings: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **settings) as supervisor:
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        to_supervisor, answers = supervisor.stdin, supervisor.stdout
+
+        def start(processes: list[tuple[str, list[str], dict[str, str]]]) -> list[int]:
+            print(json.dumps(processes), file=to_supervisor, flush=True)
+            pids: list[int] = json.loads(answers.readline())
+            return pids
+
+        yield Processes(Path(answers.readline().rstrip("\n")), start)
+
+
+def _run(processes: Processes, arguments: Sequence[str], timeout: float, nodes: int, names: Sequence[str]) -> str:
+    """Run a script in processes of these names, one for each rank, until they have recorded its steps, or say why not."""
+    folder, store = processes.folder, local_store()
+    command = [sys.executable, "-m", "contrastive_zoo.testing.auditing.launch", str(folder)]
+    variables = [
+        environment(rank, len(names), store.port, is_rank=x.startswith("rank"), nodes=nodes)
+        for rank, x in enumerate(names)
+    ]
+    pids = processes.start([(x, [*command, x, *arguments], y) for x, y in zip(names, variables, strict=True)])
     try:
-        wait_for_records(folder, names, lambda index: processes[index].poll() is not None, timeout)
+        have_ended = [(folder / f"{name}.ended").exists for name in names]
+        if wait_for_records(folder, names, lambda index: have_ended[index](), timeout):
+            return ""
+        running = [i for i, x in enumerate(names) if not (have_ended[i]() or (folder / f"{x}.record").exists())]
+        stacks = {index: folder / f"{names[index]}.stack" for index in running}
+        for index, stack in stacks.items():
+            with suppress(ProcessLookupError):
+                if stack.exists():  # the signal would end a process that imports torch
+                    os.kill(pids[index], signal.SIGUSR1)
+        stuck = {index: read_stack(x) if x.exists() else AT_IMPORT for index, x in stacks.items()}
+        return f"no record within {timeout:g} s. {explain_hang(len(names), stuck, 'has recorded its steps')}"
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        processes.start([])
 
 
-def wait_for_records(folder: Path, names: Sequence[str], has_ended: Callable[[int], bool], timeout: float) -> None:
-    """Wait until processes of these names have written their records, or one has ended without."""
+def wait_for_records(folder: Path, names: Sequence[str], has_ended: Callable[[int], bool], timeout: float) -> bool:
+    """Wait until processes of these names have written their records, or one has ended without; False after a timeout."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         # of this moment before it is looked for: a process may write its record and end in between
         ended = [has_ended(index) for index in range(len(names))]
         missing = [not (folder / f"{name}.record").exists() for name in names]
         if not any(missing):
-            return
+            return True
         if any(x and y for x, y in zip(ended, missing, strict=True)):
             time.sleep(1.0)  # others may just be about to fail as well
-            return
+            return True
         time.sleep(0.02)
+    return False
 
 
-def judged(folder: Path, world_size: int, run: Callable[[list[str]], object]) -> WorldReport:
-    """Return the report of what all ranks recorded in a folder; ``run`` runs the script in processes of these names."""
+def judged(folder: Path, world_size: int, run: Callable[[list[str]], str], hang: str = "") -> WorldReport:
+    """Return the report of what all ranks recorded in a folder.
+
+    ``run`` runs the script in processes of these names, and says where they wait if they do not end, as ``hang`` does.
+    """
     records = _records(folder)
     missing = sorted({*range(world_size)} - {x.rank for x in records})
 
     def run_again(setting: Setting) -> Record:
         name = f"one{len(list(folder.glob('one*.setting')))}"
         _write(setting, folder / f"{name}.setting")
-        run([name])
+        waits = run([name])
         path = folder / f"{name}.record"
         if path.exists():
             return _read(path)
-        return Record(error=f"an error, or ends, without a record. Its last output:\n{_log(folder, name)}")
+        why = f"no error, and leaves {waits}" if waits else "an error, or ends, without a record."
+        return Record(error=f"{why} Its last output:\n{_log(folder, name)}")
 
-    failed = WorldReport(world_size, problem=f"ranks {missing} did not end")
+    refused = next((x.problem for x in records if x.problem), "")
+    failed = WorldReport(world_size, problem=refused or hang or f"ranks {missing} ended without a record")
     report = failed if missing else assemble(records, run_again)
-    if missing or not all(x.steps or x.problem for x in records):
-        rank = next((x.rank for x in records if x.error), missing[0] if missing else 0)
-        report.problem += f". Last output of rank {rank}:\n{_log(folder, f'rank{rank}')}"
+    rank = next((x.rank for x in records if x.error), missing[0] if missing else 0)
+    log = "" if refused or (not missing and all(x.steps for x in records)) else _log(folder, f"rank{rank}")
+    if log:
+        report.problem = f"{report.problem.removesuffix('.')}. Last output of rank {rank}:\n{log}"
     return report
 
 
@@ -137,16 +195,40 @@ def torchrun_processes() -> int | None:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if os.environ["LOCAL_RANK"] == "0" else 0
 
 
-def environment(rank: int, world_size: int, port: int, is_rank: bool = True) -> dict[str, str]:
-    """Return the environment of one rank of this machine, with the variables that torchrun sets."""
+def environment(rank: int, world_size: int, port: int, is_rank: bool = True, nodes: int = 1) -> dict[str, str]:
+    """Return the environment of one rank, with the variables that torchrun sets on one of several equal nodes."""
+    of_node = max(1, world_size // nodes)  # a rerun in one process is one node
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback} | dict(os.environ)
-    variables |= dict.fromkeys(["RANK", "LOCAL_RANK"], str(rank)) | {"GROUP_RANK": "0"}
-    variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(world_size))
+    variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank % of_node), "GROUP_RANK": str(rank // of_node)}
+    variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(of_node)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "contrastive-zoo-audit"}
     variables |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     # trainers would compare the size of torchrun's world with the one that a rerun in one process is given
     return {key: x for key, x in variables.items() if is_rank or key != "TORCHELASTIC_RUN_ID"}
+
+
+@contextmanager
+def _refusing(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Context manager: call a function if a script starts processes that train, or NCCL without a GPU."""
+
+    def start_process(original: Any, process: Any) -> Any:
+        trains = getattr(process._target, "__module__", "") in ("__main__", "torch.multiprocessing.spawn")
+        is_fork = (process._start_method or multiprocessing.get_start_method()) == "fork"
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        # a process that is not forked runs a script without a guard again, in the place of the rank that started it
+        is_guarded = is_fork or file is None or "__name__" in Path(file).read_text(errors="replace")
+        if (trains and not process.daemon and not dist.is_initialized()) or not is_guarded:
+            refuse(OF_OWN_PROCESSES)
+        return original(process)
+
+    def init_process_group(original: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if "nccl" in str(backend) and not torch.cuda.is_available():
+            refuse(WITHOUT_GPU)
+        return original(backend, *args, **kwargs)
+
+    with replaced(BaseProcess, "start", start_process), replaced(dist, "init_process_group", init_process_group):
+        yield
 
 
 def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], script: Callable[[], object]) -> NoReturn:
@@ -169,10 +251,17 @@ def record_script(folder: Path, name: str, steps: int, losses: Sequence[str], sc
 
     recorder = Recorder(losses, steps, on_finish=lambda: finish(WAIT), needs_group=is_of_several, rerun=rerun)
     recorder.record.unknown_losses = set(losses)
+
+    def refuse(problem: str) -> NoReturn:
+        recorder.record.problem = problem
+        finish(GRACE)
+
     recorder.start()
+    os.register_at_fork(after_in_child=partial(setattr, recorder, "finished", True))
     error = ""
     try:
-        script()
+        with _refusing(refuse):
+            script()
     except SystemExit as exit_:
         error = f"SystemExit: {exit_.code}" if exit_.code else ""
     except BaseException as raised:
@@ -285,6 +374,8 @@ def main() -> NoReturn:
     sys.argv = [script, *arguments]
     run = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
     further = [x for x in losses.split(",") if x]
+    stack = Path(folder, f"{name}.stack").open("w")  # noqa: SIM115 - stays open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     record_script(Path(folder), name, int(steps), further, lambda: run(script, run_name="__main__"))
 
 

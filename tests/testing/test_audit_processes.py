@@ -1,0 +1,210 @@
+"""The processes of an audit: none outlives it, however it ends, and a script that cannot be audited is refused in words."""
+
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from contrastive_zoo.testing.auditing import launch
+from contrastive_zoo.testing.auditing.diagnosis import assemble
+from contrastive_zoo.testing.auditing.launch import OF_OWN_PROCESSES, WITHOUT_GPU, _refusing, audit_script, environment
+from contrastive_zoo.testing.auditing.records import Record
+from contrastive_zoo.testing.report import AuditReport
+from tests.helpers import EVERY_CASE
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have the suite ignore it
+from contrastive_zoo.__main__ import main
+main()
+"""
+TRAINING = """
+import os, pathlib, subprocess, sys, torch
+torch.distributed.init_process_group("gloo")
+size = os.environ["WORLD_SIZE"]
+subprocess.Popen(["sleep", "1000"])
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.eye(2)).square().sum().backward()
+    pathlib.Path(f"begun{size}").touch()
+    while size == sys.argv[1]:
+        torch.distributed.barrier()
+    optimizer.step()
+"""
+# Files of a moment at which an audit is interrupted, and the number of processes of the run that does not end
+MOMENTS = {
+    "the folder is there": ("tmp/contrastive-zoo-*", "2"),
+    "a rank begins": ("tmp/contrastive-zoo-*/rank*.stack", "2"),
+    "the script trains": ("begun2", "2"),
+    "the rerun starts": ("tmp/contrastive-zoo-*/one0.log", "1"),
+    "the rerun trains": ("begun1", "1"),
+}
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+
+
+def interruptions() -> list[tuple[str, signal.Signals]]:
+    if EVERY_CASE:
+        draw = random.Random(0)
+        return [(draw.choice([*MOMENTS]), SIGNALS[i % 3]) for i in range(20)]
+    return [*zip([*MOMENTS][1:4], SIGNALS, strict=True)]
+
+
+def wait(condition: Callable[[], object], seconds: float = 240.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def processes_with(mark: str) -> list[int]:
+    """Return the ids of the processes that have inherited a variable of the environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+@pytest.mark.parametrize(("moment", "number"), interruptions())
+def test_an_interrupted_audit_leaves_no_process_and_no_folder(
+    moment: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    pattern, size = MOMENTS[moment]
+    (tmp_path / "train.py").write_text(TRAINING)
+    (tmp_path / "tmp").mkdir()
+    mark = uuid.uuid4().hex
+    variables = os.environ | {"AUDIT_MARK": mark, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COMMAND, "audit", "train.py", size]
+    with subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as audit:
+        assert wait(lambda: any(tmp_path.glob(pattern))), moment
+        audit.send_signal(number)
+        _, error = audit.communicate()
+    assert wait(lambda: not processes_with(mark), 60), [
+        Path(f"/proc/{x}/cmdline").read_text() for x in processes_with(mark)
+    ]
+    assert list((tmp_path / "tmp").glob("contrastive-zoo-*")) == []
+    assert audit.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in error
+
+
+WAITING = """
+import os, pathlib, sys, threading, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+main = threading.get_ident()
+
+def watch():
+    names = set()
+    while "all_reduce" not in names:
+        frame, names = sys._current_frames()[main], set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+    pathlib.Path("waits0").touch()
+
+if dist.get_rank() == 0:
+    threading.Thread(target=watch).start()
+    dist.all_reduce(torch.ones(1))
+pathlib.Path("waits1").touch()
+while True:
+    pass
+"""
+
+
+def test_a_timeout_says_the_seconds_and_where_each_rank_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def until_they_wait(folder: Path, names: Sequence[str], has_ended: Callable[[int], bool], timeout: float) -> bool:
+        assert wait(lambda: all((tmp_path / f"waits{rank}").exists() for rank in range(2)))
+        return False
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "wait_for_records", until_they_wait)
+    (tmp_path / "train.py").write_text(WAITING)
+    report = audit_script(["train.py"], timeout=7.0)
+    (world,) = report.worlds
+    assert report.status == 2
+    assert world.problem.startswith(
+        "no record within 7 s. rank 0 waits in all_reduce (train.py:17 in <module>); rank 1 is at "
+    )
+    assert "Rank 1 never entered all_reduce." in world.problem
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(problem: str) -> NoReturn:
+    raise Refused(problem)
+
+
+def train() -> None:
+    """Stand for a training of a process that a script starts."""
+
+
+@pytest.mark.parametrize("source", ["train()", 'if __name__ == "__main__":\n    train()'])
+def test_a_script_that_starts_its_own_processes_is_refused(source: str, tmp_path: Path, monkeypatch: Any) -> None:
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    Path(main.__file__).write_text(source)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    is_guarded = "__name__" in source
+    with _refusing(refuse):
+        with pytest.raises(Refused) as refused:
+            torch.multiprocessing.spawn(train, nprocs=2)
+        assert str(refused.value) == OF_OWN_PROCESSES
+        monkeypatch.setattr(train, "__module__", "__main__")
+        with pytest.raises(Refused):  # as PyTorch's tutorial does
+            multiprocessing.get_context("fork").Process(target=train).start()
+        started: list[object] = []
+        monkeypatch.setattr(
+            multiprocessing.context.SpawnProcess, "_Popen", lambda self, process: started.append(process)
+        )
+        helper = multiprocessing.get_context("spawn").Process(target=math.sqrt, args=(1,), daemon=True)
+        if not is_guarded:
+            with pytest.raises(Refused):
+                helper.start()
+    assert started == []
+
+
+def test_nccl_without_a_gpu_is_one_sentence() -> None:
+    with _refusing(refuse), pytest.raises(Refused) as refused:
+        dist.init_process_group("nccl")
+    assert str(refused.value) == WITHOUT_GPU
+    report = assemble([Record(problem=WITHOUT_GPU)] * 2, lambda setting: Record())
+    assert (report.problem, report.ok, report.findings) == (WITHOUT_GPU, None, [])
+
+
+@pytest.mark.parametrize("record", [Record(), Record(initialized=True)])
+def test_a_script_that_trains_nothing_is_not_accused(record: Record) -> None:
+    report = assemble([record, record], lambda setting: Record())
+    found = AuditReport("train.py", [report])
+    assert (found.status, report.findings) == (2, [])
+    assert "nothing was compared" in found.verdict
+    steps_alone = assemble([Record(skipped=3)] * 2, lambda setting: Record())
+    assert [x.mistake for x in steps_alone.findings] == ["no process group"]
+
+
+def test_ranks_of_several_nodes_have_a_number_in_their_node() -> None:
+    names = "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    variables = [environment(rank, 4, 1, nodes=2) for rank in range(4)]
+    assert [[int(x[name]) for name in names] for x in variables] == [[r, r % 2, r // 2, 4, 2] for r in range(4)]
+    with pytest.raises(ValueError, match="nodes divides every number of processes"):
+        audit_script([__file__], world_sizes=[2, 3], nodes=2)
