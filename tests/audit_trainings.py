@@ -235,6 +235,63 @@ class OpenClipOwnSlice(OpenClip):
     gather_with_grad = False
 
 
+@variant("two views, gathered before the loss", "gathered first", base=OpenClip)
+def _(x: Any) -> None:
+    x.loss_fn = cz.DistributedLoss(cz.NTXent(), check_distinct=False)
+    x.loss = lambda *views: x.loss_fn(*(cz.collectives.all_gather(x.model(y)) for y in views))
+
+
+class Clip(nn.Module):
+    """The model of OpenCLIP, which holds the scale of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.logit_scale = make_encoder(), nn.Parameter(torch.tensor(1.0).double())
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.encoder(x), self.encoder(y), self.logit_scale.exp()
+
+
+@training("the scale of the logits in the model, a gather that keeps its own slice", "own slice")
+class OpenClipScale(OpenClipOwnSlice):
+    make_encoder = staticmethod(Clip)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y, scale = self.model(x, y)
+        x, y = map(self.loss_fn.gathered, map(nn.functional.normalize, (x, y)))
+        return nn.functional.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
+
+
+@training("the scale of the logits in the model, a gather with gradient")
+class OpenClipScaleRight(OpenClipScale):
+    gather_with_grad = True
+
+
+@variant("a learning rate of one rank", "unequal settings", base=OpenClip)
+def _(x: Any) -> None:
+    x.make_optimizer = partial(torch.optim.SGD, lr=0.1 * (1 + x.rank))
+
+
+@variant("a weight decay of one rank", "unequal settings", base=OpenClip)
+def _(x: Any) -> None:
+    x.make_optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1 * x.rank)
+
+
+@variant("a limit of clipping of one rank", "unequal settings", base=OpenClip)
+def _(x: Any) -> None:
+    x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1 / (1 + x.rank))
+
+
+@variant("one rank clips", "unequal settings", base=OpenClip)
+def _(x: Any) -> None:
+    x.clip = lambda: x.rank and nn.utils.clip_grad_norm_(x.model.parameters(), 0.01)
+
+
+@variant("the module in DDP is called", "not reduced", base=OpenClip)
+def _(x: Any) -> None:
+    x.loss = lambda *views: x.loss_fn(*map(x.encoder, views))
+
+
 @variant("an overflow under GradScaler", base=OpenClip)
 def _(x: Any) -> None:
     x.loss_fn, scaler, factors = cz.DistributedLoss(cz.NTXent()), torch.amp.GradScaler("cpu"), iter([1.0, math.inf])
@@ -443,11 +500,12 @@ def audit_apart(module: str, name: str, *, processes: int = 2, steps: int = 0) -
     start, steps = time.monotonic(), steps or STEPS.get(name, 3)
     with tempfile.TemporaryDirectory() as folder:
 
-        def run(names: list[str]) -> None:
+        def run(names: list[str]) -> str:
             store = local_store()
             jobs = [(folder, x, rank, len(names), store.port, module, name, steps) for rank, x in enumerate(names)]
             with forked(_rank, jobs) as ranks:
                 wait_for_records(Path(folder), names, lambda index: not ranks[index].is_alive(), TIMEOUT)
+            return ""
 
         run([f"rank{rank}" for rank in range(processes)])
         report = judged(Path(folder), processes, run)

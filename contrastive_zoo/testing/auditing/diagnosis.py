@@ -19,7 +19,7 @@ FACTOR_TOLERANCE = 1e-3  # relative difference of equal factors; those of a redu
 # Mistakes that explain wrong gradients, from which no other one is then inferred
 EXPLAINED_BY = {
     *("no process group", "different numbers of steps", "unequal parameters", "gathered first", "detached"),
-    *("group of the loss", "unequal state", "clipped per rank"),
+    *("group of the loss", "unequal state", "clipped per rank", "unequal settings"),
 }
 Found = Iterator[tuple[str, str]]  # mistakes, and what was measured
 
@@ -70,7 +70,7 @@ def _largest(steps: Sequence[Sequence[Quantity]]) -> list[Quantity]:
 
 
 def _of_process(records: Sequence[Record]) -> Found:
-    if not any(x.initialized or x.error for x in records):
+    if any(x.skipped for x in records) and not any(x.initialized or x.error for x in records):
         yield "no process group", "no group was initialised"
     begun = [len(x.steps) for x in records]
     if any(count < max(begun) and not x.error for count, x in zip(begun, records, strict=True)):
@@ -163,8 +163,8 @@ def _of_gathering(step: StepEvidence) -> Found:
         return
     for one, *calls in zip(alone.losses, *(x.losses for x in step.ranks), strict=False):
         if step.records[0].losses[calls[0].module].option and one.samples > 1:
-            inputs = [len(x.samples) / x.micro_batches for x in step.ranks]
-            if all(x.samples == one.samples > n for x, n in zip(calls, inputs, strict=True)):
+            count = len({y for x in step.ranks for y in x.samples})
+            if all(x.samples == one.samples for x in calls) and all(len(x.samples) < count for x in step.ranks):
                 yield "gathered first", "each rank gives the loss as many samples as there are on all ranks"
             return
 
@@ -199,13 +199,29 @@ def _of_state(step: StepEvidence) -> Found:
         yield "unequal state", f"{len(names)} parameters, such as {names[0]}, {differ}{which}"
 
 
+def _of_settings(step: StepEvidence) -> Found:
+    """Look for a setting of an optimizer, or a limit of clipping, that another rank has in another step."""
+    first = step.ranks[0]
+    for rank, x in enumerate(step.ranks if any(y.differs for y in step.quantities) else ()):
+        pairs = [("clipping", {"limit": first.clips}, {"limit": x.clips})]
+        for i, groups in first.settings.items():
+            pairs += [("optimizer", y, z) for y, z in zip(groups, x.settings.get(i, ()), strict=False)]
+        for what, y, z in pairs:
+            for name in (name for name in y if name in z and str(y[name]) != str(z[name])):
+                yield (
+                    "unequal settings",
+                    f"the {name} of the {what} is {y[name]} on rank 0 and {z[name]} on rank {rank}",
+                )
+
+
 # The probes of every step, in the order in which their findings are reported
-PROBES = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_group, _of_state)
+PROBES = (_of_start, _of_optimizer, _of_factor, _of_gathering, _of_graph, _of_group, _of_state, _of_settings)
 
 
 def _of_clipping(step: StepEvidence) -> Found:
     clipped = next((x for x in step.quantities if x.name == CLIPPED and x.ok is False), None)
-    if clipped is not None and step.are_gradients_right and all(x.clips for x in step.ranks):
+    limits = step.ranks[0].clips
+    if clipped is not None and step.are_gradients_right and limits and all(x.clips == limits for x in step.ranks):
         assert clipped.ratio is not None
         yield "clipped per rank", f"gradients are right before clipping and {clipped.ratio.error:.1%} off after it"
 

@@ -260,7 +260,7 @@ class Recorder:
         if self.finished or math.inf in [*args[:1], kwargs.get("max_norm")]:  # Hugging Face's Trainer measures the norm
             return original(listed, *args, **kwargs)
         self._look_at_gradients(listed)
-        self.step.clips = True
+        self.step.clips.append(float((*args, *kwargs.values())[0]))
         return original(listed, *args, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

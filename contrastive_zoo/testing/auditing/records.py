@@ -63,7 +63,7 @@ class Step:
     optimized: set[str] = field(default_factory=set)  # the parameters that an optimizer holds
     decayed: set[str] = field(default_factory=set)  # those of at most one dimension with weight decay
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
-    clips: bool = False  # whether a function of torch.nn.utils clips
+    clips: list[float] = field(default_factory=list)  # limits of the functions of torch.nn.utils that clip
     has_dropout: bool = False  # whether dropout was switched off
     low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
     epoch: int = 0  # how often a DataLoader had been started

@@ -16,6 +16,8 @@ from contrastive_zoo.testing.auditing.records import Record, snapshot
 ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 # Names under which wrappers hold their module; one process may do without the wrapper
 WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+# Begins of names of numbers that are of the loss, though a model holds them, as OpenCLIP's does
+OF_LOSSES = ("logit", "log_scale", "temp", "tau")
 OF_DEEPSPEED = (
     "DeepSpeed keeps gradients in buffers that the audit does not read. Audit the same training with "
     "DistributedDataParallel instead"
@@ -55,7 +57,8 @@ class Tensors:
                 assert isinstance(x, Tensor)
                 self.names[x] = name
                 if x.requires_grad:
-                    self.record.groups[name] = "loss" if x in of_losses else "encoder"
+                    is_of_loss = x in of_losses or (x.numel() == 1 and name.rpartition(".")[2].startswith(OF_LOSSES))
+                    self.record.groups[name] = "loss" if is_of_loss else "encoder"
                 if x.is_floating_point():
                     self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
                 if hasattr(x, "device_mesh") and (x.device_mesh.ndim > 1 or not is_fsdp):
