@@ -17,8 +17,10 @@ from contrastive_zoo.testing import check, cli
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.check import Finding, Report
+from contrastive_zoo.testing.evidence import Ratio
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.mistakes import Diagnosis
+from contrastive_zoo.testing.report import AuditReport, Quantity, WorldReport
 
 Here = Callable[..., tuple[int, str, str]]
 
@@ -154,6 +156,18 @@ def test_what_cannot_be_checked_exits_with_2(
     code, _, error = here(*arguments)
     assert code == 2
     assert words in error
+
+
+def test_names_in_reports_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    batch, names = GlobalBatch((1, 2)), [x.name for x in INVARIANTS]
+    cli.show(Report("loss", (1, 2), "mean", 3, [Finding(x, "100 words " * 10, batch) for x in INVARIANTS], None, 1.0))
+    quantities = [Quantity(f"other parameters {x}", Ratio(-1.0, -1.0, 0.5), 1e-9) for x in ("after the step", "equal")]
+    cli.show(AuditReport("train.py", [WorldReport(2, 3, quantities=[*quantities, Quantity("value", reason="no")])]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line.split()[1:] == ["no"]} == {*names}
+    assert sum(line.startswith("other parameters after the step no ") for line in lines) == 1
 
 
 def test_the_list_fits_80_columns_and_is_searched(monkeypatch: pytest.MonkeyPatch, here: Here, capsys: Any) -> None:

@@ -296,12 +296,18 @@ def show(report: Report | AuditReport) -> None:
     console = Console()
     for section in report.sections():
         console.print(Text(f"{section.title} ({section.seconds:.1f} s)", "bold"))
-        table = Table(*section.headings, box=None, padding=(0, 2, 0, 0))
+        # numbers fit into columns; the text of a counterexample stands below the table
+        headings = section.headings if len(section.headings) > 3 else section.headings[:2]
+        table = Table(*headings, box=None, padding=(0, 1, 0, 0))
+        table.columns[0].no_wrap = True
         for name, holds, measured in section.rows:
             answer = Text(holds, "dim") if isinstance(holds, str) else Text(_ANSWERS[holds], _STYLES[holds])
-            table.add_row(name, answer, *(Text(x) for x in measured))
+            table.add_row(name, answer, *(Text(x) for x in measured[: len(headings) - 2]))
         if section.rows:
             console.print(table)
+        for name, _, measured in section.rows if len(headings) == 2 else ():
+            for text in measured:
+                console.print(Padding(Text(f"{name}: {text}"), (0, 0, 0, 2)))
         for problem in section.problems:
             console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
         for x in section.diagnoses:
