@@ -1,6 +1,5 @@
 """Roles of a third-party loss's arguments: tensors that all ranks share, and rows along another dimension."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pytorch_metric_learning import losses
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, assert_says, distance, drawn, numbers, refused, split
-from tests.test_arguments import of_all, of_rank, on_rank_0
+from tests.helpers import EXACT, distance, drawn, numbers, split
 
 D = 4
 
@@ -156,136 +153,3 @@ def test_one_process_has_no_roles() -> None:
     assert loss(a, b, p) == Prototypes()(a, b, p)
     assert "shared=('prototypes',)" in repr(loss)
     assert "batch_dim={'views': 1}" in repr(cz.DistributedLoss(Views(), batch_dim={"views": 1}))
-
-
-def called(loss: Any, *arguments: Any, **options: Any) -> Any:
-    return cz.DistributedLoss(loss, **options)(*arguments)
-
-
-def prototypes_of(n: int = 5, **options: Any) -> Any:
-    """A call with prototypes that are equal on every rank, or with other ones."""
-    prototypes = options.pop("prototypes", of_all())
-    return called(Prototypes(), of_rank(n), of_rank(n, seed=7), prototypes, **options)
-
-
-def views_of(n: int = 3, seed: int = 1, **options: Any) -> Any:
-    return called(Views(), numbers(2, n, D, seed=seed), torch.arange(n), **options)
-
-
-REFUSED: dict[str, Callable[[], Any]] = {
-    "DistributedLoss(loss, shared={\"memory['queue']\"})": (
-        lambda: called(Relations(), of_rank(), of_rank(seed=7), {"queue": of_all(9)})
-    ),
-    "shared={'ref_emb'} … with its labels": lambda: called(
-        losses.TripletMarginLoss(), of_rank(), torch.arange(5) % 2, None, of_all(7), torch.arange(7) % 2
-    ),
-    "shared={'weight'}": lambda: called(
-        lambda z, labels, weight: F.cross_entropy(z, labels, weight),
-        of_rank(on_rank_0(3, 2)),
-        torch.arange(on_rank_0(3, 2)) % D,
-        torch.linspace(1, 2, D),
-    ),
-    "rows[9] is equal on every rank": (
-        lambda: called(lambda rows: sum(x.sum() for x in rows), [*(of_rank(seed=k) for k in range(9)), of_all()])
-    ),
-    "views [2, 3, 4] on rank 0 may hold 2 samples or 3 … batch_dim={'views': 1}": lambda: views_of(
-        seed=dist.get_rank()
-    ),
-    "ranks disagree on the width of views … batch_dim={'views': 1}": lambda: views_of(on_rank_0(3, 4)),
-    "the shared prototypes differs between ranks … out of shared": (
-        lambda: prototypes_of(prototypes=of_rank(seed=8), shared={"prototypes"})
-    ),
-    "the shared queue differs between ranks": lambda: called(
-        lambda z, queue: z.sum() + queue.sum(), of_rank(), F.normalize(of_rank(2**16)).float(), shared={"queue"}
-    ),
-    "ranks disagree on the shared prototypes: rank 0 has float64 [5, 4], rank 1 has float64 [6, 4]": (
-        lambda: prototypes_of(prototypes=of_all(on_rank_0(5, 6)), shared={"prototypes"})
-    ),
-    "rank 0 has float64 [5, 4] with a gradient, rank 1 has float64 [5, 4]": (
-        lambda: prototypes_of(prototypes=of_all().requires_grad_(on_rank_0(True, False)), shared={"prototypes"})
-    ),
-    "ranks disagree on the roles of arguments: rank 0 has shared={'prototypes'}": (
-        lambda: prototypes_of(shared=on_rank_0({"prototypes"}, None), check_distinct=False)
-    ),
-    "shared names prototype, which is no argument of this call. Its arguments are anchors, targets, prototypes.": (
-        lambda: prototypes_of(shared={"prototype"})
-    ),
-    "rank 0: batch_dim names view, which is no argument of this call": (
-        lambda: views_of(batch_dim=on_rank_0({"view": 1}, {"views": 1}))
-    ),
-    "batch_dim['views'] is 3, which is no dimension of [2, 3, 4]": lambda: views_of(batch_dim={"views": 3}),
-    "labels are one per row, got 3 for 2 rows": (
-        lambda: called(lambda embeddings, labels: 0, of_rank(2)[None], torch.arange(3), batch_dim={"embeddings": 1})
-    ),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_every_rank_refuses_alike(words: str, worlds: Worlds) -> None:
-    refused(worlds, 2, REFUSED[words], words)
-
-
-def test_what_a_refusal_names_is_the_fix(worlds: Worlds) -> None:
-    """At a later step, too, and on three ranks."""
-
-    def bad() -> None:
-        loss = cz.DistributedLoss(Prototypes())
-        loss(of_rank(), of_rank(seed=7), of_rank(seed=30))
-        loss(of_rank(), of_rank(seed=7), of_all())
-
-    refused(worlds, 3, bad, "Prototypes: prototypes is equal on every rank")
-    assert len({*worlds.run(3, lambda: prototypes_of(shared={"prototypes"}).item())}) == 1
-
-
-OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "shared and batch_dim are for a third-party loss … SupCon knows its": (cz.SupCon(), {"shared": {"labels"}}),
-    "shared is the set of the arguments … got 'views'": (Views(), {"shared": "views"}),
-    "such as {'prototypes'}, got {1}": (Views(), {"shared": {1}}),
-    "batch_dim is the dimension … got {'views': -1}": (Views(), {"batch_dim": {"views": -1}}),
-    "got ['views']": (Views(), {"batch_dim": ["views"]}),
-    "views stands in shared and in batch_dim": (Views(), {"shared": {"views"}, "batch_dim": {"views": 1}}),
-    "crops[0] stands in shared and in pad_dims": (Stacks(), {"shared": {"crops"}, "pad_dims": {"crops[0]": 1}}),
-    "crops stands in batch_dim and in pad_dims": (Stacks(), {"batch_dim": {"crops[0]": 1}, "pad_dims": {"crops": 2}}),
-}
-
-
-@pytest.mark.parametrize("words", OPTIONS)
-def test_options_are_refused_at_once(words: str) -> None:
-    loss, options = OPTIONS[words]
-    with pytest.raises(ValueError, match="DistributedLoss: ") as raised:
-        cz.DistributedLoss(loss, **options)
-    assert_says(str(raised.value), words)
-
-
-EQUAL: dict[str, Callable[[], Any]] = {
-    "ones": lambda: torch.ones(5),
-    "an expanded weight": lambda: torch.full((5, 3), 0.5),
-    "a mask": lambda: torch.eye(5),
-    "targets, smoothed": lambda: F.one_hot(torch.arange(5) % 3, 3) * 0.9 + 0.05,
-    "targets": lambda: torch.linspace(0, 1, 5),
-    "labels": lambda: torch.arange(5),
-    "a temperature": lambda: torch.tensor(0.07),
-    "labels of both views": lambda: torch.arange(10) % 4,
-    "a mask of both views": lambda: torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0, 0, 1]),
-    "a collapsed encoder": lambda: torch.linspace(0, 1, 8).expand(5, 8),
-    "nothing": lambda: torch.empty(0, 4),
-}
-
-
-def test_what_may_be_equal_on_every_rank(worlds: Worlds) -> None:
-    def job() -> None:
-        for make in EQUAL.values():
-            loss = cz.DistributedLoss(lambda z, other: z.sum() + other.sum())
-            for _ in range(2):
-                loss(of_rank(), make())
-
-    worlds.run(2, job)
-
-
-def test_equal_rows_are_accepted_where_they_are_stated(worlds: Worlds) -> None:
-    def job() -> list[float]:
-        arguments, loss = (of_rank(), of_all()), functools.partial(called, lambda z, text: z.sum() + text.sum())
-        return [x.item() for x in (loss(*arguments, batch_dim={"text": 0}), loss(*arguments, check_distinct=False))]
-
-    for found in worlds.run(2, job):
-        assert found[0] == found[1]

@@ -44,8 +44,9 @@ class Subject:
         return self.make(**{**self.given, **settings})
 
 
-COLD = (0, 0.0, -0.1, math.inf, -math.inf, "0.1", None, torch.ones(2), torch.tensor(-1.0), np.float32(0))
-ANY = (math.inf, -math.inf, None, "1")
+META = torch.empty((), device="meta")
+COLD = (0, 0.0, -0.1, math.inf, -math.inf, "0.1", None, torch.ones(2), torch.tensor(-1.0), np.float32(0), 1e-300, META)
+ANY = (math.inf, -math.inf, None, "1", 1e308, 10**400, -(2**63), torch.tensor(3, dtype=torch.uint8), META)
 LEARNT = tuple(x for x in COLD if x is not None)
 KINDS_OF_NUMBERS: list[tuple[str, tuple[Any, ...]]] = [
     (
@@ -140,7 +141,7 @@ def set_later(loss: Loss, setting: str, value: Any) -> None:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) -> None:
     subject, of_name = SUBJECTS[name], f"{kind_of(name)}: "
-    words = {x: ("other",) for x, held in vars(subject()).items() if isinstance(held, str) and x[0] != "_"}
+    words = {x: ("other", np.zeros(0)) for x, held in vars(subject()).items() if isinstance(held, str) and x[0] != "_"}
     numbers_refused = {setting: (NAN, np.float64(NAN), *refused) for setting, refused in subject.refused.items()}
     for setting, value in ((setting, x) for setting, values in {**numbers_refused, **words}.items() for x in values):
         said = said_by(lambda setting=setting, value=value: subject(**{setting: value}))  # type: ignore[misc]  # defaults
@@ -148,7 +149,9 @@ def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) ->
         assert "got" in said, said
         check = subject()._checks.get(setting)
         is_number = check is not None and check.bounds is not None and name != "Triplet, semi-hard"
-        assert not is_number or (check.bounds.rule or setting) in said, said
+        beyond = ("must hold values", "within the range of float32", "an integer of 64 bits")
+        assert not is_number or any(x in said for x in (check.bounds.rule or setting, *beyond)), said
+        assert setting not in words or repr(getattr(subject(), setting)) in said, said
         loss = subject().double()
         is_module = isinstance(getattr(loss, setting), nn.Module)
         if setting not in words and (not isinstance(value, float) or (is_module and not math.isnan(value))):
@@ -160,25 +163,30 @@ def test_what_makes_no_sense_is_refused_when_built_and_at_the_call(name: str) ->
         assert loss.settings_problem() is not None or is_module or name == "DINO"
 
 
-MADE_ONCE = (
+SIZES_OF = (
     "SwAV.num_prototypes SwAV.embedding_size DINO.out_dim DynamicSoftMargin.num_bins NNCLR.size NNCLR.embedding_size "
-    "ReSSL.size ReSSL.embedding_size CosFace.num_classes CosFace.embedding_size CosFace.sub_centers Margin.num_classes"
+    "ReSSL.size ReSSL.embedding_size CosFace.num_classes CosFace.embedding_size CosFace.sub_centers Margin.num_classes "
+    "SoftTriple.num_classes TiCo.embedding_size"
 )
 """Sizes, which are no attributes of consequence afterwards."""
 
 
-@pytest.mark.parametrize("value", [0, 1.5, NAN, "2"])
+@pytest.mark.parametrize("value", [0, 1.5, NAN, "2", 2**62, torch.tensor(39, dtype=torch.uint8)])
 def test_sizes_are_refused_when_built(value: Any) -> None:
-    for name, _, size in (x.partition(".") for x in MADE_ONCE.split()):
+    """Also those beyond all memory."""
+    rule = "nothing can be made of" if value == 2**62 else "at least 1"
+    for name, _, size in (x.partition(".") for x in SIZES_OF.split()):
         kind = getattr(cz, name)
         sizes = {key: 2 for key, of_field in kind.fields.items() if not of_field.kw_only}
-        assert said_by(lambda kind=kind, given={**sizes, size: value}: kind(**given)).startswith(f"{name}: ")
-    assert "at least 1" in said_by(lambda: cz.MemoryQueue(value, 3))
-    assert "at least 1" in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))
+        said = said_by(lambda kind=kind, settings={**sizes, size: value}: kind(**settings))
+        assert said.startswith((f"{name}: ", "MemoryQueue: "))
+        assert rule in said or f"{size} is an integer, 1 …" in said, said
+    assert rule in said_by(lambda: cz.MemoryQueue(value, 3))
+    assert value == 2**62 or rule in said_by(lambda: cz.Matryoshka(cz.SupCon(), (1, value)))
 
 
 def test_settings_of_temperatures_are_refused() -> None:
-    for value in (math.inf, 10**5000):
+    for value in (math.inf, 10**5000, 0.0, NAN):
         assert "initial temperature" in said_by(partial(cz.LearnableTemperature, value))
     assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))
 
