@@ -42,7 +42,7 @@ quick: .venv/.installed lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK)
 
 search: .venv/.installed .venv/.peers-installed
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_stateful_training.py tests/test_adversarial.py
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/random_steps
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_contract.py tests/testing/test_check.py \
 		tests/testing/test_worlds.py tests/adapters/test_pml_matrix.py tests/test_audit.py \
 		tests/evaluation/test_evaluate.py tests/sampling/test_invariants.py tests/mining/test_hard_negatives.py \

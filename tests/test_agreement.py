@@ -1,4 +1,4 @@
-"""What ranks agree on is complete: a step is that of one process, or refused on every rank in that very step."""
+"""What ranks compare and what not: names, orders of calls, draws and errors; tests/random_steps has the differences."""
 
 from __future__ import annotations
 
@@ -15,84 +15,7 @@ from torch import Tensor, nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, drawn, numbers, refused
-from tests.one_rank import SHARDS, STATEFUL, STATEFUL_PAIRS, Outcome, alone, largest_error, on_ranks
-
-Change = Callable[[Any], Any]
-AT = 2
-
-
-def require_exact(ranks: list[list[Outcome]], whole: list[Outcome]) -> None:
-    for step, outcomes in enumerate(zip(*ranks, strict=True)):
-        assert largest_error(outcomes, whole[step]) <= EXACT, f"step {step}"
-
-
-@pytest.mark.parametrize(
-    ("name", "splits"), drawn([*STATEFUL, *STATEFUL_PAIRS, "an empty bank"], (False, True), one_in=2)
-)
-def test_user_code_and_states_are_those_of_one_process(name: str, splits: bool, worlds: Worlds) -> None:
-    """A setting that counts, a forward or hook of one's own: once a step, and of the embeddings of all ranks."""
-    ranks = worlds.run(2, on_ranks, name, lambda loss: None, AT, splits=splits)
-    assert [len(x) for x in ranks] == [len(SHARDS)] * 2, ranks[0][-1].refused
-    require_exact(ranks, alone(name))
-
-
-def first_parameter(loss: nn.Module) -> nn.Parameter:
-    return next(loss.parameters())
-
-
-def drifts(loss: nn.Module) -> None:
-    with torch.no_grad():
-        first_parameter(loss).mul_(1.1)
-
-
-def forgets(loss: nn.Module) -> None:
-    """One stored embedding differs."""
-    next(x for x in loss.buffers() if x.is_floating_point() and x.ndim == 2)[0] *= 1.5
-
-
-def patches(loss: nn.Module) -> None:
-    forward = loss.forward
-    loss.forward = lambda *args, **named: forward(*args, **named)
-
-
-HOOKS = "with hooks or a forward of its own"
-OF_MODULES: dict[str, tuple[Change, str]] = {
-    "a parameter drifts": (drifts, "parameters, buffers or settings differ between ranks"),
-    "a parameter is frozen": (lambda loss: first_parameter(loss).requires_grad_(False), ", learnt, rank 1 has float64"),
-    "another dtype": (lambda loss: loss.float(), "rank 1 has float32"),
-    "a hook": (lambda loss: loss.register_forward_hook(lambda module, args, value: value), HOOKS),
-    "a pre-hook": (lambda loss: loss.register_forward_pre_hook(lambda module, args: None), HOOKS),
-    "a backward hook": (lambda loss: loss.register_full_backward_hook(lambda module, inner, outer: None), HOOKS),
-    "a patched forward": (patches, HOOKS),
-    "evaluation": (lambda loss: loss.temperature.eval(), "training: rank 0 has True, rank 1 has False"),
-    "evaluation of the loss alone": (
-        lambda loss: setattr(loss, "training", False),
-        "the loss's training: rank 0 has True, rank 1 has False",
-    ),
-    "no gradients": (lambda loss: torch.set_grad_enabled(False), "carry a gradient"),
-}
-CHANGES: dict[tuple[str, str], tuple[Change, str]] = {
-    ("CrossBatchMemory", "a stored embedding"): (forgets, "ranks disagree on its content"),
-    ("Held", "a list in a dict"): (lambda loss: loss.table["a"].__setitem__(0, 0.6), "rank 1"),
-    ("an empty bank", "a hook"): OF_MODULES["a hook"],
-    ("an empty bank", "a patched forward"): OF_MODULES["a patched forward"],
-    ("WeightedSum", "a backward hook"): OF_MODULES["a backward hook"],
-    **{("Clip", what): change for what, change in OF_MODULES.items()},
-}
-"""What one rank changes, with what all ranks say; tests/test_adversarial.py has the other changes of the other losses."""
-
-
-@pytest.mark.parametrize(("name", "what"), CHANGES)
-def test_a_change_on_one_rank_is_refused_in_that_step(name: str, what: str, worlds: Worlds) -> None:
-    (change, words), splits = CHANGES[name, what], list(CHANGES).index((name, what)) % 2 == 0
-    ranks = worlds.run(2, on_ranks, name, change, AT, splits=splits)
-    texts = [x[-1].refused for x in ranks]
-    assert [len(x) for x in ranks] == [AT + 1] * 2
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("ValueError: "), texts
-    assert words in texts[0]
-    require_exact([x[:-1] for x in ranks], alone(name)[:AT])
+from tests.helpers import drawn, numbers, refused
 
 
 def test_what_tells_ranks_apart_by_its_name_is_no_difference(worlds: Worlds) -> None:
@@ -263,6 +186,31 @@ def test_a_rank_that_raises_and_goes_on_closes_the_group(name: str, splits: bool
             assert how == "CommunicationError"
             assert f"Rank 1 failed in {text.partition(',')[0]}, call 2: {kind.__name__}" in text
             assert "in the middle" in text
+
+
+class Renamed(cz.MNRL):
+    def inputs(self, q: Tensor, documents: Tensor, negatives: Tensor, owners: Tensor) -> Any:
+        return super().inputs(q, documents, negatives, owners)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "owner", "words"),
+    [
+        (cz.MNRL, lambda x: x, 2, "owners are rows of this rank's 2"),
+        (cz.MNRL, lambda x: cz.WeightedSum([x]), 1, "indices of local rows do not allow"),
+        (Renamed, lambda x: x, 1, "inputs() has no argument 'queries', which row_indices names"),
+    ],
+)
+def test_indices_that_no_rank_can_interpret_where_a_loss_has_a_hook(
+    make: Any, wrap: Any, owner: int, words: str, worlds: Worlds
+) -> None:
+    def bad() -> None:
+        loss = make()
+        loss.register_forward_hook(lambda module, args, value: value)
+        rows = [numbers(2, 4, seed=3 * index + dist.get_rank()) for index in range(3)]
+        cz.DistributedLoss(wrap(loss))(*rows, torch.tensor([0, owner if dist.get_rank() else 1]))
+
+    refused(worlds, 2, bad, words)
 
 
 def test_the_order_of_names_does_not_matter(worlds: Worlds) -> None:

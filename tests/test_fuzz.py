@@ -34,8 +34,6 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 SHAPES = [(), (0,), (1,), (4,), (5,), (4, 3), (0, 3), (4, 0), (1, 3), (3, 4), (5, 3), (4, 1), (4, 2, 3), (4, 3, 1, 1)]
 VALUES = ["ordinary", "zero", "huge", "tiny", "nan", "inf", "negative"]
-LAYOUTS = ["transposed", "expanded", "strided", "sparse", "csr", "quantised", "meta", "learnt", "numpy"]
-LAYOUTS += ["plain", "plain"]
 
 
 class Other:
@@ -50,43 +48,40 @@ OTHERS: list[Any] = [
 ]  # fmt: skip
 
 
+WHOLE = torch.int64, torch.int32, torch.uint8, torch.bool
+LAYOUTS: dict[str, tuple[Callable[[Tensor], bool], Callable[[Tensor], Any]]] = {
+    "transposed": (lambda x: x.ndim == 2, lambda x: x.T.contiguous().T),
+    "expanded": (lambda x: x.ndim > 0 and len(x) > 0, lambda x: x[:1].expand(x.shape)),
+    "strided": (lambda x: x.ndim > 0, lambda x: x.repeat_interleave(2, 0)[::2]),
+    "sparse": (lambda x: x.dtype is not torch.float8_e4m3fn, lambda x: x.to_sparse()),
+    "csr": (lambda x: x.ndim == 2 and x.dtype in (torch.float32, torch.float64), lambda x: x.to_sparse_csr()),
+    "quantised": (
+        lambda x: x.dtype is torch.float32 and x.isfinite().all().item(),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    ),
+    "meta": (lambda x: True, lambda x: x.to("meta")),
+    "learnt": (lambda x: x.dtype not in WHOLE, lambda x: x.requires_grad_()),
+    "numpy": (lambda x: x.dtype not in (torch.bfloat16, torch.float8_e4m3fn), lambda x: x.numpy()),
+    "plain": (lambda x: False, lambda x: x),
+}
+"""Which tensors can be laid out so, and how."""
+
+
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str, seed: int) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of layouts that are still in beta
-        return _tensor(shape, dtype, values, layout, seed)
-
-
-def _tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, layout: str, seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     big = {torch.float16: 6e4, torch.bfloat16: 3e38, torch.float32: 3e38}.get(
         dtype, 9e18 if dtype.itemsize == 8 else 1e2
     )
-    scale = {"zero": 0.0, "huge": big, "tiny": 1e-30}.get(values, 1.0 if dtype.is_floating_point else 3.0)
+    scale = {"zero": 0.0, "huge": big, "tiny": 1e-30}.get(values, 3.0 if dtype in WHOLE else 1.0)
     x = x.clamp(-1, 1) * scale if values == "huge" else x * scale
     x = -x.abs() if values == "negative" else x
     if values in ("nan", "inf") and x.numel():
         x.view(-1)[0] = float(values)
-    x = (x if dtype.is_floating_point or dtype.is_complex else x.nan_to_num()).to(dtype)
-    if layout == "transposed" and x.ndim == 2:
-        return x.T.contiguous().T
-    if layout == "expanded" and x.ndim:
-        return x[:1].expand(shape) if shape[0] else x
-    if layout == "strided" and x.ndim:
-        return torch.stack([x, x], 0)[0].repeat_interleave(2, 0)[::2]
-    if layout == "sparse":
-        return x.to_sparse() if dtype is not torch.float8_e4m3fn else x
-    if layout == "csr" and x.ndim == 2 and dtype in (torch.float32, torch.float64):
-        return x.to_sparse_csr()
-    if layout == "quantised" and dtype is torch.float32 and values == "ordinary":
-        return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
-    if layout == "meta":
-        return x.to("meta")
-    if layout == "learnt" and (dtype.is_floating_point or dtype.is_complex):
-        return x.requires_grad_()
-    if layout == "numpy" and dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-        return x.numpy()
-    return x
+    x = (x.nan_to_num() if dtype in WHOLE else x).to(dtype)
+    applies, laid_out = LAYOUTS[layout]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layouts that are still in beta
+        return laid_out(x) if applies(x) else x
 
 
 def nonsense() -> st.SearchStrategy[Any]:
@@ -95,7 +90,7 @@ def nonsense() -> st.SearchStrategy[Any]:
         st.sampled_from(SHAPES),
         st.sampled_from(DTYPES),
         st.sampled_from(VALUES),
-        st.sampled_from(LAYOUTS),
+        st.sampled_from([*LAYOUTS, "plain"]),
         st.integers(0, 3),
     )
     return st.one_of(tensors, tensors, st.sampled_from(OTHERS))
@@ -230,6 +225,16 @@ def _metrics(queries: Any, labels: Any, **settings: Any) -> Any:
     return metrics.compute()
 
 
+def _in_one_step(module: Any) -> Callable[..., Any]:
+    def called(rows: Any, labels: Any) -> Any:
+        with cz.one_step(module) as step:
+            module(rows, labels)
+            with step.again():
+                return module(rows, labels)
+
+    return called
+
+
 def by_hand() -> dict[str, Target]:
     rows = {"queries": Z, "gallery": None, "labels": LABELS, "gallery_labels": None}
     linear, data, metrics = nn.Linear(3, 2), cz.data, cz.metrics
@@ -277,6 +282,10 @@ def by_hand() -> dict[str, Target]:
             encoder=linear, momentum=0.9, buffers="own", updated=linear,
         ),
         "average_gradients": target(cz.average_gradients, module=linear),
+        "parameter_groups": target(
+            lambda module, **named: cz.parameter_groups(module, **named), module=linear, weight_decay=0.1
+        ),
+        "one_step": labelled(_in_one_step, module=cz.CrossBatchMemory(cz.SupCon(), 8, 3)),
         "LearnableTemperature": target(
             lambda **named: cz.LearnableTemperature(**named)(), initial=0.07, max_scale=100.0
         ),
@@ -308,8 +317,8 @@ def _names() -> dict[str, Callable[[], Target]]:
     found: dict[str, Callable[[], Target]] = {}
     hand = by_hand()
     left_out = {"ONE_PROCESS", "ClassLoss", "CommunicationError", "BaseBatchSampler", "Monitor", "Neighbors", "Difference",
-                "RowLoss", "use_implementation", "keep_freed_memory", "one_step", "parameter_groups",
-                "__version__", "plain_formulas", "memory_budget"}  # fmt: skip
+                "RowLoss", "use_implementation", "keep_freed_memory", "__version__",
+                 "plain_formulas", "memory_budget"}  # fmt: skip
     rooms = (cz, cz.collectives, cz.data, cz.engine, cz.metrics)
     public = {name: getattr(room, name) for room in rooms for name in room.__all__}
     for name, x in public.items():

@@ -1,14 +1,10 @@
-"""A user's own loss does the same on every rank, or is refused: what it does is compared, whatever it holds."""
+"""A user's own loss does the same on every rank, or is refused. tests/random_steps hides numbers and generators in it."""
 
 from __future__ import annotations
 
-import argparse
-import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,217 +12,52 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.loss_base.loss import Inputs, Loss
 from contrastive_zoo.loss_base.settings import Learnable
 from contrastive_zoo.ranks.fingerprint import level_of, levels_differ, norm_and_sketch
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import numbers
+from tests.random_steps.user_code import HidesInCompute, HidesInRows
 
 STEPS = 4
 SHARDS = ((3, 5), (6, 2), (4, 4), (0, 8))
 
 
-class Plain:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-
-class Slotted:
-    __slots__ = ("factor",)
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-
-GLOBAL = {"factor": 1.0}
-
-
-def multiply(x: Tensor, factor: float) -> Tensor:
-    return factor * x
-
-
-HOLDERS: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
-    "a namespace": lambda f: functools.partial(lambda x, of: of.factor * x, of=argparse.Namespace(factor=f)),
-    "a plain object": lambda f: functools.partial(lambda x, of: of.factor * x, of=Plain(f)),
-    "an object with slots": lambda f: functools.partial(lambda x, of: of.factor * x, of=Slotted(f)),
-    "a function": lambda f: lambda x: f * x,
-    "a partial": lambda f: functools.partial(multiply, factor=f),
-}
-
-
-class HiddenInRows(cz.RowLoss):
-    def __post_init__(self) -> None:
-        self.scaled: Callable[[Tensor], Tensor] = lambda x: x
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        return self.scaled(similarity * negative).exp().sum(1).log(), negative.any(1)
-
-
-class HiddenInCompute(Loss):
-    def __post_init__(self) -> None:
-        self.scaled: Callable[[Tensor], Tensor] = lambda x: x
-
-    def inputs(self, embeddings: Tensor, labels: Tensor) -> Inputs:
-        return Inputs.of({"embeddings": embeddings, "labels": labels})
-
-    def compute(self, batch: Batch) -> Tensor:
-        z = batch.rows["embeddings"]
-        similarity = z @ batch.gather_detached(z).T
-        return batch.reduce(self.scaled(similarity).exp().sum(1).log())
-
-
-class OfClass(HiddenInRows):
-    factor = 1.0
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        return (type(self).factor * similarity * negative).sum(1), negative.any(1)
-
-
-class OfModule(HiddenInRows):
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        return (GLOBAL["factor"] * similarity * negative).sum(1), negative.any(1)
-
-
-def hidden(kind: type[Any], holder: str) -> Any:
-    loss = kind()
-    if holder == "a class attribute":
-        OfClass.factor = 1.0 + dist.get_rank()
-    elif holder == "a global":
-        GLOBAL["factor"] = 1.0 + dist.get_rank()
-    else:
-        loss.scaled = HOLDERS[holder](1.0 + dist.get_rank())
-    return loss
-
-
-class DrawsInRows(cz.RowLoss):
-    def __post_init__(self) -> None:
-        self.noise: Callable[[Tensor], Tensor] = torch.zeros_like
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        return ((similarity + self.noise(similarity)) * negative).sum(1), negative.any(1)
-
-
-def forked(x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return torch.randn_like(x)
-
-
-def of_torch() -> Callable[[Tensor], Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)
-
-
-def of_numpy() -> Callable[[Tensor], Tensor]:
-    generator = np.random.default_rng(0)
-    return lambda x: torch.from_numpy(generator.standard_normal(tuple(x.shape)))
-
-
-def of_python() -> Callable[[Tensor], Tensor]:
-    generator = random.Random(0)
-    return lambda x: x.new_tensor([[generator.random() for _ in row] for row in x]).reshape(x.shape)
-
-
-GENERATORS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "torch.Generator": of_torch,
-    "numpy.random.default_rng": of_numpy,
-    "random.Random": of_python,
-    "fork_rng and manual_seed": lambda: forked,
-}
-
-
-def drawing(name: str) -> DrawsInRows:
-    loss = DrawsInRows()
-    loss.noise = GENERATORS[name]()
-    return loss
-
-
-class DrawsInCompute(HiddenInCompute):
+class DrawsInCompute(HidesInCompute):
     def compute(self, batch: Batch) -> Tensor:
         return batch.reduce(batch.rows["embeddings"].square().sum(1)) * torch.rand((), dtype=torch.float64)
 
 
-class DropsInCompute(HiddenInCompute):
+class DropsInCompute(HidesInCompute):
     def compute(self, batch: Batch) -> Tensor:
         return batch.reduce(nn.functional.dropout(batch.rows["embeddings"]).square().sum(1))
 
 
-def of_closure() -> Callable[[Tensor, Tensor], Tensor]:
-    power = 1.0 + dist.get_rank()
-    return lambda z, labels: (z - z.mean(0)).abs().pow(power).sum() + 0 * labels.sum()
-
-
-def of_partial() -> Callable[[Tensor, Tensor], Tensor]:
-    return functools.partial(lambda z, labels, power: z.abs().pow(power).sum(), power=1.0 + dist.get_rank())
-
-
-class Called:
-    def __init__(self) -> None:
-        self.power = 1.0 + dist.get_rank()
-
-    def __call__(self, z: Tensor, labels: Tensor) -> Tensor:
-        return z.abs().pow(self.power).sum() + 0 * labels.sum()
-
-
-class Scaled(HiddenInCompute):
-    """A parameter that meets local embeddings: right if shared, right after the mean, else a part of its gradient."""
-
-    where = "before"
-
-    def __post_init__(self) -> None:
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
-
-    def compute(self, batch: Batch) -> Tensor:
-        weight = batch.shared(self.weight) if self.where == "shared" else self.weight
-        rows = batch.rows["embeddings"].square()
-        if self.where == "after":
-            return (weight * batch.reduce(rows.sum(1))).sum()
-        return batch.reduce((weight.sum() * rows).sum(1))
-
-
-class LearnsSetting(HiddenInCompute):
+class LearnsSetting(HidesInCompute):
     scale: Learnable = 1.0
 
     def compute(self, batch: Batch) -> Tensor:
         return batch.reduce(batch.settings.scale * batch.rows["embeddings"].square().sum(1))
 
 
-class SharedScale(Scaled):
-    where = "shared"
-
-
-class ScaleAfter(Scaled):
-    where = "after"
-
-
-def a_parameter() -> nn.Parameter:
-    return nn.Parameter(torch.ones(1, dtype=torch.float64))
+class ScaleAfter(HidesInCompute):
+    def compute(self, batch: Batch) -> Tensor:
+        return (self.weight * batch.reduce(batch.rows["embeddings"].square().sum(1))).sum()
 
 
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
-    **{
-        f"{holder} in {kind.__name__}": (functools.partial(hidden, kind, holder), words)
-        for holder in HOLDERS
-        for kind, words in ((HiddenInRows, "the same anchor"), (HiddenInCompute, "the same samples"))
-    },
-    "a class attribute": (functools.partial(hidden, OfClass, "a class attribute"), "the same anchor"),
-    "a global": (functools.partial(hidden, OfModule, "a global"), "the same anchor"),
-    **{name: (functools.partial(drawing, name), "the same anchor") for name in GENERATORS},
-    "a function of a closure": (of_closure, "its last value came out differently"),
-    "a partial of a function": (of_partial, "its last value came out differently"),
-    "a call of an object": (Called, "its last value came out differently"),
     "torch.rand in compute": (DrawsInCompute, "its last value came out differently"),
     "dropout in compute": (DropsInCompute, "the same samples"),
-    "a parameter before the mean": (Scaled, "batch.shared"),
-    "a learnable setting before the mean": (lambda: LearnsSetting(scale=a_parameter()), "batch.shared"),
+    "a learnable setting before the mean": (
+        lambda: LearnsSetting(scale=nn.Parameter(torch.ones(1, dtype=torch.float64))),
+        "batch.shared",
+    ),
 }
-"""Losses that differ between ranks, or that ranks draw or differentiate apart, and words of the error."""
+"""Losses that ranks draw or differentiate apart, and words of the error."""
 
 RIGHT: dict[str, Callable[[], Any]] = {
-    "rows": HiddenInRows,
-    "compute": HiddenInCompute,
-    "a shared parameter": SharedScale,
+    "rows": HidesInRows,
+    "compute, a shared parameter": HidesInCompute,
     "a parameter after the mean": ScaleAfter,
 }
 

@@ -206,7 +206,13 @@ class Loss(Settings, nn.Module):
         """Return the arguments of a call that :attr:`row_indices` names: their name, themselves, and what they mean."""
         if not self.row_indices:
             return []
-        by_name = {**dict(zip(inspect.signature(self.inputs).parameters, args, strict=False)), **named}
+        parameters = inspect.signature(self.inputs).parameters
+        if missing := [x for pair in self.row_indices.items() for x in pair if x not in parameters]:
+            raise ValueError(
+                f"inputs() has no argument {missing[0]!r}, which row_indices names. Name the arguments as there, or set "
+                "row_indices to their names."
+            )
+        by_name = {**dict(zip(parameters, args, strict=False)), **named}
         pairs = ((name, by_name.get(name), by_name.get(rows)) for name, rows in self.row_indices.items())
         return [(name, x, rows) for name, x, rows in pairs if isinstance(x, Tensor) and isinstance(rows, Tensor)]
 

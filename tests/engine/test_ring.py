@@ -18,7 +18,8 @@ from contrastive_zoo.engine import exchange, rowwise
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message, local_shard, numbers
 from tests.losses import zoo_margins, zoo_softmax
-from tests.stateful_rank import LOSSES, Action, can_ring, limits, play
+from tests.random_steps.losses import LOSSES, can_ring
+from tests.random_steps.rank import Action, limits, play
 from tests.zoo import ZOO, Entry
 
 GENERAL_PATH = {
@@ -43,7 +44,7 @@ def play_each(names: Sequence[str], thresholds: dict[str, int], program: list[Ac
 )
 def test_a_ring_is_one_process(shards: tuple[int, ...], tiles: dict[str, int], worlds: Worlds) -> None:
     names = RINGS if EVERY_CASE else RINGS[shards[0] % 3 :: 3]  # each in some layout
-    program = [("set_option", {"ring": True}), ("step", {"batches": [(shards, 1)]})]
+    program = [("set_option", {"ring": True}), ("step", {"batches": [shards]})]
     worlds.run(len(shards), play_each, names, {**GENERAL_PATH, **tiles}, program, timeout=60)
 
 
@@ -63,7 +64,7 @@ def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:
 
     counting = patch.object(exchange, "SendReceive", Counted), patch.object(rowwise, "gather_rows", gather)
     with counting[0], counting[1]:
-        program = [("set_option", {"ring": True}), ("evaluate", {"batch": (shards, 1), "how": "no_grad"})]
+        program = [("set_option", {"ring": True}), ("evaluate", {"batch": shards, "how": "no_grad"})]
         play(name, GENERAL_PATH, program)
     return sent, gathered
 
