@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from contrastive_zoo.engine.plan import Arithmetic
-from contrastive_zoo.engine.precision import matmul_rounding, without_autocast
+from contrastive_zoo.engine.precision import matmul, matmul_rounding, without_autocast
 from contrastive_zoo.engine.softmax_arithmetic import ShiftedSums, log_sum_exp, shift_window, statistics
 from contrastive_zoo.engine.softmax_sweep import Partners, Pass, SoftmaxSweep, Totals, gradient_buffer
 from contrastive_zoo.engine.tiling import CachedLogits
@@ -76,7 +76,7 @@ def _of_whole_matrix(
     sweep: SoftmaxSweep, rows: Tensor, columns: Tensor, scale: Scale
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Compute the definition, with plain autograd."""
-    s = scale * rows @ all_gathered(columns, sweep.column_shards, "partial", sweep.world).T
+    s = matmul(scale * rows, all_gathered(columns, sweep.column_shards, "partial", sweep.world).T)
     left_out, c = torch.zeros_like(s, dtype=torch.bool), None
     local = left_out[:, sweep.column_shards.local]
     sweep.partners.fill(local, True, slice(0, len(rows)), slice(0, len(columns)), mirrored=sweep.one_tower)
@@ -85,7 +85,7 @@ def _of_whole_matrix(
     if sweep.excluded is not None:
         left_out.scatter_(1, sweep.excluded[:, None], True)
     if sweep.columnwise and not sweep.one_tower:
-        transposed = scale * columns @ all_gathered(rows, sweep.row_shards, "partial", sweep.world).T
+        transposed = matmul(scale * columns, all_gathered(rows, sweep.row_shards, "partial", sweep.world).T)
         of_columns = torch.zeros_like(transposed, dtype=torch.bool)
         of_columns[:, sweep.row_shards.local] = local.T
         c = log_sum_exp(transposed.masked_fill(of_columns, -torch.inf), 1)
