@@ -312,8 +312,8 @@ def show(report: Report | AuditReport) -> None:
             console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
         for x in section.diagnoses:
             titled = [("\n", (f"{title}: ", "bold"), text) for title, text in (x.details() | {"Fix": x.fix}).items()]
-            text = Text.assemble(x.why, *(part for parts in titled for part in parts))
-            console.print(Panel(text, title=x.mistake, title_align="left"))
+            words = Text.assemble(x.why, *(part for parts in titled for part in parts))
+            console.print(Panel(words, title=x.mistake, title_align="left"))
         for note in section.notes:
             console.print(Padding(Text(f"Note: {note}.", "dim"), (0, 0, 0, 2)))
     console.print(Text(report.verdict, _STYLES[report.ok]))

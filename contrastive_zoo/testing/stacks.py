@@ -31,7 +31,7 @@ class Where:
 
 def read_stack(path: Path) -> Where:
     """Read where a process is that has just received SIGUSR1."""
-    deadline, text = time.monotonic() + 1.0, ""
+    deadline, text = time.monotonic() + 10.0, ""
     while time.monotonic() < deadline:
         before, text = text, path.read_text(errors="replace") if path.exists() else ""
         if text and text == before:  # faulthandler marks no end; it writes within microseconds

@@ -25,7 +25,7 @@ from contrastive_zoo.testing.stacks import Where, explain_hang, read_stack
 
 R = TypeVar("R")
 LONGEST_WAIT = 3600.0  # seconds of one wait for answers: an infinite timeout is not accepted by the operating system
-START_TIMEOUT = 120.0  # seconds of a world's start: the first one imports torch, possibly from a disk with a cold cache
+START_TIMEOUT = 600.0  # seconds of a world's start: the first one imports torch, possibly from a disk with a cold cache
 
 
 class Worlds(contextlib.AbstractContextManager["Worlds"]):
@@ -218,7 +218,7 @@ class _World:
             if self.pipes[rank].poll():
                 payload = self.pipes[rank].recv_bytes()
         if payload is None:
-            self.processes[rank].join(timeout=1.0)  # the pipe breaks a moment before the exit code is available
+            self.processes[rank].join(timeout=10.0)  # the pipe breaks a moment before the exit code is available
             return f"died (exit code {self.processes[rank].exitcode})"
         return pickle.loads(payload)
 
