@@ -4,7 +4,10 @@ import gc
 import multiprocessing.forkserver
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +20,7 @@ settings.register_profile("quick", max_examples=3, deadline=None, suppress_healt
 long = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
 settings.register_profile("long", max_examples=long, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+EVERY_CASE = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 
 
 IMPORTED_ON_RANKS = [
@@ -46,12 +50,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def engines() -> None:
-    """Engines also where plain autograd would be sooner done: in this process, not in the ranks."""
+@pytest.fixture(autouse=True)
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small batches of this process take the engines of large ones, or the path that users get, by the test's name.
+
+    A search takes the other one. Ranks always take the path that users get.
+    """
     from contrastive_zoo.engine import plan, precision
 
-    plan.SMALL_MATRIX = plan.SMALL_ON_ACCELERATORS = precision.SMALL_ELEMENTS = -1
+    marker, drawn = request.node.get_closest_marker("path"), crc32(request.node.nodeid.encode()) % 2
+    name = marker.args[0] if marker else ["engines", "users"][drawn ^ EVERY_CASE]
+    smallest = {(plan, "SMALL_MATRIX"), (plan, "SMALL_ON_ACCELERATORS"), (precision, "SMALL_ELEMENTS")}
+    with ExitStack() as stack:
+        for module, constant in smallest if name == "engines" else ():
+            stack.enter_context(patch.object(module, constant, -1))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,10 +87,10 @@ def forkserver() -> None:
 
 @pytest.fixture(scope="session")
 def impatient() -> Iterator[Any]:
-    """Worlds in which a hang is found soon."""
+    """Worlds in which a hang is found soon: of jobs that take some milliseconds."""
     from contrastive_zoo.testing.worlds import Worlds  # not before the hook is in
 
-    with Worlds(timeout=5.0, grace=0.3) as pool:
+    with Worlds(timeout=10.0) as pool:
         yield pool
 
 
@@ -87,6 +100,6 @@ def device_worlds() -> Iterator[Any]:
     from contrastive_zoo.testing.worlds import Worlds
     from tests.simulated import send_from_device
 
-    with Worlds() as pool:
+    with Worlds(timeout=300.0) as pool:
         pool.run(2, send_from_device)
         yield pool

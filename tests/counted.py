@@ -4,7 +4,6 @@ torch's fake process group sends nothing: every rank seems to send what this one
 ranks' numbers of samples. Values and gradients mean nothing; what a rank sends and holds depends on sizes only.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -72,7 +71,6 @@ class OneRank(TorchDispatchMode):
 
     def reset(self, known: Iterable[Tensor]) -> None:
         """Begin to count anew, without tensors that are known."""
-        gc.collect()
         for x in known:
             x.grad = None
         self._storages = {x.untyped_storage()._cdata for x in known}

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from contrastive_zoo.loss_base.settings import field
 from contrastive_zoo.testing.interventions import splitting
 from tests.hosts import CUT, INTERFACE, Host, two_hosts
 
-TIMEOUT = 3.0  # seconds of the process group
+EXPIRES = timedelta(seconds=2)  # time-out of the process group from the fault on, if a rank will not come in time
+PATIENCE = 120.0  # seconds for a rank to end; only one that hears of no fault needs them
 
 FAULTY_STEP, STEPS = 3, 5
 
@@ -41,9 +42,9 @@ class Rows(cz.RowLoss):
 
 
 class Training:
-    def __init__(self, fault: "Fault", rank: int, failing_rank: bool, timeout: float) -> None:
+    def __init__(self, fault: "Fault", rank: int, failing_rank: bool) -> None:
         torch.manual_seed(0)
-        self.fault, self.rank, self.failing_rank, self.timeout, self.step = fault, rank, failing_rank, timeout, 0
+        self.fault, self.rank, self.failing_rank, self.step = fault, rank, failing_rank, 0
         self.encoder: nn.Module = nn.Linear(8, 4)
         if fault.ddp:
             self.encoder = nn.parallel.DistributedDataParallel(self.encoder)
@@ -62,8 +63,11 @@ class Training:
         return third_party if self.fault.where == IN_THIRD_PARTY else cz.NTXent()
 
     def act(self, where: str) -> bool:
-        is_now = self.step == FAULTY_STEP and where == self.fault.where and (self.failing_rank or self.fault.everywhere)
-        return bool(is_now and self.fault.action(self) is ENDS)
+        if self.step != FAULTY_STEP or where != self.fault.where:
+            return False
+        if self.fault.late:
+            dist.distributed_c10d._set_pg_timeout(EXPIRES)
+        return (self.failing_rank or self.fault.everywhere) and self.fault.action(self) is ENDS
 
     def run(self) -> None:
         generator = torch.Generator().manual_seed(1 + self.rank)
@@ -88,10 +92,6 @@ class Training:
         how: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
         next(iter(torch.utils.data.DataLoader([0], collate_fn=collate, **how)))
 
-    def wait_for_others(self) -> object:
-        time.sleep(2 * self.timeout)
-        return ENDS
-
 
 BEFORE, IN_THIRD_PARTY, IN_ROWS, AFTER = "before", "in a third-party loss", "between messages", "after"
 ENDS = object()
@@ -102,6 +102,7 @@ class Fault(NamedTuple):
 
     where: str
     action: Callable[[Training], object]
+    late: bool = False  # whether nothing but a time-out tells the others
     ddp: bool = False  # whether DDP reduces gradients, in the same process group
     everywhere: bool = False
     two_hosts: bool = False  # whether half of the ranks are on another host
@@ -123,8 +124,12 @@ def die(_: Training) -> None:
 
 def interrupt(_: Training) -> None:
     """Ctrl-C at this rank's terminal."""
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
+    signal.raise_signal(signal.SIGINT)
+
+
+def stay_away(_: Training) -> None:
+    """As after the end of a shorter epoch: alive, and in no loss."""
+    threading.Event().wait()
 
 
 def exhaust_memory(_: Training) -> None:
@@ -144,31 +149,27 @@ FAULTS: dict[str, Fault] = {
     "SIGKILL before the loss": Fault(BEFORE, die),
     "SIGKILL in the loss": Fault(IN_ROWS, die),
     "os._exit before the loss": Fault(BEFORE, lambda _: os._exit(3)),
-    "SIGSTOP before the loss": Fault(BEFORE, stop),
-    "SIGSTOP in the loss": Fault(IN_ROWS, stop),
-    "sleep beyond the time-out": Fault(BEFORE, lambda training: time.sleep(2 * training.timeout)),
+    "SIGSTOP before the loss": Fault(BEFORE, stop, late=True),
+    "SIGSTOP in the loss": Fault(IN_ROWS, stop, late=True),
     "Ctrl-C in the loss": Fault(IN_ROWS, interrupt),
-    LINK_CUT: Fault(BEFORE, lambda _: subprocess.run(CUT, check=True), two_hosts=True),
+    LINK_CUT: Fault(BEFORE, lambda _: subprocess.run(CUT, check=True), late=True, two_hosts=True),
     "one call more than elsewhere": Fault(AFTER, Training.call_again),
     "one call more than elsewhere, under DDP": Fault(AFTER, Training.call_again, ddp=True),
-    "a shorter epoch": Fault(BEFORE, Training.wait_for_others),
+    "a shorter epoch": Fault(BEFORE, stay_away, late=True),
     # on every rank: the workers would wait for each other
     "the loss in a forked worker": Fault(BEFORE, Training.call_in_worker, everywhere=True),
 }
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: with which error, of which class, or with which exit code; and whether by itself."""
+    """How a rank ended: the class and the text of its error, and whether its process ended by itself."""
 
-    seconds: float | None  # since the fault; None if the rank was still alive when the others had ended
-    text: str
     kind: str
+    text: str
     ended: bool
 
 
-def rank_main(
-    name: str, rank: int, world_size: int, directory: str, timeout: float, host: Host | None, pipe: Connection
-) -> None:
+def rank_main(name: str, rank: int, world_size: int, directory: str, host: Host | None, pipe: Connection) -> None:
     if host:
         host.enter()
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -178,24 +179,24 @@ def rank_main(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.FileStore(os.path.join(directory, "store"), world_size)
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
-    training = Training(FAULTS[name], rank, rank == world_size - 1, timeout)
+    training = Training(FAULTS[name], rank, rank == world_size - 1)
     try:
         training.run()
     except BaseException as error:
-        pipe.send((time.time(), type(error).__name__, str(error)))
+        pipe.send((type(error).__name__, str(error)))
         raise
-    pipe.send((time.time(), "", "ended without an error"))
+    pipe.send(("", "ended without an error"))
 
 
-def run_fault(name: str, world_size: int = 2, timeout: float = TIMEOUT) -> list[Outcome]:
+def run_fault(name: str, world_size: int = 2) -> list[Outcome]:
+    """Return how the ranks end that hear of the fault: all but the last, which fails; of a link that is cut, all."""
     with two_hosts() if FAULTS[name].two_hosts else nullcontext(()) as hosts:
-        return _run(name, world_size, timeout, hosts)
+        return _run(name, world_size, hosts)
 
 
-def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> list[Outcome]:
+def _run(name: str, world_size: int, hosts: Sequence[Host]) -> list[Outcome]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["contrastive_zoo.wrapper.distributed", "contrastive_zoo.losses.nt_xent", __name__])
     with tempfile.TemporaryDirectory() as directory:
@@ -203,29 +204,19 @@ def _run(name: str, world_size: int, timeout: float, hosts: Sequence[Host]) -> l
         for rank in range(world_size):
             mine, theirs = context.Pipe()
             host = hosts[2 * rank // world_size] if hosts else None
-            arguments = (name, rank, world_size, directory, timeout, host, theirs)
+            arguments = (name, rank, world_size, directory, host, theirs)
             process = context.Process(target=rank_main, args=arguments, daemon=False)
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
-        started, others = time.time(), set(range(world_size))
-        raised: dict[int, tuple[float, str, str]] = {}
-        while others - {world_size - 1} and time.time() < started + 4 * timeout:
-            for ready in wait([pipes[rank] for rank in others], timeout=0.1):
-                rank = pipes.index(ready)
-                try:
-                    raised[rank] = ready.recv()
-                except EOFError:
-                    others.discard(rank)
-        for rank, process in enumerate(processes):
-            process.join(0.3)
-            if not (ended := not process.is_alive()):
-                process.kill()
-                process.join()
-            if rank in raised:
-                when, kind, text = raised[rank]
-                outcomes.append(Outcome(when - started, text, kind, ended))
-            else:
-                outcomes.append(Outcome(None, f"killed, exit code {process.exitcode}", "", ended))
+        hear = world_size if FAULTS[name].two_hosts else world_size - 1
+        for pipe, process in zip(pipes[:hear], processes, strict=False):
+            with contextlib.suppress(EOFError):  # a rank that was killed has said nothing
+                said = pipe.recv() if pipe.poll(PATIENCE) else ("", "no word")
+                process.join(PATIENCE)
+                outcomes.append(Outcome(*said, ended=not process.is_alive()))
+        for process in processes:
+            process.kill()
+            process.join()
     return outcomes

@@ -104,7 +104,7 @@ def error_message(job: Callable[[], Any], kind: type[BaseException] = ValueError
 
 def common_error(worlds: Worlds, world_size: int, bad: Callable[[], Any], good: Callable[[], R]) -> tuple[str, list[R]]:
     """Return the message that all ranks raise for ``bad``, and the results of ``good`` in the same world afterwards."""
-    found = worlds.run(world_size, lambda: (error_message(bad), good()), timeout=10.0)
+    found = worlds.run(world_size, lambda: (error_message(bad), good()))
     texts = [text for text, _ in found]
     assert None not in texts, f"some rank did not raise: {texts}"
     assert len(set(texts)) == 1, f"ranks raise different errors: {texts}"

@@ -26,11 +26,11 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def python(*arguments: str, timeout: float = 120.0) -> Finished:
+def python(*arguments: str, timeout: float = 600.0) -> Finished:
     return _finished([{}], arguments, timeout)
 
 
-def torchrun(processes: int, *arguments: str, timeout: float = 120.0) -> Finished:
+def torchrun(processes: int, *arguments: str, timeout: float = 600.0) -> Finished:
     store = local_store()
     return _finished([environment(rank, processes, store.port) for rank in range(processes)], arguments, timeout)
 

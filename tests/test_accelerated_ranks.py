@@ -24,6 +24,8 @@ from tests.test_accelerator import ENTRIES as OTHER_ENTRIES
 from tests.test_accelerator import LEFT_OUT, may_read
 from tests.zoo import Entry
 
+pytestmark = pytest.mark.kernels
+
 SPLITS = [(4, 4), (5, 3), (0, 8)]
 SHARDS = SPLITS[0]
 HANDSHAKE = 2 * 8 * 64
@@ -138,8 +140,8 @@ def on_the_cpu(name: str) -> Any:
 
 def test_every_entry_between_ranks_that_send_from_the_device(device_worlds: Worlds, worlds: Worlds) -> None:
     names = list(OTHER_ENTRIES)
-    expected = worlds.run(2, lambda: [on_the_cpu(name) for name in names], timeout=60)
-    found = device_worlds.run(2, lambda: [on_the_device(name) for name in names], timeout=60)
+    expected = worlds.run(2, lambda: [on_the_cpu(name) for name in names])
+    found = device_worlds.run(2, lambda: [on_the_device(name) for name in names])
     for of_rank, of_device in zip(expected, found, strict=True):
         for name, x, y in zip(names, of_rank, of_device, strict=True):
             torch.testing.assert_close(
@@ -167,7 +169,7 @@ def of_rank(names: list[str]) -> dict[str, Reads]:
 
 
 def measured(names: list[str], pool: Worlds) -> dict[str, Reads]:
-    return pool.run(2, of_rank, names, timeout=300)[0]
+    return pool.run(2, of_rank, names)[0]
 
 
 def stated() -> dict[str, Reads]:

@@ -27,6 +27,8 @@ from tests.losses.whole_zoo import WHOLE_ZOO
 from tests.simulated import Put, device, draws_of_a_device, on_cpu, put_by, value_and_gradients
 from tests.zoo import Entry
 
+pytestmark = pytest.mark.kernels
+
 
 def samples(n: int = 8, d: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -362,7 +364,7 @@ def budgets_of_backward(entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -
     recorded.seen.clear()
     thread = threading.Thread(target=lambda: [value.backward() for value in values])
     thread.start()
-    thread.join(timeout=60)
+    thread.join()
     return recorded.seen
 
 

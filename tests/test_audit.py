@@ -31,7 +31,7 @@ from tests.audit_trainings import audit_apart, audit_here, audit_random_training
 from tests.helpers import EVERY_CASE
 from tests.interpreter import torchrun
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
+pytestmark = [pytest.mark.audit, pytest.mark.filterwarnings("ignore")]  # trainers warn when they are imported
 
 ROOT = Path(__file__).parent.parent
 OWN = "tests.audit_trainings"

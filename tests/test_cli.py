@@ -182,28 +182,9 @@ def test_the_list_fits_80_columns_and_is_searched(monkeypatch: pytest.MonkeyPatc
     assert found[0].keys() >= {"class", "call", "family", "settings", "arguments", "summary", "source", "peers"}
 
 
-def test_a_first_call_may_take_longer_than_the_timeout(here: Here, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(check, "SHORT_CALL", 0.0)
-    source = """
-        import time
-        done = []
-        def slow(view1, view2):
-            if not done:
-                time.sleep(1)
-                done.append(1)
-            return (view1 - view2).square().sum()
-        def make_it():
-            return slow
-    """
-    (tmp_path / "own_slow.py").write_text(dedent(source), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    code, out, error = here("check", "own_slow:make_it", "-W", "2", "--examples", "2", "--timeout", "0.5", "--wrap")
-    assert code == 0, out + error
-
-
 def test_without_its_extra_the_command_says_one_line() -> None:
     code = "import sys; sys.modules['typer'] = None; from contrastive_zoo.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "the command contrastive-zoo needs typer and rich: pip install 'contrastive_zoo[cli,testing]'"

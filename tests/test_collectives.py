@@ -1,7 +1,6 @@
 """Every collective: values in any dtype, both derivatives as on one process, and adjoints that would be wrong."""
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -530,12 +529,9 @@ def gathered(*, one_tag: bool) -> bool:
     all_rows = torch.arange(3.0) + 100 * torch.arange(world.size)[:, None]
     messages = [all_rows[world.rank], all_rows[world.rank] + 50]
     if one_tag:
-        found, works = [torch.empty(world.size, *x.shape) for x in messages], []
+        found = [torch.empty(world.size, *x.shape) for x in messages]
         for index in (1, 0) if world.rank == 0 else (0, 1):
-            works.append(Doubling(messages[index], found[index], world.process_group, 1))
-            time.sleep(0.2)
-        for work in works:
-            work.wait()
+            Doubling(messages[index], found[index], world.process_group, 1).wait()
     else:
         with of_many_ranks():
             found = [wait() for wait in [world.start_gather(x) for x in messages]]
@@ -595,7 +591,9 @@ def test_the_host_group_has_the_time_out_of_the_users_group() -> None:
             assert group is not None
             return waiting_time(group)
 
-    with Worlds() as worlds:  # in a pool of all tests, the name of the group may have been taken and given up
+    with Worlds(
+        timeout=300.0
+    ) as worlds:  # in a pool of all tests, the name of the group may have been taken and given up
         assert worlds.run(2, job) == [37.0, 37.0]
 
 
@@ -606,7 +604,7 @@ def test_an_error_names_the_variable_where_gloo_cannot_connect() -> None:
         with patch.object(World, "on_accelerators", True), nowhere:
             return error_message(lambda: world.exchange([1]), cz.CommunicationError)
 
-    with Worlds() as worlds:  # the name of a group that was not made is taken in its processes
+    with Worlds(timeout=300.0) as worlds:  # the name of a group that was not made is taken in its processes
         errors = worlds.run(2, job)
     for rank, found in enumerate(map(str, errors)):
         assert found.startswith(f"NTXent, call 1: rank {rank}: ranks that compute on accelerators agree through gloo")

@@ -17,6 +17,8 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, learnt
 
+pytestmark = pytest.mark.kernels
+
 PACKAGE = f"{Path(cz.__file__).parent}/"
 SIZES = [(5, 3), (2, 7), (6, 0), (4, 4)]
 
@@ -117,7 +119,7 @@ def test_compiled_steps_are_the_eager_ones_of_one_process(world_size: int, world
             return [trained(name, compiled, wrapped=True) for name, compiled in cases]
 
     expected = [trained(name, "nothing", wrapped=False) for name, _ in cases]
-    for found in worlds.run(world_size, on_rank, timeout=200):
+    for found in worlds.run(world_size, on_rank):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

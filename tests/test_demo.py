@@ -15,6 +15,8 @@ pytest.importorskip("pytorch_metric_learning")
 
 from examples import demo, losses
 
+pytestmark = pytest.mark.trainers
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pages" / "examples.md"
 

@@ -191,13 +191,11 @@ def test_every_message_of_the_source_is_on_the_page():
     assert page == with_messages(page), "run: python -m tools.troubleshooting_page"
 
 
-def test_the_page_shows_the_paths_that_are_chosen(monkeypatch):
-    from contrastive_zoo.engine import crossover, plan
+@pytest.mark.path("users")
+def test_the_page_shows_the_paths_that_are_chosen():
     from tools.pages import filled
     from tools.paths_page import PAGE, path_table
 
-    monkeypatch.setattr(plan, "SMALL_MATRIX", 2**18)  # tests have engines for small batches, too
-    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", crossover.LARGEST_MATRIX**2)
     page = PAGE.read_text(encoding="utf-8")
     assert page == filled(page, "paths", path_table()), "run: python -m tools.paths_page"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import cost, plan, precision
+from contrastive_zoo.engine import cost
 from contrastive_zoo.engine.cost import Cost, UserCode, cost_of
 from contrastive_zoo.engine.plan import Situation, choose
 from contrastive_zoo.loss_base.loss import CallInputs, rows_of
@@ -21,6 +21,7 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.wrapper.step import FROM_ELSEWHERE
 from tests.counted import Step, counted
+from tests.helpers import drawn
 
 WIDTH = 16
 Case = tuple[Any, list[Tensor]]
@@ -161,19 +162,17 @@ UNEVEN = [4, 8, 0, 6]
 DATA_DEPENDENT = {"n-pairs"}  # whose anchors are chosen by their labels: at most what the formula says
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_every_loss_sends_what_its_entries_say(name: str) -> None:
-    for sizes, rank in ((UNEVEN, 1), ([8, 8], 0)):
-        found, formula = compared(of_catalogue(name, 8, WIDTH), sizes, rank)
-        if name in DATA_DEPENDENT:
-            assert found.messages == formula.messages
-            assert found.bytes_sent <= formula.bytes_sent
-        else:
-            assert_sent(found, formula)
+@pytest.mark.parametrize(("name", "sizes"), drawn(CATALOGUE, [UNEVEN, [8, 8]], one_in=2), ids=str)
+def test_every_loss_sends_what_its_entries_say(name: str, sizes: list[int]) -> None:
+    found, formula = compared(of_catalogue(name, 8, WIDTH), sizes, 1)
+    if name in DATA_DEPENDENT:
+        assert found.messages == formula.messages
+        assert found.bytes_sent <= formula.bytes_sent
+    else:
+        assert_sent(found, formula)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("sizes", [[8], [8, 8], [8] * 4, UNEVEN], ids=str)
+@pytest.mark.parametrize(("name", "sizes"), drawn(OPTIONS, [[8], [8, 8], [8] * 4, UNEVEN], one_in=2), ids=str)
 def test_messages_and_bytes(name: str, sizes: list[int]) -> None:
     steps = 4 if "memory" in name else 1  # until it is full
     assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, min(1, len(sizes) - 1), steps=steps))
@@ -247,11 +246,10 @@ def test_memory_of_classes(kind: Any) -> None:
     assert_near(*compared(labelled(kind(4096, 256))(1024, 256), [1024] * 2, 1))
 
 
+@pytest.mark.path("users")
 @pytest.mark.parametrize("name", ["nt-xent", "clip", "siglip", "sup-con"])
 @pytest.mark.parametrize("sizes", [[240], [60, 64, 56, 60]], ids=str)
-def test_memory_of_a_small_batch(name: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_MATRIX", 2**18)
-    monkeypatch.setattr(precision, "SMALL_ELEMENTS", 2**16)
+def test_memory_of_a_small_batch(name: str, sizes: list[int]) -> None:
     rank = min(1, len(sizes) - 1)
     assert_near(*compared(large(name, sizes[rank], 128), sizes, rank, split=False))
 

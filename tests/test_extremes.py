@@ -91,7 +91,7 @@ def once(entry: Entry, rows: list[Tensor], temperature: float, options: dict[str
 
 def test_every_path_of_three_ranks_is_one_process_and_gives_the_same_bits_twice(worlds: Worlds) -> None:
     cases = drawn()[:: 1 if EVERY_CASE else 4]
-    by_rank = worlds.run(3, on_a_rank, cases, timeout=120.0)
+    by_rank = worlds.run(3, on_a_rank, cases)
     for i, (entry, rows, temperature) in enumerate(cases):
         one = loss(entry, rows, temperature)
         for path in PATHS:

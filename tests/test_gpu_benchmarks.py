@@ -1,8 +1,10 @@
 """The benchmarks for GPUs without a GPU: errors, the process of an implementation, tables and targets."""
 
 import json
+import os
+import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,9 @@ def program(*lines: str) -> tuple[str, ...]:
     return sys.executable, "-S", "-c", "\n".join(lines)
 
 
-def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -> None:
+def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, done = [(8, 4), (16, 4)], Measurement("CLIP", "peer", 8, 4, 1.0, 2.0, 0.01)
     lines = (
         "import os, sys, time",
@@ -107,8 +111,18 @@ def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured() -
     died = measure.measured("CLIP", "peer", sizes, command=program(*lines, "os._exit(3)"))
     assert died[0] == done
     assert died[1].reason == "the process ended with status 3: an illegal / access"
-    late = f"import time; time.sleep(20); print({measure.MARK + json.dumps(asdict(replace(done, n=16)))!r})"
+    os.mkfifo(waits := tmp_path / "waits")
+    late = f"open({str(waits)!r}, 'w').close(); import signal; signal.pause()"
     waiting = "import subprocess", f"subprocess.run([sys.executable, '-S', '-c', {late!r}])"  # which has the pipes, too
+    communicate = subprocess.Popen.communicate
+
+    def late_in_no_time(process: Any, timeout: float | None = None) -> Any:
+        if timeout is None:
+            return communicate(process)
+        waits.read_text()  # until it waits
+        raise subprocess.TimeoutExpired("", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", late_in_no_time)
     hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=1.0)
     assert hung[0] == done
     assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")

@@ -110,7 +110,7 @@ def test_a_training_with_an_empty_shard_is_that_of_one_process(
     encoder: Callable[[], nn.Module], way: str, shards: tuple[int, ...], worlds: Worlds
 ) -> None:
     expected = train(encoder, way, ())
-    for found in worlds.run(len(shards), train, encoder, way, shards, timeout=60.0):
+    for found in worlds.run(len(shards), train, encoder, way, shards):
         for (value, gradients), (of_one, gradients_of_one) in zip(found, expected, strict=True):
             assert value == pytest.approx(of_one, abs=1e-10)
             for x, y in zip(gradients, gradients_of_one, strict=True):
@@ -124,7 +124,7 @@ def test_a_row_of_zeros_has_no_gradient_in_numbers(worlds: Worlds) -> None:
         with patch.object(chunked_encoder, "broadcasted", lambda x, *_: torch.zeros_like(x)):
             return error_message(lambda: train(Bert, "by hand", (0, 8)))
 
-    assert all("NaN" in (text or "") for text in worlds.run(2, job, timeout=60.0))
+    assert all("NaN" in (text or "") for text in worlds.run(2, job))
 
 
 def test_batch_norm_gets_an_empty_batch(worlds: Worlds) -> None:

@@ -36,6 +36,8 @@ from tests.test_gradcache_trainers import (
 from tests.test_operators import Operators
 from tools.pages import ROOT
 
+pytestmark = pytest.mark.trainers
+
 PEERS = str(ROOT / ".venv" / "trainers")
 SHARDS = (5, 2)
 
@@ -92,7 +94,7 @@ def test_a_training_with_zero_ends_as_on_one_process(stage: int, options: str, w
     accumulate = OPTIONS[options].accumulate
     # stages 2 and 3 hold no gradients of all parameters between batches, so they reduce those of each batch
     of_step = [int(stage > 1)] * (accumulate - 1) + [1]
-    for found, messages in worlds.run(2, train_with_zero, stage, OPTIONS[options], timeout=120):
+    for found, messages in worlds.run(2, train_with_zero, stage, OPTIONS[options]):
         assert max(distance(x, y) for x, y in zip(found, expected, strict=True)) < 1e-6
         assert messages == of_step * STEPS
 
@@ -105,7 +107,7 @@ def test_zero_3_needs_gradients_that_are_held(worlds: Worlds) -> None:
             train_with_zero(3, Options())
 
     with pytest.raises(RankError, match=r"params_in_bucket[\s\S]*AssertionError"):  # one parameter, several gradients
-        worlds.run(2, job, timeout=120)
+        worlds.run(2, job)
 
 
 class Encoded(nn.Module):
@@ -144,7 +146,7 @@ def refusal_of_zero_3(step: nn.Module) -> str:
 )
 def test_zero_3_says_what_it_would_reduce_in_part(make: Any, calls: int, text: str, worlds: Worlds) -> None:
     needed("deepspeed", "test-trainers")
-    found = worlds.run(2, lambda: refusal_of_zero_3(Encoded(make(), calls)), timeout=120)
+    found = worlds.run(2, lambda: refusal_of_zero_3(Encoded(make(), calls)))
     assert all(text in of_rank for of_rank in found)
 
 
@@ -178,6 +180,6 @@ def test_adapters_of_peft_end_as_on_one_process(trainer: type[Trainer], worlds: 
     needed("peft", "test")
     options = Options(accumulate=2, encoder=adapted)
     expected = on_one_process(options, SHARDS)
-    for found in worlds.run(2, train, trainer, options, SHARDS, timeout=120):
+    for found in worlds.run(2, train, trainer, options, SHARDS):
         for x, y in zip(found, expected, strict=True):
             close(x, y)

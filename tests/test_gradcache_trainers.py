@@ -20,6 +20,8 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, drawn, local_shard, numbers, refused, split
 from tests.test_operators import Operators
 
+pytestmark = pytest.mark.trainers
+
 IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
 
 

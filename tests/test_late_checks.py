@@ -105,7 +105,7 @@ def test_every_rank_refuses_the_next_call(splits: bool, device_worlds: Worlds) -
         with splitting(always=splits):
             return [calls(name, bad) for name in CASES]
 
-    by_rank = device_worlds.run(2, job, each=[(False,), (True,)], timeout=60)
+    by_rank = device_worlds.run(2, job, each=[(False,), (True,)])
     by_name = dict(zip(CASES, zip(*by_rank, strict=True), strict=True))
     assert [name for name, found in by_name.items() if wrong_errors(name, [*found])] == []
 

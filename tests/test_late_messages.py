@@ -106,7 +106,7 @@ def wrapped(entry: Entry, *, ring: bool) -> cz.DistributedLoss | None:
 
 def test_nothing_reads_a_message_before_it_arrives(worlds: Worlds) -> None:
     indices = [WHOLE_ZOO.index(entry) for entry in DRAWN]
-    for of_rank in worlds.run(2, in_time_and_late, indices, timeout=60):
+    for of_rank in worlds.run(2, in_time_and_late, indices):
         assert sum("ring=True" in name for name, *_ in of_rank) > 3
         for name, expected, found in of_rank:
             assert len(expected) == len(found)

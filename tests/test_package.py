@@ -73,7 +73,7 @@ FORMULAS = [module for module in modules("losses") if module not in MEMORIES]
 
 
 def fresh(script: str) -> list[str]:
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

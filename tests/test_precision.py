@@ -174,6 +174,7 @@ def hessian_times(loss: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[T
     return list(torch.autograd.grad(along, floating(rows)))
 
 
+@pytest.mark.path("engines")
 @pytest.mark.parametrize("entry", [*LOSSES, *(x for x in EVERY if x.name == "CosFace")], ids=str)
 def test_a_second_derivative_of_the_engines_is_refused_with_the_fix(entry: Entry) -> None:
     rows = rows_of(entry, 6, 3)

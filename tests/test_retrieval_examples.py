@@ -5,6 +5,8 @@ import torch
 
 from contrastive_zoo.testing.worlds import Worlds
 
+pytestmark = pytest.mark.trainers
+
 
 def test_stop_on_two_processes_and_continue_on_three(worlds: Worlds) -> None:
     pytest.importorskip("skimage")
@@ -12,9 +14,9 @@ def test_stop_on_two_processes_and_continue_on_three(worlds: Worlds) -> None:
 
     # steps: the run is resumed before the first mining, and ends in the second epoch, after the second mining
     short, stop, end = retrieval.Settings(points=1200, batch_size=60, epochs=2, mine_from=12, mine_every=10), 9, 23
-    (expected,) = worlds.run(1, retrieval.train, None, end, short, timeout=60.0)
-    stopped = worlds.run(2, retrieval.train, None, stop, short, timeout=60.0)
-    for found in worlds.run(3, retrieval.train, stopped[1].checkpoint, end, short, timeout=60.0):
+    (expected,) = worlds.run(1, retrieval.train, None, end, short)
+    stopped = worlds.run(2, retrieval.train, None, stop, short)
+    for found in worlds.run(3, retrieval.train, stopped[1].checkpoint, end, short):
         assert (found.weights - expected.weights).abs().max() <= 1e-9
         assert (found.recall, found.recall_disturbed) == (expected.recall, expected.recall_disturbed)
         negatives = (x.checkpoint["negatives"] for x in (found, expected))
@@ -29,8 +31,8 @@ def test_training_on_docstrings_is_the_same_on_two_processes(worlds: Worlds) -> 
 
     short = text_retrieval.Settings(epochs=2, width=8, mine_every=2, learning_rate=1e-2, chunk_tokens=400, chunks=5)
     data = texts(("logging", "json"))
-    (expected,) = worlds.run(1, text_retrieval.train, data, short, timeout=60.0)
-    for found in worlds.run(2, text_retrieval.train, data, short, timeout=60.0):
+    (expected,) = worlds.run(1, text_retrieval.train, data, short)
+    for found in worlds.run(2, text_retrieval.train, data, short):
         assert (found.weights - expected.weights).abs().max() <= 1e-10
         assert found.losses == pytest.approx(expected.losses, abs=1e-10)
         assert found.scores == expected.scores

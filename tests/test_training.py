@@ -22,6 +22,8 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EXACT, close, distance, drawn, numbers
 from tests.test_memory_queue import RECIPES as MEMORIES
 
+pytestmark = pytest.mark.trainers
+
 STEPS, SAMPLES, D = 20, 8, 3
 SPLITS = {  # one after the other, step by step; an empty shard among them
     1: [(8,)],

@@ -30,7 +30,7 @@ def printed() -> dict[str, str]:
     }
     found = {}
     for name, process in running.items():
-        found[name], errors = process.communicate(timeout=300)
+        found[name], errors = process.communicate(timeout=600)
         assert process.returncode in (0, 1), errors
     return found
 

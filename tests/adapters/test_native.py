@@ -27,7 +27,10 @@ from tests.helpers import EXACT, common_error, distance, drawn, split
 from tools.pml_matrix.cases import BASES
 from tools.pml_native_page import as_markdown
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")  # of NumPy, in their constructors
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning"),
+]  # of NumPy, in their constructors
 
 CLASSES, WIDTH = 5, 4
 LABELS = torch.tensor([0, 2, 0, 1, 4, 0, 2, 4, 0, 1, 3, 0, 4, 2])  # one sample of class 3, five of class 0

@@ -20,6 +20,8 @@ from tools.peer_losses.__main__ import page
 from tools.peer_losses.losses import LEFT_OUT, PeerLoss, runs, table
 from tools.peer_losses.trainers import REPLACEMENTS, and_alone, replaced
 
+pytestmark = pytest.mark.peers
+
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
 PACKAGES = list(dict.fromkeys(peer.package for peer in table()))
 ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}

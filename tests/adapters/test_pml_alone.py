@@ -21,7 +21,10 @@ from pytorch_metric_learning import losses
 from tests.helpers import numbers
 from tools.pml_matrix.cases import CLASSES, LABELS, OF_ITS_BATCH, SAMPLES, WIDTH, Case, parts
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, about how it calls torch and NumPy
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore"),
+]  # the library's own, about how it calls torch and NumPy
 
 OWN = {"loss", "miner", "process_group", "grad_reduction", "check_finite", "check_equal", "forward"}
 """Attributes of the wrapper; all others are the loss's."""
@@ -123,7 +126,7 @@ def test_every_call_is_equal_with_a_process_group_of_one(worlds: Worlds) -> None
             warnings.simplefilter("ignore")
             return [f"{loss}: {line}" for loss in parts(losses) for line in noticed(loss, "sum", IN_SHORT)]
 
-    assert worlds.run(1, job, timeout=120) == [[]]
+    assert worlds.run(1, job) == [[]]
 
 
 def test_a_wrapper_that_changes_a_call_is_detected() -> None:

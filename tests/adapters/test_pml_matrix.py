@@ -23,6 +23,8 @@ from tools.comparison import Batch, Compared, Run, measure, train
 from tools.pml_matrix.__main__ import Rows, page, verdict
 from tools.pml_matrix.cases import BASES, MODULES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
 
+pytestmark = pytest.mark.peers
+
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
 WHOLE = {"TripletMarginLoss", "ProxyAnchorLoss"}
 

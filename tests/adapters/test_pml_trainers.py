@@ -19,7 +19,10 @@ from pytorch_metric_learning import losses, miners, reducers, trainers
 
 from contrastive_zoo.data.miner import DistributedMiner
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how the library calls NumPy
+pytestmark = [
+    pytest.mark.trainers,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]  # how the library calls NumPy
 
 STEPS, BATCH, D, CLASSES = 4, 8, 4, 3
 SHARES = {1: (8,), 2: (3, 5)}

@@ -343,9 +343,10 @@ def bert(path: str) -> SentenceTransformer:
 
 
 DRAWN = [*list(CASES)[:: 1 if EVERY_CASE else 2], *CACHED, *OTHER_ENCODERS, *LAYERS]
+ONE_EACH = [next(iter(x)) for x in (CASES, CACHED, OTHER_ENCODERS, LAYERS)]
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [x if x in ONE_EACH else pytest.param(x, marks=pytest.mark.trainers) for x in DRAWN])
 def test_ranks_compute_what_one_process_computes(name: str, checkpoint: str, worlds: Worlds) -> None:
     """Losses of a gradient cache, of other encoders and of layers under DDP, as in a trainer; others without it, too."""
     case = (CASES | CACHED | OTHER_ENCODERS | LAYERS)[name]
@@ -399,6 +400,7 @@ def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
     assert "Do not compile it" in (texts[0] or "")
 
 
+@pytest.mark.kernels
 def test_a_compiled_encoder_returns_all_ranks_embeddings(worlds: Worlds) -> None:
     case, shards = CASES["CoSENTLoss"], (3, 1, 2)
 
@@ -417,6 +419,7 @@ def bare(loss: nn.Module, **_: Any) -> nn.Module:
 BARE = ("CachedMultipleNegativesRankingLoss", "SpladeLoss", "MultiVector, cached")
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize("name", [*list(CASES)[:: 1 if EVERY_CASE else 5], *BARE])
 def test_the_bare_loss_is_detected(name: str, worlds: Worlds) -> None:
     case = (CASES | CACHED | OTHER_ENCODERS)[name]
@@ -471,7 +474,7 @@ def complaints() -> list[str | None]:
 
 
 def test_bad_input_is_refused_on_every_rank_alike(worlds: Worlds) -> None:
-    found = worlds.run(3, complaints, timeout=30.0)
+    found = worlds.run(3, complaints)
     assert found[0] == found[1] == found[2]
     expected = ["has 2 rows where the labels", "brought labels, rank 1 brought none", "number of columns"]
     expected += ["NaN or infinite", "no rank brought a row", "no rank brought a row"]
@@ -538,6 +541,6 @@ def deviation(index: int) -> tuple[float, float]:
 def test_the_trainer_trains_on_ranks_what_it_trains_on_one() -> None:
     pytest.importorskip("datasets")
     pytest.importorskip("sklearn")
-    with Worlds(timeout=120.0) as own:  # a trainer leaves its mark on a process
+    with Worlds(timeout=300.0) as own:  # a trainer leaves its mark on a process
         assert max(map(max, own.run(2, deviation, 0))) <= 1e-9
         assert max(map(max, own.run(2, deviation, -2))) > 1e-3  # the bare loss

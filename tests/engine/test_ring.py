@@ -45,7 +45,7 @@ def play_each(names: Sequence[str], thresholds: dict[str, int], program: list[Ac
 def test_a_ring_is_one_process(shards: tuple[int, ...], tiles: dict[str, int], worlds: Worlds) -> None:
     names = RINGS if EVERY_CASE else RINGS[shards[0] % 3 :: 3]  # each in some layout
     program = [("set_option", {"ring": True}), ("step", {"batches": [shards]})]
-    worlds.run(len(shards), play_each, names, {**GENERAL_PATH, **tiles}, program, timeout=60)
+    worlds.run(len(shards), play_each, names, {**GENERAL_PATH, **tiles}, program)
 
 
 def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.kernels
+
 triton = pytest.importorskip("triton")
 ahead_of_time = pytest.importorskip("tests.kernels.ahead_of_time")
 

@@ -27,6 +27,8 @@ from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import step
 from tests.helpers import drawn
 
+pytestmark = pytest.mark.path("users")
+
 PROBE = kernels.installation_problem.__wrapped__
 LOSSES: list[Callable[[], Callable[..., Tensor]]] = [cz.NTXent, cz.InfoNCE, cz.Clip, cz.SigLIP]
 
@@ -54,7 +56,6 @@ def used(rows: list[Tensor], sizes: Sequence[int] = (), no_kernel: str | None = 
 def suitable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device_problem", lambda device: None)
     monkeypatch.setattr(kernels, "installation_problem", lambda device: None)
-    monkeypatch.setattr(plan, "SMALL_ON_ACCELERATORS", LARGEST**2)  # other tests run without small batches
 
 
 @pytest.mark.usefixtures("suitable")

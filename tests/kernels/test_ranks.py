@@ -13,6 +13,8 @@ import torch
 
 from contrastive_zoo.testing.auditing.launch import environment, local_store
 
+pytestmark = pytest.mark.kernels
+
 pytest.importorskip("triton")
 
 ROUNDING = 10 * 2.0**-23

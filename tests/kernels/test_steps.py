@@ -21,7 +21,7 @@ DEVICE = "cuda"
 WARM_UP = 3
 FEWEST_CLASSES = 64
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.kernels, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 ENTRIES = [x for x in WHOLE_ZOO if str(x) not in LEFT_OUT and not may_read(str(x))]
 

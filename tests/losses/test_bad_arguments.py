@@ -112,6 +112,7 @@ def test_each_argument_is_checked_beside_the_others(name: str) -> None:
                     loss(*{**arguments, argument: spoil(x)}.values())
 
 
+@pytest.mark.path("engines")
 def test_without_the_check_of_shapes_the_words_are_those_of_torch() -> None:
     with patch("contrastive_zoo.loss_base.shapes.shapes_problem", return_value=None), pytest.raises(RuntimeError):
         cz.Clip()(EYE, EYE[:2])

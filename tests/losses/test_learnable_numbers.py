@@ -130,7 +130,7 @@ def steps(cases: list[tuple[str, str | None]], form: str, plain: bool, alone: bo
 
 
 def compare(worlds: Worlds, cases: list[Any], form: str = "tensor", plain: bool = False) -> None:
-    ranks = worlds.run(2, steps, cases, form, plain, timeout=60.0)
+    ranks = worlds.run(2, steps, cases, form, plain)
     for index, (value, of_number, *rows) in enumerate(steps(cases, form, plain, alone=True)):
         for rank in ranks:
             close(rank[index][0], value)

@@ -19,6 +19,8 @@ import contrastive_zoo as cz
 from tests.helpers import EXACT, assert_same, drawn, numbers
 from tools.peer_losses import packages
 
+pytestmark = pytest.mark.peers
+
 SEEDS = range(3)
 Loss = Callable[..., Tensor]
 

@@ -127,6 +127,7 @@ HARD = ("Triplet, hard", "Triplet, semi-hard", "MultiSimilarity, mined", "Circle
 MARGINS = [x for x in zoo_margins.ENTRIES if x.name in HARD]
 
 
+@pytest.mark.path("engines")
 def test_nothing_n_by_n_is_held() -> None:
     """In small blocks no tensor is nearly as large as the similarity matrix."""
     n, threads = 120, torch.get_num_threads()

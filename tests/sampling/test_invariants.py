@@ -27,7 +27,7 @@ from tests.helpers import EVERY_CASE
 
 pytestmark = pytest.mark.filterwarnings("ignore:MPerClassBatchSampler")  # labels are skewed
 
-CASES = range(2000 if EVERY_CASE else 25)
+CASES = range(2000 if EVERY_CASE else 12)
 MANY = 20  # samples whose order is hardly ever the same by chance
 
 

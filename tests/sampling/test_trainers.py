@@ -18,6 +18,8 @@ from contrastive_zoo.testing.auditing.records import listed
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import as_torchrun
 
+pytestmark = pytest.mark.trainers
+
 SIZE, BATCH, EPOCHS = 9, 4, 3
 """The last batch of an epoch has one sample, so rank 1 of 2 has none."""
 
@@ -132,7 +134,7 @@ def quietly(job: Any, *arguments: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def own() -> Any:
     """Trainers change the state of a process, so these worlds are not shared."""
-    with Worlds(timeout=120.0) as pool:
+    with Worlds(timeout=300.0) as pool:
         yield pool
 
 

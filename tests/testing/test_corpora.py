@@ -16,6 +16,8 @@ from tests.testing.known_losses import PEERS, RIGHT_LOSSES, WRONG_LOSSES, Known
 from tools.gallery.recipe import GALLERY, make
 from tools.peer_losses.packages import loaded
 
+pytestmark = pytest.mark.audit
+
 OF_GALLERY = {x.mistake for x in GALLERY.values()} - {"hang"}
 DRAWN = [x for i, x in enumerate(WRONG_LOSSES) if i % 6 == 0 or x.mistake not in OF_GALLERY]
 """Mistakes that tests/testing/test_check.py does not diagnose in every run, and some others."""

@@ -14,6 +14,8 @@ from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture
 from tools import gallery_page
 from tools.gallery.recipe import GALLERY, PEERS
 
+pytestmark = pytest.mark.audit
+
 pytest_plugins = ["pytester"]
 
 PAGES = Path(__file__).parents[2] / "docs" / "pages"

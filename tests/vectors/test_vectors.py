@@ -94,7 +94,7 @@ def errors_on_ranks(folder: Path, drawn: list[tuple[str, int]], planted: str = "
 def test_this_library_conforms_on_live_ranks(worlds: Any, written: Path, index: dict[str, Any], number: int) -> None:
     ranks = len(next(iter(index["cases"][0]["splits"][number].values())))
     drawn = [(name, number) for name in sorted(random.Random(number).sample(sorted(CASES), 30))]
-    for errors in worlds.run(ranks, errors_on_ranks, written, drawn, timeout=60):
+    for errors in worlds.run(ranks, errors_on_ranks, written, drawn):
         assert {name: x for name, x in errors.items() if not x <= TOLERANCE} == {}
 
 
