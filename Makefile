@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .c
 # each of the many processes of a test compiles the package once, not each time that it is imported
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu test-trainers triton-versions quick search lint types examples loss-examples trainers-page docs dist versions bench bench-full bench-gpu clean
+.PHONY: demo test test-all test-gpu test-trainers triton-versions quick search lint types examples pages docs dist versions bench bench-full bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -30,8 +30,14 @@ $(BIN)/python:
 demo: .venv/.demo-installed
 	$(BIN)/python -m examples.demo
 
-test: .venv/.installed .venv/.peers-installed lint types
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+# what the library promises, in four minutes on two quiet cores; CONTRIBUTING.md says what each marker adds
+MARKED := trainers or kernels or audit or peers
+test: .venv/.installed lint types
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not ($(MARKED))"
+
+# everything: the tests above, then those that they leave out
+test-all: test .venv/.peers-installed
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(MARKED)"
 
 # GradCache with DeepSpeed, which no other test needs
 test-trainers: .venv/.examples-installed .venv/.peers-installed
@@ -70,16 +76,17 @@ types: .venv/.installed
 examples: .venv/.installed
 	$(BIN)/python -W ignore -m examples
 
-# trainings with one loss each, with pictures; the notebook is executed
-loss-examples: .venv/.examples-installed
+# every part of a page that a program writes, but for times and bytes, which `make bench` measures
+pages: .venv/.examples-installed .venv/.peers-installed
+	for page in zoo_page paths_page troubleshooting_page pml_native_page gallery_page trainers_page notebook \
+		'peer_losses --docs' 'pml_matrix --docs'; do \
+		$(BIN)/python -W ignore -m tools.$$page || exit 1; done
 	$(BIN)/python -W ignore -m examples.demo --docs
-	$(BIN)/python -m tools.notebook
+	$(BIN)/python docs/figures.py
+	$(BIN)/python benchmarks/accuracy.py --docs
 
-# all trainers, also DeepSpeed, which compiles its messages; writes the tables of docs/pages/trainers.md
-trainers-page: .venv/.examples-installed
-	$(BIN)/python -W ignore -m tools.trainers_page
-
-.venv/.docs-installed: .venv/.installed
+# the pages are built from sources: none of the libraries that tests and examples need
+.venv/.docs-installed: pyproject.toml .ci/constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[docs]'
 	touch $@
 
@@ -125,7 +132,7 @@ versions:
 		tests/test_handshake.py tests/test_state.py tests/test_extremes.py
 
 bench: .venv/.peers-installed
-	$(BIN)/python benchmarks/bench.py --docs
+	for program in bench memory freed_memory ring retrieval; do $(BIN)/python benchmarks/$$program.py --docs || exit 1; done
 
 bench-full: .venv/.peers-installed
 	$(BIN)/python benchmarks/bench.py --docs --full

@@ -43,7 +43,9 @@ def test_every_set_up_is_in_the_overview() -> None:
             available = setups(example)
         except ModuleNotFoundError:
             continue
-        assert [x.name for x in available if f"| {x.name} |" not in overview] == [], "run: make trainers-page"
+        assert [x.name for x in available if f"| {x.name} |" not in overview] == [], (
+            "run: python -m tools.trainers_page"
+        )
         assert len({x.name for x in available}) == len(available)
 
 

@@ -1,6 +1,7 @@
-"""Print the table of native equivalents of pytorch-metric-learning's losses: ``python -m tools.pml_native_page``."""
+"""Write the table of native equivalents of pytorch-metric-learning's losses: ``python -m tools.pml_native_page``."""
 
 from contrastive_zoo.wrapper.pml.table import LOSSES
+from tools.pages import PAGES, fill
 
 
 def as_markdown() -> str:
@@ -23,8 +24,8 @@ def as_markdown() -> str:
         "|---|---|",
         *(f"| `{name}` | {rows[name]} |" for name in sorted(rows)),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(as_markdown(), end="")
+    fill(PAGES / "pytorch-metric-learning.md", {"native": as_markdown()})
