@@ -123,11 +123,11 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
 @contextmanager
 def _own_forward(module: nn.Module) -> Iterator[None]:
     before = vars(module).get("forward")
-    module.forward = lambda *args, forward=module.forward, **named: forward(*args, **named)  # type: ignore[method-assign]
+    module.forward = lambda *args, forward=module.forward, **named: forward(*args, **named)
     yield
     del module.forward
     if before is not None:
-        module.forward = before  # type: ignore[method-assign]
+        module.forward = before
 
 
 def _hook(register: Callable[[Any], Any], hook: Any) -> Callable[[], AbstractContextManager[None]]:

@@ -66,6 +66,8 @@ def play(name: str, thresholds: Mapping[str, Any], program: Sequence[Action]) ->
                 raise AssertionError(f"action {number}, {action}({told}): {type(error).__name__}: {error}") from error
             if rank.is_over:
                 break
+        dist.barrier()
+        dist.destroy_process_group(rank.judges)  # its threads would outlive the program
         return Played(number, rank.ends)
 
 

@@ -164,6 +164,18 @@ def test_one_rank_makes_its_wrapper_again_in_mid_training(how: str, worlds: Worl
     ends_of(worlds, 2, "Clip", {}, [*steps(), ("make_again", {"on": "one", "how": how}), *steps()])
 
 
+def threads_after_programs() -> list[int]:
+    program = [*steps()[:1], ("step", {"batches": [(3, 2)], "wrapper": "subgroup"})]
+    return [len(os.listdir("/proc/self/task")) for _ in range(4) if play("Clip", {}, program)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads of a process are counted in Linux only")
+def test_a_program_leaves_no_threads(worlds: Worlds) -> None:
+    """Those of a process group outlive it unless it is destroyed, and thousands of programs run in one process."""
+    for counts in worlds.run(2, threads_after_programs):
+        assert counts[1:] == counts[:-1], counts
+
+
 def test_a_ring_of_a_group_that_leaves_a_rank_out(worlds: Worlds) -> None:
     grouped = [("step", {"batches": [sizes], "wrapper": "subgroup"}) for sizes in ((2, 4, 3), (0, 1, 5))]
     for name in ("NTXent", "SigLIP", "Clip"):

@@ -97,7 +97,7 @@ def times(x: Tensor, of: Any) -> Tensor:
 
 
 def times_global(x: Tensor) -> Tensor:
-    return factor * x  # type: ignore[name-defined]  # noqa: F821 - in the globals of a copy
+    return factor * x  # noqa: F821 - in the globals of a copy
 
 
 def of_class(value: float) -> Function:
