@@ -95,6 +95,15 @@ def impatient() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def pools(worlds: Any) -> Iterator[Any]:
+    from contrastive_zoo.testing.worlds import Worlds
+    from tests.helpers import Pools
+
+    with Worlds(threads=True) as threads:
+        yield Pools(threads, worlds)
+
+
+@pytest.fixture(scope="session")
 def device_worlds() -> Iterator[Any]:
     """Worlds whose backend sends tensors of the simulated device only, as NCCL does."""
     from contrastive_zoo.testing.worlds import Worlds

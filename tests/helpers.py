@@ -4,9 +4,10 @@ import gc
 import itertools
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,17 @@ def drawn(*axes: Iterable[Any], one_in: int) -> list[tuple[Any, ...]]:
     places = itertools.product(*(enumerate(axis) for axis in axes))
     chosen = (pairs for pairs in places if EVERY_CASE or sum(place for place, _ in pairs) % one_in == 0)
     return [tuple(value for _, value in pairs) for pairs in chosen]
+
+
+class Pools(NamedTuple):
+    """Worlds of threads, which start at once, and of processes, which share nothing."""
+
+    threads: Worlds
+    processes: Worlds
+
+    def drawn(self, *draw: object) -> Worlds:
+        """Return the processes for a tenth of the draws, otherwise the threads."""
+        return self.processes if zlib.crc32(repr(draw).encode()) % 10 == 0 else self.threads
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

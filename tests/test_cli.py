@@ -42,9 +42,10 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 QUICK = ("--world-size", "1", "2", "--examples", "3")
 
 
-def test_one_of_ours_is_found_right(tmp_path: Path, here: Here) -> None:
+@pytest.mark.parametrize("ranks", [[], ["--threads"]])
+def test_one_of_ours_is_found_right(ranks: list[str], tmp_path: Path, here: Here) -> None:
     settings = ("--set", "temperature=0.5", "--json", str(tmp_path / "report.json"))
-    code, out, error = here("check", "nt-xent", *QUICK, *settings)
+    code, out, error = here("check", "nt-xent", *QUICK, *settings, *ranks)
     assert code == 0, out + error
     assert "is the same function on any number of processes" in out
     report = json.loads((tmp_path / "report.json").read_text())

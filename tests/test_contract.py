@@ -17,12 +17,13 @@ from contrastive_zoo.testing.invariants import (
     Broken,
     Invariant,
     finite_at_extremes,
+    same_at_later_steps,
     same_random_numbers,
     same_sharded_gradient,
 )
 from contrastive_zoo.testing.measurement import Case, Trial, whole_batch
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, TEMPERATURES, drawn
+from tests.helpers import EVERY_CASE, TEMPERATURES, Pools, drawn
 from tests.losses import zoo_softmax
 from tests.losses.whole_zoo import EVERY, WHOLE_ZOO
 from tests.test_operators import Operators
@@ -32,8 +33,8 @@ from tools.gallery.recipe import GALLERY
 LEARNABLE = [entry for entry in ZOO + zoo_softmax.ENTRIES if not entry.name.startswith("RowLoss")]
 
 
-def require_contract(case: Case, batch: GlobalBatch, worlds: Worlds) -> Trial:
-    trial = Trial(case, batch, worlds)
+def require_contract(case: Case, batch: GlobalBatch, pools: Pools) -> Trial:
+    trial = Trial(case, batch, pools.drawn(case.name, batch))
     for invariant in CONTRACT:
         invariant(trial)
     return trial
@@ -47,14 +48,14 @@ def require_contract(case: Case, batch: GlobalBatch, worlds: Worlds) -> Trial:
     reduction=st.sampled_from(["mean", "sum"]),
     trainer=st.sampled_from(["mean", "sum"]),
 )
-def test_the_contract_holds(entry: Entry, batch, temperature, learnt, reduction, trainer, worlds: Worlds) -> None:
+def test_the_contract_holds(entry: Entry, batch, temperature, learnt, reduction, trainer, pools: Pools) -> None:
     learnt = learnt and entry in LEARNABLE
 
     def make():
         number = cz.LearnableTemperature(temperature) if learnt else temperature
         return cz.DistributedLoss(entry.make(temperature=number, reduction=reduction), grad_reduction=trainer)
 
-    trial = require_contract(replace(entry.case(trainer), make=make), batch, worlds)
+    trial = require_contract(replace(entry.case(trainer), make=make), batch, pools)
     assert not learnt or trial.on_one_process().parameters
 
 
@@ -79,22 +80,22 @@ class LaterStep(torch.nn.Module):
     ids=str,
 )
 @given(batch=global_batches(), trainer=st.sampled_from(["mean", "sum"]))
-def test_the_contract_holds_however_ranks_talk(entry: Entry, how: str, batch, trainer, worlds: Worlds) -> None:
+def test_the_contract_holds_however_ranks_talk(entry: Entry, how: str, batch, trainer, pools: Pools) -> None:
     def told():
         loss = cz.DistributedLoss(entry.make(temperature=0.3), grad_reduction=trainer, ring=how == "ring")
         return loss if how == "ring" else LaterStep(loss)
 
-    require_contract(replace(entry.case(trainer), make=told), batch, worlds)
+    require_contract(replace(entry.case(trainer), make=told), batch, pools)
 
 
 @given(batch=global_batches(), number=st.integers(2, 4))
-def test_the_contract_holds_for_any_number_of_views(batch, number, worlds: Worlds) -> None:
-    require_contract(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, worlds)
+def test_the_contract_holds_for_any_number_of_views(batch, number, pools: Pools) -> None:
+    require_contract(Entry("NTXent", cz.NTXent, dense_nt_xent, views=number).case(), batch, pools)
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=str)
 @given(batch=global_batches(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
-def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, batch, dtype, worlds: Worlds) -> None:
+def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, batch, dtype, pools: Pools) -> None:
     make, rows = entry.make, [x.to(dtype) if x.is_floating_point() else x for x in whole_batch(entry.case(), batch)]
 
     def job(*mine):
@@ -102,7 +103,7 @@ def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, bat
 
     parts = zip(*(x.split(list(batch.shards)) for x in rows), strict=True)
     expected = make(temperature=0.5)(*rows)
-    for found in worlds.run(len(batch.shards), job, each=list(parts)):
+    for found in pools.drawn(entry.name, batch).run(len(batch.shards), job, each=list(parts)):
         assert found.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.float32)
         torch.testing.assert_close(
             found, expected, rtol=4 * torch.finfo(found.dtype).eps, atol=torch.finfo(found.dtype).eps
@@ -117,10 +118,14 @@ def test_the_value_of_rows_in_any_dtype_is_that_of_one_process(entry: Entry, bat
     ],
     ids=str,
 )
-def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, worlds: Worlds) -> None:
+def test_every_invariant_holds(entry: Entry, shards: tuple[int, ...], trainer, pools: Pools) -> None:
     """Every loss has one invariant that no other test has, every invariant a part of the losses; a search has all."""
     labels = "singletons" if shards == (1, 4) else "mixed"
-    trial = Trial(entry.case(trainer, temperature=0.2), GlobalBatch(shards, d=3, labels=labels, seed=5), worlds)
+    trial = Trial(
+        entry.case(trainer, temperature=0.2),
+        GlobalBatch(shards, d=3, labels=labels, seed=5),
+        pools.drawn(entry.name, shards),
+    )
     further = [x for x in INVARIANTS if x not in (*CONTRACT, finite_at_extremes)]
     first = WHOLE_ZOO.index(entry) // 3 % len(further)
     for invariant in further if EVERY_CASE else [further[first]]:
@@ -133,6 +138,22 @@ class NoisyHard(BatchHard):
         return losses * torch.rand(()), valid
 
 
+MANY_RANKS = [
+    *((entry, (0, 2, 0, 1, 3, 0, 0, 1)) for entry in WHOLE_ZOO[:: 1 if EVERY_CASE else 6]),
+    *((entry, (*[0] * 9, 4, 0, 1, *[0] * 4, 2)) for entry in WHOLE_ZOO[:: 2 if EVERY_CASE else 13]),
+    *((entry, (*[0] * 30, 3, *[0] * 31, 1, 2)) for entry in WHOLE_ZOO[4 :: 5 if EVERY_CASE else 40]),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "shards"), MANY_RANKS, ids=lambda x: f"W={len(x)}" if isinstance(x, tuple) else str(x)
+)
+def test_the_contract_holds_at_every_step_on_many_ranks_of_which_most_are_empty(entry, shards, pools: Pools) -> None:
+    trial = Trial(entry.case(temperature=0.3), GlobalBatch(shards, d=2, seed=len(shards)), pools.threads)
+    for invariant in (*CONTRACT, same_at_later_steps):
+        invariant(trial)
+
+
 def sharded_in_a_sum(**_):
     return cz.WeightedSum([cz.ArcFace(16, 3, scale=4.0, shard_over=cz.World.of())])
 
@@ -143,10 +164,10 @@ def sharded_in_a_sum(**_):
     ("make", "invariant"), [(NoisyHard, same_random_numbers), (sharded_in_a_sum, same_sharded_gradient)]
 )
 def test_a_loss_that_draws_and_sharded_weights_inside_a_composition(
-    make, invariant, shards, trainer, worlds: Worlds
+    make, invariant, shards, trainer, pools: Pools
 ) -> None:
     case = Entry(make.__name__, make, dense_batch_hard, call="labels").case(trainer)
-    assert invariant(Trial(case, GlobalBatch(shards, d=3, seed=5), worlds))
+    assert invariant(Trial(case, GlobalBatch(shards, d=3, seed=5), pools.drawn(case.name, shards)))
 
 
 @pytest.mark.parametrize("entry", WHOLE_ZOO, ids=str)
@@ -155,18 +176,20 @@ def test_a_loss_that_draws_and_sharded_weights_inside_a_composition(
     batch=global_batches(kinds=["duplicates", "collinear", "zeros", "huge", "tiny"]),
     temperature=TEMPERATURES,
 )
-def test_extremes_stay_finite(entry: Entry, batch, temperature, worlds: Worlds) -> None:
-    finite_at_extremes(Trial(entry.case(temperature=temperature), batch, worlds))
+def test_extremes_stay_finite(entry: Entry, batch, temperature, pools: Pools) -> None:
+    finite_at_extremes(Trial(entry.case(temperature=temperature), batch, pools.drawn(entry.name, batch)))
 
 
+@pytest.mark.parametrize("ranks", ["processes", "threads"])
 @pytest.mark.parametrize("invariant", INVARIANTS, ids=str)
-def test_each_invariant_catches_its_mutant(invariant: Invariant, impatient: Worlds) -> None:
+def test_each_invariant_catches_its_mutant(invariant: Invariant, ranks: str, impatient: Worlds, pools: Pools) -> None:
+    worlds = impatient if ranks == "processes" else pools.threads
     case = GALLERY[invariant.catches].case
     kind = "huge" if invariant is finite_at_extremes else "gaussian"
     complaints = []
     for shards in [(3, 3), (2, 4), (1, 3, 2)]:
         try:
-            invariant(Trial(case, GlobalBatch(shards, seed=1, kind=kind), impatient))
+            invariant(Trial(case, GlobalBatch(shards, seed=1, kind=kind), worlds))
         except Broken as broken:
             complaints.append(str(broken))
     assert complaints

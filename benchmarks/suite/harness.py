@@ -74,7 +74,7 @@ def progress(*figures: object) -> None:
 
 def on_new_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[Any]:
     """Return what a function returns on each of so many new ranks."""
-    with Worlds(threads=threads, timeout=3600.0) as worlds:
+    with Worlds(torch_threads=threads, timeout=3600.0) as worlds:
         return worlds.run(ranks, function, *arguments)
 
 

@@ -1,6 +1,7 @@
 """What differs from version to version of torch, and every private name of it, in one place."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,8 +28,13 @@ def waiting_time(group: dist.ProcessGroup) -> float:
     """The seconds that a message of a process group may take."""
     try:
         return float(group._get_backend(group._device_types[0]).options._timeout.total_seconds())
-    except (RuntimeError, AttributeError):  # a backend without this option
+    except (RuntimeError, AttributeError, IndexError):  # a backend without this option, or none
         return 600.0
+
+
+def pause(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let other ranks go on; those in other threads of this process take turns."""
+    getattr(group, "pause", time.sleep)(seconds)
 
 
 softplus: Any = torch._C._nn.softplus
@@ -63,9 +69,8 @@ def group_of_one(of: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 _seen: ContextVar[dist.ProcessGroup | None] = ContextVar("default_group")
-_of_all = _c10d._World.default_pg
-_of_thread = _of_all.getter(lambda world: _seen.get(_of_all.fget(world)))
 _lock, _entered = Lock(), 0
+_of_all: tuple[Any, Any] = (None, None)  # the class that holds default groups, and its attribute of all threads
 
 # LOCAL_RANK is none of them: it names the device of this process
 _OF_ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -83,13 +88,15 @@ def _write_variables() -> None:
 @contextmanager
 def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Context manager: ``group`` is the default process group of this thread; None: torch.distributed is not initialised."""
-    global _entered, _launched
+    global _entered, _launched, _of_all
     token = _seen.set(group)
     with _lock:
         if not _entered:
             _launched = {name: os.environ[name] for name in _OF_ONE_PROCESS if name in os.environ}
+            kind = type(_c10d._world)  # another one where ranks are threads
+            _of_all = kind, (of_all := kind.default_pg)
+            kind.default_pg = of_all.getter(lambda world: _seen.get(of_all.fget(world)))
         _entered += 1
-        _c10d._World.default_pg = _of_thread
         _write_variables()
     try:
         yield
@@ -97,7 +104,7 @@ def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
         with _lock:
             _entered -= 1
             if not _entered:
-                _c10d._World.default_pg = _of_all
+                kind, kind.default_pg = _of_all
             _seen.reset(token)
             _write_variables()
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from contrastive_zoo.ranks.compat import waiting_time
+from contrastive_zoo.ranks.compat import pause, waiting_time
 from contrastive_zoo.ranks.group_state import STATES, GroupState
 
 FIRST_LOOK, LONGEST_WAIT = 0.5, 4.0
@@ -117,7 +117,7 @@ def _settle(member: Member) -> None:
             words = "" if said is None else said[1][member.rank][-1]
             raise lost(f"{_who(member)} failed in its last call, and not all ranks did. {words}".strip(), member)
         waits_for = {rank for rank in waits_for if said[1][rank][0] != str(status.failed_at)}
-        time.sleep(_PAUSE if waits_for else 0)
+        pause(member.process_group, _PAUSE if waits_for else 0)
 
 
 def _read(store: Any, key: str) -> str:

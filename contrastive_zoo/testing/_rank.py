@@ -18,7 +18,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
@@ -38,7 +38,7 @@ from contrastive_zoo.testing.interrupts import uninterrupted
 class Raised(NamedTuple):
     summary: str
     traceback: str
-    pickled: bytes | None  # None if it cannot be pickled
+    pickled: bytes | BaseException | None  # a thread's as it is; None if it cannot be pickled
 
 
 class Answer(NamedTuple):
@@ -49,6 +49,9 @@ class Answer(NamedTuple):
 
 
 context = multiprocessing.get_context("forkserver")
+
+_OF_RANKS = [os.path.join(os.path.dirname(__file__), name) for name in ("_rank.py", "threads.py")]
+"""Files in which jobs are called."""
 
 
 @contextlib.contextmanager
@@ -124,36 +127,40 @@ def _join(rank: int, world_size: int, directory: str) -> None:
 
 
 def _run_job(header: bytes, job: bytes) -> Any:
+    sys.path[:], local_args = pickle.loads(header)
+    return call(functools.partial(pickle.loads, job), functools.partial(pickle.loads, local_args))
+
+
+def call(job: Callable[[], Any], local_args: Callable[[], Any]) -> Any:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    sys.path[:], local_args = pickle.loads(header)
-    fn, args, kwargs = pickle.loads(job)
-    return fn(*args, *pickle.loads(local_args), **kwargs)
+    fn, args, kwargs = job()
+    return fn(*args, *local_args(), **kwargs)
 
 
 def _answer(work: functools.partial[Any]) -> bytes:
     try:
-        return dump_result(Answer(work(), _step()))
+        return dump_result(Answer(work(), step()))
     except BaseException as error:  # SystemExit and KeyboardInterrupt, too, are errors of the job
-        return dump_result(Answer(_raised(error), _step()))
+        return dump_result(Answer(raised(error), step()))
     finally:
         with contextlib.suppress(OSError, ValueError):  # a closed stdout is no error of the job
             sys.stdout.flush()
             sys.stderr.flush()
 
 
-def _raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> Raised:
     pickled = None
     with contextlib.suppress(Exception):
         pickled = dump_result(error)
     shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+    while shown is not None and shown.tb_frame.f_code.co_filename in _OF_RANKS:
         shown = shown.tb_next  # the first frames belong to the library and say nothing about the job
     text = "".join(traceback.format_exception(type(error), error, shown))
     return Raised(f"{type(error).__name__}: {error}".removesuffix(": "), text, pickled)
 
 
-def _step() -> int | None:
+def step() -> int | None:
     group: Any = dist.group.WORLD
     return None if group is None else group._get_sequence_number_for_group()
 
@@ -191,7 +198,7 @@ class _ResultPickler(cloudpickle.Pickler):
         if type(obj) is Tensor and obj.layout is torch.strided:
             is_view = obj.untyped_storage().nbytes() > obj.nbytes  # of which only its part is sent
             return (obj.detach().clone() if is_view else obj.detach()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if isinstance(obj, type) and _lookup(obj.__module__, obj.__qualname__) is not obj:
+        if isinstance(obj, type) and lookup(obj.__module__, obj.__qualname__) is not obj:
             # A class that was sent by value is returned by name: cloudpickle would overwrite the original's attributes.
             return _original_class, (obj.__module__, obj.__qualname__, cloudpickle.dumps(obj))
         return super().reducer_override(obj)
@@ -202,11 +209,11 @@ def _code_of_file(file: str, *parts: Any) -> types.CodeType:
 
 
 def _original_class(module: str, qualname: str, pickled: bytes) -> Any:
-    result = _lookup(module, qualname)
+    result = lookup(module, qualname)
     return result if isinstance(result, type) else pickle.loads(pickled)
 
 
-def _lookup(module: str, qualname: str) -> Any:
+def lookup(module: str, qualname: str) -> Any:
     try:
         return operator.attrgetter(qualname)(sys.modules[module])
     except (KeyError, AttributeError):

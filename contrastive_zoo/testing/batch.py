@@ -127,9 +127,14 @@ def global_batches(
     )
 
 
+def uneven(size: int) -> tuple[int, ...]:
+    """Return shard sizes 1, 2, 3, 4, 1, …"""
+    return tuple(1 + rank % 4 for rank in range(size))
+
+
 def training_of(batch: GlobalBatch) -> tuple[GlobalBatch, ...]:
     """Return five steps from a batch: unchanged, uneven, one sample on each rank, all on rank 0, unchanged again."""
     size = len(batch.shards)
     on_rank_0 = (batch.total, *[0] * (size - 1))
-    splits = [batch.shards, tuple(range(1, size + 1)), (1,) * size, on_rank_0, batch.shards]
+    splits = [batch.shards, uneven(size), (1,) * size, on_rank_0, batch.shards]
     return tuple(replace(batch, shards=x, seed=batch.seed + 100 * i) for i, x in enumerate(splits))

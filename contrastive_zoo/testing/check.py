@@ -15,7 +15,7 @@ except ImportError as error:
 from torch import Tensor, nn
 
 from contrastive_zoo.testing import invariants, measurement
-from contrastive_zoo.testing.batch import ADVERSARIAL, ORDINARY, GlobalBatch, global_batches
+from contrastive_zoo.testing.batch import ADVERSARIAL, ORDINARY, GlobalBatch, global_batches, uneven
 from contrastive_zoo.testing.invariants import CONTRACT, Broken, Invariant, finite_at_extremes, runs_on_every_split
 from contrastive_zoo.testing.loss_evidence import LossEvidence
 from contrastive_zoo.testing.measurement import Call, Case, GradReduction, Trial
@@ -46,6 +46,7 @@ def check_world_size_invariance(
     level: Literal["loss", "training_step"] = "loss",
     width: int | None = None,
     timeout: float = 4.0,
+    threads: bool = False,
     worlds: Worlds | None = None,
     name: str | None = None,
     on_example: Callable[[int], None] = lambda count: None,
@@ -72,6 +73,7 @@ def check_world_size_invariance(
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
         timeout: seconds for one global batch. A first call, which may compile, may take ten times as long, and then lets
             later ones take as long as it did.
+        threads: ranks are threads of this process (:class:`~contrastive_zoo.testing.worlds.Worlds`), up to 64 of them.
         worlds: a pool of process groups to use, with its own timeout; None starts one.
         name: name of the loss in the report.
         on_example: called with the number of batches tested so far.
@@ -99,7 +101,7 @@ def check_world_size_invariance(
     world_sizes = tuple(sorted(set(world_sizes)))
     start = time.monotonic()
     with ExitStack() as stack:
-        pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3))
+        pool = worlds or stack.enter_context(Worlds(timeout=timeout, grace=0.3, threads=threads))
         try:
             inferred, problem = pool.run(1, _call_form, make_loss, level, timeout=CONSTRUCTION_TIMEOUT)[0]
         except RankError as error:
@@ -112,8 +114,8 @@ def check_world_size_invariance(
         name = name or str(getattr(make_loss, "__name__", "loss"))
         case = Case(make_loss, form, grad_reduction, views, step=level == "training_step", name=name)
         batch, patience = GlobalBatch((4,), d=width or DEFAULT_WIDTH), FIRST_CALL_FACTOR * pool.timeout
-        try:
-            pool.run(1, measurement.measure, case, (batch,), measurement.UNCHANGED, timeout=patience)
+        try:  # recording loads the compiler, which takes a second
+            pool.run(1, measurement.measure, case, (batch,), measurement.Plan(record=True), timeout=patience)
         except WorldTimeout as error:
             raise ValueError(f"the first call does not end on one process. {error}") from error
         except RankError:  # a loss that fails is reported below
@@ -177,7 +179,7 @@ class Examination:
         """Test four fixed batches for each W, then drawn ones; one drawn batch in five has adversarial samples."""
         width = self.width or DEFAULT_WIDTH
         # for each W > 1 uneven, empty and equal shards; one process and extremes last
-        splits = [(tuple(range(1, w + 1)), (*[0] * (w - 1), 4), (3,) * w) if w > 1 else () for w in self.world_sizes]
+        splits = [(uneven(w), (*[0] * (w - 1), 4), (3,) * w) if w > 1 else () for w in self.world_sizes]
         shards = [*chain(*splits), *((3,) for w in self.world_sizes if w == 1)]
         fixed = [GlobalBatch(x, d=width) for x in shards]
         fixed += [GlobalBatch((2,) * w, d=width, kind="huge") for w in self.world_sizes]

@@ -92,6 +92,10 @@ def check(
         float, typer.Option(help="Seconds for one global batch, besides those of the first call.", min=0.1)
     ] = 4.0,
     width: Annotated[int | None, typer.Option(help="Width of the embeddings, where the loss fixes it.", min=1)] = None,
+    threads: Annotated[
+        bool,
+        typer.Option("--threads", help="Run ranks as threads of this process, up to 64; a debugger works in them."),
+    ] = False,
     setting: Settings = None,
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
     json_file: JsonFile = None,
@@ -127,6 +131,7 @@ def check(
                     level=level.replace("-", "_"),
                     width=width,
                     timeout=timeout,
+                    threads=threads,
                     name=name,
                     on_example=advance,
                 )

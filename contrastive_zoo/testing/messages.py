@@ -1,14 +1,14 @@
 """What a rank does in a call: its collectives, its precision, the random numbers that it draws, the losses that it calls."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 # Not recorded: operations between two ranks, which the others do not call
@@ -32,6 +32,18 @@ class Message(NamedTuple):
         return f"{self.name} of {'its own size' if self.size is None else self.size} {self.dtype}"
 
 
+def message_of(name: str, tensors: Sequence[Tensor], *, uneven: bool) -> Message:
+    dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
+    return Message(name, None if uneven else sum(x.numel() for x in tensors), "/".join(sorted(dtypes)))
+
+
+def record(message: Message) -> None:
+    """Record a message that torch's dispatcher does not see."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Messages):
+            mode.sent.append(message)
+
+
 class Messages(TorchDispatchMode):
     """Records collectives, and counts draws; with ``same_draws`` all ranks draw the same random numbers."""
 
@@ -46,9 +58,7 @@ class Messages(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name not in _NOT_RECORDED:
             tensors = [x for x in tree_leaves(args[1 if name in _OUTPUT_FIRST else 0]) if isinstance(x, Tensor)]
             uneven = name == "alltoall_base_" and any(isinstance(x, (list, tuple)) and len(x) for x in args[3:5])
-            dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors}
-            size = None if uneven else sum(x.numel() for x in tensors)
-            self.sent.append(Message(name, size, "/".join(sorted(dtypes))))
+            self.sent.append(message_of(name, tensors, uneven=uneven))
         is_draw = torch.Tag.nondeterministic_seeded in func.tags
         self.draws += is_draw
         if is_draw and self.same_draws:

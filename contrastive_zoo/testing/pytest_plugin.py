@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("world_timeout", f"{about} (--world-timeout takes precedence)", default="60")
     group = parser.getgroup("contrastive_zoo")
     group.addoption("--world-timeout", type=_seconds, metavar="SECONDS", help=f"{about}; 60 by default")
+    of_threads = "run ranks as threads of the test's process, up to 64, in which a debugger works"
+    parser.addini("world_threads", of_threads, type="bool", default=False)
+    group.addoption("--world-threads", action="store_true", help=of_threads)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +60,8 @@ def worlds(pytestconfig: pytest.Config) -> Iterator[Worlds]:
     """Provide a pool of live worlds for the whole session: ``worlds.run(2, function, *arguments)``."""
     from contrastive_zoo.testing.worlds import Worlds
 
-    with Worlds(timeout=_timeout(pytestconfig)) as pool:
+    threads = pytestconfig.getoption("world_threads") or pytestconfig.getini("world_threads")
+    with Worlds(timeout=_timeout(pytestconfig), threads=threads) as pool:
         yield pool
 
 

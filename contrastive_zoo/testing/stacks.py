@@ -5,7 +5,7 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,11 @@ def read_stack(path: Path) -> Where:
         time.sleep(0.02)
     # a stack for each thread, the innermost frame first, and the main thread last
     chunks = re.split(r"^(?:Current t|T)hread ", text, flags=re.M)
-    stacks = [frames for frames in map(_FRAME.findall, chunks) if frames]
+    return locate([frames for frames in map(_FRAME.findall, chunks) if frames])
+
+
+def locate(stacks: Sequence[Sequence[tuple[str, str, str]]]) -> Where:
+    """Return where a rank is, from file, line and function of each call of its threads."""
     for frames in stacks:
         # The outermost collective below the user's code: all_gather_object, not the all_gather that it calls.
         calls = itertools.takewhile(lambda frame: not _is_user_code(frame[0]), frames)
@@ -49,7 +53,7 @@ def read_stack(path: Path) -> Where:
     return Where(None, _place(stacks[-1]) if stacks else "an unknown place")
 
 
-def _place(frames: list[tuple[str, str, str]]) -> str:
+def _place(frames: Sequence[tuple[str, str, str]]) -> str:
     file, line, function = next((frame for frame in frames if _is_user_code(frame[0])), frames[0])
     return f"{os.path.basename(file)}:{line} in {function}"
 

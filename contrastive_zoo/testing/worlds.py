@@ -38,7 +38,12 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
     Args:
         timeout: seconds for a job, unless :meth:`run` gets another; ``math.inf`` for no limit.
         grace: seconds that the other ranks have to answer after one has failed.
-        threads: torch threads of each rank.
+        threads: ranks are threads of this process, which take turns, up to 64 of them. They have their own process group,
+            random state, default dtype and copies of a job's arguments; what a module holds they share.
+        torch_threads: threads that torch uses in each rank.
+
+    Raises:
+        ValueError: ``threads`` with a torch that lacks groups of threads.
 
     Examples:
         >>> import torch
@@ -51,9 +56,17 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         [21, 21]
     """
 
-    def __init__(self, *, timeout: float = 30.0, grace: float = 1.0, threads: int = 1) -> None:
-        self.timeout, self.grace, self.threads = timeout, grace, threads
-        self._live: dict[int, _World] = {}
+    def __init__(
+        self, *, timeout: float = 30.0, grace: float = 1.0, threads: bool = False, torch_threads: int = 1
+    ) -> None:
+        self.timeout, self.grace, self.threads, self.torch_threads = timeout, grace, threads, torch_threads
+        self._new: Any = _World
+        self._dump: Callable[[Any], Any] = dump_job
+        if threads:  # torch may lack what they need
+            from contrastive_zoo.testing.threads import ThreadWorld, copier
+
+            self._new, self._dump = ThreadWorld, copier
+        self._live: dict[int, Any] = {}
         self._finalizer = weakref.finalize(self, _kill_all, self._live, os.getpid())
 
     def __reduce__(self) -> NoReturn:
@@ -81,10 +94,12 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         new = [size for size in dict.fromkeys(sizes) if size not in self._live]
         try:
             for size in new:
-                self._live[size] = _World(size)
-                self._live[size].launch(self.threads, imports)
+                self._live[size] = self._new(size)
+                self._live[size].launch(self.torch_threads, imports)
             for size in new:
-                self._live[size].collect(START_TIMEOUT, self.grace).results()
+                outcome = Outcome(size, START_TIMEOUT)
+                self._live[size].collect(outcome, self.grace)
+                outcome.results()
         except BaseException:
             for size in new:
                 self._discard(size)
@@ -129,18 +144,19 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
         if each is not None and len(each) != world_size:
             raise ValueError(f"Worlds.run: each needs one sequence per rank, got {len(each)} for W={world_size}.")
         try:
-            job = dump_job((fn, args, kwargs))
-            local_args = [dump_job(tuple(of_rank)) for of_rank in each or [()]]
+            job = self._dump((fn, args, kwargs))
+            local_args = [self._dump(tuple(of_rank)) for of_rank in each or [()]]
         except Exception as error:  # pickling calls __reduce__ of any object
             raise TypeError(
                 f"Worlds.run: {getattr(fn, '__qualname__', fn)} or its arguments cannot be pickled: {error}. "
                 "What lives in one process (a lock, a file, a pool of worlds) must be made inside the function."
             ) from error
-        self.start(world_size, imports=() if world_size in self._live else imported_by(job))
+        self.start(world_size, imports=() if self.threads or world_size in self._live else imported_by(job))
         world = self._live[world_size]
         try:
             world.send(job, local_args)
-            outcome = world.collect(self.timeout if timeout is None else timeout, self.grace)
+            outcome = Outcome(world_size, self.timeout if timeout is None else timeout)
+            world.collect(outcome, self.grace)
             if not outcome.in_step():
                 self._discard(world_size)
         except BaseException:  # Ctrl-C: the ranks have not finished the job
@@ -153,7 +169,7 @@ class Worlds(contextlib.AbstractContextManager["Worlds"]):
             self._live.pop(size).kill()
 
 
-def _kill_all(live: dict[int, _World], owner: int) -> None:
+def _kill_all(live: dict[int, Any], owner: int) -> None:
     if os.getpid() == owner:  # a fork of the caller must not kill the caller's ranks when it exits
         while live:
             live.popitem()[1].kill()
@@ -192,10 +208,9 @@ class _World:
                 pipe.send_bytes(header)
                 pipe.send_bytes(job)
 
-    def collect(self, timeout: float, grace: float) -> Outcome:
-        """Wait for the answers of all ranks, at most ``timeout`` seconds, and ``grace`` more after a failure."""
-        outcome, pending = Outcome(self.world_size, timeout), set(range(self.world_size))
-        deadline = time.monotonic() + timeout
+    def collect(self, outcome: Outcome, grace: float) -> None:
+        """Wait for the answers of all ranks until the timeout ends, and ``grace`` more seconds after a failure."""
+        pending, deadline = set(range(self.world_size)), time.monotonic() + outcome.timeout
         while pending and (left := deadline - time.monotonic()) > 0:
             # The sentinel as well: a grandchild may hold the pipe open after the rank has died.
             handles: dict[Any, int] = {x: r for r in pending for x in (self.pipes[r], self.processes[r].sentinel)}
@@ -209,8 +224,8 @@ class _World:
             assert pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        outcome.stuck = {rank: read_stack(Path(_rank.stack_file(self.directory, rank))) for rank in sorted(pending)}
-        return outcome
+        for rank in sorted(pending):
+            outcome.stuck[rank] = read_stack(Path(_rank.stack_file(self.directory, rank)))
 
     def _receive(self, rank: int) -> _rank.Answer | str:
         payload = None
@@ -287,7 +302,7 @@ class Outcome:
         summary, traceback, pickled = answer.value
         error: BaseException = RuntimeError(summary)
         with contextlib.suppress(Exception):  # an exception class whose pickle does not load
-            error = pickle.loads(pickled or b"")
+            error = pickled if isinstance(pickled, BaseException) else pickle.loads(pickled or b"")
         by_peer = "gloo/" in summary or isinstance(error, CommunicationError)  # gloo's contain the path of its source
         kind = RAISED_BY_PEER if by_peer else RAISED
         self.failures[rank] = _Failure(kind, f"raised {summary}", traceback, error)

@@ -126,6 +126,20 @@ def test_next():
     )
 
 
+def test_ranks_may_be_threads(run, pytester: pytest.Pytester) -> None:
+    test = """
+import threading
+
+@pytest.mark.world_sizes(2)
+def test(rank):
+    assert threading.current_thread().name == f"rank {rank}"
+"""
+    run(test).assert_outcomes(failed=1)
+    run(test, "--world-threads").assert_outcomes(passed=1)
+    pytester.makeini("[pytest]\nworld_threads = true")
+    run(test).assert_outcomes(passed=1)
+
+
 def test_whose_timeout_counts(run, pytester: pytest.Pytester) -> None:
     run("def test(worlds): assert worlds.timeout == 60").assert_outcomes(passed=1)
     pytester.makeini("[pytest]\nworld_timeout = 7.5")

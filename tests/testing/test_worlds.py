@@ -20,13 +20,23 @@ import torch
 import torch.distributed as dist
 
 from contrastive_zoo.testing.stacks import Where
+from contrastive_zoo.testing.thread_group import BACKEND
 from contrastive_zoo.testing.worlds import RankError, Worlds, WorldTimeout
 from tests.helpers import EVERY_CASE
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
+def processes() -> Iterator[Worlds]:
     with Worlds(timeout=300.0, grace=2.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=["processes", "threads"])
+def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
+    if request.param == "processes":
+        yield request.getfixturevalue("processes")
+        return
+    with Worlds(timeout=300.0, grace=2.0, threads=True) as pool:
         yield pool
 
 
@@ -38,6 +48,11 @@ def total(start: float = 1.0) -> float:
 
 def pids(worlds: Worlds, size: int) -> list[int]:
     return worlds.run(size, os.getpid)
+
+
+def who(worlds: Worlds, size: int) -> list[tuple[int, int]]:
+    """The process and the thread of each rank."""
+    return worlds.run(size, lambda: (os.getpid(), threading.get_native_id()))
 
 
 def alive(pid: int) -> bool:
@@ -56,14 +71,14 @@ def end_soon(processes: list[int]) -> bool:
 
 def test_worlds_of_several_sizes_live_side_by_side_and_on(worlds):
     worlds.start(1, 2, 3)
-    processes = {size: pids(worlds, size) for size in (1, 2, 3)}
-    assert len({os.getpid(), *itertools.chain(*processes.values())}) == 7
+    processes = {size: who(worlds, size) for size in (1, 2, 3)}
+    assert len({(os.getpid(), threading.get_native_id()), *itertools.chain(*processes.values())}) == 7
     for size, before in processes.items():
         assert worlds.run(size, lambda: (dist.get_rank(), dist.get_world_size(), dist.get_backend())) == [
-            (rank, size, "gloo") for rank in range(size)
+            (rank, size, BACKEND if worlds.threads else "gloo") for rank in range(size)
         ]
         assert worlds.run(size, total, 2.0) == [2.0 * size] * size
-        assert pids(worlds, size) == before
+        assert who(worlds, size) == before
 
 
 def test_a_closure_keywords_and_arguments_of_each_rank_are_sent(worlds):
@@ -117,13 +132,13 @@ def test_objects_of_classes_of_the_test_are_returned_with_their_class(worlds):
     assert worlds.run(1, lambda: Local(3)) == [Local(3)]
 
 
-def test_a_module_added_to_the_path_later_is_imported_on_ranks(worlds, tmp_path, monkeypatch):
-    pids(worlds, 1)
+def test_a_module_added_to_the_path_later_is_imported_on_ranks(processes, tmp_path, monkeypatch):
+    pids(processes, 1)
     (tmp_path / "made_just_now.py").write_text("def answer():\n    return __name__")
     monkeypatch.syspath_prepend(tmp_path)
     import made_just_now
 
-    assert worlds.run(1, made_just_now.answer) == ["made_just_now"]
+    assert processes.run(1, made_just_now.answer) == ["made_just_now"]
 
 
 def test_every_job_starts_in_the_same_modes(worlds):
@@ -138,7 +153,7 @@ def test_every_job_starts_in_the_same_modes(worlds):
 def test_ranks_have_the_pools_threads_and_the_callers_environment(monkeypatch):
     monkeypatch.setenv("ONLY_JUST_SET", "yes")
     before = dict(os.environ)
-    with Worlds(threads=2) as pool:
+    with Worlds(torch_threads=2) as pool:
         (seen,) = pool.run(1, lambda: (torch.get_num_threads(), *map(os.environ.get, ("ONLY_JUST_SET", "PYTHONPATH"))))
     assert seen == (2, "yes", os.environ.get("PYTHONPATH"))
     assert dict(os.environ) == before
@@ -261,18 +276,23 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_job_that_fails_says_why_and_the_next_one_runs(worlds, name):
     job, words, errors, waiting, is_kept = FAILURES[name]
-    before = pids(worlds, 2)
+    if worlds.threads:
+        if name in ("death", "signal"):
+            pytest.skip("it ends the process")
+        errors = {1: Boom} if name == "one rank" else errors  # nothing is pickled
+    before = who(worlds, 2)
     with pytest.raises(RankError) as caught:
         worlds.run(2, job, timeout=None if errors else 3)
     text = str(caught.value)
     assert words in text
     assert "_rank.py" not in text
+    assert "threads.py" not in text
     assert waiting is None or ("Traceback" in text) == bool(errors)
     assert isinstance(caught.value, WorldTimeout) == (not errors)
     first = dict(list(caught.value.errors.items())[: len(errors)])  # the root causes
     assert {rank: type(error) for rank, error in first.items()} == errors
     assert waiting is None or {rank: x.collective for rank, x in caught.value.stuck.items()} == waiting
-    after = pids(worlds, 2)
+    after = who(worlds, 2)
     assert after == before if is_kept else not set(after) & set(before)
     assert worlds.run(2, total) == [2.0, 2.0]
 
@@ -284,21 +304,21 @@ def test_an_error_survives_pickling():
     assert error.stuck == {1: Where(None, "a.py:1 in f")}
 
 
-def test_a_signal_of_the_keyboard_is_ignored_and_a_job_that_ends_its_group_ends_its_world(worlds):
-    before = pids(worlds, 1)
-    assert worlds.run(1, lambda: signal.raise_signal(signal.SIGINT)) == [None]
-    assert pids(worlds, 1) == before
-    worlds.run(1, dist.destroy_process_group)
-    assert pids(worlds, 1) != before
-    assert worlds.run(1, total) == [1.0]
+def test_a_signal_of_the_keyboard_is_ignored_and_a_job_that_ends_its_group_ends_its_world(processes):
+    before = pids(processes, 1)
+    assert processes.run(1, lambda: signal.raise_signal(signal.SIGINT)) == [None]
+    assert pids(processes, 1) == before
+    processes.run(1, dist.destroy_process_group)
+    assert pids(processes, 1) != before
+    assert processes.run(1, total) == [1.0]
 
 
-def test_a_rank_that_died_between_two_jobs_is_replaced(worlds):
-    victim = pids(worlds, 2)[1]
+def test_a_rank_that_died_between_two_jobs_is_replaced(processes):
+    victim = pids(processes, 2)[1]
     os.kill(victim, signal.SIGKILL)
     while Path(f"/proc/{victim}").exists():  # a zombie's threads may still hold its pipe: wait for its burial
         time.sleep(0.01)
-    assert worlds.run(2, total) == [2.0, 2.0]
+    assert processes.run(2, total) == [2.0, 2.0]
 
 
 @pytest.fixture
@@ -310,8 +330,8 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_job_ends_its_world(worlds, tmp_path):
-    before, begun = pids(worlds, 2), tmp_path / "begun"
+def test_an_interrupted_job_ends_its_world(processes, tmp_path):
+    before, begun = pids(processes, 2), tmp_path / "begun"
 
     def job():
         begun.touch()
@@ -325,9 +345,9 @@ def test_an_interrupted_job_ends_its_world(worlds, tmp_path):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        worlds.run(2, job, timeout=math.inf)
+        processes.run(2, job, timeout=math.inf)
     assert not any(map(alive, before))
-    assert worlds.run(2, total) == [2.0, 2.0]
+    assert processes.run(2, total) == [2.0, 2.0]
 
 
 SCRIPT = """
