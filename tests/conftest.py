@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 def path(request: pytest.FixtureRequest) -> Iterator[None]:
     """Small batches of this process take the engines of large ones, or the path that users get, by the test's name.
 
-    A search takes the other one. Ranks always take the path that users get.
+    A search takes the other one. Ranks in processes always take the path that users get.
     """
     from contrastive_zoo.engine import plan, precision
 
