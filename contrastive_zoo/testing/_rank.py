@@ -7,6 +7,7 @@ import gc
 import io
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import operator
 import os
 import pickle
@@ -66,6 +67,7 @@ def prepared_forkserver(imports: Sequence[str]) -> Iterator[None]:
     sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would run the caller's in each rank
     try:
         with patch.dict(os.environ, settings):
+            multiprocessing.resource_tracker.ensure_running()  # it unmasks signals
             with uninterrupted():  # a fork server that is interrupted while it imports prints a traceback
                 multiprocessing.forkserver.ensure_running()
             yield
@@ -84,6 +86,8 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills its ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # of the fork server
     threading.Thread(target=_exit_with_parent, args=(directory,), daemon=True).start()
+    if not os.path.isdir(directory):  # the caller was interrupted while this rank started
+        os._exit(1)
     # faulthandler writes from the C handler of the signal: it shows the stack of a rank that is blocked in C++ too.
     stack = open(stack_file(directory, rank), "w")  # noqa: SIM115 - stays open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)

@@ -311,8 +311,8 @@ def show(report: Report | AuditReport) -> None:
         if section.rows:
             console.print(table)
         for name, _, measured in section.rows if len(headings) == 2 else ():
-            for text in measured:
-                console.print(Padding(Text(f"{name}: {text}"), (0, 0, 0, 2)))
+            for example in measured:
+                console.print(Padding(Text(f"{name}: {example}"), (0, 0, 0, 2)))
         for problem in section.problems:
             console.print(Padding(Text(problem, "yellow"), (0, 0, 0, 2)))
         for x in section.diagnoses:
