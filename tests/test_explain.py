@@ -12,8 +12,8 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import cost
 from contrastive_zoo.engine.cost import Cost, UserCode, cost_of
-from contrastive_zoo.engine.plan import Situation, choose
-from contrastive_zoo.loss_base.loss import CallInputs, rows_of
+from contrastive_zoo.engine.plan import Rows, Situation, choose
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.randomness import StateWatch
 from contrastive_zoo.ranks.world import Shards
@@ -128,7 +128,7 @@ def expected(loss: Any, args: Sequence[Tensor], sizes: Sequence[int], rank: int,
     call, _ = wrapper._call(loss, tuple(args), {})
     is_own = isinstance(call, CallInputs)
     rows = {
-        name: rows_of(x, Shards(tuple(len(x) * size // sizes[rank] for size in sizes), rank))
+        name: Rows.of(Shards(tuple(len(x) * size // sizes[rank] for size in sizes), rank), x.shape[1:], x.dtype)
         for name, x in call.inputs.rows.items()
     }
     situation = Situation(len(sizes), rows, ring=ring, payload=payload)

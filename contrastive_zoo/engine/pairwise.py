@@ -1,7 +1,7 @@
 """Compute dot products and distances of anchors and candidates; the backward pass uses the sparsity of mined losses.
 
 A mined loss selects few pairs. The backward pass takes its sparse gradient if the candidates are those of a sweep over
-blocks, which :func:`share_across_blocks` marks by an attribute: they pass through the user's ``RowLoss.similarity``.
+blocks, as their node of the graph says: they pass through the user's ``RowLoss.similarity``.
 """
 
 from typing import Any, Literal
@@ -25,10 +25,27 @@ _ROUNDING_UNITS = 8
 
 
 def share_across_blocks(candidates: Tensor) -> Tensor:
-    """Return candidates as a leaf for many blocks of anchors: squared norms are computed once, gradients may be sparse."""
-    leaf = candidates.detach().requires_grad_()
-    leaf.squared_norms = leaf.detach().square().sum(1)  # type: ignore[attr-defined]  # why: see the module's docstring
-    return leaf
+    """Return candidates at which the graphs of many blocks of anchors end."""
+    with torch.enable_grad():
+        return _Shared.apply(candidates.detach().requires_grad_())
+
+
+class _Shared(Function):
+    """Candidates of many blocks: squared norms are computed once, gradients may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, candidates: Tensor) -> Tensor:
+        ctx.squared_norms = candidates.square().sum(1)
+        return candidates.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _shared_norms(candidates: Tensor) -> Tensor | None:
+    """Return the squared norms of candidates of :func:`share_across_blocks`, None of others."""
+    return getattr(candidates.grad_fn, "squared_norms", None)  # grad_fn is its ctx
 
 
 @torch.no_grad()
@@ -67,13 +84,9 @@ class _EqualColumns(Function):
         return gradient, None
 
 
-def _is_shared(candidates: Tensor) -> bool:
-    return hasattr(candidates, "squared_norms")
-
-
 def takes_sparse_gradient(matrix: Tensor) -> bool:
     """Return whether the backward pass of a matrix takes a sparse gradient. On a GPU a dense matmul is faster."""
-    return getattr(matrix.grad_fn, "of_shared_candidates", False) and devices.on_cpu(matrix)  # grad_fn is its ctx
+    return getattr(matrix.grad_fn, "of_shared_candidates", False) and devices.on_cpu(matrix)
 
 
 def dot_products(anchors: Float[Tensor, "c d"], candidates: Float[Tensor, "N d"]) -> Float[Tensor, "c N"]:
@@ -88,7 +101,7 @@ class _DotProducts(Function):
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor) -> Tensor:
         ctx.save_for_backward(anchors, candidates)
-        ctx.of_shared_candidates = _is_shared(candidates)
+        ctx.of_shared_candidates = _shared_norms(candidates) is not None
         return anchors @ candidates.T
 
     @staticmethod
@@ -130,8 +143,8 @@ class _Euclidean(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, anchors: Tensor, candidates: Tensor, squared: bool) -> Tensor:
-        ctx.of_shared_candidates = _is_shared(candidates)
-        squares = getattr(candidates, "squared_norms", None)
+        squares = _shared_norms(candidates)
+        ctx.of_shared_candidates = squares is not None
         squares = candidates.square().sum(1) if squares is None else squares
         norms = anchors.square().sum(1)[:, None] + squares
         distance = torch.addmm(norms, anchors, candidates.T, alpha=-2)

@@ -1,8 +1,11 @@
 """Which path a step takes: :func:`choose` is the only function that decides it, from what all ranks have agreed on."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from contrastive_zoo.engine.crossover import LARGEST_MATRIX
 from contrastive_zoo.engine.implementation import NO_KERNELS, Kernels
@@ -32,14 +35,14 @@ class Needs(NamedTuple):
     """What a loss says of one call before ranks agree, the same on every rank; the reasons are clauses, or None."""
 
     engine: Engine = "other"
-    anchors: Sequence[str] = ()
-    candidates: Sequence[str] = ()
+    anchors: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
     whole: str | None = None  # why every rank computes all of the loss
     split: str | None = None  # why no rank can compute all of the loss
     no_ring: str | None = None  # why candidates cannot pass from rank to rank
     no_kernel: str | None = "has no kernel for this loss"  # why no Triton kernel computes the call
     one_operator: bool = False  # whether one operator computes value and gradients of a small batch
-    members: Sequence["Needs"] = ()  # of a sum of losses
+    members: tuple["Needs", ...] = ()  # of a sum of losses
 
 
 NO_NEEDS = Needs()
@@ -56,6 +59,12 @@ class Rows(NamedTuple):
     @property
     def itemsize(self) -> int:
         return self.bytes // max(1, self.embeddings * self.width)
+
+    @classmethod
+    def of(cls, shards: Shards, row: torch.Size, dtype: torch.dtype) -> "Rows":
+        """Return those of a tensor, given the shape of a row."""
+        size = row.numel() * dtype.itemsize
+        return cls(shards, size, row[:-1].numel(), row[-1]) if row and dtype.is_floating_point else cls(shards, size)
 
 
 class Situation(NamedTuple):
@@ -107,6 +116,21 @@ class Plan(NamedTuple):
 
 ALONE = Plan()
 """The definition of a loss, on one process."""
+
+
+Tensors = tuple[tuple[str, Shards, torch.Size, torch.dtype], ...]
+"""The tensors of a call: name, split over ranks, the shape of a row and the dtype."""
+
+
+def planned(caller: str, needs: Needs, tensors: Tensors, **known: Any) -> Plan:
+    """Return what :func:`choose` returns, which is computed once for the same call; ``known`` are of a situation."""
+    return _planned(caller, needs, tensors, (SMALL_BATCH, SMALL_MATRIX, SMALL_ON_ACCELERATORS), **known)
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(caller: str, needs: Needs, tensors: Tensors, sizes: tuple[int, ...], **known: Any) -> Plan:
+    rows = {name: Rows.of(*of) for name, *of in tensors}
+    return choose(caller, needs, Situation(rows=rows, **known))
 
 
 def choose(caller: str, needs: Needs, situation: Situation) -> Plan:

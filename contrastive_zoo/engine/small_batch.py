@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor
 from contrastive_zoo.engine.batch import Batch, Reduction
 from contrastive_zoo.engine.precision import MIN_NORM, matmul_rounding, sum_dtype
 from contrastive_zoo.engine.softmax_arithmetic import cross_entropy
-from contrastive_zoo.ranks import devices
 from contrastive_zoo.ranks.compiling import Function, differentiable_once
 
 Comparison = Literal["rows", "rows and columns", "views"]
@@ -37,71 +36,79 @@ def small_batch_info_nce(
 
     Rows ``batch.local_slice`` of either side get a gradient, others zeros: a rank that computes all needs that of its own.
     """
-    parameter, scale, _ = learnt = _learnt(temperature)
-    keeps_logits = batch.local_slice is not None and parameter is not None
+    scale, is_learnt = _scale(temperature), isinstance(temperature, Tensor)
     terms: Callable[[Tensor], Terms] = partial(softmaxes, comparison=comparison)
-    if isinstance(scale, float) and scale <= LARGEST_SCALE and devices.on_cpu(a):  # where an exponential takes time
-        terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=not keeps_logits)
+    if isinstance(scale, float) and scale <= LARGEST_SCALE and a.is_cpu:  # where an exponential takes time
+        overwrite = batch.local_slice is None or not is_learnt
+        terms = partial(softmaxes_by_one_exponential, comparison=comparison, overwrite=overwrite)
     sides, views = 2 if comparison == "rows and columns" else 1, comparison == "views"
-    return _computed(batch, a, b, learnt, None, reduction, terms, views=views, sides=sides)
+    return _computed(batch, a, b, temperature, scale, None, reduction, terms, views=views, sides=sides)
 
 
 def small_batch_siglip(
     batch: Batch, a: Tensor, b: Tensor, *, temperature: float | Tensor, bias: float | Tensor, reduction: Reduction
 ) -> Float[Tensor, ""]:
     """Return ``softplus(-z * (S + bias)).sum(1)``, z = ±1, 1 on the diagonal, S of :func:`small_batch_info_nce`."""
-    return _computed(batch, a, b, _learnt(temperature), bias, reduction, sigmoids)
+    return _computed(batch, a, b, temperature, _scale(temperature), bias, reduction, sigmoids)
 
 
-Learnt = tuple[Tensor | None, float | Tensor, float | Tensor]
+class _How(NamedTuple):
+    """What a loss is, but for tensors that autograd knows."""
+
+    scale: float | Tensor  # 1 / t
+    terms: Callable[[Tensor], Terms]
+    views: bool  # whether both sides are compared with both
+    sides: int  # the directions that losses are added up over
+    mean: bool
+    local_slice: slice | None
+    learns: bool  # a leaf may have requires_grad under no_grad, too
 
 
 def _computed(
-    batch: Batch, a: Tensor, b: Tensor, learnt: Learnt, bias: float | Tensor | None, reduction: Reduction,
-    terms: Callable[[Tensor], Terms], *, views: bool = False, sides: int = 1,
+    batch: Batch, a: Tensor, b: Tensor, temperature: float | Tensor, scale: float | Tensor, bias: float | Tensor | None,
+    reduction: Reduction, terms: Callable[[Tensor], Terms], *, views: bool = False, sides: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return the mean over rows of the losses that ``terms`` returns, or their sum over ``sides`` directions."""
-    how = terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled()
-    arguments = a, b, learnt[0], bias, *learnt[1:], *how
-    if devices.on_cpu(a) and not torch.is_autocast_enabled("cpu"):  # a context takes as long as a matmul here
-        return _SmallBatch.apply(*arguments)
+    how = _How(scale, terms, views, sides, reduction == "mean", batch.local_slice, torch.is_grad_enabled())
+    if a.is_cpu and not torch.is_autocast_enabled("cpu"):  # a context takes as long as a matmul here
+        return _SmallBatch.apply(a, b, temperature, bias, how)
     with torch.autocast(a.device.type, enabled=False), matmul_rounding(a.dtype, a.device.type):
-        return _SmallBatch.apply(*arguments)
+        return _SmallBatch.apply(a, b, temperature, bias, how)
 
 
-def _learnt(temperature: float | Tensor) -> Learnt:
-    """Return the parameter of the scale 1/t, the scale, and its derivative by the parameter.
-
-    That of a LearnableTemperature is θ, t = exp(−θ), which saves autograd's steps.
-    """
+def _scale(temperature: float | Tensor) -> float | Tensor:
+    """Return 1/t."""
     if not isinstance(temperature, Tensor):
-        return None, 1 / temperature, 0.0
-    scale = _read_on_cpu((temperature if temperature.dtype.itemsize > 2 else temperature.float()).detach().reciprocal())
-    log_scale = getattr(temperature, "log_scale", None)
-    return (temperature, scale, -scale * scale) if log_scale is None else (log_scale, scale, scale)
+        return 1 / temperature
+    read = _read_on_cpu(temperature.detach())
+    return (
+        1 / read
+        if isinstance(read, float)
+        else read.float().reciprocal()
+        if read.dtype.itemsize < 4
+        else read.reciprocal()
+    )
 
 
 def _read_on_cpu(x: Tensor) -> float | Tensor:
     """Return a number as Python's on a CPU, where its operations are faster, and x itself elsewhere."""
-    return x.item() if devices.on_cpu(x) else x
+    return x.item() if x.is_cpu else x
 
 
 class _SmallBatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, parameter: Tensor | None, bias: float | Tensor | None, scale: float | Tensor,
-        slope: float | Tensor, terms: Callable[[Tensor], Terms], views: bool, sides: int, mean: bool,
-        local_slice: slice | None, learns: bool,
-    ) -> Tensor:  # fmt: skip
-        """Compute a loss; ``slope`` is the derivative of the scale by the parameter, and a leaf may learn under no_grad."""
+        ctx: Any, a: Tensor, b: Tensor, temperature: float | Tensor, bias: float | Tensor | None, how: _How
+    ) -> Tensor:
+        scale, terms, views, sides, mean, local_slice, learns = how
         rows = torch.cat([a, b])
         rows = rows.float() if rows.dtype.itemsize < 4 else rows
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         # or may have: an accelerator is not read
-        has_zero_row = not devices.on_cpu(norm) or norm.amin().item() < MIN_NORM
+        has_zero_row = not norm.is_cpu or norm.amin().item() < MIN_NORM
         divisor = norm.clamp(min=MIN_NORM) if has_zero_row else norm
         # a matmul of 16 bits would round unit embeddings: it takes them as they came
-        is_narrow = a.dtype.itemsize < 4 and not devices.on_cpu(a)
+        is_narrow = a.dtype.itemsize < 4 and not a.is_cpu
         z = rows / divisor if is_narrow else rows.div_(divisor)
         q, k = (z, z) if views else z.chunk(2)
         if is_narrow:
@@ -117,16 +124,17 @@ class _SmallBatch(Function):
             radial = (z * dz).sum(1, keepdim=True)
             if ctx.needs_input_grad[2] and local_slice is None:
                 # the rows of a side have each pair once, those of two views twice
-                of_pairs = (radial if views else radial[: len(a)]).sum()
-                ctx.dparameter = _read_on_cpu(of_pairs) * (slope / 2 if views else slope)
+                of_pairs = (radial if views else radial[: a.shape[0]]).sum()
+                ctx.dtemperature = _read_on_cpu(of_pairs) * (-scale * scale / (2 if views else 1))
             elif ctx.needs_input_grad[2]:
-                ctx.dparameter = _read_on_cpu((w * logits).sum()) * (slope / scale / (count * (2 if views else 1)))
+                ctx.dtemperature = _read_on_cpu((w * logits).sum()) * (-scale / (count * (2 if views else 1)))
             if ctx.needs_input_grad[3]:
                 ctx.dbias = _read_on_cpu(w.sum()) / count
             if has_zero_row:
                 radial.masked_fill_(norm < MIN_NORM, 0)
             drows = dz.addcmul_(z, radial, value=-1).div_(divisor / scale)
-        ctx.save_for_backward(a, b, parameter, bias if isinstance(bias, Tensor) else None, drows)
+        learnt = (x if isinstance(x, Tensor) else None for x in (temperature, bias))
+        ctx.save_for_backward(a, b, *learnt, drows)
         return losses.mean() if mean else (losses.sum(dtype=sum_dtype(losses)) / sides).to(losses.dtype)
 
     @staticmethod
@@ -134,23 +142,23 @@ class _SmallBatch(Function):
         *inputs, drows = ctx.saved_tensors
         factor = g.detach()
         of_rows = (drows * factor).to(inputs[0].dtype).chunk(2)
-        dparameter = factor * ctx.dparameter if ctx.needs_input_grad[2] else None
-        gradients = (*of_rows, dparameter, factor * ctx.dbias if ctx.needs_input_grad[3] else None)
+        dtemperature = factor * ctx.dtemperature if ctx.needs_input_grad[2] else None
+        gradients = (*of_rows, dtemperature, factor * ctx.dbias if ctx.needs_input_grad[3] else None)
         if torch.is_grad_enabled():
             inputs = [x for x in inputs if x is not None]
             gradients = tuple(differentiable_once(x, *inputs) for x in gradients)
-        return *gradients, *[None] * 8
+        return *gradients, None
 
 
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return torch.mm(q, k.T).mul_(scale)
-    return q.new_empty(len(q), len(k)).addmm_(q, k.T, beta=0, alpha=scale)
+    return q.new_empty(q.shape[0], k.shape[0]).addmm_(q, k.T, beta=0, alpha=scale)
 
 
 def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool, count: int) -> Tensor:
     """Return the gradient of Σ losses / count, over the scale, by the unit rows of both sides; zeros but for own rows."""
-    dz = (q.new_empty if local_slice is None else q.new_zeros)(len(q) * (1 if views else 2), q.shape[1])
+    dz = (q.new_empty if local_slice is None else q.new_zeros)(q.shape[0] * (1 if views else 2), q.shape[1])
     if views and local_slice is None:
         return dz.addmm_(w, q, beta=0, alpha=1 / count)
     weights, others = (w.chunk(2), (q, q)) if views else ((w, w.T), (k, q))
@@ -163,7 +171,7 @@ def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None
 
 def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, overwrite: bool) -> Terms:
     """Return cross-entropies of logits of at most 40: one exponential serves rows and columns, and both passes."""
-    n, views = len(logits), comparison == "views"
+    n, views = logits.shape[0], comparison == "views"
     e = logits.exp_() if overwrite else logits.exp()
     positive = e.diagonal(n // 2 if views else 0).clone()
     diagonal = e.as_strided((2, 2, n // 2), (n // 2 * n, n // 2, n + 1)) if views else e.diagonal()
@@ -220,5 +228,7 @@ def sigmoids(logits: Tensor) -> Terms:
 
 def _of_pairs(x: Tensor, *, views: bool) -> Tensor:
     """Return a view of the positives: the diagonal of each matrix, or of the blocks of one view with the other."""
+    if not views:
+        return x.diagonal(dim1=-2, dim2=-1)
     n, width = len(x) // 2, len(x)
-    return x.as_strided((2, n), (n * width - n, width + 1), n) if views else x.diagonal(dim1=-2, dim2=-1)
+    return x.as_strided((2, n), (n * width - n, width + 1), n)

@@ -44,7 +44,7 @@ class ImageTextLoss(Loss):
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)
-        return needs._replace(anchors=["images"], candidates=["texts"], one_operator=self.has_one_operator)
+        return needs._replace(anchors=("images",), candidates=("texts",), one_operator=self.has_one_operator)
 
 
 class LabelledLoss(Loss):

@@ -19,7 +19,7 @@ from contrastive_zoo.engine.implementation import (
     is_dense,
     warn_once,
 )
-from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, Rows, Situation, choose
+from contrastive_zoo.engine.plan import NO_NEEDS, Engine, Needs, Plan, planned
 from contrastive_zoo.loss_base.settings import Settings
 from contrastive_zoo.loss_base.shapes import arguments_problem
 from contrastive_zoo.ranks import devices
@@ -29,7 +29,7 @@ from contrastive_zoo.ranks.handshake import refuse_empty
 from contrastive_zoo.ranks.one_process import is_gathered
 from contrastive_zoo.ranks.row_checks import ValueRule, first_non_finite, values_problem
 from contrastive_zoo.ranks.session import Session, agree
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import ONE_PROCESS, Shards, World
 
 _SENDS_NO_EMBEDDINGS = "it sums statistics over ranks and gathers no candidates, so a ring would save nothing"
 
@@ -44,7 +44,7 @@ NO_RING: Mapping[Engine, str] = {
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inputs:
     """What a loss states of a call before anything is sent or computed."""
 
@@ -66,7 +66,7 @@ class Inputs:
         return cls({name: x for name, x in rows.items() if x is not None}, problem, **more)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallInputs:
     """What one rank states of a call of a loss."""
 
@@ -111,15 +111,12 @@ class CallInputs:
         names = [name for name, x in self.inputs.rows.items() if is_embedding(x)]
         return Local(names, bytes=copies * self.width * self.wide)
 
-    def situation(self, shards: Sequence[Shards], ranks: int, **known: Any) -> Situation:
-        """Return what a plan is chosen by: the split of the tensors, what they are, and what else is known."""
-        tensors = self.inputs.rows
-        rows = dict(zip(tensors, map(rows_of, tensors.values(), shards), strict=False))
-        return Situation(ranks, rows, all(map(on_cpu, tensors.values())), is_dense(), **known)
-
-    def plan(self, situation: Situation) -> Plan:
-        """Return the path of the step; warn once of what would make it quicker."""
-        plan = choose(self.name, self.needs, situation)
+    def plan(self, shards: Sequence[Shards], ranks: int, **known: Any) -> Plan:
+        """Return the path of the step, given the split of the tensors; warn once of what would make it quicker."""
+        rows = self.inputs.rows
+        tensors = tuple([(name, of, x.shape[1:], x.dtype) for (name, x), of in zip(rows.items(), shards, strict=False)])
+        cpu = all(map(on_cpu, rows.values()))
+        plan = planned(self.name, self.needs, tensors, world_size=ranks, on_cpu=cpu, plain=is_dense(), **known)
         for of in (plan, *plan.members):
             if of.warning is not None:
                 warn_once(of.warning)
@@ -135,13 +132,6 @@ class CallInputs:
     ) -> Batch:
         split, stated = dict(zip(rows, shards, strict=True)), self.inputs
         return Batch(rows, split, self.settings, world, plan, local_slice, stated.parts, stated.host, self.name)
-
-
-def rows_of(x: Tensor, shards: Shards) -> Rows:
-    row = x.shape[1:].numel() * x.dtype.itemsize
-    if x.ndim < 2 or not x.is_floating_point():
-        return Rows(shards, row)
-    return Rows(shards, row, x.shape[1:-1].numel(), x.shape[-1])
 
 
 class _Takes(Protocol[P]):
@@ -283,7 +273,7 @@ class Loss(Settings, nn.Module):
                 problem = first_non_finite(rows)
             if problem is not None:
                 raise ValueError(f"{name}: {problem}")
-            shards = [Shards((len(x),)) for x in rows.values()]
+            shards = [Shards((x.shape[0],)) for x in rows.values()]
         else:
             unlike = (Tensor, list, World)  # a world says which of the ranks this is
             settings = {**vars(stated.settings), **stated.compared, "implementation": stated.kernels}
@@ -294,7 +284,7 @@ class Loss(Settings, nn.Module):
             needs = stated.needs._replace(split="gradients are plain derivatives by this rank's own embeddings")
             stated = replace(stated, needs=needs)
         refuse_empty(name, shards[0])
-        plan = stated.plan(stated.situation(shards, session.size, kernels=kernels))
+        plan = stated.plan(shards, session.size, kernels=kernels)
         return stated.batch(rows, shards, session, plan)
 
     @property
@@ -304,7 +294,7 @@ class Loss(Settings, nn.Module):
 
     def needs(self, inputs: Inputs) -> Needs:
         """Return what a call asks of its plan. A family overrides this to say which tensors are compared."""
-        names = [name for name, x in inputs.rows.items() if x.ndim > 1 and x.is_floating_point()]
+        names = tuple([name for name, x in inputs.rows.items() if x.ndim > 1 and x.is_floating_point()])
         split = "only this rank knows what its indices mean" if inputs.local else self.split_reason()
         whole = "a loss in it has a forward of its own, or hooks" if inputs.whole else None
         return Needs(self.engine, names, names, whole, split, self.ring_problem(), self.no_kernel)
@@ -359,4 +349,4 @@ class Loss(Settings, nn.Module):
                 f"its negatives are local. For the global batch write DistributedLoss({type(self).__name__}(...)).",
                 stacklevel=6,  # the caller's line: above forward, its decorator and two frames of torch
             )
-        return World()
+        return ONE_PROCESS

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in __all__
 
 from contrastive_zoo.loss_base.loss import Loss
+from contrastive_zoo.loss_base.state import Stateful
 from contrastive_zoo.ranks.row_checks import in_one_line
 
 _NUMBERS = (float, bool, int, type(None))  # types of most settings, whose text is one line
@@ -52,7 +53,7 @@ class LossModules:
             lines[name] = str(value) if is_short else _text_of(value)
         for path, module in self.by_path.items():
             kind_of: Any = type(module)
-            is_split = getattr(module, "sharded", False)
+            is_split = _is_sharded(module)
             for tensors in (module._parameters, module._buffers):
                 for name, x in tensors.items():
                     kind = "None" if x is None else str(x.dtype) if is_split or is_lazy(x) else _tensor_kind(x)
@@ -103,7 +104,7 @@ class LossModules:
         """Parameters and buffers that are equal on every rank, by name: neither sharded ones nor lazy ones."""
         result: dict[str, Tensor] = {}
         for path, module in self.by_path.items():
-            of_module = {} if getattr(module, "sharded", False) else {**module._parameters, **module._buffers}
+            of_module = {} if _is_sharded(module) else {**module._parameters, **module._buffers}
             for name, x in of_module.items():
                 is_sharded = hasattr(x, "device_mesh")  # a DTensor, of which each rank holds another part
                 if x is not None and not is_sharded and not is_lazy(x) and not _counts_nothing(module, x):
@@ -135,7 +136,7 @@ class LossModules:
     @property
     def in_one_step(self) -> bool:
         """Whether calls leave the state as it is until the end of :func:`one_step`."""
-        return any(getattr(x, "open_step", None) is not None for x in self.by_path.values())
+        return any(isinstance(x, Stateful) and x.open_step is not None for x in self.by_path.values())
 
     def buffer_versions(self) -> list[tuple[Tensor, int]]:
         """Every buffer and its version, which grows with each change in place."""
@@ -180,6 +181,11 @@ def _is_count(x: Tensor) -> bool:
 def _counts_nothing(module: nn.Module, x: Tensor) -> bool:
     """Whether this is the pointer of an empty memory, which nothing sets: lightly leaves whatever memory held."""
     return _is_count(x) and any(y is not None and not is_lazy(y) and not y.numel() for y in module._buffers.values())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether each rank holds another part of its parameters; nn.Module is slow to say that it has no such attribute."""
+    return hasattr(type(module), "sharded") and bool(module.sharded)
 
 
 def is_lazy(x: Tensor) -> bool:

@@ -51,6 +51,15 @@ class Bounds(NamedTuple):
         expected = (self.rule or f"{name} must be {self._in_words()}") if fits else f"{name} must be {limits}"
         return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
 
+    def floats(self) -> tuple[float, float]:
+        """Return the least and the largest float of those that are right whatever else a setting may be."""
+        if self.whole or self.constant:
+            return math.inf, -math.inf
+        above = -math.inf if self.above is None else math.nextafter(self.above, math.inf)
+        below = math.inf if self.below is None else math.nextafter(self.below, -math.inf)
+        low, high = -_LARGEST if self.low is None else self.low, _LARGEST if self.high is None else self.high
+        return max(low, above, _SMALLEST if self.above == 0 else -_LARGEST), min(high, below, _LARGEST)
+
     def hold(self, x: object) -> bool:
         """Return whether x is a number within the bounds: Python's, NumPy's, or that of a tensor. NaN never is.
 
@@ -141,6 +150,9 @@ class Evaluated(NamedTuple):
 
 
 _MISSING: Any = inspect.Parameter.empty
+_WORDS = bool, str
+_WIDE = torch.float32, torch.float64
+_PLAIN = frozenset({bool, float, str, type(None)})  # types of settings that a loss computes with as they are
 
 
 class Field(NamedTuple):
@@ -254,14 +266,19 @@ class Settings(WholeState):
         values = {name: getattr(self, name) for name in sizes}
         return allocate(type(self).__name__, partial(make, *values.values()), **values)
 
+    def _setting(self, name: str) -> Any:
+        """Return what a setting is: an attribute, a submodule or a parameter, which nn.Module is slow to find."""
+        held = self.__dict__
+        return held[name] if name in held else held["_modules"].get(name) or getattr(self, name, None)
+
     def settings_problem(self) -> str | None:
         """Return what is wrong with the present settings, or None; a rule between several settings extends this."""
         present = self.__dict__
         for name, check in self._checks.items():
-            value = getattr(self, name, None) if name not in present else present[name]
-            if type(value) in (bool, str) and value in check.words:
+            value = present[name] if name in present else self._setting(name)
+            if (type(value) in _WORDS and value in check.words) or check.holds(value):
                 continue
-            if isinstance(value, nn.Module) and check.bounds is not None and not check.bounds.whole:
+            if check.bounds is not None and isinstance(value, nn.Module) and not check.bounds.whole:
                 continue  # its value is checked at the call
             if (problem := check(name, value)) is not None:
                 return problem
@@ -276,14 +293,17 @@ class Settings(WholeState):
         computed: dict[str, Any] = {}
         present, now = self.__dict__, values.__dict__
         for name in self.fields:
-            value = present[name] if name in present else getattr(self, name, None)
+            value = present[name] if name in present else self._setting(name)
+            if type(value) in _PLAIN:
+                now[name] = value
+                continue
             if isinstance(value, np.generic):  # it would compute in a precision of its own
                 value = present[name] = value.item()
             bounds = checks[name].bounds if name in checks else None
-            if bounds is not None and type(value) is not float and value is not None:
+            if bounds is not None:
                 if isinstance(value, nn.Module):
                     value = computed[name] = value()
-                    problem = problem or bounds.problem(name, value)
+                    problem = problem or (None if checks[name].holds(value) else bounds.problem(name, value))
                 if bounds.whole:
                     value = present[name] = int(value)
                 else:
@@ -304,6 +324,14 @@ class Check(NamedTuple):
     bounds: Bounds | None = None
     optional: bool = False
     words: frozenset[Any] = frozenset()  # all right values of a Literal or a flag
+    least: float = math.inf  # of the floats that are right
+    most: float = -math.inf
+
+    def holds(self, x: object) -> bool:
+        """Return whether x is a right float, or a tensor that holds one: the usual case of a number, in little time."""
+        if type(x) is Tensor and x.ndim == 0 and x.is_cpu and x.dtype in _WIDE:
+            x = x.item()
+        return type(x) is float and self.least <= x <= self.most
 
     def __call__(self, name: str, value: object) -> str | None:
         if value is None and self.optional:
@@ -352,7 +380,7 @@ def _check_of(hint: Any) -> Check | None:
         return None if check is None else check._replace(optional=True)
     if origin is Annotated:
         bounds = next((x for x in hint.__metadata__ if isinstance(x, Bounds)), None)
-        return None if bounds is None else Check(hint.__origin__, bounds)
+        return None if bounds is None else Check(hint.__origin__, bounds, False, frozenset(), *bounds.floats())
     if hint is bool or origin is Literal:
         return Check(hint, words=frozenset(typing.get_args(hint) or (True, False)))
     return None

@@ -132,19 +132,51 @@ def call_form(kind: Any) -> CallForm:
 _VIEWS, _OTHERS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
-def arguments_problem(kind: Any, args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Return which argument is no tensor, or of another shape, in words; None is allowed where it is the default."""
-    form = call_form(kind)
+Form = tuple[torch.Size, torch.dtype] | None
+"""The shape and the dtype of an argument; None of None."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(kind: Any, count: int, keywords: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Return the names of a call's arguments, by position and by keyword, as checks read them, each with its index."""
+    form, total = call_form(kind), count + len(keywords)
     try:
-        arguments = form.signature.bind(*args, **named).arguments
+        names = form.signature.bind(*range(count), **dict(zip(keywords, range(count, total), strict=True))).arguments
     except TypeError as error:
         raise TypeError(f"{kind.__name__}: {error}") from None
-    views = {f"view {index}": x for index, x in enumerate(arguments.pop(form.views, ()))}
-    arguments |= {**arguments.pop(form.others, {}), **views}
-    for name, x in arguments.items():
-        if (x is not None or name not in form.optional) and (problem := tensor_problem(name, x)) is not None:
+    views = {f"view {index}": x for index, x in enumerate(names.pop(form.views, ()))}
+    others = names.pop(form.others, {})
+    return tuple({**names, **others, **views}.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _fit(kind: Any, names: tuple[tuple[str, int], ...], forms: tuple[Form, ...]) -> bool:
+    """Return whether tensors of these forms are right; the batches of a training have few, and a check takes a while."""
+    like = (None if of is None else torch.empty(of[0], dtype=of[1], device="meta") for of in forms)
+    return _shapes_problem(kind, dict(zip(dict(names), like, strict=True))) is None
+
+
+def _shapes_problem(kind: Any, arguments: Mapping[str, Tensor | None]) -> str | None:
+    form = call_form(kind)
+    of_views = {name: form.shapes[form.views] for name in arguments if form.views and name.startswith("view ")}
+    return shapes_problem(arguments, {**of_views, **form.shapes})
+
+
+def arguments_problem(kind: Any, args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Return which argument is no tensor, or of another shape, in words; None is allowed where it is the default."""
+    names, values = _bound(kind, len(args), tuple(named)), (*args, *named.values())
+    forms: list[Form] = []
+    for name, index in names:
+        x = values[index]
+        if x is None and name in call_form(kind).optional:
+            forms.append(None)
+        elif (problem := tensor_problem(name, x)) is not None:
             return problem
-    return shapes_problem(arguments, {**dict.fromkeys(views, form.shapes.get(form.views, ())), **form.shapes})
+        else:
+            forms.append((x.shape, x.dtype))
+    if _fit(kind, names, tuple(forms)):
+        return None
+    return _shapes_problem(kind, {name: values[index] for name, index in names})
 
 
 def candidates_problem(name: str, x: Tensor, *, at_least: int) -> str | None:

@@ -49,10 +49,7 @@ class LearnableTemperature(WholeState):
         log_scale = real(self.log_scale)
         # through .data, so that two forward passes before a backward pass work: autograd saves results of exp only
         log_scale.data.clamp_(max=math.log(self.max_scale))
-        t = (-log_scale).exp()
-        # the small-batch path differentiates by it: 39 operators a step in place of 44; settings pass t on as a plain tensor
-        t.log_scale = log_scale
-        return t
+        return (-log_scale).exp()
 
     def extra_repr(self) -> str:
         """Show the current temperature, unless this process holds no value: a shard of it, or a meta tensor."""

@@ -219,7 +219,7 @@ def _merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
     settings = SimpleNamespace(members=[x.settings for x in members])
     problem = None if bad is None else bad.problem
     kernels = next((x.kernels for x in members if x.kernels is not CallInputs.kernels), CallInputs.kernels)
-    of_members = [_renamed(x.needs, part.names) for x, part in zip(members, parts, strict=True)]
+    of_members = tuple(_renamed(x.needs, part.names) for x, part in zip(members, parts, strict=True))
     needs = Needs(
         "sum",
         whole=next((x.whole for x in of_members if x.whole), None),
@@ -233,8 +233,8 @@ def _merged(name: str, members: Sequence[CallInputs]) -> CallInputs:
 
 def _renamed(needs: Needs, names: Mapping[str, str]) -> Needs:
     """Return the needs of a member with the names that its tensors have in the sum."""
-    anchors, candidates = ([names[name] for name in of] for of in (needs.anchors, needs.candidates))
-    members = [_renamed(of, names) for of in needs.members]
+    anchors, candidates = (tuple(names[name] for name in of) for of in (needs.anchors, needs.candidates))
+    members = tuple(_renamed(of, names) for of in needs.members)
     return needs._replace(anchors=anchors, candidates=candidates, members=members)
 
 

@@ -79,7 +79,9 @@ class InfoNCE(Loss, engine="softmax", has_kernel=True):
             no_kernel = "computes InfoNCE with negatives of all queries, [m, d], if it is not symmetric"
         one_operator = negatives is None and self.has_one_operator
         needs = super().needs(inputs)
-        return needs._replace(anchors=[queries], candidates=candidates, no_kernel=no_kernel, one_operator=one_operator)
+        return needs._replace(
+            anchors=(queries,), candidates=(*candidates,), no_kernel=no_kernel, one_operator=one_operator
+        )
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         (scale, entries), (queries, keys, *negatives) = self.scale_of(stated), stated.inputs.rows
@@ -158,7 +160,7 @@ class MILNCE(Loss, engine="softmax"):
         return Inputs({"videos": videos, "texts": texts}, candidates_problem("texts", texts, at_least=1))
 
     def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=["videos"], candidates=["texts"])
+        return super().needs(inputs)._replace(anchors=("videos",), candidates=("texts",))
 
     def compute(self, batch: Batch) -> Tensor:
         pairs = TowerPairs(batch, batch.settings.temperature, self.normalize)

@@ -57,7 +57,7 @@ class LateInteractionLoss(Loss, engine="tokens"):
 
     def needs(self, inputs: Inputs) -> Needs:
         queries, *others = (name for name in inputs.rows if name.startswith("tokens of "))
-        return super().needs(inputs)._replace(anchors=[queries], candidates=others)
+        return super().needs(inputs)._replace(anchors=(queries,), candidates=(*others,))
 
     def split_reason(self) -> str | None:
         return "a batch of tokens is not small"

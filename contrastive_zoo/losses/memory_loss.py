@@ -101,7 +101,7 @@ class NNCLR(MemoryLoss, engine="softmax", has_kernel=True):
 
     def needs(self, inputs: Inputs) -> Needs:
         needs = super().needs(inputs)
-        return needs._replace(anchors=["projections1"], candidates=["predictions1"], one_operator=self.is_reduced)
+        return needs._replace(anchors=("projections1",), candidates=("predictions1",), one_operator=self.is_reduced)
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         (scale, learnt), how = self.scale_of(stated), {"columnwise": False, "narrow": False}

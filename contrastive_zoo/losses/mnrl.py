@@ -120,8 +120,8 @@ class MNRL(Loss, engine="softmax", has_kernel=True):
         return Inputs.of(rows, _ids_problem(rows), values=values, compared=compared, local=owners is not None)
 
     def needs(self, inputs: Inputs) -> Needs:
-        candidates = [name for name in ("documents", "negatives") if name in inputs.rows]
-        needs = super().needs(inputs)._replace(anchors=["queries"], candidates=candidates)
+        candidates = tuple(name for name in ("documents", "negatives") if name in inputs.rows)
+        needs = super().needs(inputs)._replace(anchors=("queries",), candidates=candidates)
         if self._sums_suffice(inputs.rows):
             return needs._replace(no_kernel=_UNSUPPORTED) if "doc_to_doc" in self.directions else needs
         return needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_UNSUPPORTED)

@@ -77,7 +77,7 @@ class SupCon(AnchorLoss, engine="softmax", has_kernel=True):
         return Inputs.of(rows, _problem(embeddings, labels, mask))
 
     def needs(self, inputs: Inputs) -> Needs:
-        needs = super().needs(inputs)._replace(anchors=["embeddings"], candidates=["embeddings"])
+        needs = super().needs(inputs)._replace(anchors=("embeddings",), candidates=("embeddings",))
         by_rows = needs._replace(engine="rows", no_ring=NO_RING["rows"], no_kernel=_BY_ROWS)
         return by_rows if self._by_rows(inputs.rows) else needs
 

@@ -56,7 +56,7 @@ class AlignUniform(TwoViewLoss, engine="softmax"):
     uniformity: Number = 1.0
 
     def needs(self, inputs: Inputs) -> Needs:
-        return super().needs(inputs)._replace(anchors=["view 0"], candidates=["view 0"])
+        return super().needs(inputs)._replace(anchors=("view 0",), candidates=("view 0",))
 
     def entries(self, stated: CallInputs) -> list[Entry]:
         t, totals = stated.settings.t, Summed(2 * stated.wide)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,7 @@ class _Shared:
 _NOT_SAVED = "left out of the file, which cannot hold a process group: set .process_group of what was loaded"
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """The split of a global batch over the ranks: ``sizes[r]`` rows on rank r, in rank order.
 
     Examples:
@@ -67,22 +66,22 @@ class Shards:
     sizes: tuple[int, ...]
     rank: int = 0
 
-    @cached_property
+    @property
     def size(self) -> int:
         """The number of this rank's rows."""
         return self.sizes[self.rank]
 
-    @cached_property
+    @property
     def start(self) -> int:
         """The index of this rank's first row in the global batch."""
         return sum(self.sizes[: self.rank])
 
-    @cached_property
+    @property
     def total(self) -> int:
         """The number of rows on all ranks."""
         return sum(self.sizes)
 
-    @cached_property
+    @property
     def local(self) -> slice:
         """This rank's rows as a slice of the global batch."""
         start = sum(self.sizes[: self.rank])
@@ -154,7 +153,7 @@ class World:
             raise ValueError(f"process_group: {problem}")
         default = dist.group.WORLD
         if default is None:
-            return World()
+            return ONE_PROCESS
         group = process_group
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group = group.get_group()

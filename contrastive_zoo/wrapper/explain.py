@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map
 
 from contrastive_zoo.engine.cost import EMBEDDINGS, Cost, Entry, UserCode, cost_of
 from contrastive_zoo.engine.implementation import LARGEST_WIDTH, Kernels, problem_of
-from contrastive_zoo.engine.plan import Needs, Plan, Situation, choose
+from contrastive_zoo.engine.plan import Needs, Plan, Rows, Situation, choose
 from contrastive_zoo.engine.tiling import memory_budget
-from contrastive_zoo.loss_base.loss import CallInputs, Loss, rows_of
+from contrastive_zoo.loss_base.loss import CallInputs, Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules, loss_name, without_ddp
 from contrastive_zoo.ranks.handshake import PAYLOAD_LIMIT
 from contrastive_zoo.ranks.world import Shards, World
@@ -132,7 +132,7 @@ def explain(
     entries: list[Entry] = [*bare.entries(call)] if is_own else []
     if not is_own or LossModules(bare).runs_third_party_code:
         entries.append(UserCode(isinstance(bare, Loss) and any(True for _ in bare.buffers())))
-    rows = {key: rows_of(x, Shards((len(x),) * size)) for key, x in call.inputs.rows.items()}
+    rows = {key: Rows.of(Shards((len(x),) * size), x.shape[1:], x.dtype) for key, x in call.inputs.rows.items()}
     first = next((x for x in call.inputs.rows.values() if x.is_floating_point() and x.ndim > 1), None)
     kernels = Kernels(place.type == "cuda" and is_own and first is not None and problem_of(first) is None)
     situation = Situation(size, rows, place.type == "cpu", ring=bool(wrapper.ring), kernels=kernels)

@@ -262,14 +262,14 @@ class OwnStep(DistributedStep):
         on_host = unpacked(sample.cpu(), [x[:0].detach().cpu() for x in self.rows.values()], few)
         moved = {name: x.to(of.device) for (name, of), x in zip(self.rows.items(), on_host, strict=True)}
         of_one = [Shards((len(x),)) for x in on_host]
-        plan = self.call.plan(self.call.situation(of_one, 1))
+        plan = self.call.plan(of_one, 1)
         batch = self.call.batch(moved, of_one, Session(check_finite=False), plan)
         loss = copy.deepcopy(self.loss)
         with generators_kept(device_of(self.rows)):
             return in_one_process(lambda: loss.compute(batch), self.name, self.session, loss).sum()
 
     def plan(self, agreed: Agreed, equal: Mapping[str, int]) -> Plan:
-        situation = self.call.situation(
+        return self.call.plan(
             agreed.shards,
             self.session.size,
             ring=self.options.ring,
@@ -277,7 +277,6 @@ class OwnStep(DistributedStep):
             payload=agreed.payload is not None,
             kernels=self.call.kernels.on_ranks(agreed.kernels) if any(agreed.kernels) else self.call.kernels,
         )
-        return self.call.plan(situation)
 
     def value(self, agreed: Agreed, plan: Plan) -> Any:
         session, rows, stated = self.session, self.rows, self.call

@@ -46,7 +46,7 @@ def used(rows: list[Tensor], sizes: Sequence[int] = (), no_kernel: str | None = 
     """Return whether a kernel computes a softmax over pairs of so many embeddings, those of the rows by default."""
     split = [Rows(Shards((n,)), 32, 1, 8) for n in sizes or map(len, rows)]
     situation = Situation(1, dict(zip("ab", split, strict=True)), on_cpu=False, kernels=choose_kernels(rows))
-    found = choose("Loss", Needs("softmax", ["a"], ["b"], no_kernel=no_kernel), situation)
+    found = choose("Loss", Needs("softmax", ("a",), ("b",), no_kernel=no_kernel), situation)
     if found.warning is not None:
         chosen.warn_once(found.warning)
     return found.arithmetic == "kernel"
