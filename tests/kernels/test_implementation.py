@@ -97,7 +97,8 @@ def test_negatives_count_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((situation.count(needs.anchors), situation.count(needs.candidates)))
         return choose(caller, needs, situation)
 
-    monkeypatch.setattr(loss_base, "choose", count)
+    monkeypatch.setattr(plan, "choose", count)
+    monkeypatch.setattr(plan, "_planned", plan._planned.__wrapped__)  # which remembers nothing
     for negatives in ([], [torch.ones(3, 2)]):
         cz.InfoNCE()(torch.eye(2), torch.eye(2), *negatives)
     assert seen == [(2, 2), (2, 5)]
@@ -293,7 +294,8 @@ def test_ranks_of_which_one_lacks_kernels_all_do_without(
             patch.setattr(chosen, "_warned", set())
             patch.setattr(loss_base, "implementation", lambda: "triton")  # else a CPU asks for no kernel
             patch.setattr(loss_base, "choose_kernels", kernels_of)
-            patch.setattr(loss_base, "choose", without_kernel)
+            patch.setattr(plan, "choose", without_kernel)
+            patch.setattr(plan, "_planned", plan._planned.__wrapped__)  # which remembers nothing
             patch.setattr(plan, "SMALL_ON_ACCELERATORS", -1)
             if mutant:
                 patch.setattr(Kernels, "on_ranks", lambda kernels, *_: kernels)
