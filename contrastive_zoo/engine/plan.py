@@ -129,7 +129,7 @@ def planned(caller: str, needs: Needs, tensors: Tensors, **known: Any) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def _planned(caller: str, needs: Needs, tensors: Tensors, sizes: tuple[int, ...], **known: Any) -> Plan:
-    rows = {name: Rows.of(*of) for name, *of in tensors}
+    rows = {name: Rows.of(split, row, dtype) for name, split, row, dtype in tensors}
     return choose(caller, needs, Situation(rows=rows, **known))
 
 
