@@ -16,6 +16,12 @@ from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
 from contrastive_zoo.testing.report import Quantity, WorldReport
 
 FACTOR_TOLERANCE = 1e-3  # relative difference of equal factors; those of a reduced precision are powers of two
+# Mistakes that are inferred, and are no mistake of a training that is the same on one process: a sum over micro-batches
+# may be wanted, a factor may be undone later
+INFERRED = {
+    *("accumulation not divided", "accumulation divided twice", "times W, accumulation not divided", "times W"),
+    *("divided by W", "divided by W, accumulation not divided", "gathered first", "group of the loss"),
+}
 # Mistakes that explain wrong gradients, from which no other one is then inferred
 EXPLAINED_BY = {
     *("no process group", "different numbers of steps", "unequal parameters", "gathered first", "detached"),
@@ -41,8 +47,11 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     mistakes = [Diagnosis(mistake, measured) for mistake, measured in measurements]
     if not EXPLAINED_BY & {x.mistake for x in mistakes}:
         mistakes += _of_gradients(steps, compared)
-    report.findings = list({x.mistake: x for x in reversed(mistakes)}.values())[::-1]  # each once
-    report.notes = list(dict.fromkeys(x for step in compared for x in _notes(step)))
+    findings = list({x.mistake: x for x in reversed(mistakes)}.values())[::-1]  # each once
+    is_noted = not any(x.differs for x in report.quantities)
+    report.findings = [x for x in findings if not (is_noted and x.mistake in INFERRED)]
+    report.notes = [str(x).rstrip(".") for x in findings if x not in report.findings]
+    report.notes += dict.fromkeys(x for step in compared for x in _notes(step))
     errors = [f"rank {x.rank} raised {x.error}" for x in records if x.error]
     if not errors and not report.steps:
         errors.append("no step of an optimizer was finished on all ranks")
@@ -128,8 +137,8 @@ def _of_start(step: StepEvidence) -> Found:
 
 
 def _of_optimizer(step: StepEvidence) -> Found:
-    first = step.ranks[0]
-    missing = [x for x in step.names("loss") if x not in first.optimized and x in first.gradients]
+    first, optimized = step.ranks[0], set().union(*(x.optimized for x in step.records[0].steps))
+    missing = [x for x in step.names("loss") if x not in optimized and x in first.gradients]
     if first.optimized and missing:
         yield "not optimized", f"parameters with a gradient in no optimizer: {len(missing)}, such as {missing[0]}"
     if stale := [x for x in first.stale if x in first.optimized]:

@@ -17,9 +17,20 @@ from torch.utils.data import DataLoader
 
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.ranks.compat import in_backward
-from contrastive_zoo.testing.auditing.records import LossCall, LossModule, ModuleCall, Record, Step, digests, snapshot
+from contrastive_zoo.testing.auditing.records import (
+    CallKind,
+    LossCall,
+    LossModule,
+    ModuleCall,
+    Record,
+    Step,
+    digests,
+    drew_since,
+    random_states,
+    snapshot,
+)
 from contrastive_zoo.testing.auditing.rerun import Rerun
-from contrastive_zoo.testing.auditing.tensors import Tensors, add, held, sketch, whole
+from contrastive_zoo.testing.auditing.tensors import Tensors, add, held, sketch, unit_of_rounding, whole
 from contrastive_zoo.testing.messages import replaced
 from contrastive_zoo.wrapper.distributed import DistributedLoss
 
@@ -56,8 +67,12 @@ class Recorder:
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
         self._epochs = 0
+        self._loader: tuple[int, DataLoader[Any]] | None = None  # that yielded last, of those that have not ended
+        self._running: list[tuple[int, DataLoader[Any]]] = []  # loaders, in the order of their starts
         self._scale: float | None = None  # of the GradScaler that scaled last
+        self._filled: set[Tensor] = set()  # parameters with a gradient after the last backward pass
         self._in_call = self._in_loss = self._stepped = self._in_step = self._had_gradients = False
+        self._has_batch = True  # whether a loader has yielded a batch since the last step; a script may have no loader
         self._hooks = ExitStack()
 
     def start(self) -> None:
@@ -95,6 +110,7 @@ class Recorder:
         elif self.step.losses and not self.finished:  # the script raised within a step
             self.record.steps.append(self.step)
         self._hooks.close()
+        self.record.loaders = [x if i in self.record.trained_on else [] for i, x in enumerate(self.record.loaders)]
         if self.rerun is not None:
             self.record.problem = self.rerun.problem
         return self.record
@@ -107,21 +123,30 @@ class Recorder:
         return self.record.initialized or (not self.needs_group and self.record.skipped >= skipped)
 
     def _on_loader(self, original: Any, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Record the batches of a loader, unless it is that of a validation; in a rerun, yield those of all ranks."""
+        """Record the batches of a loader; in a rerun, yield those of all ranks, unless they were those of a validation."""
         if not self._has_group() or not torch.is_grad_enabled() or self.finished:
             return original(loader)
-        add(self.loaders, loader)
         self._epochs += 1
+        index = len(self.record.loaders)
         self.record.loaders.append([])
-        if self.rerun is not None:
-            return self.rerun.batches(len(self.record.loaders) - 1)
-        return self._recorded(original(loader), self.record.loaders[-1])
+        if self.rerun is None or index not in self.rerun.first.trained_on:
+            return self._watched(original(loader), index, loader)
+        return self._watched(self.rerun.batches(index), index, loader)
 
-    def _recorded(self, batches: Iterator[Any], recorded: list[tuple[Any, Tensor]]) -> Iterator[Any]:
-        for batch in batches:
-            if not self.finished:
-                recorded.append((snapshot(batch), torch.get_rng_state()))
-            yield batch
+    def _watched(self, batches: Iterator[Any], index: int, loader: DataLoader[Any]) -> Iterator[Any]:
+        recorded, this = self.record.loaders[index], (index, loader)
+        self._running.append(this)
+        try:
+            for batch in batches:
+                if not self.finished:
+                    self._has_batch, self._loader = True, this
+                    recorded += [(snapshot(batch), random_states())] if self.rerun is None else []
+                yield batch
+        finally:
+            self._running.remove(this)
+            if self._running:  # this one was that of a validation
+                self._loader = self._running[-1]
+                recorded[:] = recorded if index in self.record.trained_on else []
 
     def _on_length(self, original: Any, loader: DataLoader[Any]) -> int:
         length: int = original(loader)
@@ -164,16 +189,15 @@ class Recorder:
         return (self._call_inside if self._in_call else self._call)(original, module, args, kwargs)
 
     def _call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Record a call by the script itself, if it is part of a step."""
-        is_within = self.step.backwards > 0 or bool(self.step.calls)
-        is_part = torch.is_grad_enabled() or module.training or (is_within and not self._stepped)
-        if not self._has_group() or not is_part:
+        """Record a call by the script itself; without gradient it begins no step, and after one it is a validation."""
+        has_gradient = torch.is_grad_enabled()
+        if not self._has_group() or not (has_gradient or self._has_batch):
             return original(module, *args, **kwargs)
-        if self._stepped:
+        if has_gradient and self._stepped:
             self._close_step()
         if self.finished:
             return original(module, *args, **kwargs)
-        if self._had_gradients and not self.tensors.have_gradients():
+        if has_gradient and self._had_gradients and not (self._in_step or self.tensors.have_gradients()):
             # cleared without a step, as after an overflow of a GradScaler
             self.step, self._had_gradients = Step(), False
         if not self.step.calls:
@@ -182,33 +206,48 @@ class Recorder:
         if self.record.problem:
             self._finish()
             return original(module, *args, **kwargs)
-        index = len(self.step.calls)
-        call = ModuleCall()
-        if self.rerun is None:
-            leaves = tree_leaves((args, kwargs))
-            is_input = [isinstance(x, Tensor) and not (x.requires_grad or hasattr(x, "device_mesh")) for x in leaves]
-            call.arguments = [snapshot(x) if y else None for x, y in zip(leaves, is_input, strict=True)]
-            if not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-                call.samples = digests(leaves)
-        else:
-            args, kwargs = self.rerun.enter(len(self.record.steps), index, args, kwargs)
-        self.step.calls.append(call)
-        current = torch.accelerator.current_accelerator()
-        for device in {"cpu", *([current.type] if current is not None else [])}:
-            if torch.is_autocast_enabled(device):
-                self.step.low = max(self.step.low, torch.finfo(torch.get_autocast_dtype(device)).eps)
-        before = torch.get_rng_state()
+        call, args, kwargs = self._enter_module("calls" if has_gradient else "calls_without_gradient", args, kwargs)
+        before = random_states()
         self._in_call = True
         try:
-            return self._call_inside(original, module, args, kwargs)
+            return self._call_inside(original, module, args, kwargs, is_inner=False)
         finally:
             self._in_call = False
-            if not torch.equal(torch.get_rng_state(), before):
+            if drew_since(before):
                 call.drew_from = before
 
-    def _call_inside(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._in_loss or not torch.is_grad_enabled() or not self._is_loss(module):
+    def _enter_module(self, kind: CallKind, args: Any, kwargs: Any) -> tuple[ModuleCall, Any, Any]:
+        """Record the arguments of a call that are data; in a rerun, return those of all ranks."""
+        calls, call = getattr(self.step, kind), ModuleCall()
+        if self.rerun is None:
+            leaves = tree_leaves((args, kwargs))
+            if not _need_gradient(leaves):
+                call.samples = digests(leaves)
+            is_input = [isinstance(x, Tensor) and not (x.requires_grad or hasattr(x, "device_mesh")) for x in leaves]
+            outer = [x for x in (*self.step.calls[-1:], *self.step.inner_calls) if x.samples == call.samples != []]
+            copied = next((x.arguments for x in outer if len(x.arguments) == len(leaves)), None)  # not again
+            call.arguments = copied or [snapshot(x) if y else None for x, y in zip(leaves, is_input, strict=True)]
+        else:
+            args, kwargs = self.rerun.enter(len(self.record.steps), kind, len(calls), args, kwargs)
+        calls.append(call)
+        return call, args, kwargs
+
+    def _call_inside(self, original: Any, module: nn.Module, args: Any, kwargs: Any, is_inner: bool = True) -> Any:
+        if not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
+        if self._in_loss or not self._is_loss(module):
+            leaves = tree_leaves((args, kwargs))
+            if (
+                is_inner
+                and not self._in_loss
+                and any(isinstance(x, Tensor) for x in leaves)
+                and not _need_gradient(leaves)
+            ):
+                _, args, kwargs = self._enter_module("inner_calls", args, kwargs)
+            output = original(module, *args, **kwargs)
+            self._look_at_precision(args, kwargs, output)
+            return output
+        self._look_at_precision(args, kwargs)
         if add(self.losses, module):
             inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
             inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
@@ -233,6 +272,11 @@ class Recorder:
         value.register_hook(functools.partial(self._on_factor, call, self.step))
         return output
 
+    def _look_at_precision(self, *tree: Any) -> None:
+        if self.rerun is None:
+            tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad)
+            self.step.low = max([self.step.low, *map(unit_of_rounding, tensors)])
+
     def _on_factor(self, call: LossCall, step: Step, gradient: Tensor) -> None:
         call.factor, call.backward = float(gradient), step.backwards
         if abs(call.factor) > LARGEST_WEIGHT:
@@ -247,13 +291,27 @@ class Recorder:
         if not in_backward() and self.step.calls and not self.finished:  # not a pass within a pass
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
-            if not self.step.backwards:
-                stale = [x for x in self.tensors.parameters() if x.grad is not None and bool(x.grad.any())]
-                self.step.stale = {name: sketch(x) for name, _, x in self.tensors.gradients(stale)}
+            self._look_at_cleared()
+            if self._loader is not None and self._loader[0] not in self.record.trained_on:
+                self.record.trained_on.add(self._loader[0])
+                add(self.loaders, self._loader[1])
             self.step.backwards += 1
         result = original(tensors, grad_tensors, *args, **kwargs)
-        self._had_gradients = self.tensors.have_gradients()
+        self._had_gradients, self._filled = self.tensors.have_gradients(), self._with_gradient()
         return result
+
+    def _with_gradient(self) -> set[Tensor]:
+        return {x for x in self.tensors.parameters() if x.grad is not None and bool(x.grad.any())}
+
+    def _look_at_cleared(self) -> None:
+        """Look, when a backward pass starts, for gradients of earlier ones, and for those that were cleared since."""
+        filled = self._with_gradient()
+        if not self.step.backwards:
+            self.step.stale = {name: sketch(x) for name, _, x in self.tensors.gradients(filled)}
+            return
+        for name in (self.tensors.names[x] for x in self._filled - filled):
+            self.step.cleared[name] = self.step.backwards
+            self.step.stale.pop(name, None)
 
     def _on_clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -271,6 +329,8 @@ class Recorder:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return self._look_at_step(optimizer)
+        if not (self.finished or self._in_step):
+            self._enter(optimizer, len(self.record.steps) + self._stepped)  # the closure begins a step
 
         def watched() -> Any:
             value = closure()
@@ -282,21 +342,16 @@ class Recorder:
     def _look_at_gradients(self, tensors: Iterable[Tensor]) -> None:
         known = self.tensors.parameters()
         for name, _, gradient in self.tensors.gradients([x for x in tensors if x in known]):
-            self.step.gradients.setdefault(name, sketch(gradient))
+            if name not in self.step.gradients:
+                self.step.gradients[name] = sketch(gradient)
+                self.step.low = max(self.step.low, unit_of_rounding(gradient))
 
     def _look_at_step(self, optimizer: Optimizer) -> None:
         """Record what the optimizer receives, and its state before its first step."""
         if self.finished or self._in_step or not self.step.backwards:
             return
         self._in_step = True  # an optimizer of parts of the parameters may run another one
-        is_new = add(self.tensors.optimizers, optimizer)
-        index = next(i for i, x in enumerate(self.tensors.optimizers) if x is optimizer)
-        if self.rerun is not None:
-            self.rerun.configure(len(self.record.steps), index, optimizer)
-        elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
-            self.record.optimizers.append({"state": {}})
-            with suppress(RuntimeError):  # a state that is split over ranks, as that of ZeroRedundancyOptimizer
-                self.record.optimizers[-1] = snapshot(optimizer.state_dict())
+        index = self._enter(optimizer, len(self.record.steps))
         settings = [{key: x for key, x in y.items() if key != "params"} for y in optimizer.param_groups]
         self.step.settings[index] = copy.deepcopy(settings)
         self._look_at_gradients([*self.tensors.parameters()])
@@ -309,13 +364,25 @@ class Recorder:
             self.step.norms[name] = float(gradient.norm()), float(self.step.moved[name].norm())
             self.step.received[name] = sketch(gradient) if self.step.clips else self.step.gradients[name]
 
+    def _enter(self, optimizer: Optimizer, step: int) -> int:
+        """Number an optimizer; record its state before its first step, or restore its state and settings in a rerun."""
+        is_new = add(self.tensors.optimizers, optimizer)
+        index = next(i for i, x in enumerate(self.tensors.optimizers) if x is optimizer)
+        if self.rerun is not None:
+            self.rerun.configure(step, index, optimizer, is_new)
+        elif is_new and (not dist.is_initialized() or dist.get_rank() == 0):
+            self.record.optimizers.append({"state": {}})
+            with suppress(RuntimeError):  # a state that is split over ranks, as that of ZeroRedundancyOptimizer
+                self.record.optimizers[-1] = snapshot(optimizer.state_dict())
+        return index
+
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if not self._in_step or not any(optimizer is x for x in self.tensors.optimizers) or self.finished:
             return
         for name, x, gradient in self.tensors.gradients(held(optimizer)):
             if name in self.step.moved:
                 self.step.moved[name] += sketch(whole(x, self.tensors.groups.get(x)), gradient)
-        self._in_step, self._stepped = False, True
+        self._in_step, self._stepped, self._has_batch = False, True, not self.record.loaders
 
     def _close_step(self) -> None:
         for index, module in enumerate(self.tensors.modules):
@@ -331,6 +398,10 @@ class Recorder:
     def _finish(self) -> None:
         self.finished = True
         self.on_finish()
+
+
+def _need_gradient(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 Sketches = dict[str, Tensor]  # sketches of tensors by the names of these
+States = tuple[Tensor, dict[str, Any], tuple[Any, ...]]  # of the random numbers of torch, NumPy and Python
 
 
 class LossModule(NamedTuple):
@@ -37,13 +38,16 @@ class LossCall:
     backward: int = -1  # number of the backward pass in its step
 
 
+CallKind = Literal["calls", "calls_without_gradient", "inner_calls"]
+
+
 @dataclass
 class ModuleCall:
     """A call of a module by the script itself, not by another module."""
 
     samples: list[bytes] = field(default_factory=list)  # a digest of every sample
     arguments: list[Tensor | None] = field(default_factory=list)  # leaves; None for those that need a gradient
-    drew_from: Tensor | None = None  # the state of torch's random numbers before it, if it drew
+    drew_from: "States | None" = None  # the states of random numbers before it, if it drew
 
 
 @dataclass
@@ -51,10 +55,13 @@ class Step:
     """One step of the optimizer, as one process saw it."""
 
     calls: list[ModuleCall] = field(default_factory=list)
+    calls_without_gradient: list[ModuleCall] = field(default_factory=list)  # as those of a teacher
+    inner_calls: list[ModuleCall] = field(default_factory=list)  # by other modules, with data: a training_step augments
     losses: list[LossCall] = field(default_factory=list)
     roots: list[float] = field(default_factory=list)  # scalars at which a backward pass starts
     backwards: int = 0  # number of backward passes
     stale: Sketches = field(default_factory=dict)  # gradients before the first backward pass, where not zero
+    cleared: dict[str, int] = field(default_factory=dict)  # after how many passes a gradient was cleared again
     gradients: Sketches = field(default_factory=dict)  # before clipping by a function of torch.nn.utils
     received: Sketches = field(default_factory=dict)  # those that the optimizer receives
     moved: Sketches = field(default_factory=dict)  # what is added to each parameter, times the gradient's magnitude
@@ -65,7 +72,7 @@ class Step:
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # of each optimizer's groups, such as lr
     clips: list[float] = field(default_factory=list)  # limits of the functions of torch.nn.utils that clip
     has_dropout: bool = False  # whether dropout was switched off
-    low: float = 0.0  # the unit of rounding of the lowest precision of an autocast
+    low: float = 0.0  # the unit of rounding where activations or gradients are rounded to 16 bits, otherwise 0
     epoch: int = 0  # how often a DataLoader had been started
 
     @property
@@ -80,12 +87,18 @@ class Step:
     @property
     def factor(self) -> float | None:
         """The factor by which the script multiplies the loss, relative to a mean over micro-batches."""
-        factor = next((x.factor for x in self.losses if x.factor), None)
+        factor = next((x.factor for x in self._optimized_losses if x.factor), None)
         return None if factor is None else factor * self.micro_batches
 
     @property
     def micro_batches(self) -> int:
-        return len({x.backward for x in self.losses if x.factor is not None}) or 1
+        return len({x.backward for x in self._optimized_losses}) or 1
+
+    @property
+    def _optimized_losses(self) -> list[LossCall]:
+        """The losses whose gradients the optimizer receives: not those of an attack on the input, which are cleared."""
+        first = max((self.cleared.get(name, 0) for name in self.optimized), default=0)
+        return [x for x in self.losses if x.factor is not None and x.backward > first]
 
 
 @dataclass
@@ -107,7 +120,8 @@ class Record:
     samplers: list["Epoch"] = field(default_factory=list)  # what the script's data loaders yield in an epoch
     problem: str = ""  # why a comparison with one process, or with this one, would say nothing
     # the batches of every epoch that a loader began, with the state of torch's random numbers after each
-    loaders: list[list[tuple[Any, Tensor]]] = field(default_factory=list)
+    loaders: list[list[tuple[Any, States]]] = field(default_factory=list)
+    trained_on: set[int] = field(default_factory=set)  # of these epochs, those of batches before a backward pass
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
@@ -176,8 +190,8 @@ def _listed(loader: DataLoader[Any]) -> Epoch | None:
 
 def _first_digest(dataset: Any) -> str:
     """Return a digest of the first sample, whose augmentation draws the same random numbers on every rank."""
-    states = random.getstate(), np.random.get_state()
-    for seed in (torch.manual_seed, random.seed, np.random.seed):  # the caller restores torch's state
+    states = random_states()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     try:
         plain = tree_map(lambda x: x.tolist() if isinstance(x, Tensor) else x, dataset[0])
@@ -185,8 +199,23 @@ def _first_digest(dataset: Any) -> str:
     except Exception:  # a dataset may raise anything, and a sample may not be picklable
         return ""
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        restore_random(states)
+
+
+def random_states() -> States:
+    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+
+
+def drew_since(before: States) -> bool:
+    now = random_states()
+    of_numpy = [(x["state"]["pos"], x["state"]["key"].tobytes()) for x in (before[1], now[1])]
+    return not torch.equal(before[0], now[0]) or of_numpy[0] != of_numpy[1] or before[2] != now[2]
+
+
+def restore_random(states: States) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
 
 
 def concatenated(parts: Sequence[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Run a training again in one process, with the batches of all ranks, from the state of rank 0."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +14,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from contrastive_zoo.ranks.world import World
-from contrastive_zoo.testing.auditing.records import ModuleCall, Record, concatenated, digests, reordered, tensors_of
+from contrastive_zoo.testing.auditing.records import (
+    CallKind,
+    ModuleCall,
+    Record,
+    concatenated,
+    digests,
+    reordered,
+    restore_random,
+    tensors_of,
+)
 from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.messages import replaced
 
@@ -38,6 +48,7 @@ class Rerun:
             samples = [[step.samples for step in x.steps] for x in self.records]
             self.records = [x for i, x in enumerate(self.records) if samples[i] not in samples[:i]]
         self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
+        self.sizes: list[int] = []  # of each rank's batch
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
         self.lengths = iter(self.first.lengths)  # of the loaders on rank 0, on which schedules depend
 
@@ -58,8 +69,8 @@ class Rerun:
                 sizes = [len(x[0]) if x[0].ndim else 0 for x in leaves]
                 order = self._order(leaves, sizes)
                 batch = reordered(batch, order)
-                self.rows = list(order.argsort().split(sizes))
-            torch.set_rng_state(states[0])
+                self.rows, self.sizes = list(order.argsort().split(sizes)), sizes
+            restore_random(states[0])
             yield batch
 
     def _order(self, leaves: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
@@ -83,35 +94,40 @@ class Rerun:
             value = noisy(value, self.noise, self.setting.unit or torch.finfo(x.dtype).eps)
         target.copy_(value.view_as(target))
 
-    def configure(self, step: int, index: int, optimizer: Optimizer) -> None:
+    def configure(self, step: int, index: int, optimizer: Optimizer, is_new: bool) -> None:
         """Give the groups of an optimizer the settings that they had on rank 0; a script may scale lr with W."""
         of_step = self.first.steps[step].settings if step < len(self.first.steps) else {}
         for group, settings in zip(optimizer.param_groups, of_step.get(index, ()), strict=False):
             group.update(settings)
-        if step == 0 and index < len(self.first.optimizers):
+        if is_new and index < len(self.first.optimizers):
             if self.first.optimizers[index]["state"]:
                 optimizer.load_state_dict(copy.deepcopy(self.first.optimizers[index]))  # it takes tensors as they are
             else:
                 optimizer.state.clear()
 
-    def enter(self, step: int, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, step: int, kind: CallKind, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of the script's call of a module: those of the ranks, where the script makes others."""
-        calls = [x.steps[step].calls[index : index + 1] for x in self.records if step < len(x.steps)]
+        steps = [x.steps[step] for x in self.records if step < len(x.steps)]
+        calls: list[list[ModuleCall]] = [getattr(x, kind)[index : index + 1] for x in steps]
         if sum(map(len, calls)) < len(self.records):
             return args, kwargs
         ranks = [call for (call,) in calls]
+        if kind == "calls_without_gradient" and all(x.samples == ranks[0].samples for x in ranks[1:]) and ranks[1:]:
+            return args, kwargs  # every rank validates the same samples
         leaves, structure = tree_flatten((args, kwargs))
         if not any(self.first.loaders):
-            leaves = _of_ranks(ranks, leaves, as_long=False)
+            leaves = self._of_ranks(ranks, leaves, as_long=False)
         samples, recorded = digests(leaves), [y for x in ranks for y in x.samples]
         if recorded and sorted(samples) != sorted(recorded):
-            if {*samples} <= {y for x in self.records for y in x.steps[step].samples}:
+            if kind == "calls" and {*samples} <= {y for x in steps for y in x.samples}:
                 self.problem = (
                     self.problem or "the script splits a batch, into other parts in one process than on the ranks"
                 )
             else:  # as an augmentation in the loop, which draws random numbers
-                leaves = _of_ranks(ranks, leaves, as_long=True)
+                leaves = self._of_ranks(ranks, leaves, as_long=True)
                 samples = digests(leaves)
+        if kind != "calls":
+            return tree_unflatten(leaves, structure)
         order: dict[bytes, list[int]] = {}
         for position, sample in enumerate(samples):
             order.setdefault(sample, []).append(position)
@@ -119,10 +135,29 @@ class Rerun:
         if [len(x) for x in rows] == [len(call.samples) for call in ranks] and any(rows):
             self.rows = [torch.tensor(x, dtype=torch.long) for x in rows]
         if ranks[0].drew_from is not None:
-            torch.set_rng_state(ranks[0].drew_from)
+            restore_random(ranks[0].drew_from)
         if any(call.drew_from is not None for call in ranks):
             self.problem = self.problem or "a module draws random numbers, besides those of dropout"
         return tree_unflatten(leaves, structure)
+
+    def _of_ranks(self, calls: Sequence[ModuleCall], leaves: Sequence[Any], as_long: bool) -> list[Any]:
+        """Replace arguments without gradient by those of all ranks, if they are as long as these together, or are not."""
+        result, columns = list(leaves), list(zip(*(call.arguments for call in calls), strict=False))
+        if len(columns) != len(leaves):
+            return result
+        sizes = next(([len(y) for y in x] for x in columns if all(y is not None and y.ndim for y in x)), [])
+        views = sizes[0] // self.sizes[0] if self.sizes and self.sizes[0] else 1
+        if sizes != [views * size for size in self.sizes]:
+            views = 1
+        for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
+            is_recorded = isinstance(x, Tensor) and all(y is not None and y.ndim for y in parts) and not x.requires_grad
+            if is_recorded and [len(y) for y in parts] == sizes and (len(x) == sum(sizes)) == as_long:
+                # views may be concatenated, one after the other, or those of a sample: the order that is closer to x
+                orders = [
+                    concatenated([y.chunk(count)[j] for j in range(count) for y in parts]) for count in {1, views}
+                ]
+                result[i] = min(orders, key=lambda y: _distance(y.to(x.device), x)).to(x.device)
+        return result
 
     @contextmanager
     def world_of_one(self) -> Iterator[None]:
@@ -150,17 +185,8 @@ class Rerun:
         return torch.cat(parts)[torch.cat(self.rows).argsort()]
 
 
-def _of_ranks(calls: Sequence[ModuleCall], leaves: Sequence[Any], as_long: bool) -> list[Any]:
-    """Replace arguments without gradient by those of all ranks, if they are as long as these together, or are not."""
-    result, columns = list(leaves), list(zip(*(call.arguments for call in calls), strict=False))
-    if len(columns) != len(leaves):
-        return result
-    sizes = next(([len(y) for y in x] for x in columns if all(y is not None and y.ndim for y in x)), [])
-    for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
-        is_recorded = isinstance(x, Tensor) and all(y is not None and y.ndim for y in parts) and not x.requires_grad
-        if is_recorded and [len(y) for y in parts] == sizes and (len(x) == sum(sizes)) == as_long:
-            result[i] = concatenated(parts).to(x.device)
-    return result
+def _distance(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm()) if x.shape == y.shape else math.inf
 
 
 def _join_alone(original: Any, *args: Any, **kwargs: Any) -> Any:

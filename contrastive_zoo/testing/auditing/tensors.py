@@ -18,6 +18,7 @@ ENCODERS = {"SentenceTransformer", "PreTrainedModel"}
 WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
 # Begins of names of numbers that are of the loss, though a model holds them, as OpenCLIP's does
 OF_LOSSES = ("logit", "log_scale", "temp", "tau")
+FEW = 8  # numbers, which may be those of 16 bits by chance
 OF_DEEPSPEED = (
     "DeepSpeed keeps gradients in buffers that the audit does not read. Audit the same training with "
     "DistributedDataParallel instead"
@@ -37,8 +38,9 @@ class Tensors:
         self.groups: dict[Tensor, Any] = {}  # of FSDP1, in which a parameter is in pieces
 
     def remember(self, module: nn.Module) -> None:
-        if not add(self.modules, module):
+        if any(module is x for known in self.modules for x in known.modules()):  # as the module in a wrapper
             return
+        self.modules.append(module)
         if any(_is_a(x, {"DeepSpeedEngine"}) for x in module.modules()):
             self.record.problem = OF_DEEPSPEED
             return
@@ -78,7 +80,9 @@ class Tensors:
             kinds = {"parameter": part._parameters, "buffer": part._buffers, "attribute": vars(part)}
             for kind, tensors in kinds.items():
                 for name, x in tensors.items():
-                    if isinstance(x, Tensor) and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
+                    # FSDP1 holds views of its parameters as attributes
+                    is_kept = isinstance(x, Tensor) and (kind != "attribute" or not x.requires_grad)
+                    if is_kept and x.grad_fn is None and (kind != "attribute" or x.is_floating_point()):
                         yield f"{path}.{name}", kind, x
 
     def parameters(self) -> dict[Tensor, str]:
@@ -101,6 +105,14 @@ class Tensors:
             if gradient is not None and gradient.numel():
                 self.record.groups.setdefault(self.names[x], "encoder")  # of a parameter that was frozen at first
                 yield self.names[x], x, gradient
+
+
+def unit_of_rounding(x: Tensor) -> float:
+    """Return the unit of rounding of the type of 16 bits that holds the values of a tensor; 0 if none does."""
+    if not x.is_floating_point() or hasattr(x, "device_mesh") or (x := x.detach()).count_nonzero() < FEW:
+        return 0.0
+    halves = (x.dtype,) if x.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
+    return next((torch.finfo(half).eps for half in halves if torch.equal(x.to(half).to(x.dtype), x)), 0.0)
 
 
 def held(optimizer: Optimizer) -> list[Tensor]:

@@ -1,0 +1,138 @@
+"""Right and wrong trainings of the audit: the cross product of the parts of tests/audit_parts.py.
+
+``python -m tests.audit_corpus`` audits them and prints the table; words choose: ``right``, ``wrong``, ``-W 3``, ``FSDP2``
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from contrastive_zoo.testing.report import WorldReport
+from tests.audit_loops import Parts
+from tests.audit_parts import AUGMENTATIONS, ENCODERS, SCHEDULES, VALIDATIONS
+
+# For each trainer the precisions and encoders that people use with it
+FORMS: dict[str, list[tuple[str, str]]] = {
+    "DDP": [
+        *(("", x) for x in ENCODERS if x != "BatchNorm"),
+        *(("autocast", x) for x in ("residual", "dropout", "unused parameters")),
+        *(("GradScaler", x) for x in ("residual", "dropout")),
+    ],
+    "average_gradients": [*(("", x) for x in [*ENCODERS][:8]), ("autocast", "residual")],
+    "accumulation": [("", "residual"), ("", "dropout"), ("autocast", "residual"), ("", "casts by hand")],
+    "GradCache": [("", x) for x in [*ENCODERS][:8] if x not in ("unused parameters", "LayerDrop")]
+    + [("autocast", "dropout")],
+    "FGSM": [("", "residual"), ("", "dropout"), ("", "autocast inside of forward")],
+    "SAM": [("", "residual"), ("", "dropout"), ("", "casts by hand")],
+    "LBFGS": [("", "residual"), ("", "dropout")],
+    "BYOL": [("", "residual"), ("", "dropout"), ("", "autocast inside of forward"), ("", "casts by hand")],
+    "FSDP2": [
+        ("", "residual"),
+        ("", "dropout"),
+        ("mixed", "residual"),
+        ("mixed, reduced in bfloat16", "residual"),
+        ("mixed", "dropout"),
+    ],
+    "FSDP1": [("", "residual"), ("mixed", "residual"), ("mixed, reduced in bfloat16", "dropout")],
+    "Accelerate": [
+        *((x, y) for x in ("", "bf16") for y in ("residual", "dropout")),
+        *(("", x) for x in ("autocast inside of forward", "bfloat16 parameters")),
+    ],
+    "Hugging Face": [*((x, y) for x in ("", "bf16") for y in ("residual", "dropout")), ("", "LayerDrop")],
+    "Lightning": [("", "residual"), ("bf16-mixed", "residual"), ("bf16-mixed", "dropout"), ("bf16-true", "residual")],
+    "Lightning, two optimizers": [("", "residual"), ("bf16-mixed", "residual")],
+    "Fabric": [("", "dropout"), ("bf16-mixed", "residual"), ("bf16-true", "residual")],
+}
+
+
+def right() -> Iterator[Parts]:
+    """Yield every trainer in each of its precisions; the other parts take turns."""
+    for trainer, forms in FORMS.items():
+        for precision, encoder in forms:
+            yield Parts(trainer, precision, encoder)
+    for precision, encoder in FORMS["accumulation"]:
+        yield Parts("DDP", precision, encoder, loss="OpenCLIP")
+
+
+def in_turn(setups: Iterator[Parts]) -> Iterator[Parts]:
+    for index, x in enumerate(setups):
+        turns = {"augmentation": [*AUGMENTATIONS], "validation": [*VALIDATIONS], "schedule": [*SCHEDULES]}
+        chosen = {key: names[index % len(names)] for key, names in turns.items()}  # of 5, 4 and 3: every combination
+        is_low = x.encoder == "bfloat16 parameters" or x.precision == "bf16-true"
+        chosen["optimizer"] = "AdamW" if is_low or index % 3 == 2 else "SGD"
+        yield replace(x, **chosen)
+
+
+RIGHT = [*in_turn(right())]
+
+MISTAKES: list[tuple[str, dict[str, str]]] = [
+    ("times W", {"loss": "loss × W"}),
+    ("divided by W", {"loss": "loss / W"}),
+    ("local negatives", {"loss": "local loss"}),
+    ("own slice", {"loss": "own slice"}),
+    ("detached", {"loss": "detached"}),
+    ("gathered first", {"loss": "gathered first"}),
+    ("unequal parameters", {"loss": "loss parameters seeded per rank"}),
+    ("trainer averages", {"loss": "sum with a trainer that averages"}),
+    ("batch statistics", {"encoder": "BatchNorm"}),
+    ("same shard", {"sampler": "one shard"}),
+    ("sampler seeded per rank", {"sampler": "a seed per rank"}),
+    ("repeated samples", {"sampler": "padded"}),
+    ("not optimized", {"clears": "not optimized"}),
+    ("never zeroed", {"clears": "the model"}),
+    ("accumulation not divided", {"trainer": "accumulation, not divided"}),
+    ("not reduced", {"trainer": "no average"}),
+]
+
+
+def wrong() -> Iterator[Parts]:
+    """Yield every mistake on top of right trainings: in float32, under autocast, and with all that a loop may do."""
+    for index, (mistake, changes) in enumerate(MISTAKES):
+        augmentation, validation = [*AUGMENTATIONS][1 + index % 4], [*VALIDATIONS][1 + index % 3]
+        for base in (
+            Parts("DDP"),
+            Parts("DDP", "autocast", "dropout", validation=validation),
+            Parts("DDP", augmentation=augmentation, schedule="warm-up from 0", optimizer="AdamW"),
+        ):
+            yield replace(base, **changes, mistake=mistake)
+
+
+WRONG = [*wrong()]
+TRAININGS = {f"{x}{' (wrong)' * bool(x.mistake)}": x for x in [*RIGHT, *WRONG]}
+
+
+def run(name: str) -> None:
+    TRAININGS[name].train()
+
+
+def judgement(parts: Parts, report: WorldReport) -> str:
+    """Return one word for the verdict of an audit, and the words of the audit behind it."""
+    names = [x.mistake for x in report.findings]
+    said = "; ".join([*names, *report.not_compared, *filter(None, [report.problem])])[:300]
+    if not parts.mistake:
+        return {True: "same", False: "CALLED WRONG", None: "not compared"}[report.ok] + f": {said}"
+    noted = any(x.startswith(parts.mistake) for x in report.notes)
+    word = "named" if parts.mistake in names else "noted" if noted else "misnamed" if names else "missed"
+    return f"{'fallback' if names == ['not recognised'] else word}: {said}"
+
+
+def main(*words: str) -> None:
+    from tests.audit_trainings import audit_apart
+
+    processes = 3 if "3" in words else 2
+    words = tuple(x for x in words if x not in ("-W", "2", "3"))
+    counts: dict[str, Counter[str]] = {"right": Counter(), "wrong": Counter()}
+    for name, parts in TRAININGS.items():
+        kind = "wrong" if parts.mistake else "right"
+        if all(x in (kind, parts.trainer) or x in name for x in words):
+            report = audit_apart(__spec__.name, name, processes=processes)
+            word = judgement(parts, report)
+            counts[kind][word.partition(":")[0]] += 1
+            print(f"{report.seconds:5.1f} s  {kind}  {name:60} {word}", flush=True)
+    for kind, of_kind in counts.items():
+        print(f"W = {processes}, {kind}: {', '.join(f'{count} {word}' for word, count in of_kind.items())}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

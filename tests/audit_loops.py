@@ -1,0 +1,369 @@
+"""Training loops as people write them, by hand and for trainers, of the parts of tests/audit_parts.py."""
+
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import contrastive_zoo as cz
+from tests.audit_parts import (
+    AUGMENTATIONS,
+    BATCH,
+    ENCODERS,
+    HALF,
+    LOSSES,
+    OPTIMIZERS,
+    SAMPLES,
+    SCHEDULES,
+    VALIDATIONS,
+    Pairs,
+)
+
+Wrap = Callable[["Parts", Any], nn.Module]
+
+
+def seed_everything(seed: int) -> None:
+    for set_seed in (torch.manual_seed, np.random.seed, random.seed):
+        set_seed(seed)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a training, by name; ``mistake`` is the diagnosis that is expected, empty for a right training."""
+
+    trainer: str
+    precision: str = ""
+    encoder: str = "residual"
+    augmentation: str = ""
+    validation: str = ""
+    schedule: str = ""
+    optimizer: str = "SGD"
+    loss: str = "NTXent"
+    sampler: str = "sharded"
+    clears: str = "all"
+    mistake: str = ""
+
+    def __str__(self) -> str:
+        default = Parts("")
+        return ", ".join(x for key, x in vars(self).items() if key != "mistake" and x != getattr(default, key))
+
+    def make_optimizer(self, *modules: nn.Module) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer]([x for module in modules for x in module.parameters()])
+
+    def make_sampler(self, data: Pairs) -> DistributedSampler[Any]:
+        rank = dist.get_rank()
+        return {
+            "sharded": lambda: DistributedSampler(data, drop_last=True),
+            "padded": lambda: DistributedSampler(data),
+            "one shard": lambda: DistributedSampler(data, dist.get_world_size(), 0),
+            "a seed per rank": lambda: DistributedSampler(data, seed=rank),
+        }[self.sampler]()
+
+    def make_loader(self, shuffle: bool = False) -> DataLoader[Any]:
+        data = Pairs(SAMPLES + (self.sampler == "padded"))
+        if shuffle:
+            return DataLoader(data, BATCH, shuffle=True, drop_last=True)
+        return DataLoader(data, BATCH, sampler=self.make_sampler(data))
+
+    def augment(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        return [AUGMENTATIONS[self.augmentation](x) for x in batch.values()]
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Embed both views in the precision of a loop by hand."""
+        views = self.augment(batch)
+        dtype = next(model.parameters()).dtype
+        with self.autocast():
+            if self.trainer in ("DDP", "FSDP1"):  # as SimCLR does
+                return [*model(torch.cat(views).to(dtype)).chunk(2)]
+            return [model(x.to(dtype)) for x in views]
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.precision == "GradScaler"
+
+    def autocast(self) -> AbstractContextManager[object]:
+        dtype = {"autocast": HALF, "GradScaler": torch.float16}.get(self.precision)
+        return torch.autocast("cpu", dtype) if dtype else nullcontext()
+
+    def train(self) -> None:
+        TRAINERS[self.trainer](self)
+
+
+def in_ddp(parts: Parts, encoder: nn.Module) -> nn.Module:
+    unused = parts.encoder in ("LayerDrop", "unused parameters") or parts.loss == "detached"
+    return DistributedDataParallel(encoder, find_unused_parameters=unused)
+
+
+def in_fsdp2(parts: Parts, encoder: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(HALF, HALF if "reduced" in parts.precision else torch.float32)
+    for module in (*encoder.blocks, encoder):
+        fully_shard(module, mp_policy=policy if parts.precision else MixedPrecisionPolicy())
+    return encoder
+
+
+def in_fsdp1(parts: Parts, encoder: nn.Module) -> nn.Module:
+    policy = MixedPrecision(HALF, HALF if "reduced" in parts.precision else torch.float32)
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(encoder, device_id=device, mixed_precision=policy if parts.precision else None)
+
+
+def start(parts: Parts, wrap: Wrap = in_ddp) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
+    """Return the model, the loss, their optimizer and the loader of a loop by hand."""
+    dist.init_process_group("gloo")
+    model, loss_fn = wrap(parts, ENCODERS[parts.encoder]()), LOSSES[parts.loss]()
+    if parts.loss in ("OpenCLIP", "own slice", "detached", "local loss"):
+        loss_fn = DistributedDataParallel(loss_fn)
+    seed_everything(dist.get_rank())
+    trained = [model] if parts.clears == "not optimized" else [model, loss_fn]
+    return model, loss_fn, parts.make_optimizer(*trained), parts.make_loader()
+
+
+def loop(parts: Parts, wrap: Wrap = in_ddp, after_backward: Callable[[Any], object] = lambda model: None) -> None:
+    model, loss_fn, optimizer, loader = start(parts, wrap)
+    scheduler, scaler = SCHEDULES[parts.schedule](optimizer), torch.amp.GradScaler("cpu", enabled=parts.is_scaled)
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            loss = loss_fn(*parts.forward(model, batch))
+            (model if parts.clears == "the model" else optimizer).zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            after_backward(model)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            VALIDATIONS[parts.validation](model)
+
+
+def accumulation(parts: Parts, divisor: int = 2) -> None:
+    model, loss_fn, optimizer, loader = start(parts)
+    scheduler = SCHEDULES[parts.schedule](optimizer)
+    for index, batch in enumerate(loader):
+        is_last = index % 2 == 1
+        with nullcontext() if is_last else model.no_sync():
+            (loss_fn(*parts.forward(model, batch)) / divisor).backward()
+        if is_last:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            VALIDATIONS[parts.validation](model)
+
+
+def adversarial(parts: Parts) -> None:
+    """FGSM: the first backward pass is for the gradient of the input."""
+    model, loss_fn, optimizer, loader = start(parts)
+    for batch in loader:
+        x, y = (view.requires_grad_() for view in parts.augment(batch))
+        loss_fn(model(x), model(y)).backward()
+        x, y = ((view + 0.05 * view.grad.sign()).detach() for view in (x, y))
+        optimizer.zero_grad()
+        loss_fn(model(x), model(y)).backward()
+        optimizer.step()
+
+
+def sharpness_aware(parts: Parts) -> None:
+    """SAM: the gradient of a second pass, at parameters that the first one moves uphill."""
+    model, loss_fn, optimizer, loader = start(parts)
+    for batch in loader:
+        x, y = parts.augment(batch)
+        loss_fn(model(x), model(y)).backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moves = [0.05 * p.grad / norm for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        loss_fn(model(x), model(y)).backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def closures(parts: Parts) -> None:
+    """LBFGS: the optimizer calls the loss several times."""
+    model, loss_fn, optimizer, loader = start(replace(parts, optimizer="LBFGS"))
+    for batch in loader:
+        x, y = parts.augment(batch)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), model(y))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def momentum_teacher(parts: Parts) -> None:
+    """BYOL: a teacher is a moving average, and embeds the other view without gradient."""
+    model, loss_fn, optimizer, loader = start(parts)
+    teacher = ENCODERS[parts.encoder]().requires_grad_(False)
+    scheduler = SCHEDULES[parts.schedule](optimizer)
+    for batch in loader:
+        x, y = parts.augment(batch)
+        with torch.no_grad():
+            target = teacher(y)
+        optimizer.zero_grad()
+        loss_fn(model(x), target).backward()
+        optimizer.step()
+        scheduler.step()
+        VALIDATIONS[parts.validation](model)
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+
+def accelerated(parts: Parts) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    accelerator = Accelerator(cpu=True, mixed_precision=parts.precision or "no", gradient_accumulation_steps=2)
+    model, loss_fn = ENCODERS[parts.encoder](), LOSSES[parts.loss]()
+    optimizer = parts.make_optimizer(model, loss_fn)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, parts.make_loader(shuffle=True), SCHEDULES[parts.schedule](optimizer)
+    )
+    set_seed(accelerator.process_index)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = loss_fn(*parts.forward(model, batch))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        VALIDATIONS[parts.validation](model)
+
+
+class WithLoss(nn.Module):
+    """The model of a trainer that expects its output to hold the loss."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts, self.encoder, self.loss_fn = parts, ENCODERS[parts.encoder](), LOSSES[parts.loss]()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss_fn(self.encoder(x), self.encoder(y))}
+
+
+def hugging_face(parts: Parts) -> None:
+    import transformers
+
+    from contrastive_zoo.adapters.huggingface import ContrastiveTrainerMixin
+
+    class Trainer(ContrastiveTrainerMixin, transformers.Trainer):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            x, y = parts.augment(inputs)
+            return super().compute_loss(model, {"x": x, "y": y}, *args, **kwargs)
+
+    class Validate(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            VALIDATIONS[parts.validation](model.encoder)
+
+    args = transformers.TrainingArguments(
+        tempfile.mkdtemp(), max_steps=6, per_device_train_batch_size=BATCH, use_cpu=True, bf16=parts.precision == "bf16",
+        learning_rate=1e-2, report_to=[], disable_tqdm=True, dataloader_drop_last=True, remove_unused_columns=False,
+        dataloader_pin_memory=False, gradient_accumulation_steps=2 if parts.clears == "accumulation" else 1,
+        warmup_steps=2 if parts.schedule else 0, ddp_find_unused_parameters=parts.encoder == "LayerDrop",
+    )  # fmt: skip
+    Trainer(WithLoss(parts), args, train_dataset=Pairs(), callbacks=[Validate()]).train()
+
+
+def lightning_module(parts: Parts, manual: bool) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.loss_fn = ENCODERS[parts.encoder](), LOSSES[parts.loss]()
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor | None:
+            x, y = parts.augment(batch)
+            if not manual:
+                return self.loss_fn(self.encoder(x), self.encoder(y))
+            loss = self.loss_fn(self.encoder(x), self.encoder(y))
+            first, second = self.optimizers()  # type: ignore[misc]  # two
+            first.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            first.step()
+            second.zero_grad()
+            self.manual_backward(self.loss_fn(self.encoder(x), self.encoder(y)) * 0.5)
+            second.step()
+            return None
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            VALIDATIONS[parts.validation](self.encoder)
+
+        def configure_optimizers(self) -> Any:
+            if manual:
+                return [parts.make_optimizer(self.encoder), parts.make_optimizer(self.loss_fn)]
+            optimizer = parts.make_optimizer(self)
+            return [optimizer], [{"scheduler": SCHEDULES[parts.schedule](optimizer), "interval": "step"}]
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=1,
+        precision=parts.precision or "32-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, gradient_clip_val=None if manual else 1.0,
+    )  # fmt: skip
+    trainer.fit(Module(), parts.make_loader(shuffle=True))
+
+
+def fabric(parts: Parts) -> None:
+    from lightning.fabric import Fabric
+
+    devices = int(os.environ["WORLD_SIZE"])
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy="ddp", precision=parts.precision or "32-true")
+    fabric.launch()
+    encoder, loss_fn = ENCODERS[parts.encoder](), LOSSES[parts.loss]()
+    model, optimizer = fabric.setup(encoder, parts.make_optimizer(encoder, loss_fn))
+    loader = fabric.setup_dataloaders(parts.make_loader(shuffle=True))
+    scheduler = SCHEDULES[parts.schedule](optimizer)
+    fabric.seed_everything(fabric.global_rank)
+    for batch in loader:
+        optimizer.zero_grad()
+        fabric.backward(loss_fn(*(model(x) for x in parts.augment(batch))))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        scheduler.step()
+        VALIDATIONS[parts.validation](model)
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+TRAINERS: dict[str, Callable[[Parts], None]] = {
+    "DDP": partial(loop, after_backward=clip),
+    "average_gradients": partial(loop, wrap=lambda parts, encoder: encoder, after_backward=cz.average_gradients),
+    "no average": partial(loop, wrap=lambda parts, encoder: encoder),
+    "GradCache": partial(loop, wrap=lambda parts, encoder: cz.GradCache(in_ddp(parts, encoder), 4)),
+    "FSDP2": partial(loop, wrap=in_fsdp2),
+    "FSDP1": partial(loop, wrap=in_fsdp1, after_backward=lambda model: model.clip_grad_norm_(1.0)),
+    "accumulation": accumulation,
+    "accumulation, not divided": partial(accumulation, divisor=1),
+    "FGSM": adversarial,
+    "SAM": sharpness_aware,
+    "LBFGS": closures,
+    "BYOL": momentum_teacher,
+    "Accelerate": accelerated,
+    "Hugging Face": hugging_face,
+    "Lightning": partial(lightning_module, manual=False),
+    "Lightning, two optimizers": partial(lightning_module, manual=True),
+    "Fabric": fabric,
+}
