@@ -181,9 +181,9 @@ REFUSED: list[tuple[int, Callable[[], Any], str]] = [
         lambda: cz.DistributedLoss(cz.NTXent())(*[of_rank(rank=dist.get_rank() // 2, seed=seed) for seed in (0, 20)]),
         f"ranks 0 and 1 {COPIES}",
     ),
-    (2, lambda: called(of_rank(6), (torch.arange(6) + 3) % 6), ROW_NUMBERS),
-    (2, lambda: called(of_rank(6), (torch.arange(6) + 3) % 6 * on_rank_0(1, 7)), ROW_NUMBERS),
-    (2, lambda: called(of_rank(), Y, torch.arange(5).roll(1)), ROW_NUMBERS),
+    (2, lambda: called(of_rank(8), torch.arange(8).roll(4)), ROW_NUMBERS),
+    (2, lambda: called(of_rank(8), torch.arange(8).roll(4) * on_rank_0(1, 9)), ROW_NUMBERS),
+    (2, lambda: called(of_rank(8), torch.arange(8) % 2, torch.arange(8).roll(1)), ROW_NUMBERS),
     (2, lambda: called(of_rank(), torch.zeros(5, dtype=torch.int64), loss=by_name), ROW_NUMBERS),
     (2, lambda: called(of_rank(), torch.tensor([[1, -1]] * 5), loss=by_name), ROW_NUMBERS),
     (2, lambda: called(of_rank(), Y, loss=Lazy()), LAZY),
@@ -343,7 +343,9 @@ def test_labels_are_no_row_numbers(worlds: Worlds) -> None:
         called(of_rank(), torch.arange(5) + 100 * rank + 6, loss=by_name)
         called(of_rank(), torch.arange(5), torch.tensor([3, 3, 1, 0, rank]), loss=by_name, batch_dim={"pos_idx": 0})
         called(of_rank(n), torch.tensor([1, 2, 3, 4, 1])[:n])
-        called(of_rank(), torch.arange(5).roll(1 + rank), batch_dim={"other": 0})
+        called(of_rank(8), torch.arange(8).roll(1 + rank), batch_dim={"other": 0})
+        called(of_rank(), torch.arange(5).roll(1 + rank))
+        called(of_rank(8), torch.arange(8).roll(1 + rank), loss=lambda z, labels: total(z, labels))
 
     worlds.run(2, job)
 

@@ -172,7 +172,8 @@ def row_numbers_problem(rows: Mapping[str, Tensor], without_role: Collection[str
         if not any(len(y) == len(x) for y in rows.values() if y.dtype in DIFFERENTIABLE):
             continue
         numbers = torch.arange(len(x), device=x.device)
-        permutes = x.ndim == 1 and torch.equal(x.sort().values, numbers) and not (x == numbers).any()
+        may_permute = x.ndim == 1 and len(x) >= _PERMUTED and not _LABELS.search(path)
+        permutes = may_permute and torch.equal(x.sort().values, numbers) and not (x == numbers).any()
         if permutes or (_ROW_NUMBERS.search(path) and int(x.min()) >= -1 and int(x.max()) < len(x)):
             return _PARTNERS.format(path=path, quoted=repr(path), count=len(x))
     return None
@@ -213,6 +214,8 @@ _STACK = (
     "dimension 0 counts samples."
 )
 
+_LABELS = re.compile("label|target|class|^y$")
+_PERMUTED = 8  # of 8 labels drawn from 8 classes, one draw in 1,131 is a permutation that moves each
 _ROW_NUMBERS = re.compile(r"(^|_)(ind|inds|idx|index|indices|partners?|neighbou?rs?|positives?|negatives?)(_|\b|\d)")
 
 _PARTNERS = (
