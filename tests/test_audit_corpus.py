@@ -19,7 +19,7 @@ from tests.audit_loops import Parts
 from tests.audit_trainings import audit_apart, audit_here
 from tests.helpers import EVERY_CASE
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn when they are imported
+pytestmark = [pytest.mark.audit, pytest.mark.filterwarnings("ignore")]  # trainers warn when they are imported
 
 CORPUS = "tests.audit_corpus"
 PACKAGES = {"Accelerate": "accelerate", "Hugging Face": "transformers", "Lightning": "lightning", "Fabric": "lightning"}

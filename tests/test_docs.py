@@ -14,6 +14,8 @@ import pytest
 
 from tests.interpreter import torchrun
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
 

@@ -23,6 +23,8 @@ from contrastive_zoo.wrapper.step import FROM_ELSEWHERE
 from tests.counted import Step, counted
 from tests.helpers import drawn
 
+pytestmark = pytest.mark.figures
+
 WIDTH = 16
 Case = tuple[Any, list[Tensor]]
 

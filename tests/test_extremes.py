@@ -17,6 +17,8 @@ from tests.helpers import EVERY_CASE, local_shard, numbers
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry, dense_clip
 
+pytestmark = pytest.mark.figures
+
 
 @pytest.mark.parametrize("name", SITUATIONS)
 @pytest.mark.parametrize("dtype", GOAL, ids=str)

@@ -19,6 +19,8 @@ from tests.helpers import EVERY_CASE, close, drawn, local_shard, numbers
 from tests.losses import whole_zoo, zoo_softmax
 from tests.zoo import ZOO, BatchHard, Entry
 
+pytestmark = pytest.mark.figures
+
 LOSSES = [entry for entry in ZOO if entry.name in ("NTXent", "CLIP", "SupCon", "RowLoss, labels")]
 by_entry = pytest.mark.parametrize("entry", LOSSES, ids=str)
 

@@ -23,7 +23,7 @@ from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, called, drawn, local_shard, numbers
 
-pytestmark = pytest.mark.path("engines")  # but for the path "small"
+pytestmark = [pytest.mark.figures, pytest.mark.path("engines")]  # but for the path "small"
 
 GOAL = 2e-5
 """Relative error of a float32 gradient at t = 0.01: rounding a logit of 100 changes its exponential by 4e-6."""

@@ -23,6 +23,8 @@ from tests.losses.zoo_pairs import dense_max_sim, tokens_of
 from tests.losses.zoo_weights import ENTRIES as WEIGHTS
 from tests.zoo import Entry, row
 
+pytestmark = pytest.mark.figures
+
 COMPARE = ("MaxSim", "GIST", "hard", "RowLoss", "KoLeo", "MegaBatch", "Dynamic", "Online", "NNCLR", "Ranked")
 """Names of losses that take an extreme, or compare with a threshold."""
 

@@ -11,6 +11,8 @@ import pytest
 import contrastive_zoo as cz
 from contrastive_zoo.engine import tiling
 
+pytestmark = pytest.mark.figures
+
 
 def printed(script: str) -> list[int]:
     """Return what a new interpreter prints with glibc's defaults."""

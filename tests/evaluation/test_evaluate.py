@@ -20,6 +20,8 @@ from contrastive_zoo.metrics import measurement
 from contrastive_zoo.metrics.exact import prepared, similarities
 from tests.helpers import EVERY_CASE, error_message
 
+pytestmark = pytest.mark.data
+
 TIES = ("pessimistic", "optimistic", "expected")
 AT_K = ("precision", "recall", "hit_rate", "map", "mrr", "ndcg")
 WHOLE = ("r_precision", "map", "map@r", "mrr", "ndcg")

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_zoo as cz
 from tests.helpers import error_message
 
+pytestmark = pytest.mark.data
+
 ROWS = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(40) % 5
 NAMES = ["precision@1", "map@r", "mrr"]

@@ -15,6 +15,8 @@ from contrastive_zoo.metrics.exact import prepared
 from contrastive_zoo.metrics.search import Gallery
 from tests.helpers import common_error, local_shard, numbers
 
+pytestmark = pytest.mark.data
+
 
 def rows_of(kind, seed):
     draw = torch.Generator().manual_seed(seed)

@@ -20,6 +20,8 @@ from contrastive_zoo.ranks.world import ONE_PROCESS, World
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import common_error, numbers
 
+pytestmark = pytest.mark.data
+
 N, M, D = 37, 90, 6
 BASIC = ("queries", "corpus", "positives")
 COLUMNS = ("query", "positive", "negative", "positive_score", "negative_score")

@@ -25,7 +25,7 @@ from contrastive_zoo.data.hard_negatives import HardNegativeBatchSampler
 from contrastive_zoo.ranks.world import World
 from tests.helpers import EVERY_CASE
 
-pytestmark = pytest.mark.filterwarnings("ignore:MPerClassBatchSampler")  # labels are skewed
+pytestmark = [pytest.mark.data, pytest.mark.filterwarnings("ignore:MPerClassBatchSampler")]  # labels are skewed
 
 CASES = range(2000 if EVERY_CASE else 12)
 MANY = 20  # samples whose order is hardly ever the same by chance

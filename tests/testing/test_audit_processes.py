@@ -83,6 +83,7 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.audit
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 @pytest.mark.parametrize(("moment", "number"), interruptions())
 def test_an_interrupted_audit_leaves_no_process_and_no_folder(
@@ -129,6 +130,7 @@ while True:
 """
 
 
+@pytest.mark.audit
 def test_a_timeout_says_the_seconds_and_where_each_rank_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def until_they_wait(folder: Path, names: Sequence[str], has_ended: Callable[[int], bool], timeout: float) -> bool:
         assert wait(lambda: all((tmp_path / f"waits{rank}").exists() for rank in range(2)))
@@ -159,6 +161,7 @@ def train() -> None:
     """Stand for a training of a process that a script starts."""
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("source", ["train()", 'if __name__ == "__main__":\n    train()'])
 def test_a_script_that_starts_its_own_processes_is_refused(source: str, tmp_path: Path, monkeypatch: Any) -> None:
     main = types.ModuleType("__main__")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers import EVERY_CASE
 
+pytestmark = pytest.mark.audit
+
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = """
 import os, signal, sys
