@@ -74,6 +74,14 @@ def test_the_docstring_says_what_the_constructor_and_a_call_take(cls: type[Loss]
     assert "world: " not in doc, "DistributedLoss passes it"
 
 
+def test_no_docstring_has_more_than_300_words() -> None:
+    """What is longer belongs on a page."""
+    package = Path(cz.__file__).parent
+    nodes = [x for file in package.rglob("*.py") for x in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    documented = [x for x in nodes if isinstance(x, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    assert [x for x in documented if len((ast.get_docstring(x) or "").split()) > 300] == []
+
+
 def test_help_shows_formula_arguments_and_errors() -> None:
     text = pydoc.plain(pydoc.render_doc(cz.Triplet))
     for part in ("max(0, D_ip − D_in + margin)", "margin: in units of the metric", "ValueError: semi-hard mining with"):

@@ -115,7 +115,7 @@ class Chunked(nn.Module):
         self.model = encoder
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x.new_empty(0, OUT), *(self.model(chunk) for chunk in x.split(self.size) if len(x))])
+        return torch.cat([self.model(chunk) for chunk in x.split(self.size)]) if len(x) else x.new_empty(0, OUT)
 
 
 def batch(step: int, micro_step: int, n: int) -> list[Tensor]:

@@ -53,36 +53,32 @@ def check_world_size_invariance(
 ) -> Report:
     """Check that a loss is the same function on W processes as on one: value, encoder gradient, parameter gradient.
 
-    The check draws global batches with even, uneven and empty shards and with labels of all kinds. One process and W
-    real processes compute the loss of each batch, and every invariant of :mod:`contrastive_zoo.testing.invariants` is
-    tested on the results. At level ``"training_step"`` the check tests your whole step, with its gathering, hooks and
-    gradient scaling.
+    The check draws global batches with even, uneven and empty shards. One process and W real processes compute each, and
+    every invariant of :mod:`contrastive_zoo.testing.invariants` is tested. At level ``"training_step"`` it tests your whole
+    step, with its gathering, hooks and gradient scaling.
 
     Args:
-        make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank, in its process
-            group. At level ``"training_step"`` it returns ``(model, step)``: ``step(model, *rows)`` takes features [n, 3]
-            (and labels), runs forward, backward and the reduction of gradients, leaves the gradients in ``.grad`` and
-            returns the loss.
+        make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank. At level
+            ``"training_step"`` it returns ``(model, step)``: ``step(model, *rows)`` takes features [n, 3] (and labels), runs
+            forward, backward and the reduction of gradients, leaves these in ``.grad`` and returns the loss.
         world_sizes: the world sizes W to test.
         call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``, or as many views as
-            the loss requires, such as ``loss(anchor, positive, negative)``; ``"auto"`` infers the call form from the
-            names of the loss's parameters.
-        grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients over ranks.
-        max_examples: number of global batches to draw.
+            the loss requires; ``"auto"`` infers it from the names of parameters.
+        grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients.
+        max_examples: number of batches to draw.
         level: ``"loss"`` or ``"training_step"``.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
-        timeout: seconds for one global batch. A first call, which may compile, may take ten times as long, and then lets
-            later ones take as long as it did.
-        threads: ranks are threads of this process (:class:`~contrastive_zoo.testing.worlds.Worlds`), up to 64 of them.
-        worlds: a pool of process groups to use, with its own timeout; None starts one.
-        name: name of the loss in the report.
-        on_example: called with the number of batches tested so far.
+        timeout: seconds for one global batch; a first call, which may compile, may take ten times as long.
+        threads: ranks are up to 64 threads of this process (:class:`~contrastive_zoo.testing.worlds.Worlds`).
+        worlds: a pool of process groups, with its own timeout; None starts one.
+        name: of the loss in the report.
+        on_example: called with the number of batches so far.
 
     Returns:
-        The report of a loss that satisfies all invariants.
+        The report, if all invariants hold.
 
     Raises:
-        NotInvariant: an invariant is broken; the message names the smallest batch found, the diagnosis and the fix.
+        NotInvariant: an invariant is broken; the message names a small batch, the diagnosis and the fix.
         ValueError: the loss fails on one process, or does not return there, or a setting is unknown.
 
     Examples:
