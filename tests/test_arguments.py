@@ -346,6 +346,7 @@ def test_labels_are_no_row_numbers(worlds: Worlds) -> None:
         called(of_rank(8), torch.arange(8).roll(1 + rank), batch_dim={"other": 0})
         called(of_rank(), torch.arange(5).roll(1 + rank))
         called(of_rank(8), torch.arange(8).roll(1 + rank), loss=lambda z, labels: total(z, labels))
+        called(of_rank(), torch.tensor([0, 1, 1, 0, rank]), loss=lambda z, class_idx: total(z, class_idx))
 
     worlds.run(2, job)
 

@@ -54,7 +54,7 @@ def reduce_rows(
     and [m, …] for the local candidates, without gradient.
 
     ``may_draw``: whether the loss may draw random numbers or change a buffer. If it has, every rank computes it from all
-    anchors instead, and raises ValueError alike with ``reduction="none"``.
+    anchors instead, and raises the same ValueError with ``reduction="none"``.
     """
     world, shards = batch.world, batch.samples.times(times) if shards is None else shards
     of_batch = anchors if candidates is None else candidates

@@ -50,7 +50,7 @@ def log_sum_exps(
 
     Two towers without partners: ``logsumexp(scale * A @ B.T, dim)`` of local rows (dim 1) and of local columns (dim 0, None
     unless ``columnwise``). One tower, columns None: ``logsumexp((scale * A @ A.T).fill_diagonal_(-inf), 1)``, and None. Each
-    rank's gradient of the scale is that of its local rows. ``partners``, of which kernels take one offset at most, and
+    rank's gradient of the scale comes from its local rows. ``partners``, of which kernels take one offset at most, and
     ``excluded`` are those of :class:`SoftmaxSweep`. With ``unit_norm`` norms are at most 1, and products of ``factors``,
     which matmuls take in place of inputs of 16 bits, are divided by their norms. ``gathered`` are the columns of all ranks.
     """

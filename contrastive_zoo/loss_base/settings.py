@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
         return f"{expected}, got {_shown(value)}. {self.fix}".rstrip()
 
     def floats(self) -> tuple[float, float]:
-        """Return the least and the largest float of those that are right whatever else a setting may be."""
+        """Return the range of floats that are right without a further check."""
         if self.whole or self.constant:
             return math.inf, -math.inf
         above = -math.inf if self.above is None else math.nextafter(self.above, math.inf)

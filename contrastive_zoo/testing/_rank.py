@@ -39,7 +39,7 @@ from contrastive_zoo.testing.interrupts import uninterrupted
 class Raised(NamedTuple):
     summary: str
     traceback: str
-    pickled: bytes | BaseException | None  # a thread's as it is; None if it cannot be pickled
+    pickled: bytes | BaseException | None  # that of a thread is not pickled; None if pickling fails
 
 
 class Answer(NamedTuple):

@@ -169,10 +169,12 @@ def row_numbers_problem(rows: Mapping[str, Tensor], without_role: Collection[str
         x = rows[path]
         if path not in without_role or x.dtype in (*DIFFERENTIABLE, torch.bool) or x.ndim > 2 or len(x) < 2:
             continue
+        if _LABELS.search(path):  # class_idx too
+            continue
         if not any(len(y) == len(x) for y in rows.values() if y.dtype in DIFFERENTIABLE):
             continue
         numbers = torch.arange(len(x), device=x.device)
-        may_permute = x.ndim == 1 and len(x) >= _PERMUTED and not _LABELS.search(path)
+        may_permute = x.ndim == 1 and len(x) >= _PERMUTED
         permutes = may_permute and torch.equal(x.sort().values, numbers) and not (x == numbers).any()
         if permutes or (_ROW_NUMBERS.search(path) and int(x.min()) >= -1 and int(x.max()) < len(x)):
             return _PARTNERS.format(path=path, quoted=repr(path), count=len(x))

@@ -67,7 +67,7 @@ class Recorder:
         self.loaders: list[DataLoader[Any]] = []
         self.finished = False
         self._epochs = 0
-        self._loader: tuple[int, DataLoader[Any]] | None = None  # that yielded last, of those that have not ended
+        self._loader: tuple[int, DataLoader[Any]] | None = None  # the running one that yielded last
         self._running: list[tuple[int, DataLoader[Any]]] = []  # loaders, in the order of their starts
         self._scale: float | None = None  # of the GradScaler that scaled last
         self._filled: set[Tensor] = set()  # parameters with a gradient after the last backward pass
