@@ -123,9 +123,8 @@ class _SmallBatch(Function):
             dz = _gradient_of_rows(w, q, k, local_slice, views, count)
             radial = (z * dz).sum(1, keepdim=True)
             if ctx.needs_input_grad[2] and local_slice is None:
-                # the rows of a side have each pair once, those of two views twice
-                of_pairs = (radial if views else radial[: a.shape[0]]).sum()
-                ctx.dtemperature = _read_on_cpu(of_pairs) * (-scale * scale / (2 if views else 1))
+                # each pair is in a row of either side, or in two rows of two views
+                ctx.dtemperature = _read_on_cpu(radial.sum()) * (-scale * scale / 2)
             elif ctx.needs_input_grad[2]:
                 ctx.dtemperature = _read_on_cpu((w * logits).sum()) * (-scale / (count * (2 if views else 1)))
             if ctx.needs_input_grad[3]:
@@ -153,7 +152,7 @@ class _SmallBatch(Function):
 def _scaled_products(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return torch.mm(q, k.T).mul_(scale)
-    return q.new_empty(q.shape[0], k.shape[0]).addmm_(q, k.T, beta=0, alpha=scale)
+    return torch.addmm(q.new_empty(()), q, k.T, beta=0, alpha=scale)
 
 
 def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None, views: bool, count: int) -> Tensor:
@@ -171,24 +170,24 @@ def _gradient_of_rows(w: Tensor, q: Tensor, k: Tensor, local_slice: slice | None
 
 def softmaxes_by_one_exponential(logits: Tensor, comparison: Comparison, *, overwrite: bool) -> Terms:
     """Return cross-entropies of logits of at most 40: one exponential serves rows and columns, and both passes."""
-    n, views = logits.shape[0], comparison == "views"
+    views = comparison == "views"
     e = logits.exp_() if overwrite else logits.exp()
-    positive = e.diagonal(n // 2 if views else 0).clone()
-    diagonal = e.as_strided((2, 2, n // 2), (n // 2 * n, n // 2, n + 1)) if views else e.diagonal()
-    diagonal.zero_()  # the sums leave the positive out, so that it cancels nowhere
-    others = torch.stack([e.sum(1), e.sum(0)]) if comparison == "rows and columns" else e.sum(1).view(-1, len(positive))
+    of_pairs = _of_pairs(e, views=views)
+    positive = of_pairs.clone()
+    of_pairs.zero_()  # the sums leave the positive out, so that it cancels nowhere
+    if views:
+        e.fill_diagonal_(0)
+    others = (
+        torch.stack([e.sum(1), e.sum(0)]) if comparison == "rows and columns" else e.sum(1).view(-1, positive.shape[-1])
+    )
 
     def weights() -> Tensor:
         inverse = (others + positive).reciprocal_()
         of_positives = (inverse * others).sum(0)  # minus the sum of the others' weights
-        if views:
-            flat = inverse.view(-1)
-            w = torch.add(flat[:, None], flat).mul_(e)
-        else:
-            of_rows = inverse[0].unsqueeze(1)
-            w = e.mul_(of_rows if comparison == "rows" else of_rows + inverse[1])
-        _of_pairs(w, views=views).sub_(of_positives)
-        return w
+        of_rows = inverse.view(-1, 1) if views else inverse[0].unsqueeze(1)
+        e.mul_(of_rows if comparison == "rows" else of_rows + (inverse.view(-1) if views else inverse[1]))
+        of_pairs.sub_(of_positives)
+        return e
 
     return (others / positive).log1p_(), weights
 
