@@ -100,8 +100,9 @@ def _of_wrapper(wrapper: cz.DistributedLoss) -> Iterator[Change]:
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[Change]:
+    is_shard = getattr(module, "shard_over", None) is not None  # then any values are this rank's part of the weights
     for name, x in [*module._parameters.items(), *module._buffers.items()]:
-        if x is not None:
+        if x is not None and not is_shard:
             yield from _of_tensor(f"{path}.{name}", x)
     for name, parameter in module._parameters.items():
         if parameter is not None:
