@@ -78,8 +78,7 @@ examples: .venv/.installed
 
 # every part of a page that a program writes, but for times and bytes, which `make bench` measures
 pages: .venv/.examples-installed .venv/.peers-installed
-	for page in zoo_page paths_page pml_native_page gallery_page trainers_page notebook \
-		'peer_losses --docs' 'pml_matrix --docs'; do \
+	for page in zoo_page paths_page gallery_page trainers_page notebook; do \
 		$(BIN)/python -W ignore -m tools.$$page || exit 1; done
 	$(BIN)/python -W ignore -m examples.demo --docs
 	$(BIN)/python docs/figures.py

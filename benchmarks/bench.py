@@ -34,7 +34,7 @@ from suite.report import (
 from torch import Tensor
 
 from contrastive_zoo.testing.worlds import Worlds
-from tools.pages import ROOT, fill
+from tools.pages import PAGES, fill
 
 QUICK, FULL = (4, 10.0), (9, 60.0)  # the least rounds and seconds of a case
 SMALL = 512  # rows; a case of at most so many gets a quarter of the time
@@ -151,7 +151,7 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
             RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
     if given.docs:
         draw_figures(results)
-        fill(ROOT / "README.md", {"speed": headline(results)})
+        fill(PAGES / "index.md", {"speed": headline(results)})
     return page_parts(results)
 
 

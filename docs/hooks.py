@@ -13,7 +13,7 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.formulas import mathml
 from tools.zoo_page import with_losses
 
-MEASUREMENTS = {"benchmarks.md", "gallery.md", "memory.md"}
+MEASUREMENTS = {"benchmarks.md", "memory.md"}
 """Pages whose tables name everything; a search shows them below the pages that explain it."""
 
 _BLOCK = re.compile(

@@ -6,6 +6,7 @@ With DistributedLoss both end with the same encoder. With two common hand-writte
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -123,21 +124,20 @@ def write_page(found: dict[str, Any]) -> None:
         of_job = found["right"][job.title]
         rows.append([f"`{job.name}`", job.loss, *(f"{x:.3f}" for x in of_job["recall"]), f"{of_job['difference']:.0e}"])
     columns = ("training", "loss", "recall@1 before", "after", "difference, W = 2 from W = 1")
-    fill(PAGES / "examples.md", {"results": table(columns, rows)})
+    fill(PAGES / "index.md", {"results": table(columns, rows)})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Compare one process with two.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("demo-output"), help="where pictures are written")
     parser.add_argument("--json", action="store_true", help="print what was compared as JSON; words go to stderr")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the table and the pictures of docs/pages/examples.md"
-    )
+    parser.add_argument("--docs", action="store_true", help="write the table and the picture of docs/pages/index.md")
     options = parser.parse_args()
-    into, right_and_wrong = (PAGES / "figures", RIGHT) if options.docs else (options.folder, (*RIGHT, *WRONG))
-    compared = demo(into, sys.stderr if options.json else sys.stdout, jobs=right_and_wrong)
+    jobs = RIGHT if options.docs else (*RIGHT, *WRONG)
+    compared = demo(options.folder, sys.stderr if options.json else sys.stdout, jobs=jobs)
     if options.docs:
         write_page(compared)
+        shutil.copy(options.folder / "example-sup-con.png", PAGES / "figures")
     if options.json:
         print(json.dumps(compared, indent=2))
     sys.exit(not compared["ok"])

@@ -273,9 +273,12 @@ def test_the_package_page_has_no_relative_link() -> None:
     assert "(`docs/pages/which-all-gather.md`)" in package_page()
 
 
-def test_the_extras_of_the_readme_exist() -> None:
-    listed = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
-    assert listed == set(PROJECT["project"]["optional-dependencies"])
+def test_the_extras_are_explained_once() -> None:
+    listed: list[str] = []
+    for name in ("README.md", "CONTRIBUTING.md"):
+        rows = (ROOT / name).read_text(encoding="utf-8").partition("| extra | for |\n")[2].partition("\n\n")[0]
+        listed += re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
+    assert sorted(listed) == sorted(PROJECT["project"]["optional-dependencies"])
 
 
 def test_the_addresses_of_sources_are_whole() -> None:

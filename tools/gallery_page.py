@@ -20,20 +20,24 @@ from tools.pages import PAGES, ROOT, fill, table
 TRUTH_TABLE = (
     ("autograd.Function whose backward keeps only this rank's slice (SimCLR re-implementations)", "own slice"),
     ("gather, then overwrite this rank's slice with the live tensor", "overwritten slice"),
-    ("the same, loss × W", "own slice × W"),
-    ("pytorch-metric-learning's wrapper", "pml wrapper, proxies"),
-    ("the same with `efficient=True`", "pml wrapper, efficient"),
+    ("gather, overwrite the slice, multiply the loss by W", "own slice × W"),
+    ("pytorch-metric-learning 2.9's `DistributedLossWrapper`", "pml wrapper, proxies"),
+    ("that wrapper with `efficient=True`", "pml wrapper, efficient"),
     ("local anchors against detached gathered candidates (OpenCLIP `local_loss`)", "detached candidates"),
     ("local anchors, gather with a reduce-scatter backward (lightly, OpenCLIP `gather_with_grad`)", "local loss"),
-    ("the same, ranks' means averaged", "mean of means"),
+    ("local anchors, `gather_with_grad`, loss averaged over ranks", "mean of means"),
     ("`DistributedLoss(loss)`", "DistributedLoss, any loss"),
 )
 """Rows of the truth table, by recipe."""
 
-_GRADIENTS = "encoder gradient", "loss's own parameters"
-TRUTHS = ("what people write", *_GRADIENTS, "value returned", "what uneven shards change")
-MEASUREMENTS = ("what people write", "value", *_GRADIENTS, "uneven shards change", "diagnosis")
-DIAGNOSES = ("diagnosis", "what the loss does", "fix")  # heads of the tables
+TRUTHS = (
+    "what people write",
+    "encoder gradient",
+    "loss's own parameters",
+    "value returned",
+    "what uneven shards change",
+)
+MEASUREMENTS = ("what people write", "verdict", "what is wrong")  # heads of the tables
 
 
 EVEN = (GlobalBatch((6, 6), d=4), GlobalBatch((6, 6, 6, 6), d=4))
@@ -189,25 +193,23 @@ def truth_table(rows: Sequence[Row]) -> str:
             lines.append([text, encoder, parameters, value, row.on_uneven])
     return f"""{table(TRUTHS, lines, texts=len(TRUTHS))}
 
-On uneven shards the hand-written recipes pad their shards before they gather. With a plain
-`torch.distributed.all_gather` the process dies, as it does in the wrapper (gloo)."""
+The hand-written gathers pad uneven shards. With a plain `torch.distributed.all_gather` the process dies there (gloo)."""
 
 
 def gallery(rows: Sequence[Row]) -> dict[str, str]:
     peers = [row for row in rows if row.recipe.name in PEERS]
     hand_written = [row for row in rows if row.recipe.name not in PEERS]
     losses = [row for row in hand_written if not row.recipe.step]
-    diagnoses = {row.report.diagnosis.mistake: row.report.diagnosis for row in rows if row.report.diagnosis}
     libraries = {PEERS[row.recipe.name].library for row in peers}
     absent = sorted({peer.library for peer in PEERS.values()} - libraries)
     versions = ", ".join(f"{_distribution(name)} {_version(name)}" for name in ("torch", *sorted(libraries)))
     missing = f" Not installed, so not run: {', '.join(map(_distribution, absent))}." if absent else ""
     return {
-        "right": _wide([row for row in losses if row.recipe.mistake is None]),
-        "wrong": _wide([row for row in losses if row.recipe.mistake is not None]),
-        "training steps": _wide([row for row in hand_written if row.recipe.step]),
-        "libraries": f"Run for this page: {versions}.{missing}\n\n{_wide(peers)}",
-        "diagnoses": table(DIAGNOSES, [[x.mistake, x.why, x.fix] for x in diagnoses.values()], texts=3),
+        "wrong": _verdicts([row for row in losses if row.recipe.mistake is not None]),
+        "training steps": _verdicts(
+            [row for row in hand_written if row.recipe.step and row.recipe.mistake is not None]
+        ),
+        "libraries": f"Measured with {versions}.{missing}\n\n{_verdicts(peers)}",
     }
 
 
@@ -221,14 +223,30 @@ def invariants() -> str:
     return "\n\n".join(sections)
 
 
-def _wide(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        value, encoder, parameters = row.on_even
-        diagnosis = row.report.diagnosis.mistake if row.report.diagnosis else "none needed"
-        title = f"*{row.recipe.name}*: {_about(row.recipe)}"
-        lines.append([title, value, encoder, parameters, row.on_uneven, diagnosis])
+def _verdicts(rows: Sequence[Row]) -> str:
+    named = ((row, row.report.diagnosis.mistake if row.report.diagnosis else "right") for row in rows)
+    lines = [[_title(row.recipe), mistake, effect(*row.on_even, row.on_uneven)] for row, mistake in named]
     return table(MEASUREMENTS, lines, texts=len(MEASUREMENTS))
+
+
+def effect(value: str, encoder: str, parameters: str, uneven: str) -> str:
+    """Return in words what differs from one process.
+
+    Examples:
+        >>> effect("**W×**", "right", "–", "nothing"), effect("right", "right", "right", "**raises**")
+        ('value **W×**', 'uneven shards: **raises**')
+    """
+    if value == encoder == parameters != "right":
+        return value
+    words = {"value": value, "encoder": encoder, "parameters": parameters}
+    differences = [f"{name} {word}" for name, word in words.items() if word not in ("right", "–")]
+    if uneven != "nothing":
+        differences.append(f"uneven shards: {uneven}")
+    return "; ".join(differences) or "another test shows it"
+
+
+def _title(recipe: Recipe) -> str:
+    return f"*{recipe.name}*: {_about(recipe)}"
 
 
 def _about(recipe: Recipe) -> str:

@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -14,15 +13,13 @@ from torch import nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE
-from tools.comparison import Compared, Run, compare, measure
+from tools.comparison import Compared, compare, measure
 from tools.peer_losses import packages
-from tools.peer_losses.__main__ import page
 from tools.peer_losses.losses import LEFT_OUT, PeerLoss, runs, table
 from tools.peer_losses.trainers import REPLACEMENTS, and_alone, replaced
 
 pytestmark = pytest.mark.peers
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
 PACKAGES = list(dict.fromkeys(peer.package for peer in table()))
 ALWAYS = {"NTXentLoss()", "DirectCLRLoss(loss_dim=4)", "CO2Regularizer()"}
 """Losses of lightly that have failed: their buffers are empty, and one is never set."""
@@ -119,19 +116,6 @@ def test_differences_are_told() -> None:
     assert compare({"value 0": nan}, {"value 0": x}).differences == {"value": torch.inf}
     assert compare({"value 0": nan}, {"value 0": nan}).differences == {"value": 0}
     assert peer.wrong(Compared({"value": 1e-3})) == "value differs by 1.0e-03"
-
-
-def test_the_page_has_every_loss_and_no_difference() -> None:
-    part = PAGE.read_text(encoding="utf-8").split("<!-- peers: begin -->")[1].split("<!-- peers: end -->")[0]
-    lines = [line for line in part.splitlines() if line.startswith("| ")][2:]
-    assert len(lines) == len(table())
-    for peer, line in zip(table(), lines, strict=True):
-        assert line.startswith(f"| {peer.package} | `{peer}` | `{peer.call}` | ")
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")][3:]
-        numbers = [float(cell) for cell in cells if cell != "–"]
-        assert all(x <= peer.tolerance for x in numbers)
-    written = page([(table()[0], {Run(((1, 2),)): Compared({"value": 0.0, "encoder": 1e-16})})])
-    assert "| lightly | `NTXentLoss()` | `out0: rows, out1: rows` | 0 | 1e-16 | – |" in written
 
 
 def test_the_stand_in_of_a_model_has_no_parameters() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -20,12 +19,11 @@ from pytorch_metric_learning import losses, miners
 
 from tests.helpers import EVERY_CASE, EXACT, common_error, distance, numbers, split
 from tools.comparison import Batch, Compared, Run, measure, train
-from tools.pml_matrix.__main__ import Rows, page, verdict
+from tools.pml_matrix.__main__ import Rows, verdict
 from tools.pml_matrix.cases import BASES, MODULES, SPLITS, WIDTH, Case, all_runs, cases, parts, some_runs
 
 pytestmark = pytest.mark.peers
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "pytorch-metric-learning.md"
 WHOLE = {"TripletMarginLoss", "ProxyAnchorLoss"}
 
 
@@ -100,15 +98,10 @@ def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs_to_be_told" in train(Case("NewLoss"), Run(((12,),)))
 
 
-def test_the_page_shows_what_was_measured() -> None:
-    run = Run(((1, 2),))
-    rows = [(case, {run: Compared({"encoder": 0.0})}) for case in cases()]
-    text = page([(rows[0][0], {run: Compared({"encoder": 1.0})}), *rows[1:]])
-    line = next(line for line in text.splitlines() if line.startswith(f"| {rows[0][0].loss} |"))
-    assert line.split(" | ")[1] == "✗ 1"
-    assert f"- ✗ {rows[0][0]}, shards [1, 2]: encoder differs by 1.0e+00" in text
-    assert all(f"| {loss} | " in text for loss in parts(losses))
-    assert all(f"- `{name}`: {why}." in text for name, why in BASES.items())
+def test_a_difference_is_told() -> None:
+    case, run = cases()[0], Run(((1, 2),))
+    mark, why = verdict(case, {run: Compared({"encoder": 1.0})})
+    assert (mark, why) == ("✗", f"{case}, shards [1, 2]: encoder differs by 1.0e+00")
 
 
 def of_rank(*counts: int, seed: int = 0) -> Tensor:
@@ -228,10 +221,3 @@ def test_mutants_are_caught(mutant: dict[str, Any], case: Case, worlds: Worlds) 
 def test_the_model_without_a_mutant_is_right(worlds: Worlds) -> None:
     of = map(Case, ("ContrastiveLoss", "ProxyAnchorLoss", "NTXentLoss", "CrossBatchMemory"))
     assert wrong(measure(worlds, of, even, by_hand)) == []
-
-
-def test_the_page_in_the_docs_is_of_all_losses_and_finds_nothing_different() -> None:
-    table = PAGE.read_text(encoding="utf-8").split("<!-- matrix: begin -->")[1].split("<!-- matrix: end -->")[0]
-    assert [loss for loss in parts(losses) if f"\n| {loss} | ✓" not in table] == []
-    assert [line for line in table.splitlines() if line.startswith("|") and "✗" in line] == []
-    assert all(f"| {len(shards)} | {list(shards)} | " in table for shards in SPLITS)

@@ -170,7 +170,7 @@ def test_distributed_loss_computes_the_loss_of_the_global_batch(recipe: Recipe, 
             invariant(each)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "everybody-elses-losses.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "third-party-losses.md"
 
 
 def percent(found: Tensor, expected: Tensor) -> str:
