@@ -99,7 +99,7 @@ def test_a_new_export_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_difference_is_told() -> None:
-    case, run = cases()[0], Run(((1, 2),))
+    case, run = Case("ContrastiveLoss"), Run(((1, 2),))
     mark, why = verdict(case, {run: Compared({"encoder": 1.0})})
     assert (mark, why) == ("✗", f"{case}, shards [1, 2]: encoder differs by 1.0e+00")
 
