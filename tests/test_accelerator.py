@@ -157,13 +157,6 @@ def in_a_ring(put: Put) -> Any:
     return value_and_gradients(towers, [put(a), put(b)]), value_and_gradients(classes, [put(a), labels])
 
 
-def functions(put: Put) -> Any:
-    (a, _), (b, _) = samples(), samples(seed=1)
-    a, b = put(a).requires_grad_(), put(b)
-    value = cz.NTXent()(a, b, world=cz.World.of()) + cz.VICReg()(a, b, world=cz.World.of())
-    return value, *torch.autograd.grad(value, a)
-
-
 def third_party(put: Put) -> Any:
     torch.manual_seed(0)
     x, labels = samples()
@@ -203,16 +196,6 @@ def remembered_by_losses(put: Put) -> Any:
     return [(value_and_gradients(nnclr, [s * y for y in (a, b, b, a)]), ressl(s * a, s * b)) for s in signs]
 
 
-def cached_module(put: Put) -> Any:
-    torch.manual_seed(0)
-    encoder, loss = put(nn.Linear(4, 3)), cz.DistributedLoss(put(cz.Clip()))
-    encode = cz.GradCache(encoder, chunk_size=3)
-    value = loss(encode(put(samples()[0])), encode(put(samples(seed=1)[0])))
-    value.backward()
-    cz.average_gradients(encoder)
-    return value, encoder.weight.grad, [p.grad for p in loss.parameters()]
-
-
 def sampled(put: Put) -> Any:
     x = put(samples()[0])
     wrong = put(torch.zeros(len(x), 1, dtype=torch.int64))
@@ -226,16 +209,6 @@ def compared(put: Put) -> Any:
     x, labels = samples()
     values = cz.metrics.evaluate(put(x), labels=put(labels), metrics=["map"], reduction="none")["map"].float()
     return values, cz.metrics.paired_bootstrap(put(values), values / 2, resamples=20)
-
-
-def by_torchmetrics(put: Put) -> Any:
-    from contrastive_zoo.adapters.torchmetrics import RetrievalMetric
-
-    x, labels = samples()
-    metric = RetrievalMetric("map@r")
-    metric.update(put(x), labels)
-    metric.update(put(x + 1), put(labels))
-    return metric.compute()
 
 
 class Embed(nn.Module):
@@ -272,8 +245,8 @@ ENTRIES: dict[str, Callable[[Put], Any]] = {
     entry.__name__: entry
     for entry in (
         searched, compared, collected, judged, mined, mined_by_pml, monitored, remembered, compared_with_memory, momentum,
-        cached, cached_module, messages, messages_of_one_rank, in_a_ring, functions, third_party, labelled_on_rank_0, padded,
-        remembered_by_losses, sampled, by_torchmetrics, sentences,
+        cached, messages, messages_of_one_rank, in_a_ring, third_party, labelled_on_rank_0, padded,
+        remembered_by_losses, sampled, sentences,
     )
 }  # fmt: skip
 """What it returns is the same on a CPU and on a device, on one process and on several ranks."""
@@ -387,33 +360,23 @@ LOSSES = [entry for entry in WHOLE_ZOO if str(entry) not in LEFT_OUT]
 
 
 @pytest.mark.parametrize("entry", LOSSES[:: 1 if EVERY_CASE else 2], ids=str)
-def test_a_loss_with_labels_on_the_cpu(entry: Entry) -> None:
+def test_a_loss_with_labels_on_the_cpu_and_one_without_float64(entry: Entry) -> None:
     rows = whole_batch(entry.case(), GlobalBatch((7,), d=3, seed=1))
     loss = entry.case(temperature=0.3).make().double()
     with draws_of_a_device(str(entry)):
         expected = value_and_gradients(copy.deepcopy(loss), rows)
     with device() as mode:
         put = put_by(mode)
-        moved = [put(x) if x.is_floating_point() else x for x in rows]
-        found = value_and_gradients(put(loss), moved)
+        found = value_and_gradients(put(loss), [put(x) if x.is_floating_point() else x for x in rows])
         assert found[0].device == mode.place
         torch.testing.assert_close(on_cpu(found), expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("entry", [x for x in LOSSES if str(x) != "MarginMSE"][1 :: 1 if EVERY_CASE else 3], ids=str)
-def test_a_loss_without_float64(entry: Entry) -> None:
-    rows = [
-        x.float() if x.is_floating_point() else x for x in whole_batch(entry.case(), GlobalBatch((40,), d=3, seed=1))
-    ]
-    loss = entry.case(temperature=0.3).make().float()
-    wide = [x.double() if x.is_floating_point() else x for x in rows]
-    with draws_of_a_device(str(entry)):
-        expected = value_and_gradients(copy.deepcopy(loss).double(), wide)
-    with device("mps:0", float64=False) as mode:
-        put = put_by(mode)
-        found = on_cpu(value_and_gradients(put(loss), [put(x) for x in rows]))
-    expected = [x.to(y.dtype) for x, y in zip(expected, found, strict=True)]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    if str(entry) != "MarginMSE":
+        with device("mps:0", float64=False) as mode:
+            put = put_by(mode)
+            rows = [put(x.float() if x.is_floating_point() else x) for x in rows]
+            found = on_cpu(value_and_gradients(put(loss.float()), rows))
+        expected = [x.to(y.dtype) for x, y in zip(expected, found, strict=True)]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_a_mean_without_float64_has_the_stated_error() -> None:
@@ -430,11 +393,6 @@ def test_mixtures_would_be_noticed() -> None:
         mode.put(torch.ones(2)) + torch.ones(2)
 
 
-def test_float64_would_be_noticed() -> None:
-    with device("mps:0", float64=False) as mode, pytest.raises(AssertionError, match="has no float64"):
-        mode.put(torch.ones(2)).double()
-
-
 REFUSED: dict[str, tuple[Callable[[Put], Any], str]] = {
     "towers": (lambda put: put(cz.Clip())(put(torch.eye(3)), torch.eye(3)), "images on ipu:0 and texts on cpu"),
     "views": (lambda put: cz.NTXent()(torch.eye(3), put(torch.eye(3))), "on cpu and .* on ipu:0"),
@@ -443,6 +401,7 @@ REFUSED: dict[str, tuple[Callable[[Put], Any], str]] = {
         r"weights are on cpu .* loss\.to\('ipu:0'\)",
     ),
     "centre": (lambda put: cz.DINO(3)(put(torch.eye(3)), put(torch.eye(3))), "centre values are on cpu"),
+    "step": (lambda put: cz.SIGReg(3)(put(torch.ones(5, 3))), "SIGReg: directions are on cpu and embeddings on ipu:0"),
     "prototypes": (lambda put: cz.SwAV(4, 3)(put(torch.eye(3)), put(torch.eye(3))), "prototypes are on cpu"),
 }
 
@@ -522,11 +481,6 @@ def test_each_step_draws_other_directions_without_reading_it() -> None:
         assert not mode.reads
         assert not mode.uploads
         assert not torch.equal(*(x.cpu() for x in drawn))
-
-
-def test_a_loss_whose_step_was_not_moved_is_refused() -> None:
-    with device() as mode, pytest.raises(ValueError, match="SIGReg: directions are on cpu and embeddings on ipu:0"):
-        cz.SIGReg(3)(mode.put(torch.ones(5, 3)))
 
 
 def test_a_resumed_training_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

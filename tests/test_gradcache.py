@@ -1,4 +1,4 @@
-"""A step in chunks has the effects of a step at once: gradients, random numbers, buffers."""
+"""A step in chunks has the effects of a step at once, also on a rank without samples; what GradCache refuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import chunked_encoder
-from tests.helpers import close, distance, local_shard, numbers, refused
+from tests.helpers import close, distance, error_message, local_shard, numbers, refused
 
 IN, D = 4, 3
 Gradients = list[Tensor]
@@ -61,15 +61,12 @@ def test_several_towers_several_outputs_and_two_views() -> None:
 
     towers: list[Callable[[Any], Any]] = [
         lambda model: loss_fn(*model(x, y)).backward(),  # at once
-        lambda model: cz.cached_step(model, list(zip(x.split(3), y.split(3), strict=True)), loss_fn),
         left_and_right,
         lambda model: loss_fn(*cz.GradCache(model, 2)(x, y=y)).backward(),
     ]
     views: list[Callable[[Any], Any]] = [
         lambda model: loss_fn(model(x), model(y)).backward(),
         twice,
-        lambda model: loss_fn(*cz.GradCache(model, 3)(torch.cat([x, y])).chunk(2)).backward(),
-        lambda model: cz.cached_step((model, model), (x.split(2), y.split(3)), loss_fn),
     ]
     for make, steps in ((TwoTowers, towers), (mlp, views)):
         found = []
@@ -83,7 +80,10 @@ def test_several_towers_several_outputs_and_two_views() -> None:
 
 
 class Reader(nn.Module):
-    """Texts as the means of their tokens' vectors, through an MLP; it keeps the shapes of what it reads."""
+    """Texts as the means of their tokens' vectors, through an MLP; it keeps the shapes of what it reads.
+
+    As many models of Hugging Face, it takes no batch without a token.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +92,7 @@ class Reader(nn.Module):
         self.seen: list[tuple[int, ...]] = []
 
     def forward(self, input_ids: Tensor, *, attention_mask: Tensor) -> Tensor:
+        assert attention_mask.any()
         self.seen.append(tuple(input_ids.shape))
         mask = attention_mask[..., None].double()
         return self.head((self.tokens(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1))
@@ -110,25 +111,41 @@ def texts(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Te
     return ids, (mask.flip(1) if left else mask).long()
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_chunks_by_tokens(left: bool, worlds: Worlds) -> None:
-    def job(shards: tuple[int, ...]) -> tuple[Tensor, Gradients, list[tuple[int, ...]]]:
-        model = Reader()
-        ids, mask, y = (local_shard(x, shards) for x in (*texts(left=left), labels(8)))
-        z = cz.GradCache(DistributedDataParallel(model), chunk_tokens=9)(ids, attention_mask=mask)
-        cz.DistributedLoss(cz.SupCon())(z, y).backward()
-        return z.detach(), gradients(model), model.seen
+def encoded_texts(
+    shards: tuple[int, ...], left: bool = False, **chunks: int
+) -> tuple[Tensor, Gradients, list[tuple[int, ...]]]:
+    model = Reader()
+    ids, mask, y = (local_shard(x, shards) for x in (*texts(left=left), labels(8)))
+    z = cz.GradCache(DistributedDataParallel(model), **chunks)(ids, attention_mask=mask)
+    cz.DistributedLoss(cz.SupCon())(z, y).backward()
+    return z.detach(), gradients(model), model.seen
 
+
+@pytest.mark.parametrize(
+    ("chunks", "left"), [({"chunk_tokens": 9}, False), ({"chunk_tokens": 9}, True), ({"chunk_size": 3}, False)]
+)
+def test_chunks_of_texts(chunks: dict[str, int], left: bool, worlds: Worlds) -> None:
     model, (ids, mask) = Reader(), texts(left=left)
     expected = model(ids, attention_mask=mask)
     cz.SupCon()(expected, labels(8)).backward()
     for shards in [(8,), (3, 5), (7, 0, 1)]:
-        found = worlds.run(len(shards), job, shards)
+        found = worlds.run(len(shards), lambda shards=shards: encoded_texts(shards, left, **chunks))
         close(torch.cat([z for z, _, _ in found]), expected.detach())
         for _, of_rank, seen in found:
             same(of_rank, gradients(model))
-            assert max(rows * tokens for rows, tokens in seen) <= 9
-            assert shards != (8,) or seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
+            assert "chunk_size" in chunks or max(rows * tokens for rows, tokens in seen) <= 9
+            assert "chunk_size" in chunks or shards != (8,) or seen == [(1, 6), (1, 6), (2, 4), (4, 2)] * 2
+
+
+def test_a_row_of_zeros_would_be_noticed(worlds: Worlds) -> None:
+    """The mutant: a rank without samples encodes zeros, whose mask has no token, and not a row of another rank."""
+
+    def job() -> bool:
+        ids, mask = (local_shard(x, (0, 8)) for x in texts())
+        with patch.object(chunked_encoder, "broadcasted", lambda x, *_: torch.zeros_like(x)):
+            return error_message(lambda: cz.GradCache(Reader(), 2)(ids, attention_mask=mask), AssertionError) is not None
+
+    assert worlds.run(2, job) == [True, False]
 
 
 def test_only_one_chunk_has_a_graph_at_a_time() -> None:
@@ -153,16 +170,6 @@ def test_autograd_grad_returns_gradients_beside_frozen_parameters() -> None:
         found.append(torch.autograd.grad(loss_fn(encode(model), labels(6)), [*model[2].parameters()]))
     same(list(found[1]), list(found[0]))
     assert not cz.GradCache(mlp().requires_grad_(False), 2)(x).requires_grad
-
-
-def test_integer_outputs_have_no_gradient() -> None:
-    class WithLengths(nn.Linear):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"z": super().forward(x), "lengths": torch.full((len(x),), IN)}
-
-    out = cz.GradCache(WithLengths(IN, D).double(), 2)(numbers(5, IN, seed=0))
-    assert out["lengths"].tolist() == [IN] * 5
-    out["z"].sum().backward()
 
 
 def chunk_by_chunk(model: nn.Module, x: Tensor, chunk_size: int, loss_fn: Callable[..., Tensor]) -> None:
@@ -263,12 +270,99 @@ def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> No
         same(found[1], expected[1])
 
 
+def test_batch_norm_gets_an_empty_batch(worlds: Worlds) -> None:
+    """It refuses a single row, which would change its statistics, too."""
+
+    def job(shards: tuple[int, ...], chunk_size: int = 8) -> tuple[Gradients, Tensor]:
+        model = mlp(nn.BatchNorm1d(6))
+        z = cz.GradCache(model, chunk_size)(local_shard(numbers(8, IN, seed=0), shards))
+        cz.DistributedLoss(cz.SupCon())(z, local_shard(labels(8), shards)).backward()
+        cz.average_gradients(model)
+        return gradients(model), model[1].running_mean
+
+    ((expected, mean),) = worlds.run(1, job, (8,))
+    empty, full = worlds.run(2, job, (0, 8))
+    same(empty[0], expected)
+    same(full[0], expected)
+    assert not empty[1].any()
+    close(full[1], mean)
+    (_, fewer_chunks), _ = worlds.run(2, job, (2, 6), 2)
+    close(fewer_chunks, 0.1 * mlp()[0](numbers(8, IN, seed=0)[:2]).mean(0).detach())
+
+
+class Answering(nn.Linear):
+    def __init__(self, answer: Callable[[Tensor], Any] = lambda z: z) -> None:
+        super().__init__(IN, D)
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(super().forward(x))
+
+
+def test_a_batch_without_samples_anywhere_has_a_gradient_of_zero(worlds: Worlds) -> None:
+    def job() -> bool:
+        model = Answering(lambda z: {"z": z})
+        z = cz.GradCache(model, 2)(torch.empty(0, IN))["z"]
+        z.sum().backward()
+        with torch.no_grad():
+            assert z.shape == cz.GradCache(model, 2)(torch.empty(0, IN))["z"].shape == (0, D)
+        return not any(x.grad.any() for x in model.parameters())
+
+    assert worlds.run(1, job) + worlds.run(2, job) == [True] * 3
+
+
+def test_an_output_or_an_encoder_may_have_no_gradient() -> None:
+    x, loss_fn = numbers(5, IN, seed=0, dtype=torch.float32), cz.SupCon(temperature=cz.LearnableTemperature())
+    for encoder in (Answering(torch.detach).eval(), Answering(torch.detach).requires_grad_(False)):
+        loss_fn(cz.GradCache(encoder, 2)(x), labels(5)).backward()
+    with torch.no_grad():
+        assert cz.GradCache(Answering(torch.detach), 2)(x).shape == (5, D)
+    partly = Answering(lambda z: {"z": z, "norms": z.detach().norm(dim=1), "lengths": torch.full((len(z),), IN)})
+    found = cz.GradCache(partly, 2)(x)
+    found["z"].sum().backward()
+    assert partly.weight.grad is not None
+    assert found["lengths"].tolist() == [IN] * 5
+
+
 def _odd() -> tuple[Tensor, Tensor]:
     rank = dist.get_rank()
     return numbers(2, IN, seed=0), numbers(2 + rank, IN, seed=0)
 
 
+def trained(answer: Callable[[Tensor], Any], wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
+    """Train rank 1's encoder with such an answer; other ranks learn of it in the loss's handshake."""
+    x = numbers(5, IN, seed=dist.get_rank(), dtype=torch.float32)
+    z = cz.GradCache(wrap(Answering(answer)), 2)(x)
+    cz.DistributedLoss(cz.SupCon(temperature=cz.LearnableTemperature()))(z, labels(5)).backward()
+
+
+def of_rank_1(answer: Callable[[Tensor], Any]) -> Callable[[], None]:
+    return lambda: trained(answer if dist.get_rank() else lambda z: z)
+
+
+def without_gradient(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return 2 * z
+
+
+def other_arguments() -> tuple[Any, ...]:
+    return (torch.zeros(0, 7), "z") if dist.get_rank() == 0 else (torch.ones(3, 7),)
+
+
+EMBEDDINGS = "rank 1: the encoder returns embeddings, dense tensors [n, …], got "
+UNTRAINED = "the encoder's output has no gradient … Remove detach() and no_grad() from its forward"
 BAD: dict[str, Callable[[], Any]] = {
+    f"{EMBEDDINGS}None": of_rank_1(lambda z: None),
+    f"{EMBEDDINGS}float32 []": of_rank_1(lambda z: {"z": z, "loss": z.sum()}),
+    f"{EMBEDDINGS}nested float32": of_rank_1(lambda z: torch.nested.nested_tensor([*z], layout=torch.jagged)),
+    f"{EMBEDDINGS}no output": of_rank_1(lambda z: ()),
+    f"{EMBEDDINGS[8:]}float32 [].": lambda: cz.cached_step(Answering(torch.sum), [torch.ones(5, IN)], torch.sum),
+    UNTRAINED: lambda: trained(torch.detach),
+    f"{UNTRAINED}, or": lambda: trained(without_gradient, DistributedDataParallel),
+    "rank 1: each input must be a dense tensor, got nested float32 [5, …]": lambda: cz.GradCache(Answering(), 2)(
+        torch.nested.nested_tensor([*torch.ones(5, IN)], layout=torch.jagged) if dist.get_rank() else torch.ones(5, IN)
+    ),
+    "a rank without samples has other arguments": lambda: cz.GradCache(mlp(), 2)(*other_arguments()),
     "the global batch is empty": lambda: cz.cached_step(mlp(), [], torch.sum),
     "Pass an empty chunk there": lambda: cz.cached_step(mlp(), [(None,)] * dist.get_rank(), torch.sum),
     "chunks carry a gradient": lambda: cz.cached_step(

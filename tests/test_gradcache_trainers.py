@@ -1,9 +1,17 @@
-"""GradCache under each trainer: a training in chunks ends with the parameters of one process that holds all activations."""
+"""GradCache under each trainer: a training in chunks ends with the parameters of one process that holds all activations.
 
+DeepSpeed and peft are not in every environment: their tests are skipped there.
+"""
+
+import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from importlib.machinery import PathFinder
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +24,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
-from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, drawn, local_shard, numbers, refused, split
+from contrastive_zoo.testing.worlds import RankError, Worlds
+from contrastive_zoo.wrapper.chunked_encoder import ChunkedEncoder
+from tests.helpers import close, distance, drawn, local_shard, numbers, refused, split
 from tests.test_operators import Operators
+from tools.pages import ROOT
 
 pytestmark = pytest.mark.trainers
 
 IN, MIDDLE, OUT, CHUNK, STEPS = 4, 6, 3, 2, 3
+PEERS = str(ROOT / ".venv" / "trainers")
+
+
+def needed(package: str, command: str) -> None:
+    if PathFinder.find_spec(package, [*sys.path, PEERS]) is None:
+        pytest.skip(f"{package} is not installed; `make {command}` installs it")
 
 
 class LowRank(nn.Module):
@@ -59,6 +75,14 @@ def encoder_of(options: "Options") -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(MIDDLE, OUT))
 
 
+def adapted(options: "Options") -> nn.Module:
+    with mock.patch.object(sys, "path", [*sys.path, PEERS]):
+        from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["layer"], lora_dropout=0.2, init_lora_weights=False)
+    return get_peft_model(encoder_of(options), config)
+
+
 class Options(NamedTuple):
     layer: Callable[[int, int], nn.Module] = nn.Linear
     dropout: float = 0.0
@@ -80,6 +104,7 @@ OPTIONS = {
     "dropout, recomputed activations": Options(dropout=0.3, recomputed=True, accumulate=2),
     "two towers": Options(towers=2),
     "adapters": Options(layer=LowRank, accumulate=2),
+    "adapters of peft": Options(accumulate=2, encoder=adapted),
     "all": Options(LowRank, dropout=0.3, recomputed=True, towers=2, accumulate=2),
 }
 
@@ -191,10 +216,10 @@ class CachedStep(DDPInside):
     """Both passes and the loss between them by one call; a rank may have no chunk."""
 
     def backward(self, inputs: list[Tensor], share: float) -> None:
-        queries, *others = inputs
         towers = [x.model for x in self.step.encoders]
-        parts = [torch.cat(inputs)] if len(towers) == 1 else [queries, torch.cat(others)]
-        chunks = [x.split(CHUNK + dist.get_rank()) if len(x) else [] for x in parts]
+        parts = [torch.cat(inputs)] if len(towers) == 1 else [inputs[0], torch.cat(inputs[1:])]
+        size = self.step.encoders[0].chunk_size
+        chunks = [x.split(size) if len(x) else [] for x in parts]
 
         def loss(*z: Tensor) -> Tensor:
             return share * self.step.loss_fn(*(z[0].chunk(3) if len(z) == 1 else (z[0], *z[1].chunk(2))))
@@ -204,6 +229,14 @@ class CachedStep(DDPInside):
 
 class CachedByHand(CachedStep, ByHand):
     __init__ = ByHand.__init__
+
+
+class SharedTower(CachedStep):
+    """Both towers are one module."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.step.encoders.append(self.step.encoders[0])
 
 
 class FSDP(Trainer):
@@ -257,8 +290,12 @@ TRAINERS: list[type[Trainer]] = [Trainer, DDPInside, ByHand, CachedStep, CachedB
 SHARDS = {"plain": (0, 5), "adapters": (2, 0, 5), "two towers": (5, 0)}
 
 
-@pytest.mark.parametrize(("trainer", "options"), drawn(TRAINERS, OPTIONS, one_in=3))
+@pytest.mark.parametrize(
+    ("trainer", "options"), [*drawn(TRAINERS, OPTIONS, one_in=3), (SharedTower, "plain"), (SharedTower, "adapters")]
+)
 def test_a_training_ends_as_on_one_process(trainer: type[Trainer], options: str, worlds: Worlds) -> None:
+    if "peft" in options:
+        needed("peft", "test")
     shards = (5, 3, 0, 2) if trainer is HSDP else SHARDS.get(options, (5, 2))
     expected = on_one_process(OPTIONS[options], shards)
     for found in worlds.run(len(shards), train, trainer, OPTIONS[options], shards):
@@ -271,40 +308,16 @@ def reductions(trainer: type[Trainer], chunks: int) -> Counter[str]:
     for module in training.step.modules():
         if isinstance(module, cz.GradCache):
             module.chunk_size = -(-12 // chunks)
-    value = training.step(*(local_shard(x, (4, 4)) for x in batch(0, 0, 8)))
     with Operators() as found:
-        value.backward()
+        training.backward([local_shard(x, (4, 4)) for x in batch(0, 0, 8)], 1.0)
     return Counter(x for x in found.names if "reduce" in x)
 
 
-@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP])
+@pytest.mark.parametrize("trainer", [Trainer, DDPInside, FSDP, SharedTower])
 def test_gradients_are_reduced_as_often_as_with_one_chunk(trainer: type[Trainer], worlds: Worlds) -> None:
     once, often = (worlds.run(2, reductions, trainer, chunks) for chunks in (1, 4))
     assert sum(once[0].values()) > 0
     assert often == once
-
-
-def test_an_encoder_of_two_towers_is_reduced_once_with_uneven_numbers_of_chunks(worlds: Worlds) -> None:
-    def job() -> tuple[list[Tensor], int]:
-        (encoder,), counted = Options().encoders(), list[int]()
-
-        def hook(_, bucket):
-            counted.append(1)
-            mean = bucket.buffer() / dist.get_world_size()
-            return dist.all_reduce(mean, async_op=True).get_future().then(lambda future: future.value()[0])
-
-        ddp = DistributedDataParallel(encoder)
-        ddp.register_comm_hook(None, hook)
-        x, y = (local_shard(numbers(8, IN, seed=seed), (5, 0, 3)) for seed in range(2))
-        cz.cached_step((ddp, ddp), (x.split(1 + dist.get_rank()), y.split(2)), cz.DistributedLoss(cz.InfoNCE()))
-        return [x.grad for x in encoder.parameters()], len(counted)
-
-    (encoder,) = Options().encoders()
-    cz.InfoNCE()(*(encoder(numbers(8, IN, seed=seed)) for seed in range(2))).backward()
-    for found, reductions in worlds.run(3, job):
-        assert reductions == 1
-        for gradient, x in zip(found, encoder.parameters(), strict=True):
-            close(gradient, x.grad)
 
 
 class Engine(nn.Linear):
@@ -336,32 +349,109 @@ def test_a_trainer_that_would_lose_gradients_of_chunks_is_refused(words: str, wo
     refused(worlds, 2, REFUSED[words], words)
 
 
-class Counting(nn.Linear):
-    """A layer that takes no empty batch, as many of Hugging Face, and counts its forward passes in a buffer."""
+ZERO_SHARDS = (5, 2)
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(IN, OUT)
-        self.register_buffer("passes", torch.zeros(()))
+
+@contextmanager
+def deepspeed_engine(step: nn.Module, stage: int, accumulate: int = 1) -> Iterator[Any]:
+    """Run the body with the engine of this rank; gloo sends, and nothing is compiled."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    of_launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.dict(os.environ, {**of_launcher, "DS_ACCELERATOR": "cpu"}):
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__.clear()
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        deepspeed.init_distributed("gloo")
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulate,
+            "gradient_clipping": 0.0,
+            # parameters of any size are partitioned
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+        }
+        yield deepspeed.initialize(model=step, optimizer=optimizer_of(step), config=config)[0]
+
+
+def train_with_zero(stage: int, options: Options) -> tuple[list[Tensor], list[int]]:
+    step = Trainer.cached(options.encoders()).float()  # DeepSpeed takes no float64
+    messages = []
+    with deepspeed_engine(step, stage, options.accumulate) as engine:
+        for index in range(STEPS):
+            torch.manual_seed(10 * index + dist.get_rank())
+            for micro_step in range(options.accumulate):
+                loss = engine(
+                    *(local_shard(x, ZERO_SHARDS).float() for x in batch(index, micro_step, sum(ZERO_SHARDS)))
+                )
+                with Operators() as found:
+                    engine.backward(loss)
+                messages.append(sum("reduce" in x for x in found.names))
+                engine.step()
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([*step.parameters()], enabled=stage == 3):
+            return [x.detach().clone() for x in step.parameters()], messages
+
+
+@pytest.mark.parametrize(("stage", "options"), drawn([1, 2, 3], [x for x in OPTIONS if "peft" not in x], one_in=2))
+def test_a_training_with_zero_ends_as_on_one_process(stage: int, options: str, worlds: Worlds) -> None:
+    needed("deepspeed", "test-trainers")
+    expected = on_one_process(OPTIONS[options], ZERO_SHARDS)
+    accumulate = OPTIONS[options].accumulate
+    # stages 2 and 3 hold no gradients of all parameters between batches, so they reduce those of each batch
+    of_step = [int(stage > 1)] * (accumulate - 1) + [1]
+    for found, messages in worlds.run(2, train_with_zero, stage, OPTIONS[options]):
+        assert max(distance(x, y) for x, y in zip(found, expected, strict=True)) < 1e-6
+        assert messages == of_step * STEPS
+
+
+def test_zero_3_needs_gradients_that_are_held(worlds: Worlds) -> None:
+    needed("deepspeed", "test-trainers")
+
+    def job() -> None:
+        with mock.patch.object(ChunkedEncoder, "_held", return_value=nullcontext()):
+            train_with_zero(3, Options())
+
+    with pytest.raises(RankError, match=r"params_in_bucket[\s\S]*AssertionError"):  # one parameter, several gradients
+        worlds.run(2, job)
+
+
+class Encoded(nn.Module):
+    def __init__(self, encoder: nn.Module, calls: int) -> None:
+        super().__init__()
+        self.encoder, self.calls = cz.GradCache(encoder, CHUNK), calls
 
     def forward(self, x: Tensor) -> Tensor:
-        assert len(x) > 0
-        self.passes += 1
-        return super().forward(x).tanh()
+        return sum(self.encoder(x) for _ in range(self.calls)).square().sum()
 
 
-def test_a_rank_with_fewer_chunks_needs_no_empty_batch(worlds: Worlds) -> None:
-    def job() -> tuple[Tensor, Tensor]:
-        model = Counting().double()
-        embeddings = cz.GradCache(model, CHUNK)(local_shard(numbers(6, IN, seed=0), (5, 1)))
-        cz.DistributedLoss(cz.SupCon())(embeddings, local_shard(torch.arange(6) % 2, (5, 1))).backward()
-        cz.average_gradients(model)
-        return model.weight.grad, model.passes
+class PerChunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(IN, OUT) for _ in range(2))
 
-    model = Counting().double()
-    cz.SupCon()(model(numbers(6, IN, seed=0)), torch.arange(6) % 2).backward()
-    found = worlds.run(2, job)
-    assert [passes.item() for _, passes in found] == [3, 1]
-    assert model.weight.grad.abs().max() > 1e-3
-    for gradient, _ in found:
-        close(gradient, model.weight.grad)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) + (self.layers[1](x) if len(x) == CHUNK else 0)
+
+
+def refusal_of_zero_3(step: nn.Module) -> str:
+    with deepspeed_engine(step, stage=3) as engine:
+        try:
+            engine.backward(engine(numbers(CHUNK + 1, IN, seed=0).float()))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make", "calls", "text"),
+    [
+        (lambda: nn.Linear(IN, OUT), 2, "Encode all samples by one call"),
+        (PerChunk, 1, "that the last chunk does not use"),
+    ],
+)
+def test_zero_3_says_what_it_would_reduce_in_part(make: Any, calls: int, text: str, worlds: Worlds) -> None:
+    needed("deepspeed", "test-trainers")
+    found = worlds.run(2, lambda: refusal_of_zero_3(Encoded(make(), calls)))
+    assert all(text in of_rank for of_rank in found)

@@ -18,34 +18,14 @@ from contrastive_zoo.engine import exchange, rowwise
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE, error_message, local_shard, numbers
 from tests.losses import zoo_margins, zoo_softmax
-from tests.random_steps.losses import LOSSES, can_ring
-from tests.random_steps.rank import Action, limits, play
+from tests.random_steps.losses import LOSSES
+from tests.random_steps.rank import limits, play
 from tests.zoo import ZOO, Entry
 
 GENERAL_PATH = {
     "contrastive_zoo.engine.plan:SMALL_BATCH": -1,
     "contrastive_zoo.engine.plan:SMALL_MATRIX": -1,
 }
-LOW_TILES = {"contrastive_zoo.engine.tiling:BLOCK_BYTES": 700, "contrastive_zoo.engine.tiling:TILE_BYTES": 700}
-
-
-RINGS = [name for name in LOSSES if can_ring(name)]
-
-
-def play_each(names: Sequence[str], thresholds: dict[str, int], program: list[Action]) -> None:
-    for name in names:
-        play(name, thresholds, program)
-
-
-@pytest.mark.parametrize(
-    ("shards", "tiles"),
-    [((7, 0, 5), LOW_TILES), ((4, 9), {}), ((3, 0, 6, 4), LOW_TILES), ((2, 5, 0, 3, 1, 4), {})],
-    ids=str,
-)
-def test_a_ring_is_one_process(shards: tuple[int, ...], tiles: dict[str, int], worlds: Worlds) -> None:
-    names = RINGS if EVERY_CASE else RINGS[shards[0] % 3 :: 3]  # each in some layout
-    program = [("set_option", {"ring": True}), ("step", {"batches": [shards]})]
-    worlds.run(len(shards), play_each, names, {**GENERAL_PATH, **tiles}, program)
 
 
 def rows_sent(name: str, shards: Sequence[int]) -> tuple[dict[int, int], int]:
@@ -136,10 +116,6 @@ NAMES = {
 """Losses of every engine, of one tower and of two, of one set of embeddings and of concatenated views."""
 ENTRIES = [x for x in (*ZOO, *zoo_softmax.ENTRIES, *zoo_margins.ENTRIES) if x.name in NAMES]
 SHARDS = (14, 10)
-
-
-def test_all_are_there() -> None:
-    assert {x.name for x in ENTRIES} == NAMES
 
 
 def batch(entry: Entry, dtype: torch.dtype) -> list[Tensor]:

@@ -176,11 +176,6 @@ def test_pairs_and_all_others_together(name: str) -> None:
     assert_plain(lambda a: of(a, b), a)
 
 
-def test_equals_share_the_gradient_of_few_pairs() -> None:
-    """Points that stand twice are equally near."""
-    assert_plain(HARD["similarity"](), numbers(12, 2, seed=0).repeat(2, 1), torch.arange(24) % 4)
-
-
 @pytest.mark.parametrize("context", [contextlib.nullcontext, cz.engine.plain_formulas])
 def test_the_first_of_equals_gets_the_gradient(context: Any) -> None:
     x = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]], requires_grad=True)

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan, small_batch
 from contrastive_zoo.engine.precision import MIN_NORM
-from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, distance, numbers
 from tests.test_operators import dense_siglip, dense_softmaxes
@@ -141,22 +139,6 @@ def test_other_precisions_are_as_near_to_float64_as_the_dense_formula(name: str,
         for x, y, z in zip(found, plain, exact, strict=True):
             ours, of_formula = (((of.double() - z).norm() / z.norm()).item() for of in (x, y))
             assert ours <= 1.5 * of_formula + rounding, (where, kind, t)
-
-
-@pytest.mark.parametrize("where", ["CPU", "accelerator"])
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, where: str, monkeypatch) -> None:
-    own, rows, batch = slice(5, 11), rows_of("gaussian", 24), CallInputs.batch
-    with path(where):
-        expected = outcome(LOSSES[name], rows, 0.07)
-        monkeypatch.setattr(CallInputs, "batch", lambda *x: replace(batch(*x), local_slice=own))
-        value, *gradients = outcome(LOSSES[name], rows, 0.07)
-    close(value, expected[0])
-    for x, y in zip(gradients[:2], expected[1:3], strict=True):
-        close(x[own], y[own])
-        assert x.count_nonzero() == x[own].numel()
-    for x, y in zip(gradients[2:], expected[3:], strict=True):
-        close(x, y)
 
 
 def test_one_exponential_serves_temperatures_from_1_40_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine import exchange, max_sim, tiling
+from contrastive_zoo.engine import exchange, tiling
 from contrastive_zoo.engine.max_sim import TokenSets, max_sim_scores
-from contrastive_zoo.losses.max_sim import LateInteractionLoss
 from contrastive_zoo.ranks import devices
-from contrastive_zoo.ranks.transport import gather_rows
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import Shards
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EXACT, Largest, close, common_error, distance, numbers, refused
+from tests.helpers import EXACT, Largest, common_error, distance, numbers, refused
 from tests.losses.zoo_pairs import dense_max_sim, dense_pairwise
 from tests.simulated import device, on_cpu, put_by, value_and_gradients
 
@@ -74,13 +72,6 @@ def learning(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.requires_grad_() if x.is_floating_point() else x for name, x in rows.items()}
 
 
-def test_masks_may_be_left_out() -> None:
-    rows = rows_of(Shard(4), seed=1)
-    tokens = {name: rows[name] for name in NAMES[:2]}
-    every = {of: torch.ones(rows[of].shape, dtype=torch.int64) for of in MASKS[:2]}
-    close(cz.MaxSim()(**tokens), cz.MaxSim()(**tokens, **every))
-
-
 def test_the_first_of_equal_tokens_gets_the_gradient() -> None:
     queries = torch.eye(2)[:, None]
     documents = torch.eye(2)[:, None].repeat(1, 3, 1).requires_grad_()
@@ -99,16 +90,6 @@ def test_similarities_of_all_tokens_are_never_held(cached: bool, monkeypatch: py
     assert largest.elements <= selected < (24 * 16) ** 2 / 4
 
 
-@pytest.mark.parametrize("frozen", NAMES)
-def test_frozen_tokens_need_no_gradient(frozen: str) -> None:
-    rows = learning(rows_of(Shard(4, 2), seed=3))
-    rows[frozen] = rows[frozen].detach()
-    trained = [rows[name] for name in NAMES if name != frozen]
-    found, expected = (torch.autograd.grad(loss(**rows), trained) for loss in (cz.MaxSim(), dense_loss))
-    for x, y in zip(found, expected, strict=True):
-        close(x, y)
-
-
 def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
     sent = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -117,11 +98,6 @@ def test_tokens_of_16_bits_are_sent_as_they_came() -> None:
             cz.MaxSim()(tokens, tokens)
         sent.append(start_gather.call_args.args[0].dtype)
     assert sent == [torch.float32, torch.bfloat16]
-
-
-def dense_loss(**rows: Tensor) -> Tensor:
-    with cz.engine.plain_formulas():
-        return cz.MaxSim()(**rows)
 
 
 def test_positions_return_to_the_budget_after_the_backward_pass() -> None:
@@ -207,24 +183,6 @@ def quiet_error(steps: Sequence[Sequence[Shard]], mutant: str) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it sees its own tokens only
         return largest_error("MaxSim", steps, False, 0, mutant)
-
-
-def test_the_loss_is_part_of_a_composition(worlds: Worlds) -> None:
-    """Also with arguments by position, and prefixes of tokens."""
-    shards = (Shard(2, 1), Shard(3, 0, (4, 2, 1)))
-
-    def job() -> tuple[float, float]:
-        rows = rows_of(shards[dist.get_rank()], seed=20 * dist.get_rank())
-        total = cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()], weights=[1.0, 0.5])
-        prefixes = cz.Matryoshka(cz.MaxSim(), (2, WIDTH))
-        positional = [rows[name] for name in ORDER]
-        return cz.DistributedLoss(total)(*positional).item(), cz.DistributedLoss(prefixes)(**rows).item()
-
-    every = whole([rows_of(shard, seed=20 * rank) for rank, shard in enumerate(shards)])
-    short = {name: x[..., :2] if x.is_floating_point() else x for name, x in every.items()}
-    sums = dense_max_sim(**every) + 0.5 * dense_pairwise(**every), dense_max_sim(**every) + dense_max_sim(**short)
-    for found in worlds.run(2, job):
-        assert found == pytest.approx([x.item() for x in sums], abs=EXACT)
 
 
 def test_bad_tokens_of_one_rank_are_named_on_all(worlds: Worlds) -> None:
@@ -340,43 +298,7 @@ def composition() -> Any:
     return cz.WeightedSum([cz.MaxSim(), cz.MaxSimPairwise()])
 
 
-def test_nothing_is_read_without_masks() -> None:
-    rows = {name: x for name, x in rows_of(Shard(7), seed=1).items() if name in NAMES[:2]}
-    found, reads = step(cz.MaxSim, rows)
-    assert not reads
-    torch.testing.assert_close(found, whole_step(cz.MaxSim, rows), rtol=1e-10, atol=1e-10)
-
-
 SHARDS = (Shard(3, 2), Shard(5, 0, (2, 7, 1)))
-
-
-def single_tokens(sets: max_sim.TokenSets, world: World) -> tuple[Tensor, list[int]]:
-    """The mutant: the documents of other ranks have one token each."""
-    lengths, local = gather_rows(sets.lengths, sets.shards, world), sets.shards.local
-    return lengths, [*[1] * local.start, *sets.read, *[1] * (sets.shards.total - local.stop)]
-
-
-def error_of_rank(mutant: str = "") -> tuple[float, int]:
-    by_rank = [rows_of(shard, seed=20 * rank) for rank, shard in enumerate(SHARDS)]
-    rank, inputs = dist.get_rank(), LateInteractionLoss.inputs
-    with pytest.MonkeyPatch.context() as patch:
-        if mutant == "reads again":
-            patch.setattr(LateInteractionLoss, "inputs", lambda loss, *args: inputs(*args))
-        if mutant == "single tokens":
-            patch.setattr(max_sim.TokenSets, "all_lengths", single_tokens)
-        (value, *gradients), reads = step(composition, by_rank[rank])
-    expected, *by_rows = whole_step(composition, whole(by_rank))
-    errors = [distance(value, expected)]
-    for name, found, every in zip(NAMES, gradients, by_rows, strict=True):
-        own = every.split([len(x[name]) for x in by_rank])[rank]
-        errors.append(distance(found, 2 * own[:, : found.shape[1]]))
-    return max(errors), len(reads)
-
-
-def test_ranks_read_their_own_lengths(device_worlds: Worlds) -> None:
-    for error, reads in device_worlds.run(2, error_of_rank):
-        assert error <= EXACT
-        assert reads == 1
 
 
 def test_a_ring_of_ranks_that_read_their_own_lengths(worlds: Worlds) -> None:
@@ -388,9 +310,3 @@ def test_a_ring_of_ranks_that_read_their_own_lengths(worlds: Worlds) -> None:
             return largest_error("MaxSim, symmetric", [SHARDS, (Shard(0), Shard(2, 1))], True, 0)
 
     assert max(worlds.run(2, job)) <= EXACT
-
-
-@pytest.mark.parametrize("mutant", ["single tokens", "reads again"])
-def test_wrong_lengths_and_reads_by_each_member_would_be_noticed(mutant: str, device_worlds: Worlds) -> None:
-    errors, reads = zip(*device_worlds.run(2, error_of_rank, mutant), strict=True)
-    assert max(errors) > 1e-3 if mutant == "single tokens" else min(reads) > 1

@@ -15,7 +15,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.settings import Bounds, is_number
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, drawn, learnt, local_shard, numbers, split
+from tests.helpers import EVERY_CASE, close, learnt, local_shard, numbers, split
 from tests.losses.test_settings import CASES, SUBJECTS, kind_of, said_by
 from tests.zoo import BatchHard
 
@@ -147,23 +147,6 @@ def test_learnable_numbers_are_the_same_on_two_ranks(form: str, worlds: Worlds) 
     compare(worlds, [case for index, case in enumerate(LEARNABLE) if EVERY_CASE or index % len(FORMS) == first], form)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_the_plain_definition_is_that_of_one_process(part: int, worlds: Worlds) -> None:
-    """Of every loss, on two ranks, of which one may have no samples."""
-    compare(worlds, [(name, None) for name in list(SUBJECTS)[part::4]], plain=True)
-
-
-def test_a_copy_for_the_step_leaves_the_loss_as_it_is() -> None:
-    loss = cz.Triplet(margin=Shifted(0.2)).double()
-    before = {name: id(x) for name, x in loss.named_parameters()}
-    twin = copy.deepcopy(loss)
-    value = loss(*SUBJECTS["Triplet"].rows)
-    value.backward()
-    assert {name: id(x) for name, x in loss.named_parameters()} == before
-    assert isinstance(loss.margin, Shifted)
-    close(twin(*SUBJECTS["Triplet"].rows).detach(), value.detach())
-
-
 D = 4
 LABELS = torch.arange(6) % 3
 MAKE: dict[str, tuple[Callable[[], Any], bool]] = {
@@ -183,34 +166,6 @@ MAKE: dict[str, tuple[Callable[[], Any], bool]] = {
 def rows_of(labelled: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     views = [numbers(6, D, seed=seed).to(dtype) for seed in (1, 2)]
     return [views[0], LABELS] if labelled else views
-
-
-@pytest.mark.parametrize(("name", "dense", "elements"), drawn(MAKE, [False, True], [-1, 2**16], one_in=2))
-def test_values_and_gradients_have_their_shapes(name: str, dense: bool, elements: int, monkeypatch) -> None:
-    monkeypatch.setattr("contrastive_zoo.engine.plan.SMALL_MATRIX", elements)
-    make, labelled = MAKE[name]
-    for dtype in (torch.float32, torch.float64):
-        loss = make()
-        if name != "CrossBatchMemory":
-            loss = loss.double()  # a number of 64 bits does not raise embeddings of 32
-        with torch.enable_grad(), cz.engine.plain_formulas() if dense else torch.enable_grad():
-            value = loss(*rows_of(labelled, dtype))
-        assert value.shape == ()
-        assert value.dtype == dtype
-        value.backward()
-        parameters = list(loss.parameters())
-        assert parameters
-        assert all(x.shape == x.grad.shape == (1,) and x.grad.abs() > 0 for x in parameters)
-
-
-def test_a_temperature_is_a_number() -> None:
-    t = cz.LearnableTemperature(0.5)
-    assert t().shape == ()
-    t().backward()
-    close(t.log_scale.grad, torch.tensor([-0.5]))
-    t.log_scale.data.fill_(9.0)
-    assert t().item() == pytest.approx(0.01)
-    assert t.log_scale.item() == pytest.approx(4.6051702)
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -65,16 +65,6 @@ def test_positives_one_at_a_time_have_the_third_derivative_of_the_definition(ent
     close(found, third(entry.dense(z, LABELS, temperature=1.0)))
 
 
-def test_a_memory_has_second_derivatives() -> None:
-    z = numbers(6, 3, seed=1).requires_grad_()
-    memory = cz.CrossBatchMemory(cz.Triplet(soft=True), 8, 3, dtype=torch.float64)
-    with cz.engine.plain_formulas():
-        (gradient,) = torch.autograd.grad(memory(z, LABELS), z, create_graph=True)
-        (second,) = torch.autograd.grad(gradient.square().sum(), z)
-    assert second.isfinite().all()
-    assert second.abs().max() > 0
-
-
 def cubic(z: Tensor, labels: Tensor) -> Tensor:
     return (z @ z.T).pow(3).mean() + 0 * labels.sum()
 

@@ -191,12 +191,6 @@ def test_settings_of_temperatures_are_refused() -> None:
     assert "max_scale=nan" in said_by(lambda: cz.LearnableTemperature(0.1, max_scale=NAN))
 
 
-def test_weights_of_compositions_are_finite() -> None:
-    loss = cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])
-    loss.weights = (1.0, math.inf)
-    assert said_by(lambda: loss(*VIEWS)).startswith("WeightedSum: weights must be finite")
-
-
 def test_what_a_setting_may_be_is_left() -> None:
     assert cz.SpectralContrastive(mu=math.inf)(*VIEWS).isfinite()
     assert cz.DCL(sigma=math.inf)(*VIEWS).isfinite()

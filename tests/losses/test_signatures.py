@@ -110,24 +110,11 @@ def test_a_value_of_the_loss_hides_the_default_of_its_class(kind: str) -> None:
     assert cz.NTXent.temperature == 0.1
 
 
-def test_parameters_of_a_loss_are_found_under_their_names() -> None:
-    assert dict(cz.NTXent(temperature=LEARNABLE["parameter"]).named_parameters()).keys() == {"temperature"}
-    assert dict(cz.Clip().named_parameters()).keys() == {"temperature.log_scale"}
-    assert dict(cz.Clip().named_children()).keys() == {"temperature"}
-
-
 def test_each_loss_has_a_module_of_its_own_where_the_default_is_one() -> None:
     losses = [cz.Clip(), cz.Clip(), cz.Clip(temperature=cz.Clip.temperature), Scaled(1, factor=1.0)]
     held = [*(x.temperature for x in losses[:3]), cz.Clip.temperature, losses[3].start, Scaled.start]
     assert len({id(x) for x in held}) == 6
     assert inspect.signature(cz.Clip).parameters["temperature"].default is cz.Clip.temperature
-
-
-def test_a_loss_without_its_value_has_none() -> None:
-    loss = cz.NTXent()
-    del loss.temperature
-    with pytest.raises(AttributeError, match="'NTXent' object has no attribute 'temperature'"):
-        _ = loss.temperature
 
 
 def built(cls: type, tmp_path: Path, settings: str) -> Any:

@@ -28,13 +28,6 @@ def pairs(*shape: int) -> list[Tensor]:
     return [F.normalize(numbers(*shape, seed=seed), dim=1).requires_grad_() for seed in (1, 2)]
 
 
-def test_negatives_of_one_query_each_are_logits_beside_its_own_key() -> None:
-    q, k, negatives = numbers(5, 4, seed=1), numbers(5, 4, seed=2), numbers(5, 3, 4, seed=3)
-    logits = torch.einsum("nd,nmd->nm", q, torch.cat([k[:, None], negatives], 1)) / 0.3
-    loss = cz.InfoNCE(temperature=0.3, in_batch_negatives=False, normalize=False)
-    close(loss(q, k, negatives), F.cross_entropy(logits, torch.zeros(5).long()))
-
-
 def test_hard_negatives_of_unequal_number() -> None:
     """Of nobody, of one query, of another; hardness counts a query's own, others', or all of them."""
     eye, far = torch.eye(2, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)
@@ -70,27 +63,6 @@ def test_learnt_scales_start_where_they_are_told_and_keep_their_bounds() -> None
     bias = free.get_parameter("logit_bias")
     assert bias.item() == -10.0
     assert bias.grad is not None
-
-
-def test_some_ranks_without_hard_negatives(worlds: Worlds) -> None:
-    """The number of negatives may differ between ranks, down to none, apart from the number of queries."""
-    q, d, x = (numbers(5, 3, seed=seed) for seed in range(3))
-    whole = cz.MNRL()(q, d, x[:3], torch.tensor([1, 3, 3])).item()
-
-    def job() -> float:
-        rank = torch.distributed.get_rank()
-        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), slice(rank, 1 + 2 * rank)
-        owners = torch.ones(1 + rank, dtype=torch.int64)  # rows 1 and 3 of all
-        return cz.DistributedLoss(cz.MNRL())(q[mine], d[mine], x[mined], owners).item()
-
-    assert worlds.run(2, job) == pytest.approx([whole, whole], abs=1e-12)
-
-    def none_on_rank_0() -> float:
-        rank = torch.distributed.get_rank()
-        mine, mined = slice(2 * rank, 2 * rank + 2 + rank), x[:0] if rank == 0 else x
-        return cz.DistributedLoss(cz.MNRL())(q[mine], d[mine], mined).item()
-
-    assert worlds.run(2, none_on_rank_0) == pytest.approx([cz.MNRL()(q, d, x).item()] * 2, abs=1e-12)
 
 
 IDS = [torch.tensor(x) for x in ([1, 2, 3, 1, 4], [3, 9], [5, 6, 7, 8, 5])]  # of documents, negatives and queries

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.batch import Batch
-from contrastive_zoo.engine.statistics import balanced_assignment, centered, second_moments, squared_sums
-from contrastive_zoo.ranks.world import Shards, World
+from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import error_message, numbers
@@ -28,32 +26,6 @@ def views(seed: int, count: int = 2, n: int = 7, d: int = 4) -> list[Tensor]:
     x = torch.randn(count, n, d, dtype=torch.float64, generator=generator)
     x[:, 1] = x[:, 0]
     return [view.clone().requires_grad_() for view in x]
-
-
-def batch_of(x: Tensor) -> Batch:
-    return Batch({"embeddings": x}, {"embeddings": Shards((len(x),))})
-
-
-def test_moments_are_torchs() -> None:
-    a, b = views(0)
-    batch = batch_of(a)
-    x, y = (centered(batch, z) for z in (a, b))
-    both = torch.cov(torch.cat([a, b], 1).T)
-    close(second_moments(batch, x, x) / 6, torch.cov(a.T))
-    close(second_moments(batch, x, y) / 6, both[:4, 4:])
-    close(squared_sums(batch, x) / 6, a.var(0))
-    x = centered(batch, a.detach() + 1e6)  # nothing cancels
-    close(second_moments(batch, x, x) / 6, torch.cov(a.T).detach(), 1e-8)
-
-
-def test_sinkhorn_gives_equal_shares() -> None:
-    scores = torch.randn(12, 4, dtype=torch.float64)
-    batch = batch_of(scores)
-    q = balanced_assignment(batch, scores, epsilon=0.5, iterations=200)
-    close(q.sum(1), torch.ones(12).double())
-    close(q.sum(0), torch.full((4,), 3.0).double())
-    close(balanced_assignment(batch, scores, epsilon=0.5, iterations=0), (scores / 0.5).softmax(1))
-    assert balanced_assignment(batch, 1e4 * scores, epsilon=1e-3, iterations=3).isfinite().all()
 
 
 def test_dino_moves_its_centre_while_training() -> None:

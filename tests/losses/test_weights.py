@@ -108,24 +108,6 @@ def test_a_learnt_temperature_is_that_of_one_panel(monkeypatch) -> None:
     close(*found)
 
 
-def test_one_class_and_equal_rows_are_finite() -> None:
-    z = torch.eye(2)[[0, 0]].requires_grad_()
-    for cls in (cz.NormalizedSoftmax, cz.ProxyNCA, cz.CosFace, cz.ArcFace, cz.SoftTriple, cz.ProxyAnchor):
-        for weights in (torch.eye(2)[:1], torch.eye(2)[[0, 0]]):
-            loss = with_weights(cls, weights)
-            value = loss(z, torch.tensor([0, 0]))
-            gradients = torch.autograd.grad(value, (z, loss.weights))
-            assert all(x.isfinite().all() for x in (value, *gradients)), cls.__name__
-
-
-def test_sizes_come_first_and_are_shown() -> None:
-    assert list(cz.ArcFace.fields)[:2] == ["num_classes", "embedding_size"]
-    assert "sub_centers" in cz.SoftTriple.fields
-    assert repr(cz.CosFace(3, 4)).startswith(
-        "CosFace(num_classes=3, embedding_size=4, margin=0.35, scale=64.0, reduction="
-    )
-
-
 def test_a_sharded_loss_can_be_copied_and_saved(worlds: Worlds) -> None:
     def job() -> tuple[str, bool]:
         loss = cz.ArcFace(5, 4, shard_over=cz.World.of(torch.distributed.new_group()))
@@ -134,11 +116,3 @@ def test_a_sharded_loss_can_be_copied_and_saved(worlds: Worlds) -> None:
     for text, is_equal in worlds.run(2, job):
         assert "shard_over=World(" in text
         assert is_equal
-
-
-def test_equal_embeddings_are_refused_where_weights_are_sharded(worlds: Worlds) -> None:
-    def job() -> None:
-        cz.DistributedLoss(cz.ArcFace(5, 4, shard_over=cz.World.of()))(*(x.detach() for x in labelled(0)))
-
-    with pytest.raises(Exception, match="every rank brought the very same embeddings"):
-        worlds.run(2, job)
