@@ -23,7 +23,6 @@ import bench
 import memory
 from suite import harness, report
 from suite.cases import BARE, CASES, LOSSES, SOFTMAX, TARGETS, Case
-from suite.harness import Absent
 
 ROUNDS = [{"GEMM": 1.0, "ours": 2.0, "peer": 10.0}, {"GEMM": 2.0, "ours": 3.0}, {"GEMM": 1.0, "ours": 4.0}]
 ONCE = {"rounds": 1}
@@ -58,36 +57,6 @@ def test_implementations_are_measured_in_rotated_order_until_rounds_and_seconds_
     assert [name for name, _ in read[-8:]] == ["GEMM", "tiny", "tiny", "GEMM"] * 2
 
 
-def test_a_program_measures_what_is_named_and_writes_its_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (page := tmp_path / "page.md").write_text("<!-- times: begin -->\n<!-- times: end -->")
-    monkeypatch.setattr(harness, "PAGES", tmp_path)
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["program", *arguments])
-        options: dict[str, Any] = {"rows": 4, "ranks": [1, 2], "quick": False}
-        harness.program(lambda given: {"times": str(vars(given))}, "", page="page.md", names=("a", "b"), **options)
-        return capsys.readouterr().out
-
-    assert "'rows': 4, 'ranks': [1, 2], 'quick': False, 'docs': False, 'names': ['a', 'b']" in run()
-    assert "'rows': 8, 'ranks': [3], 'quick': True, 'docs': False, 'names': ['b']" in run(
-        *("b", "--rows", "8", "--quick", "--ranks", "3")
-    )
-    assert page.read_text() == "<!-- times: begin -->\n<!-- times: end -->"
-    run("--docs")
-    assert "'rows': 4" in page.read_text()
-    for refused in (("c",), ("a", "--docs")):
-        with pytest.raises(SystemExit):
-            run(*refused)
-
-
-def test_memory_is_the_peak_minus_the_memory_before() -> None:
-    held = torch.ones(2**22)
-    assert harness.peak(lambda: torch.ones(2**24).sum())[0] > 60
-    assert harness.peak(lambda: held.sum())[0] < 30
-
-
 def test_every_loss_is_called_with_as_many_embeddings_as_its_memory_is_measured_for() -> None:
     for entry in {str(x.kinds): x for x in CATALOGUE.values()}.values():  # one of each call
         inputs = memory.arguments(entry, 96, 8)
@@ -120,18 +89,6 @@ def test_ranks_are_timed_and_differ_from_one_process_by_rounding(worlds: Worlds)
             assert max(max(x) for x in errors.values()) < 1e-4, errors
 
 
-def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(case: Case) -> Any:
-        raise Absent("peer is not installed")
-
-    monkeypatch.setitem(LOSSES["CLIP"].implementations, "peer", away)
-    case = Case("softmax", "CLIP", 8, 4, ("ours", "peer"))
-    found = bench.measure_times(case, case.implementations, ONCE)
-    assert found["absent"] == {"peer": "peer is not installed"}
-    monkeypatch.setattr(report, "CASES", [case])
-    assert "absent: peer is not installed" in report.times({"cases": {"softmax": {case.name: found}}}, "softmax")
-
-
 def test_every_target_is_measured() -> None:
     for target in TARGETS:
         case = next(x for x in CASES if x.name == target.case)
@@ -158,26 +115,6 @@ def test_pages_have_the_times_of_the_model(page: str) -> None:
     assert len(rows) == 6
     for name, n, d, model in rows:
         assert f"{ceilings.model_ms(name, int(n.replace(',', '')), int(d)):.3g}" == model
-
-
-def test_pages_are_made_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "figures").mkdir()
-    monkeypatch.setattr(report, "PAGES", tmp_path)
-    machine = {"device": "a machine", "cores": 2, "memory": 1, "torch": "2", "peers": {}}
-    results: dict[str, Any] = {"machine": machine, "full": False, "cases": {}}
-    for case in CASES:
-        if not case.full:
-            seconds = {x: 2.0 if x == "ours, tiled" else 3.0 for x in case.implementations}
-            memory = dict.fromkeys(case.memory_of, 2.0**20)
-            found = {"rounds": [{"GEMM": 1.0, **seconds}] * 3, "absent": {}, "memory": memory}
-            results["cases"].setdefault(case.group, {})[case.name] = found
-    report.draw_figures(results)
-    parts = report.page_parts(results)
-    assert "| CLIP, 4,096 × 512 | open_clip 3,000 | 3,000 | 1.0× | 1 | 1 |" in report.headline(results)
-    assert report.headline(results) in parts["short answer"]
-    limit = "≤ 1.2 × products of tiles | 0.667 (0.667–0.667) | yes |"
-    assert f"| CLIP, 4,096 × 512 | time of *ours, tiled* | {limit}" in parts["results"]
-    assert len(list((tmp_path / "figures").glob("*.svg"))) == 2
 
 
 def test_the_table_of_errors_has_every_path_and_both_sides(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What ``explain`` says of a step is what the real code of one rank does: messages, bytes, multiplications, memory."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -174,44 +175,46 @@ def test_every_loss_sends_what_its_entries_say(name: str, sizes: list[int]) -> N
         assert_sent(found, formula)
 
 
-@pytest.mark.parametrize(("name", "sizes"), drawn(OPTIONS, [[8], [8, 8], [8] * 4, UNEVEN], one_in=2), ids=str)
-def test_messages_and_bytes(name: str, sizes: list[int]) -> None:
-    steps = 4 if "memory" in name else 1  # until it is full
-    assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, min(1, len(sizes) - 1), steps=steps))
-
-
 RINGS = ("three views", "views of 16 bits", "towers of 64 bits", "losses of samples", "sigmoids of samples",
          "negatives of all queries", "views of a sample", "all directions", "symmetric tokens", "prefixes")  # fmt: skip
+SMALL = ("three views", "towers of 16 bits", "a sum", "prefixes", "a third-party loss")
+MANY = ("three views", "towers of 64 bits", "views of a sample", "a sum", "a third-party loss")
+SENT: list[tuple[str, list[int], int, dict[str, Any]]] = [
+    *(
+        (name, sizes, min(1, len(sizes) - 1), {"steps": 4} if "memory" in name else {})  # until it is full
+        for name, sizes in drawn(OPTIONS, [[8], [8, 8], [8] * 4, UNEVEN], one_in=2)
+    ),
+    *((name, *of, {"ring": True}) for name in RINGS for of in (([8, 8], 0), ([8, 8], 1), ([8] * 4, 3), (UNEVEN, 1))),
+    # a small batch: gathered, and with the handshake
+    *(
+        (name, *of, {"split": False, "steps": steps})
+        for name, steps, of in itertools.product(SMALL, (1, 3), (([4, 8, 2, 6], 1), ([8] * 4, 0)))
+    ),
+    *((name, [8, 4] * half, 20, {}) for name in MANY for half in (32, 48)),
+]
 
 
-@pytest.mark.parametrize("name", RINGS)
-@pytest.mark.parametrize(("sizes", "rank"), [([8, 8], 0), ([8, 8], 1), ([8] * 4, 3), (UNEVEN, 1)], ids=str)
-def test_a_ring(name: str, sizes: list[int], rank: int) -> None:
-    assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, rank, ring=True))
-
-
-@pytest.mark.parametrize("name", ["three views", "towers of 16 bits", "a sum", "prefixes", "a third-party loss"])
-@pytest.mark.parametrize("steps", [1, 3], ids=["gathered", "with the handshake"])
-def test_a_small_batch(name: str, steps: int) -> None:
-    for sizes, rank in (([4, 8, 2, 6], 1), ([8] * 4, 0)):
-        assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, rank, split=False, steps=steps))
-
-
-@pytest.mark.parametrize(
-    "name", ["three views", "towers of 64 bits", "views of a sample", "a sum", "a third-party loss"]
-)
-@pytest.mark.parametrize("ranks", [64, 96])
-def test_many_ranks(name: str, ranks: int) -> None:
-    assert_sent(*compared(OPTIONS[name](8, WIDTH), [8, 4] * (ranks // 2), 20))
-
-
-LARGE = ("three views", "views of 16 bits", "towers of 16 bits", "negatives of all queries", "views of a sample",
-         "rows of 16 bits", "symmetric ids", "a masked MNRL", "a sum", "prefixes", "symmetric tokens")  # fmt: skip
-LARGE_OF_CATALOGUE = ("nt-xent", "clip", "sup-con", "siglip", "sup-sigmoid", "dcl", "circle")
+@pytest.mark.parametrize(("name", "sizes", "rank", "how"), SENT, ids=str)
+def test_messages_and_bytes(name: str, sizes: list[int], rank: int, how: dict[str, Any]) -> None:
+    assert_sent(*compared(OPTIONS[name](8, WIDTH), sizes, rank, **how))
 
 
 def large(name: str, n: int, d: int) -> Case:
     return of_catalogue(name, n, d) if name in CATALOGUE else OPTIONS[name](n, d)
+
+
+FAMILIES = ("nt-xent", "clip", "sup-con", "siglip")
+HELD: list[tuple[tuple[str, ...], int, list[int], int, dict[str, Any]]] = [
+    (
+        ("three views", "views of 16 bits", "towers of 16 bits", "negatives of all queries", "views of a sample",
+         "rows of 16 bits", "symmetric ids", "a masked MNRL", "a sum", "prefixes", "symmetric tokens", *FAMILIES,
+         "sup-sigmoid", "dcl", "circle"), 1024, [128] * 8, 2, {},
+    ),
+    ((*FAMILIES, "circle"), 512, [128, 256, 64, 0, 256, 256, 0, 128], 1, {}),
+    ((*FAMILIES, "views of 16 bits"), 512, [256] * 8, 2, {"ring": True}),
+    (("nt-xent", "clip", "sup-con", "circle", "vicreg", "barlow-twins", "spectral-contrastive"), 256, [1024], 0, {}),
+]  # fmt: skip
+"""Losses, their width, the sizes of all shards, and the rank that is counted."""
 
 
 def assert_near(found: Step, formula: Cost) -> None:
@@ -219,28 +222,11 @@ def assert_near(found: Step, formula: Cost) -> None:
     assert found.peak_bytes == pytest.approx(formula.peak_bytes, rel=0.2)
 
 
-@pytest.mark.parametrize("name", [*LARGE, *LARGE_OF_CATALOGUE])
-def test_memory_and_multiplications(name: str) -> None:
-    found, formula = compared(large(name, 128, 1024), [128] * 8, 2)
-    assert_sent(found, formula)
-    assert_near(found, formula)
-
-
-@pytest.mark.parametrize("name", ["nt-xent", "clip", "sup-con", "siglip", "circle"])
-def test_memory_of_uneven_shards(name: str) -> None:
-    assert_near(*compared(large(name, 256, 512), [128, 256, 64, 0, 256, 256, 0, 128], 1))
-
-
-@pytest.mark.parametrize("name", ["nt-xent", "clip", "sup-con", "siglip", "views of 16 bits"])
-def test_memory_of_a_ring(name: str) -> None:
-    assert_near(*compared(large(name, 256, 512), [256] * 8, 2, ring=True))
-
-
 @pytest.mark.parametrize(
-    "name", ["nt-xent", "clip", "sup-con", "circle", "vicreg", "barlow-twins", "spectral-contrastive"]
+    ("name", "d", "sizes", "rank", "how"), [(name, *of) for names, *of in HELD for name in names], ids=str
 )
-def test_memory_of_one_process(name: str) -> None:
-    assert_near(*compared(large(name, 1024, 256), [1024], 0))
+def test_memory_and_multiplications(name: str, d: int, sizes: list[int], rank: int, how: dict[str, Any]) -> None:
+    assert_near(*compared(large(name, sizes[rank], d), sizes, rank, **how))
 
 
 @pytest.mark.parametrize("kind", [cz.NormalizedSoftmax, cz.ProxyAnchor])
@@ -249,7 +235,7 @@ def test_memory_of_classes(kind: Any) -> None:
 
 
 @pytest.mark.path("users")
-@pytest.mark.parametrize("name", ["nt-xent", "clip", "siglip", "sup-con"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("sizes", [[240], [60, 64, 56, 60]], ids=str)
 def test_memory_of_a_small_batch(name: str, sizes: list[int]) -> None:
     rank = min(1, len(sizes) - 1)
@@ -325,13 +311,6 @@ def test_more_memory_saves_matmuls() -> None:
         assert cz.explain(cz.Clip(), x, x, world_size=64).matmul_flop == pytest.approx(
             found.matmul_flop * 3 / 4, rel=0.03
         )
-
-
-def test_a_cluster_that_nobody_has() -> None:
-    x = meta(4096, 768)
-    found = cz.explain(cz.DistributedLoss(cz.Clip(), ring=True), x, x, world_size=4096)
-    assert found.messages == 7 + 3 * 4095
-    assert "ring=False" in found.changes
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(6, 9, dtype=torch.bool).tril()], ids=["all tokens", "a mask"])

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.tiling import budget, memory_budget
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, formula, loss, nudged, ordinary
+from tests.extremes import GOAL, SITUATIONS, Result, compare, deviation, loss, nudged
 from tests.helpers import EVERY_CASE, local_shard, numbers
 from tests.losses.whole_zoo import EVERY
 from tests.zoo import Entry, dense_clip
@@ -112,31 +111,6 @@ def test_every_path_of_three_ranks_is_one_process_and_gives_the_same_bits_twice(
             if one.finite and isinstance(near, Result):
                 off, moved = (deviation(x, one, rows, temperature) for x in (found, near))
                 assert off <= 1e-10 + 8 * moved, (entry, path, off)
-
-
-BUDGETS = {"default": budget(), "nothing is cached": 0, "everything": 2**40}
-
-
-def with_budget(entry: Entry, rows: list[Tensor], size: int, dtype: torch.dtype) -> Result:
-    with memory_budget(size):
-        found = loss(entry, rows, 0.1, dtype)
-    assert isinstance(found, Result), found
-    return found
-
-
-@pytest.mark.parametrize("dtype", GOAL, ids=str)
-def test_budgets_agree_within_the_bound_and_each_gives_the_same_bits_twice(dtype: torch.dtype) -> None:
-    for entry in EVERY if EVERY_CASE else EVERY[list(GOAL).index(dtype) :: 4]:
-        rows = [x.to(dtype).double() if x.is_floating_point() else x for x in ordinary(entry, 12, 5)]
-        exact = formula(entry, rows, 0.1)
-        near = formula(entry, nudged(rows, dtype), 0.1)
-        assert exact is not None
-        assert near is not None
-        allowed = GOAL[dtype] + 8 * deviation(near, exact, rows)
-        for name, size in BUDGETS.items():
-            first, second = (with_budget(entry, rows, size, dtype) for _ in range(2))
-            assert first.equals(second), (entry, name)
-            assert deviation(first, exact, rows) <= allowed, (entry, name)
 
 
 SPLITS = {1: (12,), 2: (7, 5), 4: (5, 0, 4, 3)}

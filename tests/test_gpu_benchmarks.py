@@ -1,10 +1,6 @@
 """The benchmarks for GPUs without a GPU: errors, the process of an implementation, tables and targets."""
 
-import json
-import os
-import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 pytest.importorskip("triton")
 
-import gpu
 from gpu_suite import measure
 from gpu_suite.implementations import DENSE, EAGER, IMPLEMENTATIONS, MODULES, PUBLIC, normalised
 from gpu_suite.measure import LIMIT, SCALE, Measurement, relative_error
@@ -77,72 +72,3 @@ def test_a_peer_without_a_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, 3.0, 2.0, 0.01)
     monkeypatch.setattr(measure, "median_ms", failing)
     assert first("CLIP", EAGER) == Measurement("CLIP", EAGER, 8, 256, error=0.01, reason="ValueError: a / b")
-
-
-def test_a_step_gives_gradients_of_rotated_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "DEVICE", "cpu")
-    monkeypatch.setattr(measure, "ROTATED", 3 * 4 * 8 * 4)
-    seen: list[Tensor] = []
-    step = measure.steps("SigLIP", lambda *inputs: seen.append(inputs[0]) or DENSE["SigLIP"](*inputs), 8, 4)
-    found = [step() for _ in range(4)]
-    assert len(found[0]) == 5  # value, two towers, scale and bias
-    assert all(x is not None for x in found[0])
-    assert len({id(x) for x in seen}) == 3
-    assert seen[0] is seen[3]
-    measure.steps("NT-Xent", lambda a, b, scale: seen.append(a) or DENSE["NT-Xent"](a, b, scale), 8, 4)()
-    assert seen[-1].shape == (4, 4)  # rows of NT-Xent are those of both views
-    assert seen[-1].dtype == torch.bfloat16
-
-
-def program(*lines: str) -> tuple[str, ...]:
-    return sys.executable, "-S", "-c", "\n".join(lines)
-
-
-def test_a_process_that_dies_or_hangs_gives_reasons_and_what_it_had_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, done = [(8, 4), (16, 4)], Measurement("CLIP", "peer", 8, 4, 1.0, 2.0, 0.01)
-    lines = (
-        "import os, sys, time",
-        "print('noise')",
-        f"print({measure.MARK + json.dumps(asdict(done))!r}, flush=True)",
-        "print('first\\nan illegal | access', file=sys.stderr, flush=True)",
-    )
-    died = measure.measured("CLIP", "peer", sizes, command=program(*lines, "os._exit(3)"))
-    assert died[0] == done
-    assert died[1].reason == "the process ended with status 3: an illegal / access"
-    os.mkfifo(waits := tmp_path / "waits")
-    late = f"open({str(waits)!r}, 'w').close(); import signal; signal.pause()"
-    waiting = "import subprocess", f"subprocess.run([sys.executable, '-S', '-c', {late!r}])"  # which has the pipes, too
-    communicate = subprocess.Popen.communicate
-
-    def late_in_no_time(process: Any, timeout: float | None = None) -> Any:
-        if timeout is None:
-            return communicate(process)
-        waits.read_text()  # until it waits
-        raise subprocess.TimeoutExpired("", timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", late_in_no_time)
-    hung = measure.measured("CLIP", "peer", sizes, command=program(*lines, *waiting), seconds=1.0)
-    assert hung[0] == done
-    assert hung[1] == Measurement("CLIP", "peer", 16, 4, reason="not finished within 1 s")
-
-
-def test_the_tables_have_each_implementation_beside_ours() -> None:
-    found = []
-    for loss, implementations in IMPLEMENTATIONS.items():
-        for name, implementation in implementations.items():
-            ms = {"ours": 30.0, "dense": 45.0, "peer": 60.0}[implementation.kind]
-            sizes = gpu.sizes_of(loss, name, quick=False)
-            if name == "memeff":
-                found += [Measurement(loss, name, *x, reason="out of memory") for x in sizes]
-            else:
-                found += [Measurement(loss, name, *x, ms, 900.0, 0.004) for x in sizes]
-    ceilings = dict.fromkeys(IMPLEMENTATIONS, gpu.Ceilings(*(1e12 * x for x in gpu.H100)))
-    kernels, table, notes = (part.split("\n") for part in gpu.page("a GPU", found, ceilings).split("\n\n")[2:])
-    assert "| CLIP | 65,536 | 768 | ours | 30 | 1.00 | 900 | 4.0e-03 |" in table
-    assert "| CLIP | 65,536 | 768 | Inf-CL | 60 | 2.00 | 900 | 4.0e-03 |" in table
-    assert "| CLIP | 65,536 | 768 | memeff | out of memory | – | – | – |" in table
-    assert "| SigLIP | 65,536 | 768 | 30 | 26.9 | 90% | 900 |" in kernels
-    assert all(row.count("|") == head[0].count("|") for head in (table, kernels) for row in head)
-    assert any("no gradient of the scale" in line for line in notes)

@@ -331,36 +331,7 @@ def test_the_original_computes_nothing_that_the_native_loss_can(monkeypatch: pyt
     assert loss_fn(torch.eye(4), torch.tensor([0, 0, 1, 1])) > 0
 
 
-def test_distributed_loss_keeps_a_loss_without_translation() -> None:
-    loss = L.AngularLoss()
-    assert cz.DistributedLoss(loss, prefer_native=True).loss is loss
-
-
-def over_ranks(loss_of: Callable[[], Any], rows: list[Tensor], shards: tuple[int, ...], worlds: Worlds) -> list[Result]:
-    each = list(zip(*(split(x, shards) for x in rows), strict=True))
-    found = worlds.run(len(shards), lambda *local: result(loss_of(), list(local)), each=each)
-    count = sum(x.is_floating_point() for x in rows)
-    whole = [torch.cat([x[1 + i] for x in found]) / len(shards) for i in range(count)]
-    return [[x[0], *whole, *x[1 + count :]] for x in found]
-
-
 VIEWS = [name for name, case in CASES.items() if case.call == "views"]
-
-
-@pytest.mark.parametrize("name", [*VIEWS, "RankedList", "TripletMargin, hardest", "Margin, of each class"])
-def test_views_and_equal_rows_over_ranks(name: str, worlds: Worlds) -> None:
-    labelled = ("one class", "all rows equal", "equal rows of two classes", "all classes distinct")
-    for batch in ("several rows, seed 0", "equal rows") if name in VIEWS else labelled:
-        rows = batches(name)[batch]
-        n, expected = len(rows[0]), theirs(name, rows)
-        for shards in [(n, 0), (n // 3, n - n // 3), (1, 0, n - 1)]:
-            for x in over_ranks(lambda: native(name), rows, shards, worlds):
-                assert same(x, expected), (batch, shards)
-
-
-def test_an_empty_batch_on_one_process_equals_pytorch_metric_learning() -> None:
-    rows = [normal(0), torch.zeros(0, dtype=torch.long)]
-    assert same(result(native("SupCon"), rows), theirs("SupCon", rows))
 
 
 def test_two_views_may_be_positional() -> None:

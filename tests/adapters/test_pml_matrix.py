@@ -72,13 +72,6 @@ def test_every_loss_has_a_comparison(loss: str) -> None:
     assert all(x.abs().max() > 1e-9 for name, x in found.items() if name.startswith(("encoder", "parameter")))
 
 
-@pytest.mark.parametrize("references", [False, True], ids=["rows", "reference rows"])
-def test_every_miner_by_itself(references: bool, worlds: Worlds) -> None:
-    of = [Case("TripletMarginLoss", miner, "outside", references) for miner in parts(miners)]
-    rows = measure(worlds, of, lambda _: [Run(((4, 8),)), Run(((5, 0, 7),))])
-    assert {verdict(*row) for row in rows} == {("✓", "")}
-
-
 class Masked(Case):
     def arguments(self, batch: Batch) -> dict[str, Tensor]:
         return super().arguments(batch) | {"enqueue_mask": batch.local(torch.arange(batch.total) % 3 > 0)}

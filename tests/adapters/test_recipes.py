@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.invariants import CONTRACT, same_state
 from contrastive_zoo.testing.measurement import Call, Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-
-SPLITS = [(5,), (3, 3), (1, 4), (0, 3, 2)]
 
 
 def attraction(z: Tensor, y: Tensor) -> Tensor:
@@ -150,24 +146,6 @@ def trial(
     make: Callable[[], Any], call: Call, shards: tuple[int, ...], worlds: Worlds, reduction: str = "mean"
 ) -> Trial:
     return Trial(Case(make, call, reduction), GlobalBatch(shards, d=2, seed=3), worlds)
-
-
-def summed(recipe: Recipe) -> Any:
-    made = recipe.after()
-    for part in made.modules():
-        if isinstance(part, cz.DistributedLoss):
-            part.grad_reduction = "sum"
-    return made
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_distributed_loss_computes_the_loss_of_the_global_batch(recipe: Recipe, worlds: Worlds) -> None:
-    on = [trial(recipe.after, recipe.call, shards, worlds) for shards in SPLITS]
-    if recipe.name != "a formula of gathered views":
-        on.append(trial(partial(summed, recipe), recipe.call, (0, 3, 2), worlds, "sum"))
-    for invariant in (*CONTRACT, same_state):
-        for each in on:
-            invariant(each)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "third-party-losses.md"

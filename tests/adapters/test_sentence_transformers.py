@@ -3,7 +3,6 @@ why."""
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from collections.abc import Callable
@@ -363,31 +362,6 @@ def test_ranks_compute_what_one_process_computes(name: str, checkpoint: str, wor
             assert_same([each], expected)
 
 
-STEPS = [(3, 1, 2), (2, 2, 2), (1, 0, 3)]
-
-
-def stepped() -> list[Tensor]:
-    rank = dist.get_rank() if dist.is_initialized() else None
-    model = words()
-    loss: Any = cached(model).double()
-    if rank is not None:
-        loss = in_trainer(DistributedSentenceLoss(loss), DistributedDataParallel(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for shards in STEPS:
-        end = sum(shards[: rank + 1]) if rank is not None else sum(shards)
-        optimizer.zero_grad()
-        loss(features(2, slice(end - shards[rank] if rank is not None else 0, end)), None).backward()
-        optimizer.step()
-    return [x.detach() for x in model.parameters()]
-
-
-def test_several_steps_with_a_gradient_cache_are_those_of_one_process(worlds: Worlds) -> None:
-    expected = stepped()
-    for found in worlds.run(3, stepped):
-        for x, y in zip(found, expected, strict=True):
-            close(x, y)
-
-
 def compiled(path: str, rows: slice) -> str | None:
     loss = DistributedSentenceLoss(LAYERS["AdaptiveLayerLoss"].make(bert(path)))
     loss.model = torch.compile(loss.model, backend="eager")
@@ -398,18 +372,6 @@ def test_compiled_layers_are_refused(checkpoint: str, worlds: Worlds) -> None:
     texts = worlds.run(3, compiled, checkpoint, slice(2))
     assert len(set(texts)) == 1
     assert "Do not compile it" in (texts[0] or "")
-
-
-@pytest.mark.kernels
-def test_a_compiled_encoder_returns_all_ranks_embeddings(worlds: Worlds) -> None:
-    case, shards = CASES["CoSENTLoss"], (3, 1, 2)
-
-    def wrap(loss: Any, **settings: Any) -> DistributedSentenceLoss:
-        whole = DistributedSentenceLoss(loss, **settings)
-        whole.model = torch.compile(whole.model, backend="eager")
-        return whole
-
-    assert_same(in_world(worlds, case, shards, wrap=wrap), alone(case))
 
 
 def bare(loss: nn.Module, **_: Any) -> nn.Module:
@@ -505,19 +467,6 @@ def test_encoders_draw_per_rank_and_losses_from_one_stream(worlds: Worlds) -> No
     for embeddings, loss in by_rank:
         assert not torch.equal(embeddings[0] == 0, embeddings[1] == 0)
         assert torch.equal(loss, by_rank[0][1])
-
-
-def test_attributes_of_the_loss_are_readable() -> None:
-    model = words()
-    inner = mnrl(model, scale=7.0)
-    loss = DistributedSentenceLoss(inner)
-    assert loss.scale == 7.0
-    assert loss.get_config_dict() == inner.get_config_dict()
-    assert loss.citation == inner.citation
-    assert [name for name, _ in loss.named_parameters()] == [name for name, _ in inner.named_parameters()]
-    assert not hasattr(loss, "no_such_thing")
-    again = copy.deepcopy(loss)
-    assert again.model is again.loss.model is not model
 
 
 def test_the_encoders_forward_is_restored() -> None:
