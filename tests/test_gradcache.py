@@ -143,7 +143,9 @@ def test_a_row_of_zeros_would_be_noticed(worlds: Worlds) -> None:
     def job() -> bool:
         ids, mask = (local_shard(x, (0, 8)) for x in texts())
         with patch.object(chunked_encoder, "broadcasted", lambda x, *_: torch.zeros_like(x)):
-            return error_message(lambda: cz.GradCache(Reader(), 2)(ids, attention_mask=mask), AssertionError) is not None
+            return (
+                error_message(lambda: cz.GradCache(Reader(), 2)(ids, attention_mask=mask), AssertionError) is not None
+            )
 
     assert worlds.run(2, job) == [True, False]
 

@@ -3,6 +3,7 @@ why."""
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
@@ -493,3 +494,28 @@ def test_the_trainer_trains_on_ranks_what_it_trains_on_one() -> None:
     with Worlds(timeout=300.0) as own:  # a trainer leaves its mark on a process
         assert max(map(max, own.run(2, deviation, 0))) <= 1e-9
         assert max(map(max, own.run(2, deviation, -2))) > 1e-3  # the bare loss
+
+
+def test_attributes_of_the_loss_are_readable() -> None:
+    model = words()
+    inner = mnrl(model, scale=7.0)
+    loss = DistributedSentenceLoss(inner)
+    assert loss.scale == 7.0
+    assert loss.get_config_dict() == inner.get_config_dict()
+    assert loss.citation == inner.citation
+    assert [name for name, _ in loss.named_parameters()] == [name for name, _ in inner.named_parameters()]
+    assert not hasattr(loss, "no_such_thing")
+    again = copy.deepcopy(loss)
+    assert again.model is again.loss.model is not model
+
+
+@pytest.mark.kernels
+def test_a_compiled_encoder_returns_all_ranks_embeddings(worlds: Worlds) -> None:
+    case, shards = CASES["CoSENTLoss"], (3, 1, 2)
+
+    def wrap(loss: Any, **settings: Any) -> DistributedSentenceLoss:
+        whole = DistributedSentenceLoss(loss, **settings)
+        whole.model = torch.compile(whole.model, backend="eager")
+        return whole
+
+    assert_same(in_world(worlds, case, shards, wrap=wrap), alone(case))

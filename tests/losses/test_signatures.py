@@ -245,3 +245,10 @@ def group_shown() -> str:
 
 def test_a_process_group_is_shown_by_its_ranks(worlds) -> None:
     assert worlds.run(2, group_shown) == ["  process_group=<ranks [0, 1]>"] * 2
+
+
+def test_a_loss_without_its_value_has_none() -> None:
+    loss = cz.NTXent()
+    del loss.temperature
+    with pytest.raises(AttributeError, match="'NTXent' object has no attribute 'temperature'"):
+        _ = loss.temperature
