@@ -4,12 +4,10 @@ import copy
 import io
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -20,8 +18,8 @@ from contrastive_zoo.testing.batch import GlobalBatch, splits
 from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import EVERY_CASE, close, common_error, later, learnt, local_shard, numbers
-from tests.zoo import BatchHard
+from tests.helpers import EVERY_CASE, close, local_shard, numbers
+from tests.random_steps.losses import LOSSES, MEMORIES, moco, pml
 
 D = 3
 
@@ -116,13 +114,6 @@ PEERS = [
 """A loss of theirs, its settings and its miner; and the loss of ours that equals it, None for the same loss."""
 
 
-def pml(name: str, kept: dict[str, Any], miner: str) -> tuple[Any, Any]:
-    pytest.importorskip("pytorch_metric_learning")
-    from pytorch_metric_learning import losses, miners
-
-    return getattr(losses, name)(**kept), getattr(miners, miner)() if miner else None
-
-
 def value_and_gradient(loss: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     rows = rows.clone().requires_grad_()
     value = loss(rows, *args, **kwargs)
@@ -136,9 +127,10 @@ def labelled(step: int, n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("name", "kept", "miner", "make"), PEERS, ids=lambda x: x if isinstance(x, str) else "")
 def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -> None:
     """All embeddings enter in one step, some in the next."""
+    from pytorch_metric_learning import miners
     from pytorch_metric_learning.losses import CrossBatchMemory as Theirs
 
-    inner, mined = pml(name, kept, miner)
+    inner, mined = pml(name, **kept), getattr(miners, miner)() if miner else None
     theirs = Theirs(inner, embedding_size=D, memory_size=13, miner=mined)
     ours = cz.CrossBatchMemory(inner if make is None else make(), 13, D, miner=mined, dtype=torch.float64)
     for step, n in enumerate([5, 4, 6, 3, 7]):
@@ -151,13 +143,6 @@ def test_losses_compare_as_in_pytorch_metric_learning(name, kept, miner, make) -
         held = len(ours.memory)
         assert torch.equal(ours.memory.rows, theirs.embedding_memory[:held])
         assert torch.equal(ours.memory.labels, theirs.label_memory[:held])
-
-
-def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
-    """MoCo's loss as in its authors' code: a query's own key against the queue alone."""
-    q, k, x = (F.normalize(rows, dim=1) for rows in (queries, keys, negatives))
-    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ x.T], 1) / 0.2
-    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.int64))
 
 
 MOCO = cz.InfoNCE(temperature=0.2, in_batch_negatives=False)
@@ -192,7 +177,7 @@ def test_nothing_enters_in_eval_mode() -> None:
 
 def test_two_forward_passes_before_a_backward_pass() -> None:
     """Slots are overwritten while an earlier graph still needs what was in them."""
-    for inner in (cz.InfoNCE(normalize=False), cz.SupCon(normalize=False), pml("ContrastiveLoss", {}, "")[0]):
+    for inner in (cz.InfoNCE(normalize=False), cz.SupCon(normalize=False), pml("ContrastiveLoss")):
         rows = [numbers(3, D, seed=seed).requires_grad_() for seed in range(4)]
         other = [x.detach() if isinstance(inner, cz.InfoNCE) else torch.arange(3) % 2 for x in rows]
         loss, again = (cz.CrossBatchMemory(inner, 4, D, dtype=torch.float64) for _ in range(2))
@@ -201,51 +186,12 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
             close(torch.autograd.grad(again(x, y), x)[0], expected)
 
 
-class Recipe(NamedTuple):
-    name: str
-    inner: Callable[[], Any]
-    call: str
-    size: int = 13
-    dtype: torch.dtype = torch.float64
-    miner: Callable[[], Any] = lambda: None
-
-    def __str__(self) -> str:
-        return self.name
-
-    def make(self) -> cz.CrossBatchMemory:
-        return cz.CrossBatchMemory(self.inner(), self.size, D, miner=self.miner(), dtype=self.dtype)
-
-
-def mined_triplet() -> tuple[Any, Any]:
-    return pml("TripletMarginLoss", {"margin": 0.3}, "TripletMarginMiner")
-
-
-RECIPES = [
-    Recipe("InfoNCE", lambda: cz.InfoNCE(**learnt(0.5), symmetric=True), "views"),
-    Recipe("MoCo's own", lambda: moco, "views", size=5),
-    Recipe("SupCon", lambda: cz.SupCon(**learnt(0.5)), "labels"),
-    Recipe("MoCo's own, of InfoNCE", lambda: cz.InfoNCE(**learnt(0.5), in_batch_negatives=False), "views"),
-    Recipe("SupSigmoid", lambda: cz.SupSigmoid(logit_bias=-1.0), "labels"),
-    Recipe("SupCon, in", lambda: cz.SupCon(variant="in"), "labels"),
-    Recipe("MNRL", cz.MNRL, "views"),
-    Recipe("Contrastive", cz.Contrastive, "labels"),
-    Recipe("RowLoss", BatchHard, "labels", size=20),
-    Recipe("RowLoss, small memory", BatchHard, "labels", size=3),
-    Recipe("RowLoss, bfloat16", BatchHard, "labels", size=9, dtype=torch.bfloat16),
-    Recipe("pml triplet, mined", lambda: mined_triplet()[0], "labels", miner=lambda: mined_triplet()[1]),
-]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "shards"),
-    list(zip([x for x in RECIPES if "bfloat16" not in x.name], cycle([(1, 4), (0, 3, 2), (3, 3)]), strict=False)),
-    ids=str,
-)
-def test_every_invariant_holds(recipe: Recipe, shards: tuple[int, ...], worlds: Worlds) -> None:
+@pytest.mark.parametrize(("name", "shards"), list(zip(MEMORIES, cycle([(1, 4), (0, 3, 2), (3, 3)]))), ids=str)
+def test_every_invariant_holds(name: str, shards: tuple[int, ...], worlds: Worlds) -> None:
     """Every memory has a third of the invariants, every invariant a third of the memories; a search has all."""
-    make, third = recipe.make, slice(None) if EVERY_CASE else slice(RECIPES.index(recipe) % 3, None, 3)
-    case = Case(lambda: cz.DistributedLoss(make()), call=recipe.call, name=recipe.name)  # type: ignore[arg-type]  # a str
-    trial = Trial(case, GlobalBatch(shards, d=D, seed=5), worlds)
+    loss, third = LOSSES[name], slice(None) if EVERY_CASE else slice([*MEMORIES].index(name) % 3, None, 3)
+    case = Case(lambda: cz.DistributedLoss(loss.make()), call=loss.call, name=name)
+    trial = Trial(case, GlobalBatch(shards, d=4, seed=5), worlds)
     for invariant in INVARIANTS[third]:
         invariant(trial)
 
@@ -332,70 +278,3 @@ def test_the_momentum_encoder_copies_without_ddp(worlds: Worlds) -> None:
         return list(keys.state_dict())
 
     assert worlds.run(2, job) == [["encoder.weight", "encoder.bias"]] * 2
-
-
-ROWS = torch.ones(2, D)
-LABELLED = ROWS, torch.arange(2)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: cz.MemoryQueue(0, 3), "at least 1"),
-        (lambda: cz.MemoryQueue(3, 0), "at least 1"),
-        (lambda: cz.MemoryQueue(3, 3, dtype=torch.int64), "floating"),
-        (lambda: cz.CrossBatchMemory(cz.GIST(), 8, D), "GIST compares a batch with itself only"),
-        (lambda: cz.CrossBatchMemory(cz.NTXent(), 8, D), "NTXent compares a batch with itself only"),
-        (lambda: cz.CrossBatchMemory(lambda z, labels: z.sum(), 8, D), "compares a batch with itself only"),
-        (lambda: cz.CrossBatchMemory(3, 8, D), "can be called"),
-        (lambda: cz.CrossBatchMemory(cz.SupCon(), 8, D, miner=print), "takes no miner"),
-        (lambda: cz.MomentumEncoder(nn.Linear(1, 1), momentum=1.5), r"momentum is in \[0, 1\], got 1.5"),
-        (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
-        (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
-        (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
-    ],
-)
-def test_bad_settings_are_refused(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make()
-
-
-BAD: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
-    "holds rows of width 3": (cz.SupCon, lambda rank: (torch.ones(2, 3 + rank), torch.arange(2))),
-    "row i of partners belongs to row i of rows": (cz.InfoNCE, lambda rank: (ROWS, torch.ones(2 + rank, D))),
-    "NaN or infinite": (cz.InfoNCE, lambda rank: (ROWS, ROWS / rank)),
-    "global batch is empty": (cz.SupCon, lambda rank: (ROWS[:0], torch.arange(0))),
-    "row i of enqueue_mask belongs to row i of rows": (
-        cz.SupCon,
-        lambda rank: (ROWS, torch.arange(2), torch.ones(2 + rank).bool()),
-    ),
-    "partners of InfoNCE are keys": (cz.InfoNCE, lambda rank: LABELLED),
-    "temperature must be positive": (lambda: later(cz.SupCon(), temperature=-1.0), lambda rank: LABELLED),
-}
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_bad_rows_are_refused_on_every_rank_and_nothing_enters(text: str, worlds: Worlds) -> None:
-    make, rows = BAD[text]
-
-    def bad() -> None:
-        loss = cz.CrossBatchMemory(make(), 8, D)
-        first, second, *mask = rows(dist.get_rank())
-        try:
-            cz.DistributedLoss(loss)(first, second, **({"enqueue_mask": mask[0]} if mask else {}))
-        finally:
-            assert len(loss.memory) == 0
-
-    said, _ = common_error(worlds, 2, bad, lambda: None)
-    assert said.startswith("CrossBatchMemory: ")
-    assert text in said
-
-
-def test_memories_that_differ_are_refused(worlds: Worlds) -> None:
-    def bad() -> None:
-        loss = cz.CrossBatchMemory(cz.SupCon(), 8, D)
-        loss.memory.pointer.fill_(dist.get_rank())
-        cz.DistributedLoss(loss)(ROWS, torch.arange(2))
-
-    said, _ = common_error(worlds, 2, bad, lambda: None)
-    assert "the memory's pointer: rank 0 has 0, rank 1 has 1" in said

@@ -16,24 +16,31 @@ class Doubling(threading.Thread):
     def __init__(self, x: Tensor, gathered: Tensor, group: dist.ProcessGroup, tag: int) -> None:
         super().__init__(daemon=True, name="contrastive_zoo gather")
         self.gathered, self.group, self.tag = gathered, group, tag
+        self.inference = (
+            torch.is_inference_mode_enabled()
+        )  # of the caller's thread; only there its tensors may be written
         gathered[group.rank()] = x
         self.start()
 
     def run(self) -> None:
-        rank, size, held = self.group.rank(), self.group.size(), 1
         try:
-            while held < size:  # the tensors of this rank and of those that follow it
-                block = rank + torch.arange(min(held, size - held))
-                sent = self.gathered[block % size]
-                received = torch.empty_like(sent)
-                pairs = (dist.isend, sent, (rank - held) % size), (dist.irecv, received, (rank + held) % size)
-                messages = [dist.P2POp(op, x, None, self.group, self.tag, peer) for op, x, peer in pairs]
-                for work in dist.batch_isend_irecv(messages):
-                    work.wait()
-                self.gathered[(block + held) % size] = received
-                held *= 2
+            with torch.inference_mode(self.inference):
+                self._gather()
         except RuntimeError as error:
             self.error = error
+
+    def _gather(self) -> None:
+        rank, size, held = self.group.rank(), self.group.size(), 1
+        while held < size:  # the tensors of this rank and of those that follow it
+            block = rank + torch.arange(min(held, size - held))
+            sent = self.gathered[block % size]
+            received = torch.empty_like(sent)
+            pairs = (dist.isend, sent, (rank - held) % size), (dist.irecv, received, (rank + held) % size)
+            messages = [dist.P2POp(op, x, None, self.group, self.tag, peer) for op, x, peer in pairs]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+            self.gathered[(block + held) % size] = received
+            held *= 2
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self.join(None if timeout is None else timeout.total_seconds())

@@ -63,7 +63,7 @@ def test_each_row_is_sent_once_to_each_rank(name: str, worlds: Worlds) -> None:
 @pytest.mark.parametrize("name", ["NTXent", "SupCon"])
 def test_one_tower_sends_rows_to_half_of_the_ranks(name: str, worlds: Worlds) -> None:
     shards = (3, 1, 2, 4, 1)
-    factor = 2 if LOSSES[name].compares == "views" else 1  # both views of a sample are sent
+    factor = 2 if LOSSES[name].call == "views" else 1  # both views of a sample are sent
     for rank, (sent, _) in enumerate(worlds.run(5, rows_sent, name, shards)):
         assert sent == {(rank - step) % 5: factor * shards[rank] for step in (1, 2)}
 

@@ -47,8 +47,8 @@ def of_user_code(loss: Any) -> Iterator[Change]:
         put = functools.partial(loss.hidden.__setitem__, name)
         yield Change(f"a number in {name}", _put(put, make(1.1), loss.hidden[name]), hidden=True)
     for name, make in GENERATORS.items():
-        if name == "fork_rng" and isinstance(loss, HidesInCompute):
-            continue  # numbers of a shape alone, which differ between a batch and its parts only
+        if name == ("fork_rng" if isinstance(loss, HidesInCompute) else "torch.rand"):
+            continue  # numbers of a shape alone, which differ between a batch and its parts only; a stream of rows
         put = functools.partial(setattr, loss, "noise")
         yield Change(f"noise of {name}", _put(put, make(), loss.noise), hidden=True, right=False)
     if isinstance(loss, HidesInCompute):

@@ -1,40 +1,56 @@
-"""The losses of the random steps: this library's, users' own and other libraries', with samples to call each with."""
+"""The losses of the random steps: those of the zoo, users' own and other libraries', with samples to call each with."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Inputs
-from contrastive_zoo.testing.catalogue import CATALOGUE
+from contrastive_zoo.testing.measurement import Call
+from tests.losses.whole_zoo import EVERY
 from tests.random_steps import user_code
-from tests.zoo import BatchHard
+from tests.zoo import BatchHard, Entry, fed
 
 D, CLASSES = 4, 5
-Compares = Literal["views", "three views", "stacked views", "labels", "whole numbers", "mask", "teachers", "ids", "texts",
-                   "tokens", "mined"]  # fmt: skip
-"""Two or three views; three in one tensor; embeddings with labels, also of whole numbers, many of whose dot products are
-equal; embeddings with a mask of positives; two towers with those of a teacher; two towers with ids; videos with two texts
-each; queries and documents of tokens, with a mask each; or queries, documents, hard negatives and the queries that these
-were mined for."""
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "partition_mode": ("joint", "per_direction"),
+    "symmetric": (False, True),
+    "denominator": ("exact", "reference"),
+    "duplicates": ("positive", "ignore", "negative"),
+    "neg_margin": (1.0, 0.8),
+    "margin": (0.05, 0.3),
+    "temperature": (0.5, 0.3, 0.02),
+    "normalize": (True, False),
+}
+"""Values to which a setting may change between steps, of the first that a loss has as a plain value."""
 
 
 @dataclass(frozen=True)
 class Loss:
     make: Callable[..., Any]  # ``make(whole=False)`` returns a rank's loss, if it is sharded
-    compares: Compares = "views"  # what it is called with
-    setting: tuple[str, tuple[Any, ...]] = ("temperature", (0.5, 0.3, 0.02))  # a path and values it may change to
+    call: Call = "views"
+    views: int = 2
+    owners: bool = False  # whether it also takes indices of local queries, those that its negatives were mined for
+    member: str = ""  # the path to the member whose setting may change
     wrapper: Callable[[], dict[str, Any]] = dict  # further arguments of DistributedLoss
     third_party: bool = False  # from another library
     remembers: bool = False  # whether it keeps a state from step to step
     sharded: bool = False  # whether each rank keeps its part of the class weights
     user_code: bool = False  # in 64 bits, and its copies are not the same
+
+    @functools.cached_property
+    def setting(self) -> tuple[str, tuple[Any, ...]] | None:
+        loss = functools.reduce(getattr, filter(None, self.member.split(".")), self.make())
+        plain = (name for name, values in SETTINGS.items() if isinstance(getattr(loss, name, None), type(values[0])))
+        return next(((f"{self.member}.{name}".lstrip("."), SETTINGS[name]) for name in plain), None)
 
 
 class MaskedMNRL(cz.MNRL):
@@ -50,20 +66,12 @@ class MaskedMNRL(cz.MNRL):
         return super().inputs(queries, documents, negatives, owners, *ids)
 
 
-class MaskedGIST(cz.GIST):
-    """Ids that meet by chance, of values; negatives are the positives in reverse."""
-
-    def inputs(self, a: Tensor, p: Tensor, guide_a: Tensor, guide_p: Tensor) -> Inputs:
-        ids = (x[:, 0].detach().floor().long() for x in (p, 2 * p, 3 * a))
-        return super().inputs(a, p, guide_a, guide_p, p.flip(1), guide_p.flip(1), *ids)
-
-
 def learnt() -> cz.LearnableTemperature:
     return cz.LearnableTemperature(0.5)
 
 
-def bias() -> nn.Parameter:
-    return nn.Parameter(torch.tensor([-1.0]))
+def mnrl(other: str = "doc_to_doc") -> nn.Module:
+    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", other))  # type: ignore[arg-type]  # why: a direction
 
 
 def arc_face(*, whole: bool = True) -> nn.Module:
@@ -75,8 +83,9 @@ def weighted_sum() -> nn.Module:
     return cz.WeightedSum([cz.NTXent(temperature=temperature), cz.InfoNCE(temperature=0.5)], weights=[1.0, 0.5])
 
 
-def mnrl(other: str = "doc_to_doc") -> nn.Module:
-    return cz.MNRL(temperature=learnt(), directions=("query_to_doc", other))  # type: ignore[arg-type]  # why: a direction
+def tied(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers, many of whose dot products are equal; gradients go through."""
+    return z + (z.round() - z).detach(), labels
 
 
 def pml(name: str, *args: Any, **settings: Any) -> nn.Module:
@@ -85,163 +94,112 @@ def pml(name: str, *args: Any, **settings: Any) -> nn.Module:
     return getattr(losses, name)(*args, **settings)
 
 
-def mined() -> dict[str, Any]:
+def miner() -> Any:
     from pytorch_metric_learning import miners
 
-    return {"miner": miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")}
+    return miners.TripletMarginMiner(margin=0.2, type_of_triplets="semihard")
 
 
-MARGIN, ARC, NORMALIZE = ("margin", (0.2, 0.3)), ("margin", (0.5, 0.3)), ("normalize", (True, False))
-LOSSES = {
-    "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum"), setting=NORMALIZE),
-    "Triplet, soft": Loss(
-        lambda: cz.Triplet(mining="hard", metric="similarity", soft=True), "labels", ("margin", (0.05, 0.3))
-    ),
-    "Triplet, ties": Loss(
-        lambda: cz.Triplet(mining="hard", metric="squared distance", soft=True, normalize=False),
-        "whole numbers",
-        ("margin", (0.05, 0.3)),
-    ),
-    "SupCon, first views": Loss(lambda: cz.SupCon(temperature=0.5, contrast_mode="one"), "stacked views"),
-    "SupCon, mask": Loss(lambda: cz.SupCon(temperature=0.5), "mask"),
-    "MNRL with negatives": Loss(
-        lambda: cz.MNRL(temperature=0.5, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
-        "three views",
-        NORMALIZE,
-    ),
-    "SupCon, in": Loss(lambda: cz.SupCon(temperature=0.5, variant="in"), "labels"),
-    "NCA": Loss(lambda: cz.NCA(temperature=learnt()), "labels", NORMALIZE),
-    "TupletMargin": Loss(lambda: cz.TupletMargin(temperature=0.5), "labels"),
-    "NPairs": Loss(lambda: cz.NPairs(temperature=0.5), "labels"),
-    "DCLW": Loss(lambda: cz.DCLW(temperature=0.5)),
-    "HCL": Loss(lambda: cz.HCL(temperature=0.5)),
-    "Debiased": Loss(lambda: cz.Debiased(temperature=0.5)),
-    "AlignUniform": Loss(cz.AlignUniform, setting=("t", (2.0, 1.0))),
-    "MNRL of pairs": Loss(lambda: mnrl("doc_to_query"), setting=("partition_mode", ("joint", "per_direction"))),
-    "MILNCE": Loss(lambda: cz.MILNCE(temperature=2.0), "texts", ("denominator", ("exact", "reference"))),
-    "MaxSim": Loss(
-        lambda: cz.MaxSim(temperature=learnt(), symmetric=True), "tokens", ("token_reduction", ("sum", "mean"))
-    ),
-    "MaxSimPairwise": Loss(lambda: cz.MaxSimPairwise(temperature=0.5), "tokens"),
-    "MultiPositive": Loss(
-        lambda: cz.MultiPositive(temperature=0.5), "ids", ("duplicates", ("positive", "ignore", "negative"))
-    ),
-    "ClipDistillation": Loss(lambda: cz.ClipDistillation(temperature=0.5), "teachers"),
-    "GIST": Loss(lambda: MaskedGIST(temperature=learnt()), "teachers", ("margin", (0.0, 0.2))),
-    "SignalToNoise": Loss(cz.SignalToNoise, "labels", ("neg_margin", (1.0, 0.8))),
-    "Circle": Loss(lambda: cz.Circle(gamma=3.0), "labels", ("m", (0.4, 0.3))),
-    "LiftedStructure": Loss(cz.LiftedStructure, "labels", ("neg_margin", (1.0, 0.8))),
-    "GeneralizedLiftedStructure": Loss(cz.GeneralizedLiftedStructure, "labels", ("neg_margin", (1.0, 0.8))),
-    "Margin": Loss(lambda: cz.Margin(nu=0.3), "labels", MARGIN),
-    "RankedList": Loss(lambda: cz.RankedList(t_p=2.0, epsilon=1e-3), "labels", NORMALIZE),
-    "FastAP": Loss(cz.FastAP, "labels", ("num_bins", (10, 5))),
-    "NTXent": Loss(lambda: cz.NTXent(temperature=0.5)),
-    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt()), setting=NORMALIZE),
-    "NTXent of three views": Loss(lambda: cz.NTXent(temperature=0.3), "three views"),
-    "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), "three views", NORMALIZE),
-    "InfoNCE": Loss(lambda: cz.InfoNCE(temperature=learnt()), setting=("symmetric", (False, True))),
-    "Clip": Loss(lambda: cz.Clip(temperature=learnt()), setting=NORMALIZE),
-    "SupCon": Loss(lambda: cz.SupCon(temperature=0.5), "labels"),
-    "SigLIP": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=bias()), setting=NORMALIZE),
-    "SupSigmoid": Loss(lambda: cz.SupSigmoid(temperature=learnt(), logit_bias=bias()), "labels", NORMALIZE),
-    "Contrastive": Loss(cz.Contrastive, "labels", ("neg_margin", (1.0, 0.8))),
-    "MultiSimilarity": Loss(lambda: cz.MultiSimilarity(epsilon=0.1), "labels", ("base", (0.5, 0.3))),
-    "Triplet": Loss(lambda: cz.Triplet(mining="hard"), "labels", ("margin", (0.05, 0.3))),
-    "SINCERE": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels", NORMALIZE),
-    "DCL": Loss(lambda: cz.DCL(temperature=0.5)),
-    "RowLoss": Loss(BatchHard, "labels", NORMALIZE),
-    "MNRL": Loss(mnrl, "mined", ("partition_mode", ("joint", "per_direction"))),
-    "MNRL, masked": Loss(lambda: MaskedMNRL(temperature=learnt()), "mined", ("false_negative_margin", (0.1, -0.05))),
-    "WeightedSum": Loss(weighted_sum, setting=("losses.1.temperature", (0.5, 0.3))),
-    "WeightedSum of MNRL": Loss(
-        lambda: cz.WeightedSum([mnrl()]), "mined", ("losses.0.partition_mode", ("joint", "per_direction"))
-    ),
-    "Matryoshka": Loss(
-        lambda: cz.Matryoshka(cz.InfoNCE(temperature=learnt()), (2, D)),
-        setting=("loss.symmetric", (False, True)),
-    ),
-    "CrossBatchMemory": Loss(
-        lambda: cz.CrossBatchMemory(cz.InfoNCE(temperature=0.5), 7, D),
-        setting=("loss.temperature", (0.5, 0.3)),
-        remembers=True,
-    ),
-    "ArcFace": Loss(arc_face, "labels", ARC),
-    "ArcFace, sharded": Loss(arc_face, "labels", ARC, sharded=True),
-    "WeightedSum of ArcFace, sharded": Loss(
-        lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]),
-        "labels",
-        ("losses.0.margin", (0.5, 0.3)),
-        sharded=True,
-    ),
-    "PML triplet with a miner": Loss(
-        lambda: pml("TripletMarginLoss", margin=0.2), "labels", MARGIN, mined, third_party=True
-    ),
-    "PML proxies": Loss(
-        lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels", ("margin", (0.1, 0.2)), third_party=True
-    ),
+def moco(queries: Tensor, keys: Tensor, negatives: Tensor) -> Tensor:
+    """MoCo's loss as in its authors' code: a query's own key against the queue alone."""
+    q, k, x = (F.normalize(rows, dim=1) for rows in (queries, keys, negatives))
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ x.T], 1) / 0.2
+    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.int64))
+
+
+def memory(loss: Callable[[], Any], size: int = 12, **settings: Any) -> Callable[[], Any]:
+    return lambda: cz.CrossBatchMemory(loss(), size, D, **{name: make() for name, make in settings.items()})
+
+
+def of_memory(loss: Callable[[], Any], call: Call = "labels", size: int = 12, **more: Any) -> Loss:
+    third_party = bool(more) or loss is CONTRASTIVE
+    return Loss(memory(loss, size, **more), call, member="loss", remembers=True, third_party=third_party)
+
+
+CONTRASTIVE = functools.partial(pml, "ContrastiveLoss")
+MEMORIES: dict[str, Loss] = {
+    "CrossBatchMemory": of_memory(lambda: cz.InfoNCE(temperature=learnt(), symmetric=True), "views", 7),
+    "MoCo": of_memory(lambda: cz.InfoNCE(temperature=learnt(), in_batch_negatives=False), "views"),
+    "MoCo's own": of_memory(lambda: moco, "views", 5),
+    "memory of MNRL": of_memory(cz.MNRL, "views"),
+    "memory of SupCon": of_memory(lambda: cz.SupCon(temperature=learnt())),
+    "memory of SupCon, in": of_memory(lambda: cz.SupCon(variant="in")),
+    "memory of SupSigmoid": of_memory(lambda: cz.SupSigmoid(logit_bias=-1.0)),
+    "memory of Contrastive": of_memory(cz.Contrastive),
+    "memory of a row loss": of_memory(BatchHard, size=20),
+    "small memory of a row loss": of_memory(BatchHard, size=3),
+    "memory of a third-party loss": of_memory(CONTRASTIVE),
+    "memory of a mined loss": of_memory(lambda: pml("TripletMarginLoss", margin=0.3), miner=miner),
 }
 
 
-@functools.cache
-def can_ring(name: str) -> bool:
-    if (
-        LOSSES[name].third_party or LOSSES[name].user_code or name in ("SupCon, mask", "MNRL", "WeightedSum of MNRL")
-    ):  # of their arguments
-        return False
-    return LOSSES[name].make().ring_problem() is None
+def of_zoo(entry: Entry) -> Loss:
+    make = functools.partial(entry.make, temperature=0.5)
+    return Loss(make, entry.call, entry.views, remembers=any(True for _ in make().buffers()))
 
 
-def _others() -> dict[str, Loss]:
-    """Losses of the catalogue that the table lacks, which may ring, and which can be called as their entry says."""
-    made = {type(loss.make()) for loss in LOSSES.values() if not loss.third_party}
-    entries = [x for x in CATALOGUE.values() if x.loss not in made and "normalize" in x.loss.fields]
-    return {
-        x.name: Loss(x.make, x.call, NORMALIZE)
-        for x in entries
-        if x.call != "other" and x.make().ring_problem() is None
+TIED = fed(cz.Triplet, tied)
+LOSSES: dict[str, Loss] = (
+    {x.name: of_zoo(x) for x in EVERY if not x.name.startswith("MNRL")}
+    | MEMORIES
+    | {
+        "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt())),
+        "SINCERE, learnt": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels"),
+        "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum")),
+        "SigLIP, learnt": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=nn.Parameter(torch.tensor([-1.0])))),
+        "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), views=3),
+        "MNRL of pairs": Loss(lambda: mnrl("doc_to_query")),
+        "MNRL": Loss(mnrl, views=3, owners=True),
+        "MNRL, masked": Loss(lambda: MaskedMNRL(temperature=learnt()), views=3, owners=True),
+        "WeightedSum of MNRL": Loss(lambda: cz.WeightedSum([mnrl()]), views=3, owners=True, member="losses.0"),
+        "Triplet, ties": Loss(
+            lambda: TIED(mining="hard", metric="squared distance", soft=True, normalize=False), "labels"
+        ),
+        "WeightedSum, shared": Loss(weighted_sum, member="losses.1"),
+        "ArcFace, sharded": Loss(arc_face, "labels", sharded=True),
+        "WeightedSum of ArcFace, sharded": Loss(
+            lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]), "labels", member="losses.0", sharded=True
+        ),
+        "WeightedSum of states": Loss(
+            lambda: cz.WeightedSum([memory(cz.InfoNCE, 7)(), cz.TiCo(D), cz.DINO(D), cz.VICReg()]), remembers=True
+        ),
+        "WeightedSum of two of a kind": Loss(
+            lambda: cz.WeightedSum([cz.NNCLR(7, D), cz.NNCLR(5, D, temperature=0.5)]), views=4, remembers=True
+        ),
+        "PML triplet with a miner": Loss(
+            lambda: pml("TripletMarginLoss", margin=0.2), "labels", wrapper=lambda: {"miner": miner()}, third_party=True
+        ),
+        "PML proxies": Loss(lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels", third_party=True),
     }
-
-
-LOSSES |= _others()
+)
 LOSSES |= {name: Loss(make, "labels", user_code=True) for name, make in user_code.LABELLED.items()}
 LOSSES |= {name: Loss(make, user_code=True) for name, make in user_code.PAIRED.items()}
 LOSSES |= {name: Loss(make, "labels", remembers=True, user_code=True) for name, make in user_code.STATEFUL.items()}
 LOSSES |= {name: Loss(make, remembers=True, user_code=True) for name, make in user_code.STATEFUL_PAIRS.items()}
 
 
-def global_rows(compares: Compares, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
+@functools.cache
+def can_ring(name: str) -> bool:
+    """Whether it may, and brings no argument that all candidates are needed for."""
+    loss = LOSSES[name]
+    if loss.third_party or loss.user_code or loss.owners or name == "SupCon, mask":
+        return False
+    return loss.make().ring_problem() is None
+
+
+def global_rows(loss: Loss, total: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-
-    def embeddings() -> Tensor:
-        return torch.randn(total, D, dtype=torch.float64, generator=generator).to(dtype)
-
-    if (count := {"views": 2, "three views": 3, "teachers": 4}.get(compares)) is not None:
-        return [embeddings() for _ in range(count)]
-    if compares == "texts":
-        return [embeddings(), torch.stack([embeddings(), embeddings()], 1)]
-    if compares == "tokens":
-        towers = [torch.stack([embeddings() for _ in range(length)], 1) for length in (2, 3)]
-        valid = [torch.randint(2, x.shape[:2], generator=generator) for x in towers]
-        return [*towers, *(x.index_fill(1, torch.tensor(0), 1) for x in valid)]  # one token is always there
-    if compares == "stacked views":
-        return [torch.stack([embeddings() for _ in range(3)], 1)]
-    if compares == "mask":
-        return [embeddings(), torch.rand(total, total, dtype=torch.float32, generator=generator) < 0.3]
-    if compares in ("labels", "ids", "whole numbers"):
-        towers = [embeddings() for _ in range(2 if compares == "ids" else 1)]
-        towers = [x.round() for x in towers] if compares == "whole numbers" else towers
-        return [*towers, torch.randint(1, CLASSES, (total,), generator=generator)]  # with 0 they might be row numbers
-    owners = torch.arange(total).where(torch.rand(total, dtype=torch.float32, generator=generator) < 0.7, -1)
-    return [embeddings(), embeddings(), embeddings(), owners]
+    count = loss.views if loss.call == "views" else 1
+    rows = [torch.randn(total, D, dtype=torch.float64, generator=generator).to(dtype) for _ in range(count)]
+    if loss.owners:
+        is_owned = torch.rand(total, dtype=torch.float32, generator=generator) < 0.7
+        return [*rows, torch.arange(total).where(is_owned, -1)]
+    # with 0 labels might be row numbers
+    return rows if loss.call == "views" else [*rows, torch.randint(1, CLASSES, (total,), generator=generator)]
 
 
-def local_rows(compares: Compares, rows: list[Tensor], start: int, size: int) -> list[Tensor]:
-    mine = [x[start : start + size] for x in rows]
-    if compares == "mined":
-        mine[3] = torch.where(mine[3] < 0, -1, mine[3] - start)
-    return mine
-
-
-def called(loss: Callable[..., Tensor], compares: Compares, *rows: Tensor) -> Tensor:
-    names = ("mask",) if compares == "mask" else ()
-    return loss(*rows[: 1 if names else None], **dict(zip(names, rows[1:], strict=False)))
+def local_rows(loss: Loss, rows: list[Tensor], shards: Sequence[int], rank: int) -> list[Tensor]:
+    local = [x.split([*shards])[rank].clone() for x in rows]
+    if loss.owners:
+        local[-1] -= sum(shards[:rank]) * (local[-1] >= 0)
+    return local

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import pickle
 import warnings
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import contrastive_zoo as cz
 from tests.helpers import EXACT, distance
 from tests.random_steps.changes import Change, Rows, changes_of, of_user_code
-from tests.random_steps.losses import LOSSES, D, Loss, called, global_rows, local_rows
+from tests.random_steps.losses import LOSSES, D, Loss, global_rows, local_rows
 
 Action = tuple[str, Mapping[str, Any]]
 Batch = tuple[int, ...]
@@ -94,17 +93,20 @@ class Rank:
         reentrant: bool | None = None,
         wrapper: Literal["own", "second", "subgroup"] = "own",
         encoder: Literal["", "plain", "GradCache"] = "",
+        together: bool = False,
     ) -> None:
-        """One or several calls, whose values and gradients are those of one process."""
+        """One or several calls, ``together`` those of one step, whose numbers are those of one process."""
         group = None
         if wrapper == "subgroup":  # one rank by itself, all others together
             groups = [dist.new_group(ranks) for ranks in ([0], list(range(1, dist.get_world_size())))]
             group = groups[dist.get_rank() > 0]
         call = self.wrapper if wrapper == "own" else self._wrapped(**({"process_group": group} if group else {}))
-        step = Step(self, self._seeded(batches), backward, dist.get_rank(group), dist.get_world_size(group), encoder)
+        place = dist.get_rank(group), dist.get_world_size(group)
+        step = Step(self, self._seeded(batches), backward, *place, encoder, together=together)
         expected = step.expected()
         if expected is not None:
-            step.compare(step.on_ranks(call, reentrant), expected)
+            problem = step.problem(step.on_ranks(call, reentrant), expected)
+            assert problem is None, problem
         self._move()
         if group:
             dist.barrier()
@@ -112,15 +114,12 @@ class Rank:
 
     def evaluate(self, batch: Batch, how: Literal["no_grad", "eval"]) -> None:
         self._train(how == "no_grad")
-        step = Step(self, self._seeded([batch]), "none", dist.get_rank(), dist.get_world_size())
         with contextlib.nullcontext() if how == "eval" else torch.no_grad():
-            expected = step.expected()
-            if expected is not None:
-                step.compare(step.on_ranks(self.wrapper), expected)
+            self.step([batch], backward="none")
         self._train(True)
 
     def set_setting(self, value: Any) -> None:
-        for loss in (self.loss, self.twin):
+        for loss in (self.loss, self.twin) if self.kind.setting else ():
             _set(loss, self.kind.setting[0], value)
 
     def set_option(self, **options: Any) -> None:
@@ -162,7 +161,8 @@ class Rank:
             state, before = self.wrapper.state_dict(), self.loss
             self.loss = self._made().to(self.dtype)
             _hook(self.loss, self.hooked)
-            _set(self.loss, self.kind.setting[0], attrgetter(self.kind.setting[0])(before))
+            if self.kind.setting:
+                _set(self.loss, self.kind.setting[0], attrgetter(self.kind.setting[0])(before))
             self.wrapper = self._wrapped()
             self.wrapper.load_state_dict(state)
 
@@ -237,6 +237,7 @@ class Rank:
 
     def _seeded(self, batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
         first, self.seed = self.seed, self.seed + len(batches)
+        torch.manual_seed(first)  # of the twin and of rank 0, by which all ranks draw
         return [(shards, first + index) for index, shards in enumerate(batches)]
 
     @property
@@ -273,50 +274,71 @@ class Step:
     size: int
     encoder: Literal["", "plain", "GradCache"] = ""
     draws: bool = False  # private random numbers, which plain formulas draw in another order
+    together: bool = False  # whether the calls are one step, which is then repeated
 
     def on_ranks(
         self, call: Callable[..., Any], reentrant: bool | None = None, of_rows: Rows = lambda rows: rows
     ) -> Results:
-        for parameter in parameters_of(self.of.loss):
-            parameter.grad = None
-        encoder, leaves = self._encoder(self.of.dtype), []
+        of, encoder = self.of, self._encoder(self.of.dtype)
         encode = cz.GradCache(encoder, 2) if self.encoder == "GradCache" else encoder
-        values = []
-        for shards, seed in self.batches:
-            shards = _among(shards, self.size)
-            rows = global_rows(self.of.kind.compares, sum(shards), seed, self.of.dtype)
-            rows = local_rows(self.of.kind.compares, rows, sum(shards[: self.rank]), shards[self.rank])
-            rows = [x.clone().requires_grad_(x.is_floating_point() and not self.encoder) for x in rows]
-            leaves += [x for x in rows if x.is_floating_point()]
-            rows = of_rows([encode(x) if x.is_floating_point() and self.encoder else x for x in rows])
-            values.append(self._called(call, rows, reentrant))
-            if self.backward == "each":
-                values[-1].backward()
-        self._together(values)
-        gradients = [_gradient(x) for x in (encoder.parameters() if self.encoder else leaves)]
+
+        def run(*rows: Tensor) -> Tensor:
+            with contextlib.ExitStack() as stack:
+                if of.budget is not None:
+                    stack.enter_context(cz.engine.memory_budget(of.budget))
+                if of.precision == "autocast":
+                    stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+                rows = tuple(of_rows([*rows]))
+                value = call(*rows) if reentrant is None else checkpoint(call, *rows, use_reentrant=reentrant)
+            of.called |= call is of.wrapper
+            assert isinstance(value, Tensor)
+            return value
+
+        found = self._results(run, call, of.loss, of.dtype, encode, lambda x, y: local_rows(of.kind, x, y, self.rank))
         if self.encoder:
-            dist.all_reduce(gradients[0], group=None)
-        return Results([x.detach() for x in values], gradients, [_gradient(x) for x in parameters_of(self.of.loss)])
+            dist.all_reduce(found.rows[0], group=None)
+        return found
 
-    def _called(self, call: Callable[..., Any], rows: list[Tensor], reentrant: bool | None) -> Tensor:
-        of = self.of
-        with contextlib.ExitStack() as stack:
-            if of.budget is not None:
-                stack.enter_context(cz.engine.memory_budget(of.budget))
-            if of.precision == "autocast":
-                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            run = functools.partial(called, call, of.kind.compares)
-            value = run(*rows) if reentrant is None else checkpoint(run, *rows, use_reentrant=reentrant)
-        of.called |= call is of.wrapper
-        assert isinstance(value, Tensor)
-        return value
-
-    def _together(self, values: Sequence[Tensor]) -> None:
+    def _results(
+        self,
+        run: Callable[..., Tensor],
+        call: Any,
+        loss: Any,
+        dtype: torch.dtype,
+        encode: Callable[..., Any],
+        local: Callable[[list[Tensor], Batch], list[Tensor]],
+    ) -> Results:
+        """Call ``run`` once a batch, with what ``local`` leaves of it; return all numbers."""
+        values, leaves, calls = [], [], []
+        for parameter in parameters_of(loss):
+            parameter.grad = None
+        with cz.one_step(call) if self.together else contextlib.nullcontext() as step:
+            for shards, seed in self.batches:
+                shards = _among(shards, self.size)
+                rows = local(global_rows(self.of.kind, sum(shards), seed, self.of.dtype), shards)  # rounded alike
+                rows = [x.to(dtype).requires_grad_(not self.encoder) if x.is_floating_point() else x for x in rows]
+                leaves += [x for x in rows if x.is_floating_point()]
+                rows = [encode(x) if x.is_floating_point() and self.encoder else x for x in rows]
+                values.append(run(*rows))
+                calls.append([x.detach() for x in rows])
+                if self.backward == "each":
+                    values[-1].backward()
+            if step is not None:
+                with step.again():
+                    again = torch.stack([run(*rows).detach() for rows in calls])
+                assert distance(again, torch.stack(values).detach()) <= EXACT, "a call differs when it is repeated"
         if self.backward in ("together", "twice"):
             total = sum((i * value for i, value in enumerate(values, 1)), torch.zeros(()))
-            total.backward(retain_graph=self.backward == "twice")
-            if self.backward == "twice":
-                total.backward()
+            for is_last in (False, True)[self.backward == "together" :]:
+                total.backward(retain_graph=not is_last)
+        model = encode.parameters() if isinstance(encode, nn.Module) and self.encoder else leaves
+        state = [*loss.buffers()] if self.of.kind.remembers and not self.of.kind.user_code else []
+        return Results(
+            [x.detach() for x in values],
+            [_gradient(x) for x in model],
+            [_gradient(x) for x in parameters_of(loss)],
+            [x.detach().to(dtype, copy=True) for x in state],
+        )
 
     def _encoder(self, dtype: torch.dtype) -> nn.Linear:
         encoder = nn.Linear(D, D, bias=False, dtype=dtype)
@@ -330,42 +352,29 @@ class Step:
         before = copy.deepcopy(of.twin) if of.kind.remembers else of.twin
         exact = copy.deepcopy(of.twin) if of.precision != "float64" else None
         try:
-            found = self._on_one_process(of.twin, of.dtype)
+            with torch.random.fork_rng(devices=[]):
+                found = self._on_one_process(of.twin, of.dtype)
         except (ValueError, RuntimeError, IndexError):
             of.twin = before
             return None
         if exact is None:
             return Expected(found, EXACT)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             truth = self._on_one_process(exact.double(), torch.float64)
         errors = [distance(x, y) for x, y in zip(itertools.chain(*found), itertools.chain(*truth), strict=True)]
         return Expected(truth, max(LEAST, TIMES * max(errors)))
 
     def _on_one_process(self, loss: Any, dtype: torch.dtype) -> Results:
-        kind, encoder, values, leaves = self.of.kind, self._encoder(dtype), [], []
-        for parameter in parameters_of(loss):
-            parameter.grad = None
         autocast = self.of.precision == "autocast" and dtype == torch.float32
         formulas = contextlib.nullcontext if self.draws else cz.engine.plain_formulas
-        for shards, seed in self.batches:
-            rows = global_rows(kind.compares, sum(_among(shards, self.size)), seed, self.of.dtype)  # rounded alike
-            rows = [x.to(dtype).requires_grad_(not self.encoder) if x.is_floating_point() else x for x in rows]
-            leaves += [x for x in rows if x.is_floating_point()]
-            rows = [encoder(x) if x.is_floating_point() and self.encoder else x for x in rows]
-            with formulas(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                miner = kind.wrapper().get("miner")
-                values.append(called(loss, kind.compares, *rows, *([miner(*rows)] if miner else [])))
-            if self.backward == "each":
-                values[-1].backward()
-        self._together(values)
-        leaves = [*encoder.parameters()] if self.encoder else leaves
-        return Results(
-            [x.detach() for x in values], [_gradient(x) for x in leaves], [_gradient(x) for x in parameters_of(loss)]
-        )
+        miner = self.of.kind.wrapper().get("miner")
 
-    def compare(self, found: Results, expected: Expected) -> None:
-        problem = self.problem(found, expected)
-        assert problem is None, problem
+        def run(*rows: Tensor) -> Tensor:
+            with formulas(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                value: Tensor = loss(*rows, *([miner(*rows)] if miner else []))
+            return value
+
+        return self._results(run, loss, loss, dtype, self._encoder(dtype), lambda rows, _: rows)
 
     def problem(self, found: Results, expected: Expected) -> str | None:
         """Return which number of this rank is not that of one process."""
@@ -382,6 +391,7 @@ class Step:
                 part = y.tensor_split(self.size)[self.rank] if self.of.kind.sharded else y
                 scaled = part if averaged or self.of.kind.sharded else part / self.size
                 pairs.append(("gradient of the loss's parameters", x, scaled))
+        pairs += [("state", *pair) for pair in zip(found.state, wanted.state, strict=True)]
         for what, x, y in pairs:
             if x.shape != y.shape:
                 return f"{what}: shape {list(x.shape)}; one process's: {list(y.shape)}"
@@ -394,6 +404,7 @@ class Results(NamedTuple):
     values: list[Tensor]
     rows: list[Tensor]  # gradients of the embeddings, or of the encoder
     parameters: list[Tensor]  # gradients of the loss's
+    state: list[Tensor]  # buffers of the loss
 
 
 class Expected(NamedTuple):

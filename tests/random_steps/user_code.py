@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
@@ -40,17 +38,6 @@ class Cooling(nn.Module):
     def forward(self) -> float:
         self.calls += 1
         return 0.1 + 0.9**self.calls
-
-
-class Spectral(nn.Module):
-    """A setting with a parametrisation that keeps vectors as buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
-
-    def forward(self) -> Tensor:
-        return self.layer.weight.square().mean() + 0.1
 
 
 class Held(cz.RowLoss):
@@ -100,17 +87,9 @@ def times_global(x: Tensor) -> Tensor:
     return factor * x  # noqa: F821 - in the globals of a copy
 
 
-def of_class(value: float) -> Function:
-    return type("Holder", (), {"factor": value, "__call__": lambda self, x: self.factor * x})()
-
-
 HOLDERS: dict[str, Callable[[float], Function]] = {
-    "a namespace": lambda x: functools.partial(times, of=Namespace(factor=x)),
-    "a plain object": lambda x: functools.partial(times, of=Plain(x)),
     "an object with slots": lambda x: functools.partial(times, of=Slotted(x)),
     "a closure": lambda value: lambda x: value * x,
-    "a partial": lambda x: functools.partial(torch.mul, x),
-    "a class attribute": of_class,
     "a global": lambda x: FunctionType(times_global.__code__, {"factor": x}),
 }
 """Where a number hides from ranks that read attributes."""
@@ -126,11 +105,6 @@ def of_numpy() -> Function:
     return lambda x: torch.from_numpy(generator.random(tuple(x.shape)))
 
 
-def of_python() -> Function:
-    generator = random.Random(0)
-    return lambda x: x.new_tensor([generator.random() for _ in range(x.numel())]).reshape(x.shape)
-
-
 def forked(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -140,10 +114,10 @@ def forked(x: Tensor) -> Tensor:
 GENERATORS: dict[str, Callable[[], Function]] = {
     "torch.Generator": of_torch,
     "numpy.random.default_rng": of_numpy,
-    "random.Random": of_python,
     "fork_rng": lambda: forked,
+    "torch.rand": lambda: torch.rand_like,
 }
-"""Random numbers that ranks cannot synchronise."""
+"""Random numbers that ranks cannot synchronise; of the last that is so where a loss computes its own part."""
 
 
 class HidesInRows(cz.RowLoss):
@@ -177,6 +151,11 @@ class HidesInCompute(Loss):
             similarity = scaled(similarity)
         similarity = similarity + self.noise(similarity)
         return batch.reduce(similarity.tanh().sum(1) + weight.sum() * z.square().sum(1))
+
+
+class ScaleAfter(HidesInCompute):
+    def compute(self, batch: Batch) -> Tensor:
+        return (self.weight * batch.reduce(batch.rows["embeddings"].square().sum(1))).sum()
 
 
 class OwnForward(cz.SupCon):
@@ -264,6 +243,7 @@ LABELLED: dict[str, Callable[[], Any]] = {
     "Held": Held,
     "hides in rows": HidesInRows,
     "hides in compute": HidesInCompute,
+    "a parameter after the mean": ScaleAfter,
     "closure": closure,
     "partial": lambda: functools.partial(scaled, scale=2.0, power=torch.tensor(2.0)),
     "object": lambda: Called(1.0),
@@ -282,7 +262,6 @@ STATEFUL: dict[str, Callable[[], Any]] = {
     "SINCERE, annealed": lambda: cz.SINCERE(temperature=Annealed()),
     "NormalizedSoftmax, annealed": lambda: cz.NormalizedSoftmax(5, 4, temperature=Annealed()),
     "Triplet, annealed": lambda: cz.Triplet(margin=Annealed()),
-    "SupCon, spectral norm": lambda: cz.SupCon(temperature=Spectral()),
     "WeightedSum, annealed": lambda: cz.WeightedSum([cz.SupCon(temperature=Annealed()), cz.Triplet()]),
     "a labelled memory": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=cz.LearnableTemperature()), 16, 4),
     "a labelled memory, annealed": lambda: cz.CrossBatchMemory(cz.SupCon(temperature=Annealed()), 16, 4),
