@@ -45,9 +45,7 @@ class Training:
     def __init__(self, fault: "Fault", rank: int, failing_rank: bool) -> None:
         torch.manual_seed(0)
         self.fault, self.rank, self.failing_rank, self.step = fault, rank, failing_rank, 0
-        self.encoder: nn.Module = nn.Linear(8, 4)
-        if fault.ddp:
-            self.encoder = nn.parallel.DistributedDataParallel(self.encoder)
+        self.encoder = nn.Linear(8, 4)
         self.loss_fn = cz.DistributedLoss(self.loss())
 
     def loss(self) -> Any:
@@ -79,8 +77,7 @@ class Training:
                 loss = self.loss_fn(a, b)
                 self.act(AFTER)
                 loss.backward()
-                if not self.fault.ddp:
-                    cz.average_gradients(self.encoder)
+                cz.average_gradients(self.encoder)
 
     def call_again(self) -> None:
         self.loss_fn(torch.randn(6, 4), torch.randn(6, 4))
@@ -103,7 +100,6 @@ class Fault(NamedTuple):
     where: str
     action: Callable[[Training], object]
     late: bool = False  # whether nothing but a time-out tells the others
-    ddp: bool = False  # whether DDP reduces gradients, in the same process group
     everywhere: bool = False
     two_hosts: bool = False  # whether half of the ranks are on another host
 
@@ -154,7 +150,6 @@ FAULTS: dict[str, Fault] = {
     "Ctrl-C in the loss": Fault(IN_ROWS, interrupt),
     LINK_CUT: Fault(BEFORE, lambda _: subprocess.run(CUT, check=True), late=True, two_hosts=True),
     "one call more than elsewhere": Fault(AFTER, Training.call_again),
-    "one call more than elsewhere, under DDP": Fault(AFTER, Training.call_again, ddp=True),
     "a shorter epoch": Fault(BEFORE, stay_away, late=True),
     # on every rank: the workers would wait for each other
     "the loss in a forked worker": Fault(BEFORE, Training.call_in_worker, everywhere=True),

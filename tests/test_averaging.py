@@ -1,7 +1,5 @@
 """average_gradients leaves behind what DDP leaves behind."""
 
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import contrastive_zoo as cz
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import averaging
-from tests.helpers import close, common_error, drawn, groups, numbers
+from tests.helpers import close, drawn, groups, numbers
 
 Gradients = dict[str, Tensor | None]
 
@@ -74,13 +72,6 @@ def test_a_group_averages_gradients_of_any_layout_among_itself(worlds: Worlds) -
         close(found, (numbers(3, 4, seed=rank % 2) + numbers(3, 4, seed=rank % 2 + 2)).T / 2)
 
 
-def good() -> float:
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.grad = torch.full((1, 1), float(dist.get_rank()))
-    cz.average_gradients(model)
-    return model.weight.grad.item()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_mean_fits_where_the_sum_does_not(dtype: torch.dtype, worlds: Worlds) -> None:
     def job() -> tuple[Tensor, Tensor, Tensor]:
@@ -96,49 +87,3 @@ def test_a_mean_fits_where_the_sum_does_not(dtype: torch.dtype, worlds: Worlds) 
         for found in worlds.run(world_size, job):
             for x, scale in zip(found, (1, 1, world_size), strict=True):
                 torch.testing.assert_close(x, torch.full_like(x, 40_000.0 / scale))
-
-
-def of_zeros(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
-def sharded() -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(nn.Linear(2, 4))
-
-
-DISAGREE = "average_gradients: ranks disagree on", "rank 0", "rank 1"
-REFUSED: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
-    "width": (lambda rank: nn.Linear(2, 3 + rank), (*DISAGREE, "weight", "[3, 2]", "[4, 2]", "the same on every rank")),
-    "number": (
-        lambda rank: nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)]),
-        (*DISAGREE, "1.weight", "brought none"),
-    ),
-    "frozen": (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), (*DISAGREE, "weight", "rank 1 brought none")),
-    "dtype": (lambda rank: nn.Linear(2, 2).to((torch.float32, torch.float64)[rank]), (*DISAGREE, "float32", "float64")),
-    "a generator": (lambda rank: nn.Linear(2, 2).parameters(), ("got generator. Pass the model itself",)),
-    "a list on a rank": (lambda rank: [nn.Linear(2, 2), []][rank], ("got list",)),
-    "DTensors": (lambda rank: sharded(), ("are DTensors (weight)", "leave average_gradients out")),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_differs_or_is_no_plain_module_is_refused_on_every_rank(what: str, worlds: Worlds) -> None:
-    make, words = REFUSED[what]
-
-    def bad() -> None:
-        model = make(dist.get_rank())
-        cz.average_gradients(of_zeros(model) if isinstance(model, nn.Module) and what != "DTensors" else model)
-
-    text, after = common_error(worlds, 2, bad, good)
-    assert text.startswith("average_gradients: ")
-    assert all(word in text for word in words), text
-    assert after == [0.5, 0.5]
-
-
-def test_one_process_refuses_what_is_no_module() -> None:
-    with pytest.raises(ValueError, match="got list"):
-        cz.average_gradients([])  # type: ignore[arg-type]  # the mistake

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import close, common_error, drawn, error_message, groups, local_shard, numbers, refused
+from tests.helpers import close, drawn, error_message, groups, local_shard, numbers, refused
 
 N, D = 7, 3
 SPLITS = [(3, 4), (7, 0), (1, 4, 2), (0, 5, 2)]
@@ -101,7 +100,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, Tens
     "any views": (lambda *views: views[0].sum(), uneven),
     "a function of torch": (torch.dist, uneven),
     "one tensor twice": (lambda a, b: (a @ b.T).exp().mean(), twice_on_rank_0),
-    "one tensor twice, an own loss": (cz.Clip(), twice_on_rank_0),
+    "one tensor twice, of this library": (cz.Clip(), twice_on_rank_0),
 }
 
 
@@ -142,6 +141,10 @@ def last_of_all(embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_lab
     return longest, longest if ref_emb is None else len(ref_emb) + longest, longest[torch.randperm(len(longest))]
 
 
+def insisting(embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
+    return third_party(embeddings, labels, indices_tuple)
+
+
 @pytest.mark.parametrize("shards", SPLITS, ids=str)
 def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worlds: Worlds) -> None:
     x = numbers(N, D, seed=1)
@@ -152,7 +155,7 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
         indices = DistributedMiner(last_of_all)(rows, labels)
         references = DistributedMiner(last_of_all)(rows, labels, rows, labels)
         outside = cz.DistributedLoss(third_party)(rows, labels, indices)
-        inside = cz.DistributedLoss(third_party, miner=last_of_all)(rows, labels)
+        inside = cz.DistributedLoss(insisting, miner=last_of_all)(rows, labels)
         assert not any(x.requires_grad for x in indices)
         return tuple(indices), tuple(references), outside, inside, torch.rand(1)
 
@@ -170,13 +173,41 @@ def test_a_miner_finds_the_same_inside_and_by_itself(shards: Sequence[int], worl
     assert found[1][4] != found[0][4]
 
 
-class OwnWeights(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(D, generator=torch.Generator().manual_seed(seed)).double())
+def draws(*_: Any, **named: Any) -> list[float]:
+    """From every stream there is; an odd number of Gaussians, of which generators keep one in hand."""
+    return [torch.rand(()).item(), np.random.rand(), np.random.randn(), random.random(), random.gauss()]
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return (embeddings @ self.weight).square().mean()
+
+def drawn_alone(seed: int, times: int) -> list[list[float]]:
+    for seeded in (torch.manual_seed, np.random.seed, random.seed):
+        seeded(seed)
+    return [draws() for _ in range(times)]
+
+
+def broken(embeddings: Tensor, labels: Tensor) -> Tensor:
+    raise ZeroDivisionError(draws())
+
+
+@pytest.mark.parametrize(("where", "world_size"), drawn(["loss", "miner"], [1, 2, 3], one_in=2))
+def test_chance_is_rank_0s_everywhere_and_the_other_ranks_keep_their_own(where, world_size, worlds: Worlds) -> None:
+    """Also after a loss that has drawn and raised."""
+
+    def job() -> list[list[float]]:
+        found, miner = drawn_alone(100 + rank(), 1), draws if where == "miner" else None
+        loss_fn = cz.DistributedLoss(
+            lambda embeddings, labels, indices_tuple=None: (embeddings.sum(), indices_tuple or draws()), miner=miner
+        )
+        found += [loss_fn(z(), y())[1] for _ in range(2)]
+        with pytest.raises(ZeroDivisionError):
+            cz.DistributedLoss(broken)(z(), y())
+        return [*found, draws()]
+
+    ((first, *of_calls, _, last),) = worlds.run(1, drawn_alone, 100, 5)
+    found = worlds.run(world_size, job)
+    assert found[0] == [first, *of_calls, last]
+    for number in range(1, world_size):
+        ((local_first, local_last),) = worlds.run(1, drawn_alone, 100 + number, 2)
+        assert found[number] == [local_first, *of_calls, local_last]
 
 
 def of_own_chance(generator: Callable[[], float]) -> Callable[..., Any]:
@@ -190,10 +221,6 @@ OF_VALUE = (
     "chance: its last value came out differently on two ranks … rank 0 found … rank 1 found … generator of its own"
 )
 DISAGREEING: dict[str, tuple[Callable[[], Callable[..., Any]], str]] = {
-    "weights": (
-        lambda: OwnWeights(seed=rank()),
-        "OwnWeights: the loss's parameters, buffers or settings differ between ranks: weight has norm",
-    ),
     "a generator": (lambda: of_own_chance(np.random.default_rng(rank()).random), OF_VALUE),
     "a millionth": (lambda: of_own_chance(itertools.repeat(1 + 1e-6 * rank()).__next__), OF_VALUE),
     "NaN on one rank": (lambda: of_own_chance(itertools.repeat(torch.nan if rank() else 1.0).__next__), OF_VALUE),
@@ -245,10 +272,10 @@ def test_an_alarm_is_raised_once_at_the_next_call(worlds: Worlds) -> None:
     assert worlds.run(2, job) == [[4, 10]] * 2
 
 
-def test_a_row_loss_takes_embeddings_and_labels_by_name() -> None:
+def test_a_loss_takes_arguments_by_name() -> None:
     loss = cz.DistributedLoss(cz.Triplet())
-    close(loss(z(6), labels=y(6)), loss(z(6), y(6)))
-    close(loss(labels=y(6), embeddings=z(6)), loss(z(6), y(6)))
+    for named in ({"labels": y(6), "embeddings": z(6)}, {"embeddings": z(6), "labels": y(6)}):
+        close(loss(**named), loss(z(6), y(6)))
 
 
 def messages(job: Callable[[], Any]) -> int:
@@ -277,24 +304,6 @@ def test_few_rows_take_few_messages(worlds: Worlds) -> None:
 
     # a handshake that the rows follow, and one stream of random numbers; the comparison of values takes none
     assert worlds.run(2, third_party_steps) == [[8, 8]] * 2
-
-
-def test_many_rows_take_the_engines_way(worlds: Worlds) -> None:
-    """Many are 600, or 150 of a large width in each of two views."""
-
-    def takes_engine(loss: Any, *sizes: int, width: int = D) -> list[bool]:
-        views = [numbers(n, width, seed=7 + rank()).requires_grad_() for n in sizes]
-        return [messages(lambda x=x: loss(x, x).backward()) > 4 for x in views]
-
-    def job() -> list[list[bool]]:
-        return [
-            takes_engine(cz.DistributedLoss(cz.Clip()), 600, 600, 4, 4, 600, 600),
-            takes_engine(cz.DistributedLoss(cz.NTXent()), 150, 150),
-            takes_engine(cz.DistributedLoss(cz.NTXent()), 150, 150, width=2048),
-        ]
-
-    expected = [[True, True, False, False, True, True], [False] * 2, [True] * 2]
-    assert worlds.run(2, job) == [expected] * 2
 
 
 def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:
@@ -342,9 +351,6 @@ def test_attributes_of_the_loss_are_set_through_the_wrapper() -> None:
         loss_fn.nothing  # noqa: B018 - it is read
 
 
-SAME = numbers(4, D, seed=1)
-
-
 def other(n: int = 4, seed: int = 0) -> Tensor:
     return numbers(n, D, seed=100 * seed + rank()).requires_grad_()
 
@@ -362,58 +368,6 @@ def test_one_tensor_as_both_arguments(worlds: Worlds) -> None:
     close(torch.cat(gradients), torch.autograd.grad(value, whole)[0])
 
 
-class DrawingOnRank1(cz.RowLoss):
-    """A user's loss whose candidates need random numbers, on one rank or on both."""
-
-    of_all: bool = False
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        if rank() == 1 or self.of_all:
-            torch.rand(())
-        return (similarity * negative).sum(1), negative.any(1)
-
-
-def after_a_validation() -> None:
-    loss = cz.DistributedLoss(cz.NTXent())
-    with torch.no_grad():
-        loss(other(), other(seed=5))
-    loss(SAME, SAME + 1)
-
-
-def in_a_checkpoint(*, reentrant: bool) -> None:
-    loss = cz.DistributedLoss(cz.CrossBatchMemory(cz.InfoNCE(), 8, D))
-    checkpoint(loss, other().float(), other(seed=1).float(), use_reentrant=reentrant).backward()
-
-
-def drawing(*, of_all: bool) -> None:
-    cz.DistributedLoss(DrawingOnRank1(of_all=of_all, reduction="none"))(other(), torch.arange(4) % 2)
-
-
-def same_on_rank_0() -> None:
-    rows = other()
-    cz.DistributedLoss(lambda a, b: (a @ b.T).sum())(rows, rows.clone() if rank() else rows)
-
-
-GATHERED = "NTXent: every rank brought the very same embeddings"
-TWICE = "CrossBatchMemory: a backward pass computes the loss again, as torch.utils.checkpoint does"
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "gathered before": (lambda: cz.DistributedLoss(cz.NTXent())(SAME, SAME + 1), GATHERED),
-    "gathered before, after a validation": (after_a_validation, GATHERED),
-    "anchors of a loss that draws": (lambda: drawing(of_all=True), "reduction='none'"),
-    "anchors of a loss that draws on rank 1": (lambda: drawing(of_all=False), "reduction='none'"),
-    "a memory in a checkpoint": (lambda: in_a_checkpoint(reentrant=False), TWICE),
-    "a memory in a reentrant checkpoint": (lambda: in_a_checkpoint(reentrant=True), TWICE),
-    "one tensor on some rank only": (same_on_rank_0, "ranks disagree on which arguments are one tensor"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_every_rank_refuses_alike(what: str, worlds: Worlds) -> None:
-    bad, words = REFUSED[what]
-    text, _ = common_error(worlds, 2, bad, lambda: cz.DistributedLoss(cz.NTXent())(other(), other(seed=1)).item())
-    assert words in text
-
-
 def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
     def job() -> tuple[str | None, bool]:
         bad = other().detach()
@@ -422,12 +376,6 @@ def test_a_world_for_a_process_group_keeps_the_options(worlds: Worlds) -> None:
         return error_message(lambda: loss(bad, other(seed=1))), bool(loss(bad, other(seed=1)).isnan())
 
     assert worlds.run(2, job) == [(None, True)] * 2
-
-
-@pytest.mark.parametrize("group", [1, "dp", object])
-def test_what_names_no_processes(group: Any) -> None:
-    with pytest.raises(ValueError, match="process_group: a process group, a 1-d DeviceMesh, a World or None"):
-        cz.World.of(group)
 
 
 def test_subgroups_do_not_share_what_they_reserve(worlds: Worlds) -> None:

@@ -405,3 +405,16 @@ def test_a_rank_may_encode_alone_without_gradients(worlds: Worlds) -> None:
             return len(cz.GradCache(mlp(), 2)(numbers(5, IN, seed=0)))
 
     assert worlds.run(2, job) == [5, 0]
+
+
+class Spectrum(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(super().forward(x))
+
+
+def test_complex_outputs() -> None:
+    model, x = Spectrum(4, 3).double(), numbers(5, 4, seed=1)
+    expected, found = (
+        torch.autograd.grad(run(x).abs().square().sum(), model.weight) for run in (model, cz.GradCache(model, 2))
+    )
+    close(found[0], expected[0])

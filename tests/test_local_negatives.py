@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import contrastive_zoo as cz
 from contrastive_zoo.loss_base.loss import Loss
@@ -24,13 +24,32 @@ def y(n: int) -> Tensor:
     return torch.arange(n) % 2
 
 
+class HoldsALoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = cz.NTXent()
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        return self.loss(view1, view2)
+
+
+WRAPPED = cz.NTXent, HoldsALoss, lambda: lambda view1, view2: cz.NTXent()(view1, view2)
+"""Losses of all embeddings in a wrapper, also if they are called by code of the user's."""
+
+
 def test_a_bare_loss_among_several_processes_warns_once_and_is_local(worlds: Worlds) -> None:
     def job() -> tuple[list[tuple[str, str]], list[Tensor]]:
+        rows, whole = z(4 + dist.get_rank()), torch.cat([z(4, 0), z(5, 1)]).detach()
+        Loss._warned_about_local_negatives = True
+        expected = cz.NTXent()(whole, whole)
         Loss._warned_about_local_negatives = False
-        rows = z(4 + dist.get_rank())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            cz.DistributedLoss(cz.NTXent())(rows, rows)
+            for make in WRAPPED:
+                loss = make()
+                before = [{*vars(x)} for x in loss.modules()] if isinstance(loss, nn.Module) else []
+                close(cz.DistributedLoss(loss)(rows, rows).detach(), expected)
+                assert before == ([{*vars(x)} for x in loss.modules()] if isinstance(loss, nn.Module) else [])
             assert not caught
             found = [cz.NTXent()(rows, rows), cz.NTXent()(rows, rows), cz.SupCon()(rows, y(len(rows)))]
         assert {x.category for x in caught} == {UserWarning}

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,7 +11,7 @@ import contrastive_zoo as cz
 from contrastive_zoo.engine.masks import PairMasks
 from contrastive_zoo.testing.batch import splits
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import common_error, groups, local_shard, split
+from tests.helpers import groups, local_shard, split
 
 SHARDS = splits((1, 2, 3, 4), min_samples=0, max_per_rank=3)
 
@@ -72,31 +70,3 @@ def test_masks_stay_within_a_group(worlds: Worlds) -> None:
             ]
 
     assert worlds.run(3, job) == [[[[1]], [[0]], [[0]]], [[[1, 0]], [[0, 0]], [[0, 1]]], [[[0, 1]], [[0, 0]], [[1, 0]]]]
-
-
-MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "float ids": (lambda: cz.engine.pair_masks(torch.ones(2)), ("one integer per row", "float32 [2]", "ids.long()")),
-    "one-hot ids": (
-        lambda: cz.engine.pair_masks(torch.eye(2).long()),
-        ("one integer per row", "int64 [2, 2]", "argmax(1)"),
-    ),
-    "float ids on one rank": (
-        lambda: cz.engine.pair_masks(torch.ones(2) if dist.get_rank() else torch.ones(2).long()),
-        ("rank 1: ", "float32 [2]"),
-    ),
-    "negative n": (lambda: cz.engine.global_sample_ids(-1), ("n >= 0 and views >= 1", "n=-1")),
-    "negative n on one rank": (lambda: cz.engine.global_sample_ids(-dist.get_rank()), ("rank 1: ", "n=-1")),
-    "no views": (lambda: cz.engine.global_sample_ids(2, views=0), ("views=0",)),
-    "other views": (
-        lambda: cz.engine.global_sample_ids(2, views=1 + dist.get_rank()),
-        ("disagree on views", "has 1", "has 2"),
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_on_every_rank(mistake: str, worlds: Worlds) -> None:
-    bad, words = MISTAKES[mistake]
-    text, after = common_error(worlds, 2, bad, lambda: cz.engine.global_sample_ids(1).item())
-    assert all(word in text for word in words), text
-    assert after == [0, 1]

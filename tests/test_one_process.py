@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
 from contrastive_zoo.ranks import one_process
+from contrastive_zoo.ranks.compat import default_group
 from contrastive_zoo.ranks.one_process import in_one_process
 from contrastive_zoo.testing.worlds import Worlds
 from contrastive_zoo.wrapper import loss_call
@@ -288,12 +290,9 @@ def held_graph() -> list[float]:
     return [float(gradient)]
 
 
-def test_what_a_loss_holds_communicates_between_all_ranks(worlds: Worlds) -> None:
-    assert worlds.run(2, held_graph) == [[2.0]] * 2
-
-
-def hooked() -> list[int]:
-    sizes: list[int] = []
+def hooked() -> list[float]:
+    """A hook of a tensor sees all ranks, as the page says."""
+    sizes: list[float] = []
 
     def loss(z: Tensor) -> Tensor:
         z = 2 * z
@@ -302,10 +301,6 @@ def hooked() -> list[int]:
 
     cz.DistributedLoss(loss)(numbers(3, D, seed=dist.get_rank()).requires_grad_()).backward()
     return sizes
-
-
-def test_a_hook_of_a_tensor_sees_all_ranks_as_the_page_says(worlds: Worlds) -> None:
-    assert worlds.run(2, hooked) == [[2], [2]]
 
 
 class Squared(torch.autograd.Function):
@@ -363,40 +358,18 @@ def test_a_checkpoint_calls_encoder_and_wrapper_anew_for_all_ranks(reentrant: bo
             close(x, y)
 
 
-class RaisesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sum()
+def nested() -> list[float]:
+    """A wrapper within a loss sees one process."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError(f"in a world of {dist.get_world_size()}")
-
-
-def after_an_error() -> tuple[str | None, int]:
-    value = cz.DistributedLoss(lambda z: RaisesInBackward.apply(z))(
-        numbers(3, D, seed=dist.get_rank()).requires_grad_()
-    )
-    return error_message(value.backward, KeyError), dist.get_world_size()
-
-
-def test_an_error_in_the_backward_pass_leaves_the_group_as_it_was(worlds: Worlds) -> None:
-    assert worlds.run(2, after_an_error) == [("'in a world of 1'", 2)] * 2
-
-
-def nested() -> float:
     def loss(z: Tensor) -> Tensor:
         return cz.DistributedLoss(torch.sum)(z)
 
-    return float(cz.DistributedLoss(loss)(numbers(3 + dist.get_rank(), D, seed=dist.get_rank())))
+    rows = numbers(7, D, seed=1).split([3, 4])[dist.get_rank()]
+    return [float(cz.DistributedLoss(loss)(rows) - numbers(7, D, seed=1).sum())]
 
 
-def test_a_wrapper_within_a_loss_sees_one_process(worlds: Worlds) -> None:
-    total = sum(float(numbers(3 + rank, D, seed=rank).sum()) for rank in range(2))
-    assert worlds.run(2, nested) == [pytest.approx(total, abs=1e-12)] * 2
-
-
-def world_sizes_of_threads() -> list[int]:
+def world_sizes_of_threads() -> list[float]:
+    """Other threads see all ranks."""
     group, sizes = dist.group.WORLD, []
 
     def during(z: Tensor) -> Tensor:
@@ -412,5 +385,64 @@ def world_sizes_of_threads() -> list[int]:
     return [*sizes, dist.get_world_size()]
 
 
-def test_other_threads_see_all_ranks(worlds: Worlds) -> None:
-    assert worlds.run(2, world_sizes_of_threads) == [[1, 2, 1, 1, 2]] * 2
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [(held_graph, [2]), (hooked, [2]), (nested, [0]), (world_sizes_of_threads, [1, 2, 1, 1, 2])],
+)
+def test_who_sees_how_many_ranks(job: Callable[[], list[float]], expected: list[float], worlds: Worlds) -> None:
+    assert worlds.run(2, job) == [pytest.approx(expected, abs=1e-12)] * 2
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+ONE = {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # LOCAL_RANK names the device
+
+
+def environment() -> tuple[dict[str, str], int]:
+    """Return torchrun's variables and the number of ranks, as code of the user's reads them here."""
+    return {name: x for name, x in os.environ.items() if name in TORCHRUN}, dist.get_world_size()
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list[Any]) -> Tensor:
+        ctx.found = found
+        found.append(environment())
+        with patch.dict(os.environ):  # writes what it has read
+            pass
+        with ThreadPoolExecutor(1) as other:
+            other.submit(in_one_process, environment, "another", cz.World.of()).result()
+        found.append(environment())
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.found.append(environment())
+        raise KeyError("after it is read")
+
+
+def environments(*variables: str) -> list[Any]:
+    found: list[Any] = []
+    group: Any = dist.group.WORLD
+
+    def loss(z: Tensor) -> Tensor:
+        value = Reads.apply(z, found)
+        with default_group(group):  # as a checkpoint's hooks have it, which call the encoder anew
+            found.append(environment())
+        return value
+
+    with patch.dict(os.environ, {name: TORCHRUN[name] for name in variables}):
+        value = cz.DistributedLoss(loss)(numbers(3, 2, seed=dist.get_rank()).requires_grad_())
+        found.append(environment())
+        error_message(value.backward, KeyError)
+        found.append(environment())
+    return found
+
+
+def test_a_loss_reads_the_environment_of_one_process_also_in_a_backward_pass_that_raises(worlds: Worlds) -> None:
+    for found in worlds.run(2, environments, *TORCHRUN):
+        of_all = TORCHRUN, 2
+        assert found == [(ONE, 1), (ONE, 1), of_all, of_all, (ONE, 1), of_all]
+
+
+def test_a_loss_reads_no_environment_where_there_is_none(worlds: Worlds) -> None:
+    assert [[variables for variables, _ in found] for found in worlds.run(2, environments)] == [[{}] * 6] * 2

@@ -72,52 +72,46 @@ def room(module: str) -> int:
 FORMULAS = [module for module in modules("losses") if module not in MEMORIES]
 
 
-def fresh(script: str) -> list[str]:
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+IMPORTS = """import json, sys
+loaded = lambda *names: sorted({m.partition(".")[0] for m in sys.modules} & {*names})
+inner = lambda room="": [m for m in sys.modules if m.startswith(f"contrastive_zoo.{room}")]
+import contrastive_zoo as cz
+found = {"alone": [*loaded("torch", "numpy", "jaxtyping"), *inner()]}
+
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.distributed.distributed_c10d import _World
+state = lambda: [Join.__enter__, Join.__exit__, _World.default_pg]
+before, others = state(), {*sys.modules}
+from contrastive_zoo.losses import NTXent
+found["names"] = [cz.losses.NTXent is NTXent is cz.NTXent, "NTXent" in dir(cz)]
+[getattr(cz, name) for name in cz.__all__]
+new = {m.partition(".")[0] for m in {*sys.modules} - others}
+optional = {"hypothesis", "pytest", "cloudpickle", "matplotlib", "typer", "rich", "faiss", "sklearn", "pandas", "scipy"}
+found["optional"] = sorted(new & {*optional, "pytorch_metric_learning"}) + inner("testing.")
+from contrastive_zoo.ranks.compat import default_group
+imported = state() == before
+with default_group(None): inside = state() == before
+outside = state() == before
+cz.DistributedLoss(cz.NTXent())
+found["torch"] = [imported, inside, outside, state() == before]
+found["names"].append(cz.testing.__name__)
+print(json.dumps(found))"""
+
+
+def test_what_an_import_loads_and_changes() -> None:
+    """The plugin and the command line start without torch, in a third of the time; optional packages stay where they are.
+
+    torch's join context is watched from the first wrapper on; the default process group is another within a call only.
+    """
+    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
-def test_importing_the_package_imports_nothing_else() -> None:
-    """The pytest plugin and the command line start without torch, in a third of the time."""
-    heavy = "{m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy', 'jaxtyping'}"
-    inner = "{m for m in sys.modules if m.startswith('contrastive_zoo.')}"
-    script = f"import json, sys, contrastive_zoo; print(json.dumps([*{heavy}, *{inner}]))"
-    assert fresh(script) == []
-
-
-def test_using_the_library_imports_no_optional_package() -> None:
-    optional = "{'hypothesis', 'pytest', 'cloudpickle', 'matplotlib', 'typer', 'rich', 'faiss', 'sklearn'}"
-    optional += " | {'pytorch_metric_learning', 'pandas', 'scipy'}"
-    script = (
-        "import json, sys, torch; before = set(sys.modules)\n"
-        "import contrastive_zoo\n"
-        "[getattr(contrastive_zoo, name) for name in contrastive_zoo.__all__]\n"
-        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "testing = {name for name in sys.modules if name.startswith('contrastive_zoo.testing.')}\n"
-        f"print(json.dumps(sorted(new & ({optional}) | testing)))"
-    )
-    assert fresh(script) == []
-
-
-def test_importing_the_library_changes_nothing_of_torch() -> None:
-    """Its join context is watched from the first wrapper on; the default process group is another within a call only."""
-    script = (
-        "import json, torch\n"
-        "from torch.distributed.algorithms.join import Join\n"
-        "from torch.distributed.distributed_c10d import _World\n"
-        "state = lambda: [Join.__enter__, Join.__exit__, _World.default_pg]\n"
-        "before = state()\n"
-        "import contrastive_zoo as cz\n"
-        "from contrastive_zoo.ranks.compat import default_group\n"
-        "[getattr(cz, name) for name in cz.__all__]\n"
-        "imported = state() == before\n"
-        "with default_group(None): inside = state() == before\n"
-        "outside = state() == before\n"
-        "cz.DistributedLoss(cz.NTXent())\n"
-        "print(json.dumps([imported, inside, outside, state() == before]))"
-    )
-    assert fresh(script) == [True, False, True, False]
+    assert json.loads(run.stdout) == {
+        "alone": [],
+        "names": [True, True, f"{NAME}.testing"],
+        "optional": [],
+        "torch": [True, False, True, False],
+    }
 
 
 def test_every_public_name_exists_and_has_a_docstring() -> None:
@@ -147,44 +141,24 @@ def test_losses_and_memories_are_names_of_their_room() -> None:
     assert all(getattr(cz.losses, name) is getattr(cz, name) for name in of_room)
 
 
-def test_a_name_is_found_in_a_new_interpreter() -> None:
-    script = """import json, contrastive_zoo as cz
-from contrastive_zoo.losses import NTXent
-print(json.dumps([cz.losses.NTXent is NTXent is cz.NTXent, cz.testing.__name__, "NTXent" in dir(cz)]))"""
-    assert fresh(script) == [True, f"{NAME}.testing", True]
-
-
-def test_the_package_imports_nothing_from_outside_the_wheel() -> None:
-    outside = {"tools", "tests", "benchmarks"}
-    assert [x for x in modules() if {name.partition(".")[0] for name in imported_names(x)} & outside] == []
-
-
-def test_the_root_holds_five_files_and_the_rooms() -> None:
+def test_the_root_holds_five_files_and_the_rooms_of_which_each_has_a_sentence_on_its_door() -> None:
     held = {x.name for x in PACKAGE.iterdir() if x.name != "__pycache__"}
     assert held == {"__init__.py", "__main__.py", "public.py", "py.typed", *ROOMS}
-
-
-def test_every_room_has_a_sentence_on_its_door() -> None:
     sentences = {name: (ast.get_docstring(tree(name)) or "").partition("\n")[0] for name in ROOMS}
     assert {name: text for name, text in sentences.items() if not 30 < len(text) < 130} == {}
 
 
-def test_imports_point_to_rooms_before() -> None:
-    arrows = [
-        (x, other) for x in modules() if x not in ("", "__main__", "public") for other in imported_modules(x) - {""}
-    ]
-    assert [(x, other) for x, other in arrows if room(other) > room(x)] == []
-
-
-def test_kernels_import_no_engine() -> None:
-    """Modules of the engine's room call kernels, and not the reverse."""
-    arrows = [(x, other) for x in modules("engine.kernels") for other in imported_modules(x)]
-    assert [(x, other) for x, other in arrows if not other.startswith(("ranks.", "engine.kernels"))] == []
-    assert arrows
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_imports_point_to_rooms_before_in_no_circle() -> None:
+    """Modules of the engine's room call kernels, and not the reverse; nothing outside the wheel is imported."""
     arrows = {module: imported_modules(module) - {module, ""} for module in modules()}
+    of_rooms = [(x, other) for x in modules() if x not in ("", "__main__", "public") for other in arrows[x]]
+    assert ("losses.nt_xent", "engine.batch") in of_rooms
+    assert [(x, other) for x, other in of_rooms if room(other) > room(x)] == []
+    of_kernels = [other for x, other in of_rooms if x.startswith("engine.kernels")]
+    assert of_kernels
+    assert [other for other in of_kernels if not other.startswith(("ranks.", "engine.kernels"))] == []
+    outside = {"tools", "tests", "benchmarks"}
+    assert [x for x in modules() if {name.partition(".")[0] for name in imported_names(x)} & outside] == []
     while free := [module for module, others in arrows.items() if not others & arrows.keys()]:
         for module in free:
             del arrows[module]
@@ -195,12 +169,6 @@ def test_no_module_of_the_package_is_imported_by_a_string() -> None:
     calls = ((module, x) for module in modules() for x in ast.walk(tree(module)) if isinstance(x, ast.Call))
     by_string = ((module, x) for module, x in calls if "import_module" in ast.unparse(x.func))
     assert [module for module, x in by_string if NAME in ast.unparse(x.args[0])] == []
-
-
-def test_imports_are_found() -> None:
-    assert imported_modules("losses.nt_xent") >= {"engine.batch", "engine.pairs", "loss_base.families"}
-    assert "wrapper.distributed" in imported_modules("testing.loss_evidence")
-    assert [room(name) for name in ("ranks.world", "engine.rowwise", "wrapper.distributed")] == [0, 1, 4]
 
 
 @pytest.mark.parametrize("under", ["losses", "loss_base"])

@@ -51,13 +51,6 @@ def test_losses_are_those_of_one_process(both: tuple[hosts.Host, hosts.Host], tm
     assert len({*places, os.readlink("/proc/self/ns/net")}) == 3
 
 
-def test_hosts_leave_nothing(both: tuple[hosts.Host, hosts.Host]) -> None:
-    with hosts.two_hosts() as others:
-        keepers = [host.namespace for host in others]
-    assert not any(path.exists() for path in keepers)
-    assert all(host.namespace.exists() for host in both)
-
-
 @pytest.mark.usefixtures("both")
 def test_a_link_that_is_cut_is_an_error_on_both_hosts() -> None:
     outcomes = faults.run_fault(faults.LINK_CUT, world_size=4)

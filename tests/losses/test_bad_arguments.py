@@ -230,6 +230,19 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: cz.cached_step(nn.Linear(3, 2), Z.split(2), lambda z: z), "loss_fn returns one number as a tensor, got"),
     (lambda: cz.cached_step([], [], lambda z: z.sum()), "cached_step: there is at least one model"),
     (lambda: cz.cached_step([nn.Linear(3, 2)], np.arange(4), Tensor.sum), "chunks are a sequence of inputs for each"),
+    (lambda: cz.MemoryQueue(0, 3), "at least 1"),
+    (lambda: cz.MemoryQueue(3, 3, dtype=torch.int64), "floating"),
+    (lambda: cz.CrossBatchMemory(cz.GIST(), 8, 3), "GIST compares a batch with itself only"),
+    (lambda: cz.CrossBatchMemory(cz.NTXent(), 8, 3), "NTXent compares a batch with itself only"),
+    (lambda: cz.CrossBatchMemory(third_party, 8, 3), "compares a batch with itself only"),
+    (lambda: cz.CrossBatchMemory(3, 8, 3), "can be called"),
+    (lambda: cz.CrossBatchMemory(cz.SupCon(), 8, 3, miner=print), "takes no miner"),
+    (lambda: cz.MomentumEncoder(nn.Linear(1, 1), momentum=1.5), "momentum is in [0, 1], got 1.5"),
+    (lambda: cz.MomentumEncoder(nn.Linear(1, 1), buffers="none"), "buffers"),
+    (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(2, 1)), "differs in 'weight'"),
+    (lambda: cz.MomentumEncoder(nn.Linear(1, 1)).update(nn.Linear(1, 1, bias=False)), "differs in 'bias'"),
+    *((lambda x=x: cz.World.of(x), "process_group: a process group, a 1-d") for x in (1, "dp", object)),
+    (lambda: cz.average_gradients([]), "got list"),
     (lambda: cz.GradCache(nn.Linear(3, 2), 0), "chunk_size=0"),
     (lambda: cz.GradCache(lambda x: x, 2), "torch.nn.Module … got function"),
     (lambda: cz.GradCache(nn.Linear(3, 2)), "chunk_size=None and chunk_tokens=None"),
@@ -263,22 +276,6 @@ def test_a_loss_without_values_is_refused_until_it_has_some(make: Callable[[], n
     assert call(empty).isfinite().all()
 
 
-def test_the_least_and_the_largest_number_decide() -> None:
-    assert is_number(torch.tensor([0.0, 1.0, 2.0]), low=0, high=2, several=True)
-    assert not is_number(torch.tensor([0.0, -1.0, 2.0]), low=0, several=True)
-    assert not is_number(torch.tensor([0.0, torch.nan, 2.0]), several=True)
-    assert is_number(torch.empty(0), several=True)
-
-
-def test_numbers_at_the_ends_of_float32_are_numbers() -> None:
-    finfo = torch.finfo(torch.float32)
-    assert is_number(finfo.max)
-    assert is_number(-finfo.max)
-    assert is_number(finfo.tiny, above=0)
-    assert is_number(1e-300)  # not divided by
-    assert not is_number(finfo.tiny / 2, above=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
 def test_a_setting_in_a_tensor_has_any_dtype(dtype: torch.dtype) -> None:
     """A momentum, and a temperature in a tensor of one number, which leaves rows their dtype."""
@@ -298,3 +295,15 @@ def test_rows_of_width_0_have_scores() -> None:
     empty = torch.empty(4, 0)
     assert cz.metrics.top_k(empty, k=1).scores.tolist() == [[0.0]] * 4
     assert cz.OrthogonalRegularization()(empty).isfinite()
+
+
+def test_what_a_number_is() -> None:
+    """The least and the largest element decide; the ends of float32 are numbers, and 1e-300 if nothing is divided by it."""
+    finfo = torch.finfo(torch.float32)
+    assert is_number(torch.tensor([0.0, 1.0, 2.0]), low=0, high=2, several=True)
+    assert is_number(torch.empty(0), several=True)
+    assert all(map(is_number, (finfo.max, -finfo.max, 1e-300)))
+    assert is_number(finfo.tiny, above=0)
+    assert not is_number(torch.tensor([0.0, -1.0, 2.0]), low=0, several=True)
+    assert not is_number(torch.tensor([0.0, torch.nan, 2.0]), several=True)
+    assert not is_number(finfo.tiny / 2, above=0)
