@@ -24,7 +24,7 @@ def with_losses(markdown: str) -> str:
         ::: contrastive_zoo.SigLIP
             options: { members: false }
         <BLANKLINE>
-        - Cost: rows: 3 GEMM. One GEMM is a matrix product of N × d × N; forward and backward are counted together.
+        - Cost: rows: 3 GEMM
         - On the command line: `siglip`
         - Elsewhere: open_clip SigLipLoss
     """
@@ -42,7 +42,7 @@ def _in_reference(entry: Entry) -> str:
     return f"""::: contrastive_zoo.{entry.cls}
     options: {{ members: false }}
 
-- Cost: {entry.engine}. One GEMM is a matrix product of N × d × N; forward and backward are counted together.
+- Cost: {entry.engine}
 - On the command line: `{entry.name}`
 """ + (f"- Elsewhere: {entry.peers}\n" if entry.peers else "")
 
