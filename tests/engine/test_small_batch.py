@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 import contrastive_zoo as cz
 from contrastive_zoo.engine import plan, small_batch
 from contrastive_zoo.engine.precision import MIN_NORM
+from contrastive_zoo.loss_base.loss import CallInputs
 from contrastive_zoo.ranks import devices
 from tests.helpers import EVERY_CASE, called, close, distance, numbers
 from tests.test_operators import dense_siglip, dense_softmaxes
@@ -176,3 +178,19 @@ def test_16_bits_under_autocast_are_multiplied_in_32() -> None:
     assert found.dtype == torch.float32
     unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (a, b)]
     close(found.double(), cz.NTXent(normalize=False)(*unit), 1e-6)
+
+
+@pytest.mark.parametrize("where", ["CPU", "accelerator"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_rank_gets_its_own_gradient_and_all_of_the_parameters(name: str, where: str, monkeypatch) -> None:
+    own, rows, batch = slice(5, 11), rows_of("gaussian", 24), CallInputs.batch
+    with path(where):
+        expected = outcome(LOSSES[name], rows, 0.07)
+        monkeypatch.setattr(CallInputs, "batch", lambda *x: replace(batch(*x), local_slice=own))
+        value, *gradients = outcome(LOSSES[name], rows, 0.07)
+    close(value, expected[0])
+    for x, y in zip(gradients[:2], expected[1:3], strict=True):
+        close(x[own], y[own])
+        assert x.count_nonzero() == x[own].numel()
+    for x, y in zip(gradients[2:], expected[3:], strict=True):
+        close(x, y)
