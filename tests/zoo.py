@@ -174,18 +174,6 @@ def dense_nt_xent(*views: Tensor, temperature: Any, reduction: str = "mean") -> 
     return dense_sup_con(torch.cat(views), torch.arange(len(views[0])).repeat(len(views)), temperature, reduction)
 
 
-class Tempered(cz.RowLoss):
-    """A user's loss with a submodule, which may change its own parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = cz.LearnableTemperature(0.3)
-
-    def rows(self, similarity: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        logits = similarity / self.temperature()
-        return torch.logsumexp(logits, 1) - logits.where(positive, 0).sum(1), positive.any(1)
-
-
 class BatchHard(cz.RowLoss):
     def __init__(self, temperature: Any = None, **settings: Any) -> None:
         super().__init__(**settings)
