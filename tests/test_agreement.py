@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import drawn, error_message, numbers
+from tests.helpers import drawn, numbers
 
 
 def test_what_tells_ranks_apart_by_its_name_is_no_difference(worlds: Worlds) -> None:
@@ -178,39 +178,3 @@ def test_a_view_with_the_negative_bit(worlds: Worlds) -> None:
 
     z = torch.view_as_complex(numbers(4, 3, 2, seed=1)).conj().imag
     assert worlds.run(2, job) == [pytest.approx(cz.SupCon()(z, LABELS).item(), rel=1e-12)] * 2
-
-
-class Bank(nn.Module):
-    """As lightly's losses with a memory: what its buffers hold is left to chance until a first forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.full((4, 5), 1e3 * (1 + dist.get_rank()), dtype=torch.float64))
-        self.register_buffer("pointer", torch.tensor([10**6 + dist.get_rank()]))
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        if self.pointer > 100:
-            self.pointer.zero_()
-            self.bank.zero_()
-        self.pointer += 1
-        self.bank[self.pointer % 4] = embeddings.detach().mean(0)
-        return (embeddings @ self.bank.T).square().sum() + 0 * labels.sum()
-
-
-def refused_at(moved: int) -> tuple[int, str]:
-    """The step at which a loss is refused, before the third of which a buffer moves by so much on rank 1."""
-    loss = Bank()
-    loss_fn = cz.DistributedLoss(loss)
-    for step in range(4):
-        loss.pointer += moved * (step == 2 and dist.get_rank() == 1)
-        if text := error_message(lambda step=step: loss_fn(rows_of(step), LABELS)):
-            return step, text
-    return 4, "pointer"
-
-
-def test_buffers_are_compared_once_a_forward_pass_has_written_them(worlds: Worlds) -> None:
-    for moved, at in ((0, 4), (1, 2)):
-        first, second = worlds.run(2, refused_at, moved)
-        assert first == second
-        assert first[0] == at
-        assert "pointer" in first[1]

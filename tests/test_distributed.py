@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 import contrastive_zoo as cz
 from contrastive_zoo.data.miner import DistributedMiner
-from contrastive_zoo.ranks.session import agree_on_shards
-from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import close, drawn, error_message, groups, local_shard, numbers, refused
 
@@ -276,34 +274,6 @@ def test_a_loss_takes_arguments_by_name() -> None:
     loss = cz.DistributedLoss(cz.Triplet())
     for named in ({"labels": y(6), "embeddings": z(6)}, {"embeddings": z(6), "labels": y(6)}):
         close(loss(**named), loss(z(6), y(6)))
-
-
-def messages(job: Callable[[], Any]) -> int:
-    with Messages() as recorded:
-        job()
-    return len(recorded.sent)
-
-
-def test_few_rows_take_few_messages(worlds: Worlds) -> None:
-    def job() -> list[int]:
-        loss = cz.DistributedLoss(cz.Clip())
-        for _ in range(20):
-            agree_on_shards("idle", {}, world=cz.World.of())  # the group forgets how many bytes it reserved
-        return [messages(lambda: loss(z(), z()).backward()) for _ in range(3)]
-
-    # the handshake and the rows; from then on the rows follow the handshake's header in one message
-    assert worlds.run(2, job) == [[2, 1, 1]] * 2
-
-    def third_party_steps() -> list[int]:
-        counts = []
-        for check_equal in (True, False):
-            loss = cz.DistributedLoss(third_party, check_equal=check_equal)
-            loss(z(), y())  # reserves bytes for the rows
-            counts.append(messages(lambda loss=loss: [loss(z(), y()) for _ in range(4)]))
-        return counts
-
-    # a handshake that the rows follow, and one stream of random numbers; the comparison of values takes none
-    assert worlds.run(2, third_party_steps) == [[8, 8]] * 2
 
 
 def test_rows_for_this_rank_alone_go_the_engines_way(worlds: Worlds) -> None:

@@ -31,7 +31,7 @@ from contrastive_zoo.ranks.session import agree_on_shards
 from contrastive_zoo.testing.interventions import splitting
 from contrastive_zoo.testing.messages import Messages
 from contrastive_zoo.testing.worlds import Worlds
-from tests.helpers import drawn, error_message, local_shard, numbers
+from tests.helpers import drawn, error_message, numbers
 from tests.own_losses import OWN_LOSSES, OwnLoss
 from tools.vectors.cases import VIEWS
 
@@ -194,36 +194,6 @@ class ShakesHandsTwice(TwoViewLoss):
 
 def test_a_second_one_is_counted(worlds: Worlds) -> None:
     assert worlds.run(2, lambda: in_a_step(OwnLoss(ShakesHandsTwice, VIEWS), in_parts=True)) == [2, 2]
-
-
-STEPS = [(3, 2), (0, 4), (700, 900), (5, 0), (1, 1)]
-"""Small batches, of which every rank computes all, and a large one, which they split."""
-
-
-class Counted(cz.NTXent):
-    computed = 0
-
-    def compute(self, batch: Batch) -> Tensor:
-        self.computed += 1
-        return super().compute(batch)
-
-
-def computed(*, hooked: bool) -> list[int]:
-    """How often the formula of a loss, and that of a member of a sum, runs in each step."""
-    loss, member, counts = Counted(temperature=0.3), Counted(temperature=0.2), []
-    if hooked:
-        loss.register_forward_hook(lambda *_: None)
-    wrapped = cz.DistributedLoss(cz.WeightedSum([loss, member, cz.InfoNCE()]))
-    for step, shards in enumerate(STEPS):
-        loss.computed = member.computed = 0
-        wrapped(*(local_shard(numbers(sum(shards), 4, seed=10 * step + i), shards) for i in range(2)))
-        counts += [loss.computed, member.computed]
-    return counts
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_formula_runs_once_in_a_step(worlds: Worlds, hooked: bool) -> None:
-    assert worlds.run(2, computed, hooked=hooked) == [[1, 1] * len(STEPS)] * 2
 
 
 F32 = torch.finfo(torch.float32).eps

@@ -139,39 +139,35 @@ def of_zoo(entry: Entry) -> Loss:
 
 
 TIED = fed(cz.Triplet, tied)
-LOSSES: dict[str, Loss] = (
-    {x.name: of_zoo(x) for x in EVERY if not x.name.startswith("MNRL")}
-    | MEMORIES
-    | {
-        "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt())),
-        "SINCERE, learnt": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels"),
-        "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum")),
-        "SigLIP, learnt": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=nn.Parameter(torch.tensor([-1.0])))),
-        "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), views=3),
-        "MNRL of pairs": Loss(lambda: mnrl("doc_to_query")),
-        "MNRL": Loss(mnrl, views=3, owners=True),
-        "MNRL, masked": Loss(lambda: MaskedMNRL(temperature=learnt()), views=3, owners=True),
-        "WeightedSum of MNRL": Loss(lambda: cz.WeightedSum([mnrl()]), views=3, owners=True, member="losses.0"),
-        "Triplet, ties": Loss(
-            lambda: TIED(mining="hard", metric="squared distance", soft=True, normalize=False), "labels"
-        ),
-        "WeightedSum, shared": Loss(weighted_sum, member="losses.1"),
-        "ArcFace, sharded": Loss(arc_face, "labels", sharded=True),
-        "WeightedSum of ArcFace, sharded": Loss(
-            lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]), "labels", member="losses.0", sharded=True
-        ),
-        "WeightedSum of states": Loss(
-            lambda: cz.WeightedSum([memory(cz.InfoNCE, 7)(), cz.TiCo(D), cz.DINO(D), cz.VICReg()]), remembers=True
-        ),
-        "WeightedSum of two of a kind": Loss(
-            lambda: cz.WeightedSum([cz.NNCLR(7, D), cz.NNCLR(5, D, temperature=0.5)]), views=4, remembers=True
-        ),
-        "PML triplet with a miner": Loss(
-            lambda: pml("TripletMarginLoss", margin=0.2), "labels", wrapper=lambda: {"miner": miner()}, third_party=True
-        ),
-        "PML proxies": Loss(lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels", third_party=True),
-    }
-)
+OF_ZOO = {x.name: of_zoo(x) for x in EVERY if not x.name.startswith("MNRL")}
+OTHERS: dict[str, Loss] = {
+    "NTXent, learnt": Loss(lambda: cz.NTXent(temperature=learnt())),
+    "SINCERE, learnt": Loss(lambda: cz.SINCERE(temperature=learnt()), "labels"),
+    "SigLIP, sum": Loss(lambda: cz.SigLIP(temperature=learnt(), reduction="sum")),
+    "SigLIP, learnt": Loss(lambda: cz.SigLIP(temperature=learnt(), logit_bias=nn.Parameter(torch.tensor([-1.0])))),
+    "InfoNCE with negatives": Loss(lambda: cz.InfoNCE(temperature=0.3), views=3),
+    "MNRL of pairs": Loss(lambda: mnrl("doc_to_query")),
+    "MNRL": Loss(mnrl, views=3, owners=True),
+    "MNRL, masked": Loss(lambda: MaskedMNRL(temperature=learnt()), views=3, owners=True),
+    "WeightedSum of MNRL": Loss(lambda: cz.WeightedSum([mnrl()]), views=3, owners=True, member="losses.0"),
+    "Triplet, ties": Loss(lambda: TIED(mining="hard", metric="squared distance", soft=True, normalize=False), "labels"),
+    "WeightedSum, shared": Loss(weighted_sum, member="losses.1"),
+    "ArcFace, sharded": Loss(arc_face, "labels", sharded=True),
+    "WeightedSum of ArcFace, sharded": Loss(
+        lambda *, whole=True: cz.WeightedSum([arc_face(whole=whole)]), "labels", member="losses.0", sharded=True
+    ),
+    "WeightedSum of states": Loss(
+        lambda: cz.WeightedSum([memory(cz.InfoNCE, 7)(), cz.TiCo(D), cz.DINO(D), cz.VICReg()]), remembers=True
+    ),
+    "WeightedSum of two of a kind": Loss(
+        lambda: cz.WeightedSum([cz.NNCLR(7, D), cz.NNCLR(5, D, temperature=0.5)]), views=4, remembers=True
+    ),
+    "PML triplet with a miner": Loss(
+        lambda: pml("TripletMarginLoss", margin=0.2), "labels", wrapper=lambda: {"miner": miner()}, third_party=True
+    ),
+    "PML proxies": Loss(lambda: pml("ProxyAnchorLoss", CLASSES, D, alpha=4), "labels", third_party=True),
+}
+LOSSES = OF_ZOO | MEMORIES | OTHERS
 LOSSES |= {name: Loss(make, "labels", user_code=True) for name, make in user_code.LABELLED.items()}
 LOSSES |= {name: Loss(make, user_code=True) for name, make in user_code.PAIRED.items()}
 LOSSES |= {name: Loss(make, "labels", remembers=True, user_code=True) for name, make in user_code.STATEFUL.items()}
