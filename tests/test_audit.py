@@ -194,15 +194,16 @@ def test_the_scaler_that_scaled_is_asked(used: int, worlds: Worlds) -> None:
     assert "a weight" not in str(report)
 
 
-def test_every_diagnosis_has_a_reason_a_fix_and_a_row_of_the_page() -> None:
+def test_every_diagnosis_has_a_reason_and_a_fix_and_the_page_names_only_these() -> None:
     for name, mistake in MISTAKES.items():
         assert mistake.why.endswith("."), name
         assert mistake.fix.endswith("."), name
     of_training = {name for name, x in MISTAKES.items() if x.of_training}
     assert {mistake for _, mistake in audit_trainings.TRAININGS.values() if mistake} <= of_training
     page = (ROOT / "docs" / "pages" / "audit-your-training.md").read_text(encoding="utf-8")
-    rows = [f"| {name} | {x.why} | {x.fix} |" for name, x in MISTAKES.items() if x.of_training]
-    assert "\n".join(["| diagnosis | what happens | fix |", "| --- | --- | --- |", *rows]) in page
+    rows = page.partition("| diagnosis | fix |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    assert rows
+    assert {name for row in rows for name in row.split(" | ")[0].strip("| ").split(", ")} <= of_training
 
 
 def train(
