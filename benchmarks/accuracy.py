@@ -1,8 +1,8 @@
-"""The error of the gradient of solved batches, ours and plain torch's, against float64, in docs/pages/accuracy.md.
+"""The error of the gradient of solved batches, ours and plain torch's, against float64, in docs/pages/measurements.md.
 
 python benchmarks/accuracy.py [--docs] [--quick]    # --quick: few embeddings and one temperature
 
-Without --quick 700 samples of 24 dimensions, the figure's nine temperatures and the table's three; the errors of one
+Without --quick 700 samples of 24 dimensions, three temperatures; the errors of one
 machine differ from another's in the last digit, because matmuls add in another order.
 """
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from suite.harness import program, progress
-from suite.report import picture
 from torch import Tensor
 
 import contrastive_zoo as cz
@@ -31,12 +30,11 @@ from contrastive_zoo.testing.worlds import Worlds
 from tests.test_solved_batches import LOSSES as SOLVED
 from tests.test_solved_batches import gradient, relative_error, views
 from tests.zoo import dense_sup_con
-from tools.pages import PAGES, table
+from tools.pages import table
 
 ROWS = 700
 NOISE = (0.3, 0.1)
 TEMPERATURES = (0.05, 0.02, 0.01)
-FIGURE_TEMPERATURES = (0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.014, 0.01)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Loss = Callable[..., Tensor]
@@ -143,60 +141,19 @@ def on(worlds: Worlds, path: str, name: str, rows: Sequence[Tensor], dtype: torc
     return torch.cat(worlds.run(ranks, lambda: our_gradient(name, path, rows, dtype, t)), 1)
 
 
-def draw(axes: Any, curves: dict[str, list[float]]) -> None:
-    for label, errors in curves.items():
-        ours = label.startswith("ours")
-        style = {"color": "#3a6ea5" if ours else "#b0413e", "linestyle": "-" if "0.3" in label else "--"}
-        axes.loglog(FIGURE_TEMPERATURES, errors, marker="o", ms=4, label=label, **style)
-    axes.axhline(1, color="#8a8a8a", lw=0.8)
-    axes.invert_xaxis()
-    ticks = (0.2, 0.1, 0.05, 0.02, 0.01)
-    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("temperature")
-    axes.set_ylabel("relative error of the gradient")
-    axes.set_title("NT-Xent of a solved batch in float32")
-    axes.legend(frameon=False)
-
-
-def curves(n: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for noise in NOISE:
-        rows = views(n, noise)
-        for t in FIGURE_TEMPERATURES:
-            truth = gradient(EXACT_NT_XENT, rows, torch.float64, temperature=t)
-            plain = gradient(PLAIN["NTXent"], rows, torch.float32, temperature=t)
-            for label, x in (("plain torch", plain), ("ours", our_gradient("NTXent", "tiled", rows, torch.float32, t))):
-                found.setdefault(f"{label}, noise {noise:g}", []).append(relative_error(x, truth))
-    return found
-
-
-def parts(lines: list[list[str]]) -> dict[str, str]:
+def part(lines: list[list[str]]) -> str:
+    """Return the table of the page: at the lowest temperature, in float32, the worst path and plain torch."""
     low = f"{min(TEMPERATURES):g}"
     first = [line for line in lines if line[1] == "float32" and line[2] == low]
-    ours, plain = [x for line in first for x in line[4:-1]], [line[-1] for line in first]
-    short = [[name, noise, max(paths, key=float), error] for name, _, _, noise, *paths, error in first]
-    answer = (
-        f"**Short answer.** In float32 at the temperature {low} the relative error of plain torch is "
-        f"{min(plain, key=float)} to {max(plain, key=float)}.\n"
-        f"That of this library is {min(ours, key=float)} to {max(ours, key=float)}. No setting is needed.\n\n"
-    )
-    count = f"<summary>All {len(lines) * (len(PATHS) + 1)} errors: losses, dtypes, temperatures and noise</summary>"
-    errors = table(["loss", "dtype", "t", "noise", *PATHS, "plain torch"], lines)
-    return {
-        "short answer": answer + table(["loss", "noise", "this library, worst path", "plain torch"], short),
-        "errors": f'<details markdown="1">\n{count}\n\n{errors}\n\n</details>',
-    }
+    short = [[name, noise, max(paths, key=float), plain] for name, _, _, noise, *paths, plain in first]
+    return table(["loss", "noise", "this library, worst path", "plain torch"], short)
 
 
 def main(given: Namespace) -> dict[str, str]:
     with Worlds() as worlds:
         lines = measured(100 if given.quick else ROWS, TEMPERATURES[-1:] if given.quick else TEMPERATURES, worlds)
-    if given.docs:
-        found = curves(ROWS)
-        picture(lambda axes: draw(axes, found), PAGES / "figures" / "accuracy.svg")
-    return parts(lines)
+    return {"accuracy": part(lines)}
 
 
 if __name__ == "__main__":
-    program(main, __doc__, page="accuracy.md", quick=False)
+    program(main, __doc__, page="measurements.md", quick=False)

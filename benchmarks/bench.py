@@ -23,7 +23,6 @@ from suite.harness import Absent
 from suite.report import (
     RESULTS,
     Results,
-    draw_figures,
     headline,
     load_results,
     medians_ms,
@@ -150,10 +149,9 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
             harness.progress(f"{time.perf_counter() - start:6.1f} s", case.name, *ms)
             RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
     if given.docs:
-        draw_figures(results)
         fill(PAGES / "index.md", {"speed": headline(results)})
     return page_parts(results)
 
 
 if __name__ == "__main__":
-    harness.program(measure, __doc__, page="benchmarks.md", full=False, only=[])
+    harness.program(measure, __doc__, page="measurements.md", full=False, only=[])

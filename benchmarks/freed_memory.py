@@ -68,4 +68,4 @@ def main(given: Namespace) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    program(main, __doc__, page="memory.md", names=CASES, runs=5)
+    program(main, __doc__, page="measurements.md", names=CASES, runs=5)

@@ -4,6 +4,7 @@ python benchmarks/memory.py [--rows 8192 16384] [--width 128] [--docs] [name …
 """
 
 from argparse import Namespace
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -13,11 +14,9 @@ from torch import Tensor
 from contrastive_zoo.testing.catalogue import CATALOGUE, Entry
 from tools.pages import table
 
-LIMIT = 400  # MB; larger figures are bold
 CLASSES = 512
 CAPTIONS = 3
 TOKENS = 16
-WITHOUT_LIMIT = ("sigreg", "lejepa")
 
 
 def made(entry: Entry, width: int) -> torch.nn.Module:
@@ -56,14 +55,17 @@ def measure(name: str, rows: int, width: int) -> float:
 
 
 def main(given: Namespace) -> dict[str, str]:
-    lines = []
+    by_engine = defaultdict[str, list[list[float]]](list)
     for name in given.names:
         found = [in_new_process(measure, name, rows, given.width) for rows in given.rows]
-        figures = (f"**{x:.0f}**" if x >= LIMIT and name not in WITHOUT_LIMIT else f"{x:.0f}" for x in found)
-        lines.append([f"`{name}`", CATALOGUE[name].engine, *figures])
-        progress(*lines[-1])
-    return {"memory": table(["loss", "engine", *(f"{rows:,} samples" for rows in given.rows)], lines)}
+        by_engine[CATALOGUE[name].engine].append(found)
+        progress(name, CATALOGUE[name].engine, *(f"{x:.0f}" for x in found))
+    lines = [
+        [engine, str(len(found)), *(f"{max(x):.0f}" for x in zip(*found, strict=True))]
+        for engine, found in by_engine.items()
+    ]
+    return {"memory": table(["engine", "losses", *(f"{rows:,} samples" for rows in given.rows)], lines, texts=1)}
 
 
 if __name__ == "__main__":
-    program(main, __doc__, page="memory.md", names=CATALOGUE, rows=[8192, 16384], width=128)
+    program(main, __doc__, page="measurements.md", names=CATALOGUE, rows=[8192, 16384], width=128)

@@ -112,4 +112,4 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    program(measure, __doc__, page="evaluation.md", rows=1_000_000, queries=10_000, width=128, k=100, rounds=3)
+    program(measure, __doc__, page="measurements.md", rows=1_000_000, queries=10_000, width=128, k=100, rounds=3)

@@ -16,8 +16,6 @@ from suite.report import number
 from torch import Tensor
 
 import contrastive_zoo as cz
-from contrastive_zoo.loss_base.loss import Loss
-from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.pages import table
 
 CLASSES = 512
@@ -53,19 +51,6 @@ def arguments(compares: str, count: int, width: int) -> list[Tensor]:
     return [*rows, *([torch.arange(count) % CLASSES] if compares == "labels" else [])]
 
 
-def refusals() -> list[list[str]]:
-    found: dict[str, list[str]] = {}
-    for entry in CATALOGUE.values():
-        loss = entry.make()
-        reason = loss.ring_problem() if isinstance(loss, Loss) else None
-        if reason:
-            settings = ", ".join(
-                f"{name}={value!r}" for name, value in entry.settings.items() if isinstance(value, str)
-            )
-            found.setdefault(reason, []).append(f"{entry.cls}({settings})" if settings else entry.cls)
-    return [[", ".join(dict.fromkeys(names)), reason] for reason, names in found.items()]
-
-
 def measured(name: str, option: str, steps: int, rows: int, width: int) -> tuple[float, float]:
     """Return the extra MB of the largest step and the median seconds of so many steps, on a rank."""
     make, compares = LOSSES[name]
@@ -96,11 +81,10 @@ def main(given: argparse.Namespace) -> Mapping[str, str]:
     size = f"{given.rows:,} samples of width {given.width} in total, {given.ranks} ranks:"
     head = [f"{unit} {x}" for unit in ("MB,", "s,") for x in SIGLIP]
     return {
-        "refusals": table(["loss", "reason"], refusals()),
-        "times": f"{size}\n\n{table(['loss', *(x for x in head if 'open_clip' not in x)], lines)}",
+        "ring": f"{size}\n\n{table(['loss', *(x for x in head if 'open_clip' not in x)], lines)}",
         "siglip": table(["ranks W", *head], siglip),
     }
 
 
 if __name__ == "__main__":
-    program(main, __doc__, page="ring.md", names=LOSSES, ranks=4, rows=8192, width=512)
+    program(main, __doc__, page="measurements.md", names=LOSSES, ranks=4, rows=8192, width=512)

@@ -107,7 +107,7 @@ def test_every_target_is_measured() -> None:
     )
 
 
-@pytest.mark.parametrize("page", ["docs/pages/accelerator.md", "benchmarks/gpu.md"])
+@pytest.mark.parametrize("page", ["docs/pages/measurements.md", "benchmarks/gpu.md"])
 def test_pages_have_the_times_of_the_model(page: str) -> None:
     gpu = pytest.importorskip("gpu")  # which needs Triton
     ceilings, text = gpu.Ceilings(*(1e12 * x for x in gpu.H100)), (ROOT / page).read_text()

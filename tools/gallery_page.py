@@ -1,6 +1,6 @@
 """Measure the gallery and write its pages: ``python -m tools.gallery_page``.
 
-Writes the tables of docs/pages/gallery.md, the sections of docs/pages/invariants.md, and the truth table in README.md.
+Writes the tables of docs/pages/gallery.md, and the truth table in README.md.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report, examine
 from contrastive_zoo.testing.evidence import CLOSE, Ratio, flat, is_near
-from contrastive_zoo.testing.invariants import INVARIANTS
 from contrastive_zoo.testing.measurement import Case, Gradients, Trial
 from contrastive_zoo.testing.worlds import RankError, Worlds
 from tools.gallery.recipe import GALLERY, PEERS, Recipe
@@ -213,16 +212,6 @@ def gallery(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def invariants() -> str:
-    sections = []
-    for invariant in INVARIANTS:
-        meaning, _, failing = invariant.meaning.partition(" When it fails, ")
-        mistake = f"*{invariant.catches}* of [the gallery](gallery.md): {_about(GALLERY[invariant.catches])}."
-        parts = f"## `{invariant.name}`", meaning, f"**When it fails,** {failing}", f"**Mistake it catches:** {mistake}"
-        sections.append("\n\n".join(parts))
-    return "\n\n".join(sections)
-
-
 def _verdicts(rows: Sequence[Row]) -> str:
     named = ((row, row.report.diagnosis.mistake if row.report.diagnosis else "right") for row in rows)
     lines = [[_title(row.recipe), mistake, effect(*row.on_even, row.on_uneven)] for row, mistake in named]
@@ -276,7 +265,6 @@ def main() -> None:
         worlds.start(1, 2, 3, 4)
         rows = measure_gallery(worlds)
     fill(PAGES / "gallery.md", gallery(rows))
-    fill(PAGES / "invariants.md", {"invariants": invariants()})
     fill(ROOT / "README.md", {"truth table": truth_table(rows)})
     print(truth_table(rows))
 

@@ -1,15 +1,14 @@
-"""The parts of docs/pages/benchmarks.md: a table for each group of cases, a table of targets; and its figures."""
+"""Tables of a run: that of docs/pages/measurements.md, and to print one for each group of cases and one of targets."""
 
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from suite.cases import CASES, TARGETS, Case, Target
 from suite.harness import DOUBTFUL, Round, quartiles, ratio, relative_spread, seconds_of
-from tools.pages import PAGES, table
+from tools.pages import table
 from tools.peer_losses.packages import FOLDER, installed
 
 Results = dict[str, Any]
@@ -29,13 +28,6 @@ GROUPS = {
 
 
 def page_parts(results: Results) -> dict[str, str]:
-    first = headline(results)
-    least, *_, most = sorted(re.findall(r"(\d+\.\d)×", first), key=float) or ["?", "?"]
-    answer = (
-        f"**Short answer.** On a CPU a step takes {least} to {most} times less time than with the losses of other "
-        "libraries below. No\npair loss holds the N × N matrix. The first table compares this library with others; all "
-        f"tables are one run of one command.\n\n{first}"
-    )
     machine, kind = results["machine"], "full" if results["full"] else "quick"
     found = [
         f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
@@ -45,7 +37,7 @@ def page_parts(results: Results) -> dict[str, str]:
         if group in results["cases"]:
             found += [f"### {title}", times(results, group)]
     found += ["### Memory", memory(results), "### Targets and measurements", targets(results)]
-    return {"short answer": answer, "results": "\n\n".join(found)}
+    return {"speed": headline(results), "results": "\n\n".join(found)}
 
 
 def headline(results: Results) -> str:
@@ -161,52 +153,6 @@ def memory(results: Results) -> str:
 def measured_cases(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:
     found = results["cases"].get(group, {})
     return ((case, found[case.name]) for case in CASES if case.group == group and case.name in found)
-
-
-COLOURS = {"ours": "#1f4e79", "ours, tiled": "#3a6ea5", "ours, kept": "#7fb2e5", "GEMM": "#8a8a8a", "dense": "#e08e45"}
-OTHERS = ("#b0413e", "#8a6bb1", "#5aa469")
-
-
-def picture(draw: Callable[[Any], None], file: Path) -> None:
-    """Draw and save a figure; equal results give equal bytes."""
-    import matplotlib as mpl
-    from matplotlib import pyplot as plt
-
-    with mpl.rc_context({"svg.hashsalt": "contrastive_zoo", "font.size": 9, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
-        axes.spines["top"].set_visible(False)
-        draw(axes)
-        figure.savefig(file, metadata={"Date": None}, transparent=False)
-        plt.close(figure)
-
-
-def by_rows(axes: Any, title: str, unit: str, values: dict[str, dict[int, float]]) -> None:
-    others = iter(OTHERS)
-    for implementation, line in values.items():
-        colour = COLOURS.get(implementation) or next(others)
-        axes.plot(*zip(*sorted(line.items()), strict=True), marker="o", ms=4, label=implementation, color=colour)
-    ticks = sorted({rows for line in values.values() for rows in line})
-    axes.set(xscale="log", yscale="log", xlabel="rows N", ylabel=unit)
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.minorticks_off()
-    axes.legend(frameon=False)
-    axes.set_title(f"NT-Xent, {title}", loc="left")
-
-
-def draw_figures(results: Results) -> None:
-    ms, megabytes = dict[str, dict[int, float]](), dict[str, dict[int, float]]()
-    for case in CASES:
-        found = results["cases"].get(case.group, {}).get(case.name)
-        if case.loss == "NT-Xent" and case.width == 128 and not case.shards and not case.clustered and found:
-            times = medians_ms(found.get("rounds", []))
-            for name, x in times.items() if len(times) > 3 else ():
-                ms.setdefault(name, {})[case.rows] = x
-            for name, x in found.get("memory", {}).items():
-                megabytes.setdefault(name, {})[case.rows] = x / 2**20
-    megabytes = {name: line for name, line in megabytes.items() if len(line) > 1}
-    folder = PAGES / "figures"
-    picture(lambda axes: by_rows(axes, "forward and backward", "ms", ms), folder / "bench-cpu-time.svg")
-    picture(lambda axes: by_rows(axes, "memory beyond the inputs", "MB", megabytes), folder / "bench-cpu-memory.svg")
 
 
 def load_results(file: Path = RESULTS) -> Results:

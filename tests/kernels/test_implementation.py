@@ -84,7 +84,7 @@ def test_a_table_of_times_decides_where_kernels_start() -> None:
     assert largest_matrix({"CLIP": {1024: (2.0, 1.0)}}) == 1024
     assert LARGEST <= largest_matrix(H100) <= LARGEST + 10
     assert 2048 < LARGEST < 16_384  # at either of which all times of the table agree
-    page = (Path(__file__).parents[2] / "docs" / "pages" / "accelerator.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "measurements.md").read_text(encoding="utf-8")
     for loss, times in H100.items():
         cells = [f"{kernels:.2f} / {matrix:.2f}" for kernels, matrix in times.values()]
         assert f"| {loss} | {' | '.join([*cells[:2], 'not measured', 'not measured', *cells[2:]])} |" in page

@@ -46,7 +46,6 @@ CONTROLS = 10  # after so many mutants the tests of one run without it: they mus
 WORLD_TIMEOUT = 20  # seconds of a job of several ranks
 SECONDS = 1800.0  # limit of the tests of one mutant
 
-OUTCOMES = ("caught", "timed out", "equivalent", "survived")
 Result = dict[str, Any]
 
 
@@ -124,30 +123,21 @@ def outcome(result: Result) -> str:
 
 
 def report(results: Sequence[Result], controls: Sequence[Result]) -> str:
-    """Return the score, and a table with a row for each module.
+    """Return the score in a sentence.
 
     Examples:
         >>> mutant = {"path": "engine/exchange.py", "place": ["f", 1], "change": "1 → 2", "verdict": "caught"}
         >>> print(report([mutant], []))
         1 mutants, 1 noticed: 100.0 % of those that are not equivalent, 100.0 % of all. 0 controls, runs of the same tests without a mutant: 0 failed.
-        <BLANKLINE>
-        | module | mutants | caught | timed out | equivalent | survived |
-        | --- | ---: | ---: | ---: | ---: | ---: |
-        | `engine/exchange.py` | 1 | 1 | 0 | 0 | 0 |
-        | all | 1 | 1 | 0 | 0 | 0 |
     """  # noqa: E501 - the line is as long in the page
-    lines = []
-    for path in [*sorted({x["path"] for x in results}), None]:
-        counts = Counter(outcome(x) for x in results if path in (None, x["path"]))
-        lines.append([f"`{path}`" if path else "all", *map(str, (counts.total(), *(counts[x] for x in OUTCOMES)))])
+    counts = Counter(map(outcome, results))
     noticed, tried = counts["caught"] + counts["timed out"], len(results) - counts["equivalent"]
     alarms = sum(x["verdict"] != "survived" for x in controls)
-    score = (
+    return (
         f"{len(results)} mutants, {noticed} noticed: {100 * noticed / max(1, tried):.1f} % of those that are not "
         f"equivalent, {100 * noticed / max(1, len(results)):.1f} % of all. {len(controls)} controls, runs of the same "
         f"tests without a mutant: {alarms} failed."
     )
-    return f"{score}\n\n{pages.table(['module', 'mutants', *OUTCOMES], lines, texts=1)}"
 
 
 def main() -> None:
