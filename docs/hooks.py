@@ -13,9 +13,6 @@ from contrastive_zoo.testing.catalogue import CATALOGUE
 from tools.formulas import mathml
 from tools.zoo_page import with_losses
 
-MEASUREMENTS = {"benchmarks.md", "memory.md"}
-"""Pages whose tables name everything; a search shows them below the pages that explain it."""
-
 _BLOCK = re.compile(
     r'<div class="(?:language-text )?highlight"><pre><span></span><code>(.*?)</code></pre></div>', re.DOTALL
 )
@@ -32,10 +29,8 @@ def _with_formula(block: re.Match[str]) -> str:
     return mathml(text) if is_formula else block[0]
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rank pages of measurements lower in a search, and list the losses of a family in its page of the reference."""
-    if page.file.src_uri in MEASUREMENTS:
-        page.meta.setdefault("search", {"boost": 0.3})
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """List the losses of a family in its page of the reference."""
     return with_losses(markdown)
 
 
