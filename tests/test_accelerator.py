@@ -479,3 +479,8 @@ def test_a_resumed_training_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     resumed(z)
     resumed.load_state_dict(loss.state_dict() | {"step": torch.tensor(1)})
     assert [resumed(z) for _ in range(2)] == first[1:]
+
+
+def test_float64_would_be_noticed() -> None:
+    with device("mps:0", float64=False) as mode, pytest.raises(AssertionError, match="has no float64"):
+        mode.put(torch.ones(2)).double()

@@ -439,3 +439,8 @@ def test_a_call_without_labels_is_the_loss_s_own_error_on_one_process() -> None:
         with pytest.raises(TypeError) as raised:
             cz.DistributedLoss(loss, prefer_native=True)()
         assert str(raised.value) == str(expected.value)
+
+
+def test_distributed_loss_keeps_a_loss_without_translation() -> None:
+    loss = L.AngularLoss()
+    assert cz.DistributedLoss(loss, prefer_native=True).loss is loss

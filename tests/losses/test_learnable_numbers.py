@@ -231,3 +231,9 @@ def test_fsdp_shards_them(name: str, fsdp2: bool, worlds: Worlds) -> None:
         for key, x in loss.named_parameters():
             assert x.grad is not None
             close(found[f"loss.{key}"], x.grad if fsdp2 else x.detach())
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_plain_definition_is_that_of_one_process(part: int, worlds: Worlds) -> None:
+    """Of every loss, on two ranks, of which one may have no samples."""
+    compare(worlds, [(name, None) for name in list(SUBJECTS)[part::4]], plain=True)

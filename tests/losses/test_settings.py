@@ -249,3 +249,9 @@ def test_a_loss_in_64_bits_takes_rows_of_32(name: str) -> None:
     assert value.dtype == torch.float32
     torch.manual_seed(0)
     assert value.item() == pytest.approx(subject()(*rows).item(), rel=1e-4, abs=1e-5)
+
+
+def test_weights_of_compositions_are_finite() -> None:
+    loss = cz.WeightedSum([cz.NTXent(), cz.InfoNCE()])
+    loss.weights = (1.0, math.inf)
+    assert said_by(lambda: loss(*VIEWS)).startswith("WeightedSum: weights must be finite")
