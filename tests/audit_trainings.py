@@ -19,7 +19,7 @@ import torch.distributed.nn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import contrastive_zoo as cz
 from contrastive_zoo.testing import mistakes
@@ -396,6 +396,50 @@ def _(x: Any) -> None:
     x.make_sampler = lambda: DistributedSampler(x.images, seed=x.rank)
 
 
+def take_part(x: Any, augment: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+    """Load the same batches on every rank, of which each takes a part."""
+    x.make_sampler = lambda: None
+    x.loss = lambda *views: OpenClip.loss(x, *(augment(y.tensor_split(x.world_size)[x.rank]) for y in views))
+
+
+@variant("a part of every batch on each rank", base=OpenClip)
+def _(x: Any) -> None:
+    take_part(x)
+
+
+@variant("a part of every batch on each rank, with noise", base=OpenClip)
+def _(x: Any) -> None:
+    torch.manual_seed(x.rank)
+    take_part(x, lambda y: y + torch.randn_like(y))
+
+
+@variant("one shard, with noise in the loop", "same shard", base=OpenClip)
+def _(x: Any) -> None:
+    x.make_sampler = lambda: DistributedSampler(x.images, x.world_size, 0)
+    torch.manual_seed(x.rank)
+    x.loss = lambda *views: OpenClip.loss(x, *(y + torch.randn_like(y) for y in views))
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples with an augmentation."""
+
+    def __init__(self, images: Tensor) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.images[index] + torch.randn_like(self.images[index])
+
+
+@variant("one shard, with noise in the dataset", "same shard", base=OpenClip)
+def _(x: Any) -> None:
+    x.images = Noisy(x.images)
+    torch.manual_seed(x.rank)
+    x.make_sampler = lambda: DistributedSampler(x.images, x.world_size, 0)
+
+
 class Sentences(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -537,7 +581,7 @@ def audit_here(module: str, name: str, without: str = "") -> AuditReport:
         stage: {name: fits for name, fits in of_stage.items() if name != without}
         for stage, of_stage in mistakes.SIGNATURES.items()
     }
-    of_samples = (lambda records: ()) if without == "_of_samples" else diagnosis._of_samples
+    of_samples = (lambda records, alone: ()) if without == "_of_samples" else diagnosis._of_samples
     with (
         patch.object(dist, "init_process_group"),
         patch.object(diagnosis, "_of_samples", of_samples),

@@ -65,7 +65,18 @@ def without_precision(job: Callable[[], AuditReport]) -> AuditReport:
         return job()
 
 
+def with_validations_in_the_step(job: Callable[[], AuditReport]) -> AuditReport:
+    def call(self: recorder.Recorder, *args: Any) -> Any:
+        with torch.enable_grad():
+            return record_call(self, *args)
+
+    record_call = recorder.Recorder._call
+    with patch.object(recorder.Recorder, "_call", call):
+        return job()
+
+
 MUTANTS: dict[Callable[[Any], AuditReport], Parts] = {
+    with_validations_in_the_step: Parts("DDP", validation="train mode, whole set"),
     without_precision: Parts("DDP", encoder="autocast inside of forward"),
 }
 

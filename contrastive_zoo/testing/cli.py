@@ -75,9 +75,9 @@ WorldSizes = Annotated[
 @app.command()
 def check(
     target: Annotated[
-        str | None,
+        str,
         typer.Argument(help="module:function that returns a loss, module:LossClass, or a name that `list` shows."),
-    ] = None,
+    ],
     world_size: WorldSizes = None,
     examples: Annotated[int, typer.Option(help="Number of global batches to test.", min=1)] = 30,
     trainer: Annotated[
@@ -99,7 +99,6 @@ def check(
     setting: Settings = None,
     wrap: Annotated[bool, typer.Option("--wrap", help="Check DistributedLoss(loss) instead of the loss.")] = False,
     json_file: JsonFile = None,
-    explain: Annotated[str | None, typer.Option(help="Explain an invariant and what breaks without it.")] = None,
 ) -> None:
     """Check in seconds whether a loss is the same function on W processes as on one, and diagnose it if it is not.
 
@@ -113,10 +112,6 @@ def check(
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
 
-    if explain is not None:
-        _explain(explain)
-    if target is None:
-        raise typer.BadParameter("missing target: module:function, module:LossClass or a name that `list` shows.")
     sys.path.insert(0, os.getcwd())
     with _output_for_json(json_file):
         make, name, call_form = find_target(target, dict(map(_setting, setting or [])), wrap)
@@ -361,19 +356,6 @@ def _setting(text: str) -> tuple[str, Any]:
         with suppress(ValueError):
             return name, parse(value)
     return name, value
-
-
-def _explain(name: str) -> None:
-    """Print the meaning of an invariant and exit."""
-    from contrastive_zoo.testing.invariants import INVARIANTS
-
-    invariants = {invariant.name: invariant for invariant in INVARIANTS}
-    if name not in invariants:
-        raise typer.BadParameter(
-            f"no invariant {name!r}.{did_you_mean(name, invariants)} The invariants are: {', '.join(invariants)}."
-        )
-    typer.echo(f"{name}: {invariants[name].meaning}\nIt catches, among others: {invariants[name].catches}.")
-    raise typer.Exit(0)
 
 
 def main() -> None:

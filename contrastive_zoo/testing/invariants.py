@@ -219,12 +219,10 @@ def same_random_numbers(trial: Trial) -> None:
     differ, as after data loading; a check reports it only if the expected value or gradient is wrong too. Applies only to
     losses with random numbers.
     """
-    plan = Plan(first_seed=0)
     require(not trial.case.step, "applies to losses, not to training steps")
-    outcomes = trial.train_on_one_process(plan)
-    draws = any(isinstance(x, Measurement) and x.drew_random_numbers for x in outcomes)
+    draws = any(isinstance(x, Measurement) and x.drew_random_numbers for x in trial.train_on_one_process())
     require(draws, "this loss draws no random numbers")
-    _same_training(trial, plan)
+    _same_training(trial, Plan(first_seed=0))
 
 
 @invariant(catches="sharded weights, W×")
@@ -249,7 +247,7 @@ def same_messages(trial: Trial) -> None:
     When it fails, a rank decides from local data what it sends: for some batch, ranks wait for each other, or match
     messages that do not belong together.
     """
-    trained = _trained(trial, Plan(record=True))
+    trained = _trained(trial, Plan(record=not trial.worlds.threads))
     first, *others = [
         [message for x in outcomes if isinstance(x, Measurement) for message in (*x.forward, *x.backward)]
         for outcomes in trained
@@ -307,5 +305,6 @@ CONTRACT = (
 STEP_INVARIANTS = (*CONTRACT, gradients_accumulate, scales_with_grad_output, same_state, finite_at_extremes)
 TRAINING_INVARIANTS = (same_at_later_steps, same_random_numbers, same_sharded_gradient, same_messages)
 INVARIANTS = (*STEP_INVARIANTS, *TRAINING_INVARIANTS)  # all invariants, of one step and of a training
+OF_BACKWARD = (gradients_accumulate, scales_with_grad_output)  # those that several further passes test
 # those that do not compare the random numbers of ranks with those of one process
 OF_SAME_DRAWS = (runs_on_every_split, gradients_accumulate, scales_with_grad_output, finite_at_extremes, same_messages)

@@ -1,7 +1,7 @@
 """The measurements of a loss on a global batch and in a training of a few steps, on one process and on W ranks."""
 
-import inspect
 import random
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_zoo.loss_base.loss import Loss
 from contrastive_zoo.loss_base.loss_modules import LossModules
 from contrastive_zoo.ranks.world import World
 from contrastive_zoo.testing.batch import FEATURES, GlobalBatch, training_of
@@ -49,27 +48,6 @@ class Case:
     @property
     def arguments(self) -> str:
         return f"{self.views} views" if self.call == "views" else "embeddings and labels"
-
-
-def call_form(loss: Any) -> tuple[Call, int]:
-    """Infer the call form of a loss from its parameters, and the number of its views.
-
-    It takes labels if a parameter has such a name, otherwise views: those that it requires, two if it takes any number.
-    """
-    inner = getattr(loss, "loss", None) or getattr(loss, "module", None)
-    if inner is not None and callable(inner) and type(loss).__name__.startswith("Distributed"):
-        return call_form(inner)
-    function = loss.inputs if isinstance(loss, Loss) else loss.forward if isinstance(loss, nn.Module) else loss
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return "labels", 2
-    is_of_labels = any(x.name.lower() in ("labels", "label", "y", "target", "targets") for x in parameters)
-    required = [
-        x for x in parameters if x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
-    ]
-    is_any = any(x.kind is x.VAR_POSITIONAL for x in parameters)
-    return "labels" if is_of_labels else "views", 2 if is_any else len(required) or 2
 
 
 COMPARED = "encoder", "parameters", "sharded", "state"  # the tensors of a measurement that one process must have, too
@@ -112,7 +90,7 @@ class Plan:
     whole: bool = False  # whether this process holds the samples of all ranks
     second_seed: int | None = None  # of a second batch; the mean of both is the loss
     one_by_one: bool = False  # whether the first backward pass runs before the second forward pass
-    record: bool = False  # whether to record collectives and the precision, which slows every operation down
+    record: bool = False  # messages of a process, the precision and draws, which slows every operation down
     edit: str = ""  # a key of interventions.EDITS
     rounding: tuple[int, torch.dtype] | None = None  # a seed, and the dtype by half a unit of which embeddings change
     first_seed: int | None = None  # of the steps' random numbers on rank 0, and one more on each further rank
@@ -194,13 +172,17 @@ class Subject:
     def measure(self, shards: Sequence[Sequence[Tensor]], plan: Plan) -> Measurement:
         """Run forward and backward on the samples of this rank; of several batches, the mean is the loss."""
         messages, states = Messages(same_draws=plan.edit == "same draws"), random_states()
-        self.recorder = LossRecorder(count=lambda: len(messages.sent))
+        sent: list[Message] = getattr(
+            threading.current_thread(), "sent", messages.sent
+        )  # a rank of threads has its own
+        sent.clear()
+        self.recorder = LossRecorder(count=lambda: len(sent))
         values: list[Tensor] = []
         returned = 0  # number of messages at the time
         for batches in [[x] for x in shards] if plan.one_by_one else [shards]:
             with messages if plan.record or messages.same_draws else nullcontext():
                 called = [self.value(x) for x in batches]
-                returned = returned or len(messages.sent)
+                returned = returned or len(sent)
                 for value in called if self.step is None else ():
                     (plan.scale * value / len(shards)).backward()
             values += called
@@ -217,8 +199,8 @@ class Subject:
             replicated,
             sharded,
             {name: x.detach().clone() for name, x in shared.shared_state().items() if not isinstance(x, nn.Parameter)},
-            forward=messages.sent[:returned],
-            backward=messages.sent[returned:],
+            forward=sent[:returned],
+            backward=sent[returned:],
             drew_random_numbers=random_states() != states,
             random_operations=messages.draws > 0,
             embeddings=[gradient for call in calls for gradient in call.embedding_gradients],

@@ -130,6 +130,7 @@ class ThreadGroup(threaded.ProcessLocalGroup):
             compute, has_splits = Exchange(), bool(data[2] or data[3])
         message = message_of(kind.lower(), sent, uneven=has_splits)
         record(message)
+        self.member.sent.append(message)
         self.begun += 1
         key, under_way = (self.title, self.begun, kind), self.member.world.collectives
         collective = Collective(compute, self.size())

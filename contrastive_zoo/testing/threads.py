@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from contrastive_zoo.testing import _rank
 from contrastive_zoo.testing.interventions import splitting
+from contrastive_zoo.testing.messages import Message
 from contrastive_zoo.testing.stacks import Where, locate
 from contrastive_zoo.testing.thread_group import BACKEND, Collective, threads_are_ranks
 from contrastive_zoo.wrapper import call_history, joins
@@ -117,6 +118,7 @@ class _Rank(threading.Thread):
         self.turns: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the rank
         self.job: Callable[[], Any] | None = None  # None once it has ended
         self.answer: Any = None
+        self.sent: list[Message] = []
         self.has_begun = False
         self.may_run: Callable[[], bool] = lambda: True
         self.wakes = math.inf  # on the world's clock

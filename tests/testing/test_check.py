@@ -17,14 +17,14 @@ from torch import nn
 import contrastive_zoo as cz
 from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
-from contrastive_zoo.testing.check import NotInvariant, check_world_size_invariance, examine
+from contrastive_zoo.testing.check import NotInvariant, call_form, check_world_size_invariance, examine
 from contrastive_zoo.testing.invariants import (
     CONTRACT,
     Broken,
     same_value_on_every_rank,
 )
 from contrastive_zoo.testing.loss_evidence import LossEvidence
-from contrastive_zoo.testing.measurement import Case, Trial, call_form
+from contrastive_zoo.testing.measurement import Case, Trial
 from contrastive_zoo.testing.mistakes import FACTS, MISTAKES, NOT_RECOGNISED, SIGNATURES, Diagnosis, diagnose, negated
 from contrastive_zoo.testing.worlds import Worlds
 from tests.helpers import EVERY_CASE

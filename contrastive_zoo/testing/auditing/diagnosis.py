@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from contrastive_zoo.testing.auditing.records import Record
-from contrastive_zoo.testing.auditing.rerun import Setting
+from contrastive_zoo.testing.auditing.rerun import SAME_BATCHES, Setting
 from contrastive_zoo.testing.auditing.step_evidence import CLIPPED, RunAgain, StepEvidence, worst
 from contrastive_zoo.testing.evidence import ROUNDING_FACTOR, flat
 from contrastive_zoo.testing.mistakes import NOT_RECOGNISED, Diagnosis, diagnose
@@ -41,7 +41,7 @@ def assemble(records: Sequence[Record], run: RunAgain) -> WorldReport:
     differing = (i + 1 for i, x in enumerate(steps[: report.steps]) if any(y.differs for y in x.quantities))
     compared = steps[: next(differing, report.steps)]  # later steps start from another state than one process
     report.quantities = _largest([x.quantities for x in compared])
-    measurements = [*_of_process(records), *_of_samples(records)]
+    measurements = [*_of_process(records), *_of_samples(records, run(Setting()) if steps else Record())]
     measurements += [x for probe in PROBES for step in steps for x in probe(step)]
     measurements += [x for step in compared for x in _of_clipping(step)]
     mistakes = [Diagnosis(mistake, measured) for mistake, measured in measurements]
@@ -86,7 +86,7 @@ def _of_process(records: Sequence[Record]) -> Found:
         yield "different numbers of steps", f"ranks 0 … {len(records) - 1} began {', '.join(map(str, begun))} steps"
 
 
-def _of_samples(records: Sequence[Record]) -> Found:
+def _of_samples(records: Sequence[Record], alone: Record) -> Found:
     digests = [[step.samples for step in record.steps] for record in records]
     together = [list(ranks) for ranks in zip(*digests, strict=False)]
     if len(records) > 1 and not records[0].shares_samples:
@@ -94,7 +94,7 @@ def _of_samples(records: Sequence[Record]) -> Found:
             count = len(together[equal[0]][0])
             yield "same shard", f"all ranks have the same {count} samples at step {equal[0] + 1}"
             return
-        yield from _in_an_epoch(records, together)
+        yield from _in_an_epoch(records, together, alone)
     if any(epoch.shuffles for epoch in records[0].samplers) and records[0].steps:
         epochs = [step.epoch for step in records[0].steps]
         for i in range(1, len(together)):  # the first step of every later epoch
@@ -103,8 +103,11 @@ def _of_samples(records: Sequence[Record]) -> Found:
                 return
 
 
-def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]]) -> Found:
+def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[bytes]]], alone: Record) -> Found:
     """Compare the indices of the ranks' loaders; without these, the contents of the samples of each step."""
+    if alone.problem == SAME_BATCHES:
+        yield "same shard", SAME_BATCHES
+        return
     loaders = [
         epochs
         for epochs in zip(*(record.samplers for record in records), strict=False)
@@ -115,6 +118,9 @@ def _in_an_epoch(records: Sequence[Record], together: Sequence[Sequence[list[byt
         total, distinct, size = sum(map(len, each)), len(set().union(*each)), epochs[0].size
         if len(seeds := {x.seed for x in epochs if isinstance(x.seed, int)}) > 1 and total > distinct:
             yield "sampler seeded per rank", f"the seeds of {epochs[0].sampler} are {sorted(seeds)}"
+        elif total and all(x == each[0] for x in each):  # right where each rank takes a part of the batch
+            if alone.takes_all:
+                yield "same shard", f"the {epochs[0].sampler} of every rank yields the same {distinct} samples"
         elif all(epoch.complete and len(set(x)) == size for epoch, x in zip(epochs, each, strict=True)):
             yield "not sharded", f"the {epochs[0].sampler} of every rank yields all {size} samples in an epoch"
         elif 0 < total - distinct < total * (1 - 1 / len(records)) / 2:
@@ -168,7 +174,7 @@ def _named(factor: float, names: Mapping[float, str]) -> str:
 
 def _of_gathering(step: StepEvidence) -> Found:
     """Look for a loss that gathers by itself and receives as many samples on each rank as in one process."""
-    if (alone := step.of(Setting())) is None or step.world_size == 1:
+    if (alone := step.of(Setting())) is None or step.world_size == 1 or step.problem == SAME_BATCHES:
         return
     for one, *calls in zip(alone.losses, *(x.losses for x in step.ranks), strict=False):
         if step.records[0].losses[calls[0].module].option and one.samples > 1:

@@ -112,7 +112,7 @@ class Recorder:
         self._hooks.close()
         self.record.loaders = [x if i in self.record.trained_on else [] for i, x in enumerate(self.record.loaders)]
         if self.rerun is not None:
-            self.record.problem = self.rerun.problem
+            self.record.problem, self.record.takes_all = self.rerun.problem, self.rerun.takes_all
         return self.record
 
     def _has_group(self) -> bool:
@@ -237,22 +237,15 @@ class Recorder:
             return original(module, *args, **kwargs)
         if self._in_loss or not self._is_loss(module):
             leaves = tree_leaves((args, kwargs))
-            if (
-                is_inner
-                and not self._in_loss
-                and any(isinstance(x, Tensor) for x in leaves)
-                and not _need_gradient(leaves)
-            ):
+            has_data = any(isinstance(x, Tensor) for x in leaves) and not _need_gradient(leaves)
+            if is_inner and not self._in_loss and has_data:
                 _, args, kwargs = self._enter_module("inner_calls", args, kwargs)
             output = original(module, *args, **kwargs)
             self._look_at_precision(args, kwargs, output)
             return output
         self._look_at_precision(args, kwargs)
         if add(self.losses, module):
-            inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
-            inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
-            name, option = f"{type(module).__name__}{inner_name}", getattr(module, "grad_reduction", None)
-            self.record.losses.append(LossModule(name, option, _ranks(getattr(module, "process_group", None))))
+            self.record.losses.append(LossModule.of(module))
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim)
         call = LossCall(self.losses.index(module), len(next(tensors, ())))
         self.step.losses.append(call)
@@ -287,7 +280,7 @@ class Recorder:
         self._scale = scaler.get_scale() if scaler.is_enabled() else None
         return scaled
 
-    def _on_backward(self, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _on_backward(self, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if not in_backward() and self.step.calls and not self.finished:  # not a pass within a pass
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.step.roots += [float(x.detach()) for x in roots if x.ndim == 0]
@@ -296,9 +289,8 @@ class Recorder:
                 self.record.trained_on.add(self._loader[0])
                 add(self.loaders, self._loader[1])
             self.step.backwards += 1
-        result = original(tensors, grad_tensors, *args, **kwargs)
+        original(tensors, grad_tensors, *args, **kwargs)
         self._had_gradients, self._filled = self.tensors.have_gradients(), self._with_gradient()
-        return result
 
     def _with_gradient(self) -> set[Tensor]:
         return {x for x in self.tensors.parameters() if x.grad is not None and bool(x.grad.any())}
@@ -402,10 +394,3 @@ class Recorder:
 
 def _need_gradient(leaves: Iterable[Any]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group, of a mesh of one dimension, or of the default group."""
-    if not dist.is_available() or not dist.is_initialized():
-        return (0,)
-    return tuple(dist.get_process_group_ranks(group.get_group() if hasattr(group, "get_group") else group))

@@ -11,9 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
+
+from contrastive_zoo.wrapper.distributed import DistributedLoss
 
 Sketches = dict[str, Tensor]  # sketches of tensors by the names of these
 States = tuple[Tensor, dict[str, Any], tuple[Any, ...]]  # of the random numbers of torch, NumPy and Python
@@ -25,6 +28,15 @@ class LossModule(NamedTuple):
     name: str  # of its class
     option: str | None  # its grad_reduction, None if it has none
     group: tuple[int, ...]  # ranks of its process group
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "LossModule":
+        inner = getattr(module, "loss", None) if isinstance(module, DistributedLoss) else None
+        inner_name = "" if inner is None else f"({getattr(inner, '__name__', type(inner).__name__)})"
+        group: Any = getattr(module, "process_group", None)
+        group = group.get_group() if hasattr(group, "get_group") else group  # of a mesh of one dimension
+        ranks = dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
+        return cls(f"{type(module).__name__}{inner_name}", getattr(module, "grad_reduction", None), tuple(ranks))
 
 
 @dataclass
@@ -125,6 +137,7 @@ class Record:
     lengths: list[int] = field(default_factory=list)  # what ``len`` of the loaders answered
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of modules, before their first use; rank 0 only
     optimizers: list[Any] = field(default_factory=list)  # state of each before its first step; rank 0 only
+    takes_all: bool = False  # of a rerun, whether each rank's modules got all samples of its batches
     skipped: int = 0  # steps of optimizers before a process group, as those of a reference on one process
 
 

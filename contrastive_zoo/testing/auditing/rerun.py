@@ -27,6 +27,8 @@ from contrastive_zoo.testing.auditing.records import (
 from contrastive_zoo.testing.evidence import noisy
 from contrastive_zoo.testing.messages import replaced
 
+SAME_BATCHES = "every rank loads the same batches, and trains on all of their samples"
+
 
 class Setting(NamedTuple):
     """How a training runs again."""
@@ -49,6 +51,8 @@ class Rerun:
             self.records = [x for i, x in enumerate(self.records) if samples[i] not in samples[:i]]
         self.rows: list[Tensor] = []  # of each rank, the indices of its samples in the batch
         self.sizes: list[int] = []  # of each rank's batch
+        self.size = 0  # of the batch here
+        self.has_equal_batches = self.takes_all = False  # whether ranks load the same batches, and take all of each
         self.noise = None if setting.noise is None else torch.Generator().manual_seed(setting.noise)
         self.lengths = iter(self.first.lengths)  # of the loaders on rank 0, on which schedules depend
 
@@ -63,13 +67,13 @@ class Rerun:
             equal = bool(leaves[0]) and all(
                 len(x) == len(leaves[0]) and all(map(torch.equal, x, leaves[0])) for x in leaves
             )
-            whole = len(parts) == len(epochs) > 1 and equal and sliced_later
+            self.has_equal_batches = whole = len(parts) == len(epochs) > 1 and equal and sliced_later
             batch = parts[0] if whole else concatenated(parts)
+            sizes = [len(x[0]) if x and x[0].ndim else 0 for x in leaves]
+            self.sizes, self.size = sizes, sizes[0] if whole else sum(sizes)
             if leaves[0] and not whole:
-                sizes = [len(x[0]) if x[0].ndim else 0 for x in leaves]
                 order = self._order(leaves, sizes)
-                batch = reordered(batch, order)
-                self.rows, self.sizes = list(order.argsort().split(sizes)), sizes
+                batch, self.rows = reordered(batch, order), list(order.argsort().split(sizes))
             restore_random(states[0])
             yield batch
 
@@ -118,6 +122,9 @@ class Rerun:
         if not any(self.first.loaders):
             leaves = self._of_ranks(ranks, leaves, as_long=False)
         samples, recorded = digests(leaves), [y for x in ranks for y in x.samples]
+        if kind == "calls" and self.sizes and recorded:  # a rank that takes a part of its batch has fewer samples
+            self.takes_all = len(samples) * self.sizes[0] == len(ranks[0].samples) * self.size
+            self.problem = self.problem or SAME_BATCHES * (self.has_equal_batches and self.takes_all)
         if recorded and sorted(samples) != sorted(recorded):
             if kind == "calls" and {*samples} <= {y for x in steps for y in x.samples}:
                 self.problem = (
@@ -146,8 +153,8 @@ class Rerun:
         if len(columns) != len(leaves):
             return result
         sizes = next(([len(y) for y in x] for x in columns if all(y is not None and y.ndim for y in x)), [])
-        views = sizes[0] // self.sizes[0] if self.sizes and self.sizes[0] else 1
-        if sizes != [views * size for size in self.sizes]:
+        views = sum(sizes) // self.size if self.size else 1
+        if not views or any(size % views for size in sizes):
             views = 1
         for i, (x, parts) in enumerate(zip(leaves, columns, strict=True)):
             is_recorded = isinstance(x, Tensor) and all(y is not None and y.ndim for y in parts) and not x.requires_grad
