@@ -56,7 +56,7 @@ IN_A_POOL = {
         name: [mistake] if mistake else []
         for name, (_, mistake) in audit_trainings.TRAININGS.items()
         if mistake not in ("not sharded", "different numbers of steps", "sampler seeded per rank")
-        and " before the group" not in name
+        and not name.endswith((" before the group", " in the dataset"))
     },
 }
 
@@ -64,6 +64,7 @@ IN_NEW_PROCESSES = {
     (OWN, "a reference on one process before the group"): [],
     (OWN, "every rank draws from all samples"): ["not sharded"],
     (OWN, "a sampler with a seed per rank"): ["sampler seeded per rank"],
+    (OWN, "one shard, with noise in the dataset"): ["same shard"],
     (OWN, "one rank has fewer batches"): ["different numbers of steps"],
     ("examples.mistakes", "no set_epoch"): ["no set_epoch"],
     ("examples.mistakes", "gathered before the loss"): ["gathered first"],
