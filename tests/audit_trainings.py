@@ -98,22 +98,6 @@ def _(x: Any) -> None:
     x.loss = lambda images, labels: x.loss_fn(x.model(images + 0.01), labels)
 
 
-@variant("gathered without gradient", "detached")
-def _(x: Any) -> None:
-    x.model, loss_fn = DistributedDataParallel(make_encoder(), find_unused_parameters=True), make_loss()
-
-    def loss(images: Tensor, labels: Tensor) -> Tensor:
-        z = cz.collectives.all_gather(x.model(images).detach()) + 0 * sum(y.sum() for y in x.model.parameters())
-        return loss_fn(z, cz.collectives.all_gather(labels))
-
-    x.loss_fn, x.loss = loss_fn, loss
-
-
-@variant("the loss divided by W", "divided by W")
-def _(x: Any) -> None:
-    x.loss = lambda *batch: Right.loss(x, *batch) / x.world_size
-
-
 @variant("the gradient of the loss parameters scaled", "parameters scaled")
 def _(x: Any) -> None:
     for parameter in x.loss_fn.parameters():
@@ -233,12 +217,6 @@ class OpenClip(Plain):
 @training("ClipLoss(rank, world_size) that gathers without gradient", "own slice")
 class OpenClipOwnSlice(OpenClip):
     gather_with_grad = False
-
-
-@variant("two views, gathered before the loss", "gathered first", base=OpenClip)
-def _(x: Any) -> None:
-    x.loss_fn = cz.DistributedLoss(cz.NTXent(), check_distinct=False)
-    x.loss = lambda *views: x.loss_fn(*(cz.collectives.all_gather(x.model(y)) for y in views))
 
 
 class Clip(nn.Module):
@@ -389,11 +367,6 @@ def _(x: Any) -> None:
 def _(x: Any) -> None:
     shard(x)
     x.clip = lambda: nn.utils.clip_grad_norm_(x.model.parameters(), 0.1)
-
-
-@variant("a sampler with a seed per rank", "sampler seeded per rank", base=OpenClip)
-def _(x: Any) -> None:
-    x.make_sampler = lambda: DistributedSampler(x.images, seed=x.rank)
 
 
 def take_part(x: Any, augment: Callable[[Tensor], Tensor] = lambda y: y) -> None:

@@ -27,6 +27,8 @@ DRAWN = [
     x for x in RIGHT if (x.precision, x.encoder) in (("", "residual"), ("bf16", "dropout"), ("", "bfloat16 parameters"))
 ]
 """What people write most, and what the audit got wrong."""
+WITH_MISTAKE = [x for i, x in enumerate(WRONG) if EVERY_CASE or i % 3 == i // 3 % 3]
+"""Each mistake once; in a search on top of all three trainings."""
 
 
 def audited(parts: Parts, worlds: Worlds, processes: int) -> WorldReport:
@@ -54,7 +56,7 @@ def test_a_right_training_is_not_called_wrong(parts: Parts, processes: int, worl
 
 
 @pytest.mark.parametrize("processes", [2, 3] if EVERY_CASE else [2])
-@pytest.mark.parametrize("parts", WRONG if EVERY_CASE else WRONG[::7], ids=str)
+@pytest.mark.parametrize("parts", WITH_MISTAKE, ids=str)
 def test_the_mistake_of_a_wrong_training_is_said(parts: Parts, processes: int, worlds: Worlds) -> None:
     word = judgement(parts, report := audited(parts, worlds, processes)).partition(":")[0]
     assert word == ("noted" if parts.mistake == "accumulation not divided" else "named"), report.section()

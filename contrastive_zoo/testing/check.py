@@ -53,11 +53,11 @@ def check_world_size_invariance(
     name: str | None = None,
     on_example: Callable[[int], None] = lambda count: None,
 ) -> Report:
-    """Check that a loss is the same function on W processes as on one: value, encoder gradient, parameter gradient.
+    """Check that a loss is the same function on W processes as on one: value and gradients.
 
-    The check draws global batches with even, uneven and empty shards. One process and W real processes compute each, and
-    every invariant of :mod:`contrastive_zoo.testing.invariants` is tested. At level ``"training_step"`` it tests your whole
-    step, with its gathering, hooks and gradient scaling.
+    The check draws global batches with even, uneven and empty shards. One process and W processes compute each, and every
+    invariant of :mod:`contrastive_zoo.testing.invariants` is tested, those of several backward passes on the fewest ranks.
+    At level ``"training_step"`` it tests your whole step, with its gathering, hooks and gradient scaling.
 
     Args:
         make_loss: returns the loss, a module or function of this rank's embeddings; runs on every rank. At level
@@ -67,10 +67,10 @@ def check_world_size_invariance(
         call: ``"labels"`` for ``loss(embeddings, labels)``, ``"views"`` for ``loss(view1, view2)``, or as many views as
             the loss requires; ``"auto"`` infers it from the names of parameters.
         grad_reduction: whether the trainer averages (``"mean"``) or sums (``"sum"``) gradients.
-        max_examples: number of batches to draw.
+        max_examples: number of batches.
         level: ``"loss"`` or ``"training_step"``.
         width: width of the embeddings, where the loss fixes it (proxies, class weights); labels are below 64.
-        timeout: seconds for one global batch; a first call, which may compile, may take ten times as long.
+        timeout: seconds for one global batch; for a first call, which may compile, ten times that.
         threads: ranks are up to 64 threads of this process (:class:`~contrastive_zoo.testing.worlds.Worlds`).
         worlds: a pool of process groups, with its own timeout; None starts one.
         name: of the loss in the report.
