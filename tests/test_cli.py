@@ -130,7 +130,7 @@ BROKEN_MODULES = {
         (["check", "function:make"], "If it is a loss, pass a function"),
         (["check", "nothing"], "neither module:function"),
         (["check", "nothing:at_all"], "No module named"),
-        (["check"], "Missing argument 'TARGET'"),
+        (["check"], "Missing argument"),
         (["check", "nt-xent", "--call", "pairs"], "call is one of"),
         (["check", "nt-xnt"], "Did you mean nt-xent?"),
         (["check", "torch.nn:SoftMarginLos"], "Did you mean SoftMarginLoss?"),
