@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any, Literal
 
@@ -32,6 +33,10 @@ SHORT_CALL = 2.0  # seconds of a first call that need no longer timeout
 SHRINKING = 4.0  # time limit in seconds for shrinking all counterexamples of a check
 MOST_FAILURES = 3  # the search stops after so many batches on which a rank raises or hangs: each may cost a timeout
 MOST_AVERAGED = 2  # batches on which many calls of a loss with random numbers are compared, where a single one differs
+
+COMPILER = (
+    "torch._dynamo"  # recording loads it: not within the time-out of ranks in threads, which would end its import
+)
 
 # Every search: the same batches in every run
 SEARCH = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -112,7 +117,7 @@ def check_world_size_invariance(
         name = name or str(getattr(make_loss, "__name__", "loss"))
         case = Case(make_loss, form, grad_reduction, views, step=level == "training_step", name=name)
         batch, patience = GlobalBatch((4,), d=width or DEFAULT_WIDTH), FIRST_CALL_FACTOR * pool.timeout
-        plan = measurement.Plan(record=not pool.threads)  # which loads the compiler
+        plan = measurement.Plan(record=not pool.threads)  # which loads the compiler, too
         try:
             pool.run(1, measurement.measure, case, (batch,), plan, timeout=patience)
         except WorldTimeout as error:
@@ -129,6 +134,7 @@ def check_world_size_invariance(
         report.findings = [examination.shrunk(x) for x in invariants.INVARIANTS if x.name in broken]
         if report.findings:
             failing = next((x.batch for x in report.findings if x.invariant is runs_on_every_split), None)
+            import_module(COMPILER)
             evidence = LossEvidence(case, [*broken], pool, width=width or DEFAULT_WIDTH, failing=failing)
             report.diagnosis = diagnose(evidence)
     report.seconds = time.monotonic() - start
@@ -289,6 +295,7 @@ class Examination:
         if trial.draws and len(self.averaged | {trial.batch}) > MOST_AVERAGED:
             return True
         self.averaged |= {trial.batch} if trial.draws else set()
+        import_module(COMPILER)
         try:
             noisy = trial.with_noise
             if noisy is None:
