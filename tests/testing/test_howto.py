@@ -1,5 +1,6 @@
 """What the pages on testing teach runs, and what they show is what is measured."""
 
+import pydoc
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from contrastive_zoo.testing import check
 from contrastive_zoo.testing.batch import GlobalBatch
 from contrastive_zoo.testing.check import Report
 from contrastive_zoo.testing.invariants import INVARIANTS
+from contrastive_zoo.testing.mistakes import MISTAKES
 from contrastive_zoo.testing.worlds import Worlds
 from tests.testing.test_pytest_plugin import run  # noqa: F401 - a fixture
 from tools import gallery_page
@@ -94,3 +96,9 @@ def test_a_peer_runs(peer, worlds: Worlds) -> None:
     pytest.importorskip(peer.library)
     found = gallery_page.measure(peer.case, GlobalBatch((3, 3), d=3, seed=7), worlds)
     assert (found.failure is None) == (peer.mistake != "raises"), found
+
+
+def test_the_fixes_name_what_exists() -> None:
+    names = {name for mistake in MISTAKES.values() for name in re.findall(r"\bcontrastive_zoo(?:\.\w+)+", mistake.fix)}
+    assert names
+    assert [name for name in sorted(names) if pydoc.locate(name) is None] == []
