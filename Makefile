@@ -8,7 +8,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .c
 # each of the many processes of a test compiles the package once, not each time that it is imported
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu test-trainers triton-versions quick search lint types examples pages docs dist versions bench bench-full bench-gpu clean
+.PHONY: demo test test-all test-gpu test-trainers triton-versions quick search lint types examples pages docs dist versions bench bench-gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -132,9 +132,6 @@ versions:
 
 bench: .venv/.peers-installed
 	for program in bench memory freed_memory ring retrieval; do $(BIN)/python benchmarks/$$program.py --docs || exit 1; done
-
-bench-full: .venv/.peers-installed
-	$(BIN)/python benchmarks/bench.py --docs --full
 
 # kernels compiled ahead of time by other versions of Triton: none may spill registers
 TRITONS = 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0

@@ -1,6 +1,6 @@
 """Time, memory and errors of the losses, of plain torch and of other libraries, side by side in one run.
 
-python benchmarks/bench.py [--full] [--docs] [--only TEXT …]
+python benchmarks/bench.py [--docs] [--only TEXT …]
 
 The losses of lightly and open_clip are those of ``python -m tools.peer_losses.packages .venv/peers``; a peer that is not
 installed is reported as absent. Everything runs on the CPU; gpu.py measures kernels. Results are stored in
@@ -35,7 +35,7 @@ from torch import Tensor
 from contrastive_zoo.testing.worlds import Worlds
 from tools.pages import PAGES, fill
 
-QUICK, FULL = (4, 10.0), (9, 60.0)  # the least rounds and seconds of a case
+ROUNDS, SECONDS = 4, 10.0  # the least of a case
 SMALL = 512  # rows; a case of at most so many gets a quarter of the time
 SHORTEST = 0.02  # seconds of a reading, in which a quicker implementation is called several times
 ROWS_FOR_ERRORS = 1024
@@ -58,8 +58,7 @@ def measure_times(case: Case, implementations: Sequence[str], limits: dict[str, 
 
 
 def errors(case: Case, implementations: Sequence[str]) -> dict[str, tuple[float, float]]:
-    if case.group != "adversarial":
-        case = replace(case, rows=min(case.rows, ROWS_FOR_ERRORS))
+    case = replace(case, rows=min(case.rows, ROWS_FOR_ERRORS))
     whole = [
         x.detach().double().requires_grad_() if x.is_floating_point() else x for x in replace(case, shards=()).inputs()
     ]
@@ -108,10 +107,9 @@ def memory_or_error(case: Case, implementation: str) -> float | str:
         return f"{type(error).__name__}: {error}"
 
 
-def measure_case(case: Case, worlds: Worlds, full: bool) -> dict[str, Any]:
-    implementations = (*case.implementations, *(case.full_implementations if full else ()))
-    least, seconds = FULL if full else QUICK
-    limits = {"rounds": least, "seconds": seconds / 4 if case.rows <= SMALL else seconds}
+def measure_case(case: Case, worlds: Worlds) -> dict[str, Any]:
+    implementations = case.implementations
+    limits = {"rounds": ROUNDS, "seconds": SECONDS / 4 if case.rows <= SMALL else SECONDS}
     found: dict[str, Any] = {}
     if implementations:
         if case.shards:
@@ -119,10 +117,7 @@ def measure_case(case: Case, worlds: Worlds, full: bool) -> dict[str, Any]:
         else:
             found = measure_times(case, implementations, limits)
         found["rounds"] = [{name: float(f"{x:.5g}") for name, x in of_round.items()} for of_round in found["rounds"]]
-    if case.group == "adversarial" and case.shards:
-        by_rank = worlds.run(case.world, errors, case, implementations, timeout=600.0)
-        found["errors"] = {name: [max(x[name][i] for x in by_rank) for i in (0, 1)] for name in by_rank[0]}
-    elif case.group in ("softmax", "rows", "adversarial"):
+    if case.group in ("softmax", "rows"):
         found["errors"] = errors(case, implementations)
     if case.memory_of:
         with ThreadPoolExecutor(2 if case.rows <= 32768 else 1) as pool:
@@ -135,16 +130,15 @@ def measure_case(case: Case, worlds: Worlds, full: bool) -> dict[str, Any]:
 
 def measure(given: argparse.Namespace) -> dict[str, str]:
     texts = given.only or [""]
-    cases = [x for x in CASES if any(text == x.group or text in x.name for text in texts) and given.full >= x.full]
+    cases = [x for x in CASES if any(text == x.group or text in x.name for text in texts)]
     results: Results = {
         "machine": harness.machine() | {"peers": versions()},
-        "full": given.full,
         "cases": load_results(RESULTS)["cases"] if given.only and RESULTS.exists() else {},
     }
     with Worlds() as worlds:
         for case in cases:
             start = time.perf_counter()
-            results["cases"].setdefault(case.group, {})[case.name] = found = measure_case(case, worlds, given.full)
+            results["cases"].setdefault(case.group, {})[case.name] = found = measure_case(case, worlds)
             ms = (f"{name} {number(x)} ms" for name, x in medians_ms(found.get("rounds", [])).items())
             harness.progress(f"{time.perf_counter() - start:6.1f} s", case.name, *ms)
             RESULTS.write_text(json.dumps(results, indent=1))  # after each case, so that Ctrl-C loses nothing
@@ -154,4 +148,4 @@ def measure(given: argparse.Namespace) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    harness.program(measure, __doc__, page="measurements.md", full=False, only=[])
+    harness.program(measure, __doc__, page="measurements.md", only=[])

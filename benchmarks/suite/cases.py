@@ -5,7 +5,6 @@ peer's package is imported when the function is constructed; :class:`Absent` is 
 """
 
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,18 +14,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from memory import arguments, made
 from torch import Tensor, nn
 
 import contrastive_zoo as cz
-from contrastive_zoo.engine.tiling import TILE_BYTES, budget, memory_budget, tile_shape, tiles
-from contrastive_zoo.testing.catalogue import CATALOGUE
+from contrastive_zoo.engine.tiling import memory_budget, tile_shape, tiles
 from suite.harness import Absent, step_of
 from tests.losses.zoo_margins import dense_circle, dense_multi_similarity, dense_triplet
 from tests.zoo import info_nce, sup_con
 from tools.peer_losses.packages import loaded
 
-AMPLE = 2**32  # a budget in bytes that holds the similarity matrix of every case
+TEMPERATURE = 0.1
 OF_A_CLASS = 16  # samples per class
 GEMM = "GEMM"  # one matmul into preallocated memory: the unit of time of all others
 ALLOCATING = "A @ B.T"  # one matmul that allocates its result
@@ -35,15 +32,15 @@ IN_TILES = "products of tiles"  # all matmuls of a tiled step and nothing else: 
 BARE = (GEMM, ALLOCATING, IN_TILES)
 
 Function = Callable[..., Tensor]
-Group = Literal["softmax", "rows", "small", "ranks", "adversarial", "size", "memory"]
+Group = Literal["softmax", "rows", "small", "ranks"]
 
 
 @dataclass(frozen=True)
 class Case:
     """A loss (a key of :data:`LOSSES`) with a matrix of so many embeddings, of all ranks, in one table (the group).
 
-    Times are those of the implementations, of further ones in a full run, with one thread per rank and the embeddings of
-    each rank in ``shards``; memory is measured in new processes. Clustered samples are close to one of eight directions.
+    Times are those of the implementations, with one thread per rank and the embeddings of each rank in ``shards``; memory is
+    measured in new processes.
     """
 
     group: Group
@@ -51,12 +48,8 @@ class Case:
     rows: int
     width: int
     implementations: tuple[str, ...] = ()
-    full_implementations: tuple[str, ...] = ()
     shards: tuple[int, ...] = ()
     memory_of: tuple[str, ...] = ()
-    full: bool = False
-    clustered: bool = False
-    temperature: float = 0.1
     dtype: str = "float32"
 
     @property
@@ -65,7 +58,6 @@ class Case:
         if self.shards:
             even = len(set(self.shards)) == 1
             size += f", W = {len(self.shards)}" + ("" if even else f" ({' + '.join(map(str, self.shards))})")
-        size += ", clustered" * self.clustered + f", t = {self.temperature}" * (self.temperature != 0.1)
         return size + f", {self.dtype}" * (self.dtype != "float32")
 
     @property
@@ -83,7 +75,7 @@ class Case:
 
     def scale(self) -> nn.Parameter:
         wide = torch.float64 if self.dtype == "float64" else torch.float32
-        return nn.Parameter(torch.tensor(-math.log(self.temperature), dtype=torch.float32).to(wide))
+        return nn.Parameter(torch.tensor(-math.log(TEMPERATURE), dtype=torch.float32).to(wide))
 
     def function(self, implementation: str) -> Function:
         return LOSSES[self.loss].implementations[implementation](self)
@@ -101,11 +93,6 @@ class Case:
             return in_tiles(a, b if LOSSES[self.loss].inputs is pairs else a)
         out = torch.empty(rows, self.rows, dtype=dtype)
         return lambda: torch.mm(a, b.T, out=out)
-
-    def bound(self, implementation: str) -> float:
-        """Return the bound in bytes: 8 · b · d · 4 for b local anchors, the cached logits, and two tiles."""
-        cached = 0 if "tiled" in implementation else budget()
-        return 8 * max(self.shards, default=self.rows) * self.width * 4 + cached + 2 * TILE_BYTES
 
 
 @dataclass(frozen=True)
@@ -138,26 +125,21 @@ def in_tiles(a: Tensor, b: Tensor) -> Callable[[], None]:
 
 
 def pairs(case: Case) -> list[Tensor]:
-    return [drawn(case, case.rows), drawn(case, case.rows)]
+    return [torch.randn(case.rows, case.width), torch.randn(case.rows, case.width)]
 
 
 def views(case: Case) -> list[Tensor]:
-    return [drawn(case, case.rows // 2), drawn(case, case.rows // 2)]
+    return [torch.randn(case.rows // 2, case.width) for _ in range(2)]
 
 
 def labelled(case: Case) -> list[Tensor]:
-    return [drawn(case, case.rows), torch.arange(case.rows) % max(2, case.rows // OF_A_CLASS)]
-
-
-def drawn(case: Case, rows: int) -> Tensor:
-    z = torch.randn(rows, case.width)
-    return torch.randn(8, case.width)[torch.arange(rows) % 8] + 0.05 * z if case.clustered else z
+    return [torch.randn(case.rows, case.width), torch.arange(case.rows) % max(2, case.rows // OF_A_CLASS)]
 
 
 def ours(make: Callable[[float], Any], *, budget: int | None = None, **distributed: bool) -> Callable[[Case], Function]:
 
     def implementation(case: Case) -> Function:
-        loss = make(case.temperature)
+        loss = make(TEMPERATURE)
         if case.shards:
             loss = cz.DistributedLoss(loss, **distributed)
         return loss if budget is None else within(budget, loss)
@@ -177,7 +159,6 @@ def by_softmax(make: Callable[[float], Any]) -> dict[str, Callable[[Case], Funct
     return {
         "ours": ours(make),
         "ours, tiled": ours(make, budget=0),
-        "ours, kept": ours(make, budget=AMPLE),
         "ours, tiled, ring": ours(make, budget=0, ring=True),
     }
 
@@ -190,16 +171,6 @@ class Dense(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         unit = [F.normalize(x, dim=1) if x.is_floating_point() else x for x in inputs]
         return self.formula(*unit, self.log_scale.exp())
-
-
-def compiled(formula: Function) -> Callable[[Case], Function]:
-
-    def implementation(case: Case) -> Function:
-        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            raise Absent("no C++ compiler")
-        return torch.compile(Dense(formula, case), dynamic=False)
-
-    return implementation
 
 
 def clip(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -227,7 +198,7 @@ def peer(module: str) -> Any:
 
 def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[[Case], Function]:
     def implementation(case: Case) -> Function:
-        library, settings = "pytorch_metric_learning", {"temperature": case.temperature} if warm else {}
+        library, settings = "pytorch_metric_learning", {"temperature": TEMPERATURE} if warm else {}
         loss = getattr(peer(f"{library}.losses"), name)(**settings)
         if miner is None:
             return loss
@@ -238,7 +209,7 @@ def pml(name: str, *, miner: str | None = None, warm: bool = False) -> Callable[
 
 
 def lightly(case: Case) -> Function:
-    return peer("lightly.loss.ntx_ent_loss").NTXentLoss(temperature=case.temperature)
+    return peer("lightly.loss.ntx_ent_loss").NTXentLoss(temperature=TEMPERATURE)
 
 
 def open_clip(**settings: bool) -> Callable[[Case], Function]:
@@ -253,7 +224,7 @@ def open_clip(**settings: bool) -> Callable[[Case], Function]:
 
 def sentence_transformers(case: Case) -> Function:
     losses = peer("sentence_transformers.sentence_transformer.losses")
-    loss = losses.MultipleNegativesRankingLoss(nn.Identity(), scale=1 / case.temperature)
+    loss = losses.MultipleNegativesRankingLoss(nn.Identity(), scale=1 / TEMPERATURE)
     return lambda *towers: loss([{"sentence_embedding": x} for x in towers], torch.empty(0))
 
 
@@ -292,7 +263,6 @@ LOSSES = {
         by_softmax(lambda t: cz.Clip(temperature=cz.LearnableTemperature(t)))
         | {
             "dense": partial(Dense, clip),
-            "dense, compiled": compiled(clip),
             "by hand": recipe(clip),
             "open_clip": open_clip(),
             "open_clip, gather_with_grad": open_clip(gather_with_grad=True),
@@ -308,13 +278,13 @@ LOSSES = {
     "NT-Xent": Subject(
         views,
         by_softmax(lambda t: cz.NTXent(temperature=t))
-        | {"dense": partial(Dense, nt_xent), "dense, compiled": compiled(nt_xent), "by hand": recipe(nt_xent)}
+        | {"dense": partial(Dense, nt_xent), "by hand": recipe(nt_xent)}
         | {"lightly NTXentLoss": lightly},
     ),
     "SupCon": Subject(
         labelled,
         by_softmax(lambda t: cz.SupCon(temperature=t))
-        | {"dense": partial(Dense, sup_con), "dense, compiled": compiled(sup_con)}
+        | {"dense": partial(Dense, sup_con)}
         | {"pml SupConLoss": pml("SupConLoss", warm=True)},
     ),
     "Triplet, batch-hard": by_rows(
@@ -326,13 +296,6 @@ LOSSES = {
     "Circle": by_rows(cz.Circle, dense_circle, pml("CircleLoss")),
 }
 
-SOFTMAX = {name: entry for name, entry in CATALOGUE.items() if entry.engine.startswith("softmax")}
-for _name, _entry in SOFTMAX.items():  # only their memory is measured
-    LOSSES[_name] = Subject(
-        lambda case, s=_entry: arguments(s, case.rows * (2 if "two towers" in s.engine else 1), case.width),
-        {"ours": lambda case, s=_entry: made(s, case.width)},
-    )
-
 _TILED_OR_NOT = ("ours, tiled", "ours")
 _BARE = (ALLOCATING, IN_TILES)
 _CLIP = (*_TILED_OR_NOT, "dense", "open_clip")
@@ -340,18 +303,17 @@ _NT_XENT = (*_TILED_OR_NOT, "dense", "lightly NTXentLoss")
 _OPEN_CLIP = ("open_clip, local_loss + gather_with_grad", "open_clip, gather_with_grad")
 _RANKS = (*_TILED_OR_NOT, "ours, tiled, ring", *_OPEN_CLIP)
 _WRAPPER = ("ours", "by hand")
-_COMPILED, _PML = ("dense, compiled",), "pml SupConLoss"
+_PML = "pml SupConLoss"
 _SUP_CON = (*_TILED_OR_NOT, _PML)
 _ROWS = ("ours", "dense", "pml")
 
 CASES = [
     # softmax losses on one process
-    Case("softmax", "CLIP", 4096, 512, (*_BARE, *_CLIP), _COMPILED, memory_of=("ours, tiled", "ours", "open_clip")),
-    Case("softmax", "CLIP", 8192, 128, (*_BARE, *_CLIP), _COMPILED, full=True),
-    Case("softmax", "NT-Xent", 8192, 512, (*_BARE, *_TILED_OR_NOT, "lightly NTXentLoss"), ("dense", *_COMPILED)),
-    Case("softmax", "NT-Xent", 8192, 128, (*_BARE, *_NT_XENT), _COMPILED, memory_of=_NT_XENT),
-    Case("softmax", "SupCon", 8192, 512, (*_BARE, *_TILED_OR_NOT), ("dense", *_COMPILED, _PML)),
-    Case("softmax", "SupCon", 8192, 128, (*_BARE, *_SUP_CON), ("dense", *_COMPILED), memory_of=_SUP_CON),
+    Case("softmax", "CLIP", 4096, 512, (*_BARE, *_CLIP), memory_of=("ours, tiled", "ours", "open_clip")),
+    Case("softmax", "NT-Xent", 8192, 512, (*_BARE, *_TILED_OR_NOT, "lightly NTXentLoss")),
+    Case("softmax", "NT-Xent", 8192, 128, (*_BARE, *_NT_XENT), memory_of=_NT_XENT),
+    Case("softmax", "SupCon", 8192, 512, (*_BARE, *_TILED_OR_NOT)),
+    Case("softmax", "SupCon", 8192, 128, (*_BARE, *_SUP_CON), memory_of=_SUP_CON),
     Case("softmax", "InfoNCE", 2048, 384, (*_TILED_OR_NOT, "ours, as MNRL", "dense", "sentence-transformers MNRL")),
     Case("softmax", "CLIP", 4096, 512, _CLIP, dtype="bfloat16"),
     Case("softmax", "NT-Xent", 8192, 512, _NT_XENT, dtype="bfloat16"),
@@ -364,30 +326,17 @@ CASES = [
     *(Case("small", "CLIP", n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
     *(Case("small", "NT-Xent", 2 * n, 128, ("ours", "dense")) for n in (64, 128, 256, 512)),
     # ranks
-    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip",), shards=(2048,) * 2),
-    Case("ranks", "CLIP", 4096, 512, _RANKS, ("open_clip",), shards=(1024,) * 4),
-    Case("ranks", "CLIP", 8192, 128, _RANKS, ("open_clip",), shards=(4096,) * 2, full=True),
+    Case("ranks", "CLIP", 4096, 512, _RANKS, shards=(2048,) * 2),
+    Case("ranks", "CLIP", 4096, 512, _RANKS, shards=(1024,) * 4),
     *(Case("ranks", "CLIP", 64 * ranks, 128, _WRAPPER, shards=(64,) * ranks) for ranks in (1, 2)),
     *(Case("ranks", "NT-Xent", 128 * ranks, 128, _WRAPPER, shards=(128,) * ranks) for ranks in (1, 2)),
     Case("ranks", "Multi-similarity", 2048, 128, ("ours", "pml, replicated"), shards=(1024,) * 2),
-    # inputs that are hard for rounding or for the balance of work
-    Case("adversarial", "CLIP", 2048, 2048, _CLIP, temperature=0.01),
-    Case("adversarial", "NT-Xent", 4096, 128, _NT_XENT, temperature=0.01, clustered=True),
-    Case("adversarial", "CLIP", 2048, 128, _TILED_OR_NOT, shards=(0, 512, 1536)),
-    Case("adversarial", "NT-Xent", 4096, 128, _TILED_OR_NOT, shards=(1024, 0, 2560, 512)),
-    # more sizes
-    *(Case("size", "NT-Xent", n, 128, _NT_XENT) for n in (1024, 2048)),
-    Case("size", "NT-Xent", 4096, 128, _NT_XENT, memory_of=("ours, tiled", "dense", "lightly NTXentLoss")),
-    # memory alone: every softmax loss, and large batches
-    *(Case("memory", name, 16384, 128, memory_of=("ours",)) for name in SOFTMAX),
-    *(Case("memory", "NT-Xent", n, 128, memory_of=("ours, tiled",)) for n in (16384, 32768)),
-    Case("memory", "NT-Xent", 131072, 128, memory_of=("ours, tiled",), full=True),
 ]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The limit of an implementation's figure, in units of another one, a matmul, ``"bound"`` or ``"GB"``.
+    """The limit of an implementation's figure, in units of another one, or of a matmul.
 
     ``at_least``: the limit is a factor by which ``of`` must be less than ``to``.
     """
@@ -421,9 +370,6 @@ TARGETS = [
         for loss in ("Triplet, batch-hard", "Multi-similarity", "Circle")
         for what, limit in (("time", 5.0), ("memory", 10.0))
     ),
-    *(Target(f"{name}, 16,384 × 128", "ours", "bound", 1, "memory") for name in SOFTMAX),
-    Target("NT-Xent, 16,384 × 128", "ours, tiled", "bound", 1, "memory"),
-    Target("NT-Xent, 131,072 × 128", "ours, tiled", "GB", 24, "memory"),
     *(Target(f"CLIP, {n} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
     *(Target(f"NT-Xent, {2 * n:,} × 128", "ours", "dense", 1) for n in (64, 128, 256, 512)),
     *(Target(f"{case}, W = 2", "ours", "by hand", 1.3) for case in ("CLIP, 128 × 128", "NT-Xent, 256 × 128")),

@@ -12,7 +12,7 @@ from tools.pages import table
 from tools.peer_losses.packages import FOLDER, installed
 
 Results = dict[str, Any]
-"""Results of a run: machine, whether the run was full, and measurements by group and case."""
+"""Results of a run: machine, and measurements by group and case."""
 
 RESULTS = Path(__file__).parent.parent / "results" / "cpu.json"
 PEERS = ("pytorch-metric-learning", "lightly", "open-clip-torch", "sentence-transformers")
@@ -22,15 +22,13 @@ GROUPS = {
     "rows": "Losses of pairs and triplets, one process",
     "small": "Small batches, one process",
     "ranks": "Ranks, one thread each",
-    "adversarial": "Inputs that are hard",
-    "size": "NT-Xent by size",
 }
 
 
 def page_parts(results: Results) -> dict[str, str]:
-    machine, kind = results["machine"], "full" if results["full"] else "quick"
+    machine = results["machine"]
     found = [
-        f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}; a {kind} run. "
+        f"Measured on {machine['device']}, {machine['memory']} GB, torch {machine['torch']}. "
         f"Peers: {', '.join(f'{x} {y}' for x, y in machine['peers'].items()) or 'none'}."
     ]
     for group, title in GROUPS.items():
@@ -71,8 +69,7 @@ def results_of(results: Results, name: str) -> dict[str, Any]:
 def targets(results: Results) -> str:
     lines = []
     for target in TARGETS:
-        at_most = f"≤ {target.limit:g} {'' if target.to == 'GB' else '× '}{target.to}"
-        limit = f"≥ {target.limit:g}× less" if target.at_least else at_most
+        limit = f"≥ {target.limit:g}× less" if target.at_least else f"≤ {target.limit:g} × {target.to}"
         values, why = measurements(target, results_of(results, target.case))
         what = f"{target.what} of *{target.of}*" + (f" against *{target.to}*" if target.at_least else "")
         if not values:
@@ -91,9 +88,7 @@ def measurements(target: Target, found: dict[str, Any]) -> tuple[list[float], st
     if target.what == "time":
         rounds = found.get("rounds", [])
         return (ratio(rounds, target.to, target.of) if target.at_least else ratio(rounds, target.of, target.to)), why
-    bytes_of = dict(found.get("memory", {}), GB=2.0**30)
-    if target.to == "bound":
-        bytes_of["bound"] = next(case for case in CASES if case.name == target.case).bound(target.of)
+    bytes_of = found.get("memory", {})
     if not {target.of, target.to} <= set(bytes_of):
         return [], why
     value = bytes_of[target.of] / bytes_of[target.to]
@@ -119,7 +114,7 @@ def times(results: Results, group: str) -> str:
     lines = []
     for case, found in measured_cases(results, group):
         title = case.name
-        for implementation in dict.fromkeys((*case.implementations, *case.full_implementations)):
+        for implementation in case.implementations:
             values = ratio(found["rounds"], implementation, "GEMM")
             if not values and implementation not in found["absent"]:
                 continue
@@ -144,10 +139,9 @@ def memory(results: Results) -> str:
             for implementation in case.memory_of:
                 held = found.get("memory", {}).get(implementation)
                 why = f"absent: {found.get('absent', {}).get(implementation, 'not in this run')}"
-                bound = f"{case.bound(implementation) / 2**20:,.0f}" if "ours" in implementation else ""
-                lines.append([title, implementation, why if held is None else f"{held / 2**20:,.0f}", bound])
+                lines.append([title, implementation, why if held is None else f"{held / 2**20:,.0f}"])
                 title = ""
-    return table(["case", "implementation", "MB", "bound, softmax losses"], lines)
+    return table(["case", "implementation", "MB"], lines)
 
 
 def measured_cases(results: Results, group: str) -> Iterator[tuple[Case, dict[str, Any]]]:
