@@ -52,23 +52,18 @@ def test_several_towers_several_outputs_and_two_views() -> None:
     x, y = numbers(7, IN, seed=0), numbers(7, IN, seed=1)
     loss_fn = cz.InfoNCE(temperature=cz.LearnableTemperature(0.5), symmetric=True)
 
-    def left_and_right(model: TwoTowers) -> None:
+    def towers(model: Any) -> None:
         cz.cached_step((model.left, model.right), (x.split(3), [{"input": part} for part in y.split(2)]), loss_fn)
 
-    def twice(model: nn.Module) -> None:
+    def views(model: Any) -> None:
         encode = cz.GradCache(model, 2)
         loss_fn(encode(x), encode(y)).backward()
 
-    towers: list[Callable[[Any], Any]] = [
-        lambda model: loss_fn(*model(x, y)).backward(),  # at once
-        left_and_right,
-        lambda model: loss_fn(*cz.GradCache(model, 2)(x, y=y)).backward(),
-    ]
-    views: list[Callable[[Any], Any]] = [
-        lambda model: loss_fn(model(x), model(y)).backward(),
-        twice,
-    ]
-    for make, steps in ((TwoTowers, towers), (mlp, views)):
+    for make, *steps in (
+        (TwoTowers, lambda model: loss_fn(*model(x, y)).backward(), towers,
+         lambda model: loss_fn(*cz.GradCache(model, 2)(x, y=y)).backward()),
+        (mlp, lambda model: loss_fn(model(x), model(y)).backward(), views),
+    ):  # fmt: skip
         found = []
         for step in steps:
             model = make()
@@ -174,11 +169,6 @@ def test_autograd_grad_returns_gradients_beside_frozen_parameters() -> None:
     assert not cz.GradCache(mlp().requires_grad_(False), 2)(x).requires_grad
 
 
-def chunk_by_chunk(model: nn.Module, x: Tensor, chunk_size: int, loss_fn: Callable[..., Tensor]) -> None:
-    """Run the reference step: all chunks with a graph, in memory at once."""
-    loss_fn(torch.cat([model(part) for part in x.split(chunk_size)])).backward()
-
-
 def test_dropout_is_another_one_without_the_states_of_the_first_pass() -> None:
     """The control: trainings with dropout are those of one process in tests/test_gradcache_trainers.py."""
     found = []
@@ -191,85 +181,64 @@ def test_dropout_is_another_one_without_the_states_of_the_first_pass() -> None:
     assert max(map(distance, *found)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
-def test_buffers_are_updated_once(kind: str) -> None:
-    def make() -> nn.Module:
-        model = mlp(nn.BatchNorm1d(6)) if kind == "batch norm" else mlp()
-        if kind == "spectral norm":
-            parametrizations.spectral_norm(model[0])  # its vectors move with each pass, and the output with them
-        return model.double()
-
-    x = numbers(9, IN, seed=0)
+def trained_with_buffers(kind: str, cached: bool) -> tuple[Gradients, Gradients]:
+    """Return parameters and buffers after some steps: of three chunks, or of one under DDP, which copies rank 0's."""
     torch.manual_seed(0)
-    plain, cached = make(), make()
-    cached.load_state_dict(plain.state_dict())
-    before = [buffer.clone() for buffer in plain.buffers()]
-    for _ in range(2):
-        chunk_by_chunk(plain, x, 3, lambda z: z.exp().mean())
-        cz.cached_step(cached, x.split(3), lambda z: z.exp().mean())
-    same(gradients(cached), gradients(plain))
-    for was, found, expected in zip(before, cached.buffers(), plain.buffers(), strict=True):
-        assert not torch.equal(was, expected)
-        close(found, expected)
+    model = mlp(nn.BatchNorm1d(6)) if kind == "batch norm" else mlp()
+    if kind == "spectral norm":
+        parametrizations.spectral_norm(model[0])  # its vectors move with each pass, and the output with them
+    rank, shards, size = (dist.get_rank(), (5, 3), 5) if dist.is_initialized() else (0, (9,), 3)
+    wrapped = DistributedDataParallel(model.double()) if dist.is_initialized() else model.double()
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), cz.DistributedLoss(cz.SupCon(temperature=0.5))
+    for step in range(4):
+        x, y = (part.split(shards)[rank] for part in (numbers(sum(shards), IN, seed=step), labels(sum(shards))))
+        optimizer.zero_grad()
+        if not cached:
+            loss_fn(torch.cat([wrapped(chunk) for chunk in x.split(size)]), y).backward()
+        elif step % 2:
+            cz.cached_step(wrapped, x.split(size), loss_fn, y)
+        else:
+            loss_fn(cz.GradCache(wrapped, size)(x), y).backward()
+        optimizer.step()
+    return [x.detach() for x in model.parameters()], list(model.buffers())
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "batch norm"])
+def test_buffers_are_those_of_a_plain_training(kind: str, worlds: Worlds) -> None:
+    found = [(trained_with_buffers(kind, True), trained_with_buffers(kind, False))]
+    if kind == "spectral norm":  # BatchNorm has the statistics of a rank under DDP
+        found += zip(*(worlds.run(2, trained_with_buffers, kind, cached) for cached in (True, False)), strict=True)
+    for cached, plain in found:
+        for x, y in zip(cached, plain, strict=True):
+            same(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_a_scaler(dtype: torch.dtype) -> None:
-    x = numbers(8, IN, seed=0, dtype=torch.float32)
-    plain, cached, around = mlp().float(), mlp().float(), mlp().float()
-    found = []
-    for model, run in [
-        (plain, lambda model, scaler: _plain(model, x, scaler)),
-        (cached, lambda model, scaler: cz.cached_step(model, x.split(3), _loss, scaler=scaler)),
-        (around, lambda model, scaler: scaler.scale(_loss(cz.GradCache(model, 3)(x))).backward()),
-    ]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, found = numbers(8, IN, seed=0, dtype=torch.float32), list[Gradients]()
+
+    def loss_fn(z: Tensor) -> Tensor:
+        return cz.SupCon(temperature=0.5)(z, labels(8))
+
+    for how, run in {
+        "plain": lambda model, scaler: scaler.scale(
+            loss_fn(torch.cat([model(part) for part in x.split(3)]))
+        ).backward(),
+        "cached_step": lambda model, scaler: cz.cached_step(model, x.split(3), loss_fn, scaler=scaler),
+        "GradCache": lambda model, scaler: scaler.scale(loss_fn(cz.GradCache(model, 3)(x))).backward(),
+    }.items():
+        model, scaler = mlp().float(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         # with its cache, autocast adds the plain chunks' gradients up in 16 bits
-        with torch.autocast("cpu", dtype=dtype, cache_enabled=model is not plain):
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=how != "plain"):
             run(model, scaler)
             assert model[0](x).requires_grad  # the first pass has left no weights without a graph in autocast's cache
         scaled = gradients(model)
         scaler.step(optimizer)
-        scaler.update()
         found.append([*scaled, *gradients(model), *(p.detach() for p in model.parameters())])
-    for result in found[1:]:
-        same(result, found[0], 1e-6)
+    for others in found[1:]:
+        same(others, found[0], 1e-6)
     assert found[0][0].abs().max() > 1.0  # it was scaled
-
-
-def _loss(z: Tensor) -> Tensor:
-    return cz.SupCon(temperature=0.5)(z, labels(len(z)))
-
-
-def _plain(model: nn.Module, x: Tensor, scaler: Any) -> None:
-    scaler.scale(_loss(torch.cat([model(part) for part in x.split(3)]))).backward()
-
-
-def test_buffers_that_ddp_copies_are_those_of_a_plain_step(worlds: Worlds) -> None:
-    """Each forward pass updates a spectral norm's vectors; DDP copies rank 0's to all ranks before."""
-
-    def job(cached: bool) -> tuple[Gradients, Gradients]:
-        torch.manual_seed(0)
-        model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(IN, 5)), nn.Tanh(), nn.Linear(5, D)).double()
-        ddp = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss_fn = cz.DistributedLoss(cz.SupCon(temperature=0.5))
-        for step in range(6):
-            x, y = (local_shard(part, (5, 3)) for part in (numbers(8, IN, seed=step), labels(8)))
-            optimizer.zero_grad()
-            if cached and step % 2:
-                cz.cached_step(ddp, x.split(5), loss_fn, y)
-            elif cached:
-                loss_fn(cz.GradCache(ddp, 5)(x), y).backward()
-            else:
-                loss_fn(ddp(x), y).backward()
-            optimizer.step()
-        return [x.detach() for x in model.parameters()], list(model.buffers())
-
-    for found, expected in zip(worlds.run(2, job, True), worlds.run(2, job, False), strict=True):
-        same(found[0], expected[0])
-        same(found[1], expected[1])
 
 
 def test_batch_norm_gets_an_empty_batch(worlds: Worlds) -> None:
