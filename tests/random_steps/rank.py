@@ -134,6 +134,9 @@ class Rank:
         self.precision = precision
         for loss in (self.loss, self.twin):
             loss.to(self.dtype)
+        if self.kind.remembers:  # the state of 32 bits is rounded otherwise on ranks
+            for of_one, of_ranks in zip(self.twin.buffers(), self.loss.buffers(), strict=True):
+                of_one.copy_(of_ranks)
 
     def set_hook(self, on: bool) -> None:
         """The user's code after every call, which sees the value of all ranks' embeddings; or no longer."""
@@ -180,7 +183,8 @@ class Rank:
         assert what in ("", change.what), f"no such change; these are there: {[x.what for of in changes for x in of]}"
         undo = self.stack.enter_context(contextlib.ExitStack())
         sees_embeddings = self.hooked or (self.kind.user_code and self.kind.remembers)  # on every rank, in unknown ways
-        hidden, wrong = change.hidden or sees_embeddings, ""
+        unwritten = self.kind.remembers and not self.called  # buffers, which are compared from the second call on
+        hidden, wrong = change.hidden or sees_embeddings or unwritten, ""
         if everywhere:
             undo.enter_context(next(x.made for x in of_user_code(self.twin) if x.what == change.what)())
         with patch("contrastive_zoo.wrapper.call_history._FIRST_CALLS", 10**9):  # of which ranks compare the behaviour
